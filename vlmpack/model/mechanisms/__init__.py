@@ -1,18 +1,19 @@
-"""The protocol of mechanisms: what the layers of a model compute along a row, and how their samples stay apart.
+"""The protocol of mechanisms: computations along a row that must be kept apart by sample.
 
-A mechanism is one file. It finds its layers in a model, attaches to them and detaches from them, reports what may be
-wrong, and prepares what it needs of a row; what it attached then runs its layers on a whole row, or on a part of it.
+Each mechanism is one file. It finds its layers in a model, attaches to and detaches from them, reports problems, and
+prepares the data that its layers need for a row. The attached code then runs the layers on a whole row, or on part of
+it.
 
-    attention     attention functions under names of ours           every family
+    attention     our own attention functions                       every family
     vision        boundaries of the tower, features of ranks        families with vision
-    audio         groups of audios that do not change each other    families with audio
+    audio         groups of audios that do not affect each other    families with audio
     gated_delta   convolution and recurrence restart                where a family's descriptor names it
-    short_conv    taps end where a sample begins                    "
+    short_conv    the convolution stops at a sample's start         "
     per_sample    sparse attention, n-gram layers                   "
 
-One object gets another `forward` by a subclass of its class, of the same name. So it stays the same object with the
-same parameters, hooks and place in the model, nothing global changes, and the class is restored without a trace.
-Copying and pickling work: a class made at run time has no name to look up, so the pickle holds how to make it again.
+An object gets another `forward` by changing its class to a subclass with the same name. It stays the same object with
+the same parameters, hooks and place in the model, nothing global changes, and the class can be restored completely.
+Copying and pickling work: pickle cannot find a class made at run time by its name, so it stores how to make the class.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ from vlmpack.model.row import CONTEXT, RowContext, RowPart
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelParts:
-    """A model, and where its parts are."""
+    """A model and its parts."""
 
     family: Family
     """The model's family."""
     core: Any
     """The model with its head, inside wrappers."""
     shares_rows: bool = False
-    """True if ranks compute rows together (`Parallel`)."""
+    """Whether ranks compute rows together (`Parallel`)."""
 
     @property
     def text(self) -> Any:
-        """The text part."""
+        """The language model."""
         return self.family.language_model(self.core)
 
     def layer_parts(self, mechanism: str, part: str = "layer") -> list[nn.Module]:
-        """The part of that name of every decoder layer that has one; none where the family has no such mechanism."""
+        """Return this part of every decoder layer that has one; an empty list if the family lacks the mechanism."""
         if not self.family.has(mechanism):
             return []
         name = self.family.mechanisms[mechanism][part]
-        parts = [getattr(layer, name, None) for layer in self.text.layers.children()]  # in wrappers too
+        parts = [getattr(layer, name, None) for layer in self.text.layers.children()]  # wrapped layers included
         return [part for part in parts if part is not None]
 
 
@@ -72,9 +73,9 @@ class RowSetup:
     row: PackedRow
     """The whole row, on the model's device."""
     media: MediaTable
-    """The media of its samples."""
+    """The media of the row's samples."""
     part: RowPart
-    """The part of it on this rank."""
+    """The part of the row on this rank."""
     types: torch.Tensor
     """[1, T]: 0 text, 1 image, 2 video, 3 audio."""
     backend: str
@@ -87,18 +88,19 @@ class RowSetup:
 
     @property
     def text_config(self) -> Any:
-        """The text part's configuration."""
+        """The language model's configuration."""
         return self.model.family.text_config(self.config)
 
 
 class Mechanism(ABC):
-    """One kind of computation along a row. It has no state of its own: one object serves all models.
+    """One kind of computation along a row. It is stateless: one object serves all models.
 
-    What `attach` installs reads the row from the keyword `CONTEXT`, and its own entry from `RowContext.entries`.
+    The code that `attach` installs reads the row from the keyword `CONTEXT`, and its own entry from
+    `RowContext.entries`.
     """
 
     name: ClassVar[str]
-    """Its name in `Family.mechanisms` and in `RowContext.entries`."""
+    """The mechanism's name in `Family.mechanisms` and in `RowContext.entries`."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -107,47 +109,47 @@ class Mechanism(ABC):
         return hash(type(self))
 
     def is_in(self, family: Family) -> bool:
-        """Return whether models of this family have it."""
+        """Return whether models of this family have the mechanism."""
         return family.has(self.name)
 
     @abstractmethod
     def find(self, model: ModelParts) -> list[nn.Module]:
-        """Every module of a model that `attach` changes."""
+        """Return every module of a model that `attach` changes."""
 
     @abstractmethod
     def attach(self, model: ModelParts) -> None:
-        """Change the modules of a model; those that are changed already stay so."""
+        """Change the modules of a model. Modules that are already changed stay as they are."""
 
     @abstractmethod
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
-        """Restore the modules of a model, but not those among `kept`, ids of what other enabled models have too."""
+        """Restore the modules of a model, except those in `kept`: ids of modules that other enabled models share."""
 
     @abstractmethod
     def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """Why packed rows would be wrong, with the remedy; None: nothing is.
+        """Return why packed rows would be wrong, and the remedy; None: there is no problem.
 
         Args:
-            model: the model. Each step looks at it again: its modules may have been exchanged.
-            attached: whether its modules are to be changed already.
+            model: the model. Each step checks it again, because its modules may have been replaced.
+            attached: whether the modules should have been changed already.
         """
 
     @abstractmethod
     def prepare(self, setup: RowSetup) -> Any:
-        """Derive from a row what its layers need, once a row: its entry in `RowContext.entries`."""
+        """Derive the data that the layers need from a row, once per row: its entry in `RowContext.entries`."""
 
     def inputs(self, entry: Any) -> Mapping[str, Any]:
-        """Keyword arguments of the model without its head."""
+        """Return further keyword arguments of the backbone (the model without its head)."""
         return {}
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
-        """Fields of `Work` that this mechanism counts."""
+        """Return the fields of `Work` that this mechanism counts."""
         return {}
 
     def check_ran(self, model: ModelParts, entry: Any) -> None:
-        """Look, after the model's layers ran, whether all of them were reached.
+        """Check, after the model has run, that all layers were reached.
 
         Raises:
-            ConfigError: one was not.
+            ConfigError: a layer was not reached.
         """
         return
 
@@ -160,18 +162,18 @@ Maker = Callable[[type[nn.Module]], type[nn.Module]]
 
 
 class ClassMechanism(Mechanism):
-    """A mechanism that exchanges the classes of its layers for subclasses of them."""
+    """A mechanism that changes the classes of its layers to subclasses."""
 
     @abstractmethod
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Every layer, and the function that makes its new class."""
+        """Return every layer with the function that makes its new class."""
 
     def find(self, model: ModelParts) -> list[nn.Module]:
-        """Every layer."""
+        """Return every layer."""
         return [layer for layer, _ in self.makers(model)]
 
     def attach(self, model: ModelParts) -> None:
-        """Exchange the classes."""
+        """Change the classes."""
         for layer, maker in self.makers(model):
             if not is_subclassed(layer):
                 layer.__class__ = maker(type(layer))
@@ -183,7 +185,7 @@ class ClassMechanism(Mechanism):
                 layer.__class__ = base_of(layer)
 
     def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """A forward that was replaced on the object, or a class that was changed."""
+        """Report a forward that was replaced on the object, or a class that was changed."""
         for layer, _ in self.makers(model):
             replaced = "forward" in vars(layer)
             if replaced and not attached:
@@ -201,12 +203,12 @@ class ClassMechanism(Mechanism):
 
 
 def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[nn.Module]:
-    """Make a subclass of `base` of the same name with the attributes of `body`.
+    """Make a subclass of `base` with the same name and the attributes of `body`.
 
     Args:
         base: the class.
-        body: methods and attributes that replace those of `base`.
-        maker: a function that other processes can import and that makes this class from `base`.
+        body: methods and attributes that override those of `base`.
+        maker: a function that other processes can import, and that makes this class from `base`.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> tuple:
@@ -214,7 +216,7 @@ def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[
         return (_new, (maker, base), *state)
 
     def new(cls: type[nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-        # `type(model)(config)` of an enabled model makes another one, which is not enabled.
+        # `type(model)(config)` on an enabled model makes a plain model, without packing.
         return base(*args, **kwargs) if cls is derived else object.__new__(cls)
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -223,17 +225,17 @@ def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[
 
 
 def is_subclassed(module: nn.Module) -> bool:
-    """Return whether the module's class, or one that it comes from (FSDP2 makes classes of its own), is one of ours."""
+    """Return whether the module's class or one of its bases is ours (FSDP2 makes subclasses of classes)."""
     return any(_BASE in vars(klass) for klass in type(module).__mro__)
 
 
 def plain_class(module: nn.Module) -> Any:
-    """The class that a module had before ours, whatever subclass of it FSDP2 has made since."""
+    """Return the class that a module had before ours, even if FSDP2 has made a subclass of ours since."""
     return next(vars(klass)[_BASE] for klass in type(module).__mro__ if _BASE in vars(klass))
 
 
 def base_of(module: nn.Module) -> Any:
-    """The class that the module had.
+    """Return the class that the module had before ours.
 
     Raises:
         ConfigError: something else has changed its class since.
@@ -248,34 +250,33 @@ def base_of(module: nn.Module) -> Any:
 
 
 def _new(maker: Maker, base: type[nn.Module]) -> nn.Module:
-    """The object that pickle and copy start from."""
+    """Make the empty object that pickle and copy fill."""
     return object.__new__(maker(base))
 
 
 # ---------------------------------------------------------------------- handed row
 #
-# Hand a row on to modules that their model gives no keyword of it.
+# Pass a row to modules whose model does not pass keywords on to them.
 #
 #     model ── row ──▶ tower ──────────▶ blocks        the tower's own code passes no keywords on
 #                        └─── row ───────▶             `handing_class` of the tower, `taking_class` of each block
 #
-# While the module that has the row runs, the row is in a context variable. Gradient checkpointing computes a block
-# again
-# in the backward pass, when the tower does not run, and on a GPU in another thread. So a block takes the row when it is
-# called, before anything is checkpointed, and has it as a keyword from then on.
+# While the module that has the row runs, a context variable holds the row. Gradient checkpointing recomputes a block in
+# the backward pass, when the tower is not running, and on a GPU in another thread. So a block reads the variable when
+# it is called, before checkpointing starts, and has the row as a keyword from then on.
 
 
 _ROW: ContextVar[RowContext | None] = ContextVar("vlmpack_handed_row", default=None)
 
 
 def handed_row() -> RowContext | None:
-    """The row that is handed on; None: there is none."""
+    """Return the row in the context variable; None: there is none."""
     return _ROW.get()
 
 
 @contextmanager
 def handed_on(row: RowContext | None) -> Iterator[None]:
-    """Hand a row on while something runs; None: no row, to anything inside."""
+    """Set the context variable to this row inside a `with` block; None: no row."""
     token = _ROW.set(row)
     try:
         yield
@@ -285,7 +286,7 @@ def handed_on(row: RowContext | None) -> Iterator[None]:
 
 @functools.cache
 def handing_class(base: Any) -> type[nn.Module]:
-    """A subclass of a module's class that hands on the row that it is given; one a base class."""
+    """Return a subclass of a module's class that hands its row to the modules inside. There is one per base class."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,7 +298,7 @@ def handing_class(base: Any) -> type[nn.Module]:
 
 @functools.cache
 def taking_class(base: Any) -> type[nn.Module]:
-    """A subclass of a module's class that takes the row that is handed on; one a base class."""
+    """Return a subclass of a module's class that takes the row handed to it. There is one per base class."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (row := handed_row()) is not None:

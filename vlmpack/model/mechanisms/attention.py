@@ -1,13 +1,13 @@
-"""The attention functions that a model with packing enabled uses, under names of their own in transformers' registry.
+"""The attention functions of a model with packing enabled, registered with transformers under names of our own.
 
-A call that carries a `RowContext` goes to a vlmpack back-end. A call without one (generation, a cache, a plain padded
-batch) goes to the implementation that the model's configuration names.
+A call with a `RowContext` goes to a vlmpack back-end. A call without one (generation, a cache, a plain padded batch)
+goes to the implementation that the model's configuration names.
 
     text model    vlmpack
-    towers        vlmpack_flash    transformers hands a vision tower's images over in one call only to implementations
-                                   with "flash" in their name; others get them one by one
+    towers        vlmpack_flash    transformers passes all images to a vision tower in one call only if the
+                                   implementation has "flash" in its name; otherwise it passes them one by one
 
-The configuration keeps the name that it has: each attention module gets a stand-in for it (`stand_ins.py`).
+The model's configuration keeps its attention name: each attention module gets a stand-in for it (`StandIn`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from vlmpack.model.row import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack", "vlmpack_flash"
 OF_VISION = "vision"
-"""The entry that holds the boundaries of the vision tower (`vision.VisionRow`)."""
+"""Name of the entry with the boundaries of the vision tower (`vision.VisionRow`)."""
 
 
 @final
 class RowAttention:
-    """A row's entry."""
+    """A row's entry for attention."""
 
     def __init__(
         self,
@@ -60,39 +60,39 @@ class RowAttention:
         self.backend = backend
         """Name of the attention back-end, or "auto"."""
         self.spans = spans
-        """The bidirectional spans of the part of the row on this rank; None: the family has none."""
+        """The bidirectional spans of this rank's part of the row; None: the family has none."""
         self.in_window = in_window
-        """Returns whether layers with this window have spans."""
+        """Returns whether layers with this window have bidirectional spans."""
         self.always_masked = always_masked
-        """True if the model's own code always passes layers a mask, so that `is_causal` of theirs does not matter."""
+        """Whether the model's own code always passes a mask to layers. If so, their `is_causal` does not matter."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
         self.stock_reaches = stock_reaches
-        """The reach of each layer in the model's own code, by its number; None: not compared."""
+        """The reach of each layer in the model's own code, by layer number; None: do not compare."""
         self.reaches: set[Reach] = set()
-        """The reaches of the text model's layers that were called."""
+        """The reaches of the text model's layers called so far."""
 
     def spans_of(self, window: int | None) -> Spans | None:
-        """The spans in layers with this window."""
+        """Return the bidirectional spans of layers with this window."""
         return self.spans if self.in_window(window) else None
 
 
 @final
 class Attention(Mechanism):
-    """Attention of the text model and of the vision tower, by a back-end that takes boundaries."""
+    """Attention of the text model and the towers, computed by a back-end that takes boundaries."""
 
     name: ClassVar[str] = "attention"
 
     def is_in(self, family: Family) -> bool:
-        """Every family has it."""
+        """Return True: every family has attention."""
         return True
 
     def find(self, model: ModelParts) -> list[nn.Module]:
-        """Every module that calls the attention function of its configuration, and the vision tower itself."""
+        """Return every module that calls its configuration's attention function, and the towers themselves."""
         return [module for _, module in _callers(model)]
 
     def attach(self, model: ModelParts) -> None:
-        """Give each a stand-in for its configuration; nothing outside these modules changes."""
+        """Give each module a stand-in for its configuration. Nothing outside these modules changes."""
         for name, module in _callers(model):
             if not isinstance(config := module.config, StandIn):
                 module.config = stand_in(config, name)
@@ -106,8 +106,8 @@ class Attention(Mechanism):
                 module.config = plain_config(module)
 
     def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """A layer in the place of another; or the model would compute something else than causal softmax attention over
-        whole samples."""
+        """Report a replaced layer, or a model that computes anything other than causal softmax attention over whole
+        samples."""
         callers = list(_callers(model))
         if attached and not all(isinstance(module.config, StandIn) for _, module in callers):
             return (
@@ -117,7 +117,7 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Pass the name of the back-end, the reaches of layers and the spans of the row on."""
+        """Collect the name of the back-end, the reaches of layers and the bidirectional spans of the row."""
         reaches = None if _has_own_masks(setup.model) else _reaches_as_enabled(setup.model)
         if (sees := spans_in(setup.model)) is None:
             return RowAttention(setup.backend, reaches)
@@ -129,7 +129,7 @@ class Attention(Mechanism):
         return RowAttention(setup.backend, reaches, spans=spans, in_window=sees.is_in, always_masked=always_masked)
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
-        """Pairs of the layers with a window or chunks, and of those without."""
+        """Count the pairs of layers with a window or chunks, and of layers without."""
         if entry.spans is None and entry.reaches <= {EVERYTHING}:
             return {}
         pairs = {reach: setup.part.attended_pairs(reach) for reach in entry.reaches}
@@ -140,11 +140,10 @@ class Attention(Mechanism):
         return {"attended_pairs": max(pairs.values()), "window_pairs": min(local, default=0)}
 
     def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
-        """Look whether every attention layer, or what stands in its place, with a forward of its own called packed
-        attention.
+        """Check that every attention layer (or its substitute) with a custom forward called packed attention.
 
         Raises:
-            ConfigError: one did not, so that its samples saw each other.
+            ConfigError: one did not, so samples attended to each other in it.
         """
         text = model.text
         layers = text.layers[: text.config.num_hidden_layers]
@@ -160,7 +159,7 @@ class Attention(Mechanism):
 
 
 def spans_in(model: ModelParts) -> Sees | None:
-    """The spans of a model's family, if its configuration has them."""
+    """Return the bidirectional spans of a model's family, if the model's configuration enables them."""
     sees = model.family.sees
     return sees if sees is not None and sees.enabled(model.text.config) else None
 
@@ -168,19 +167,19 @@ def spans_in(model: ModelParts) -> Sees | None:
 # ---------------------------------------------------------------------- reaches in the model's own code
 
 _MASK_SETTINGS = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size", "layer_types")
-"""Names of the settings by which models make masks."""
+"""Configuration settings from which models make masks."""
 _REACHES: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[int, Reach]]] = WeakKeyDictionary()
 
 
 def layer_reaches(model: ModelParts, *, again: bool = False) -> dict[int, Reach]:
-    """The reach of each decoder layer with attention, by its number, as the model's own code masks it.
+    """Return the reach of each decoder layer with attention, by layer number, as the model's own code masks it.
 
     Args:
-        model: the model. Its reaches are kept for as long as its text part lives.
-        again: measure them anew, with its configuration as it is now.
+        model: the model. The reaches are cached for as long as its text model lives.
+        again: measure them again with the current configuration.
 
     Raises:
-        FamilyError: a layer's mask is something else than causal, within a window or a chunk.
+        FamilyError: a layer's mask is not causal, optionally within a window or chunk.
     """
     text = model.text
     if again or text not in _REACHES:
@@ -189,10 +188,10 @@ def layer_reaches(model: ModelParts, *, again: bool = False) -> dict[int, Reach]
 
 
 def _reaches_as_enabled(model: ModelParts) -> dict[int, Reach]:
-    """The reaches that were compared when packing was enabled.
+    """Return the reaches that were compared when packing was enabled.
 
     Raises:
-        FamilyError: the settings of masks are others now.
+        FamilyError: the mask settings have changed since.
     """
     reaches = layer_reaches(model)
     before, now = _REACHES[model.text][0], _mask_settings(model.text)
@@ -206,7 +205,7 @@ def _reaches_as_enabled(model: ModelParts) -> dict[int, Reach]:
 
 
 def _mask_settings(text: Any) -> dict[str, Any]:
-    """Settings of masks; a list is copied, since it may be changed where it is."""
+    """Return the mask settings. Lists are copied, because they may be changed in place."""
     settings = {name: vars(text.config).get(name) for name in _MASK_SETTINGS}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
@@ -215,9 +214,10 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
     """Compare the window that a layer passes to its attention function with its mask in the model's own code.
 
     Returns:
-        The pattern with the layer's chunk, which no layer passes: it is in the mask alone.
+        The pattern, with the layer's chunk size added: layers do not pass it, only the mask contains it.
 
     Raises:
+        FamilyError: packed rows would attend to other tokens than in the model's own code.
         FamilyError: packed rows would attend to other tokens than the model's own code.
     """
     if layer not in reaches:
@@ -226,7 +226,7 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
             "packing"
         )
     reach = reaches[layer]
-    if reach.window == 1 and pattern.window is None:  # its mask is that of chunks of 1 too, which no layer passes
+    if reach.window == 1 and pattern.window is None:  # a window of 1 and chunks of 1 have the same mask
         reach = Reach(chunk=1)
     if reach.window != pattern.window:
         raise FamilyError(
@@ -241,10 +241,10 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
 
 
 def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
-    """(name, module) of all modules that call the attention function of their configuration, and the towers
-    themselves, which measure their images or audios only for implementations with "flash" in their name.
+    """Yield (name, module) for all modules that call their configuration's attention function, and for the towers. The
+    towers' own code measures images or audios only for implementations with "flash" in their name.
 
-    Each step looks. `Module.modules()`, which puts together names, takes four times as long.
+    Every step calls this. `Module.modules()`, which also builds names, would take four times as long.
     """
     family, core = model.family, model.core
     towers = [tower for tower in (family.vision_tower(core), family.audio_tower(core)) if tower is not None]
@@ -259,11 +259,11 @@ def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
             stack.extend(child for child in module._modules.values() if child is not None)
 
 
-# ---------------------------------------------------------------------- what packed attention computes, and what not
+# ---------------------------------------------------------------------- what packed attention supports
 
 
 def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator[str]:
-    """Reasons why packed attention is not what the model would have computed."""
+    """Yield the reasons why packed attention differs from what the model would have computed."""
     for config in (model.core.config, model.text.config):
         if getattr(config, "is_causal", None) is False:
             yield f"is_causal is False in the model's {type(config).__name__}, but {_CAUSAL}"
@@ -281,7 +281,7 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
 
 
 def _has_own_masks(model: ModelParts) -> bool:
-    """Return whether a mechanism has attention of its own, which packed rows call too."""
+    """Return whether a mechanism has its own attention, which packed rows call too."""
     return any("attention" in parts for parts in model.family.mechanisms.values())
 
 
@@ -292,18 +292,18 @@ _CAUSAL = (
 
 
 _OF_KERNELS = {"implementation", "attention_wrapper"}
-"""Arguments under which transformers hands a kernel to its own function."""
+"""Arguments with which transformers passes a kernel to its own function."""
 
 
 def _function_problems(name: str, module: nn.Module) -> Iterator[str]:
-    """A function of transformers itself computes what our back-ends compute; any other may do anything."""
+    """Report a custom attention function. Our back-ends compute what transformers' own functions do, and no others."""
     called: Any = _original(name, module)
     is_stock = True
     while isinstance(called, functools.partial):
         is_stock &= not called.args and called.keywords.keys() <= _OF_KERNELS
         called = called.func
     code = called if isinstance(called, FunctionType) else type(called)
-    # A wrapper has taken the name and the module of what it wraps; its globals are those of its file.
+    # A wrapper copies the name and module of the wrapped function, but its globals are those of its own file.
     file = code.__globals__["__name__"] if isinstance(code, FunctionType) else code.__module__
     if not (is_stock and file.startswith("transformers.")):
         yield (
@@ -316,21 +316,21 @@ def _function_problems(name: str, module: nn.Module) -> Iterator[str]:
 
 _COMPUTED = ("scaling", "dropout")
 _OF_PATTERNS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
-"""Keywords by which a layer of a text model passes its pattern, and the names of its parts."""
+"""Keywords with which a text layer passes its pattern, and the pattern's field names."""
 _OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WITHOUT_EFFECT = ("position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict")
 _UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
-"""Keywords of an attention call that a back-end computes, or that do not concern attention. transformers 5.17 to 5.23
-hands no others to the layers of the supported families but those of patterns."""
+"""Keywords of an attention call that a back-end computes, or that do not affect attention. For the supported families,
+transformers 5.17 to 5.23 passes only these and the pattern keywords."""
 
 
 def _settings(
     module: nn.Module, kwargs: dict[str, Any], *, causal: bool, always_masked: bool = False
 ) -> dict[str, Any]:
-    """Build the call of a back-end.
+    """Build the arguments of a back-end call.
 
     Raises:
-        BackendError: a keyword that none computes, or attention that is not causal in a text model.
+        BackendError: a keyword that no back-end computes, or non-causal attention in a text model.
     """
     passed = [name for name, value in kwargs.items() if value is not None]
     pattern = {part: kwargs[name] for name, part in _OF_PATTERNS.items() if causal and name in passed}
@@ -362,7 +362,7 @@ def _text_attention(
     row: RowContext | None = kwargs.pop(CONTEXT, None)
     if row is None:
         check_not_bypassed(kwargs)
-        if module.training and not is_subclassed(module):  # sparse attention is given a mask of its indexer's choice
+        if module.training and not is_subclassed(module):  # sparse attention gets a mask from its indexer
             warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
     always_masked = row.entries[Attention.name].always_masked
@@ -399,9 +399,10 @@ def run_on_row(
     pattern: Pattern = CAUSAL,
     module: Any = None,
 ) -> torch.Tensor:
-    """transformers' [1, N, T, H] in, its [1, T, N, H] out. `vision`: boundaries of a vision block; None: text.
+    """Take transformers' [1, N, T, H] and return its [1, T, N, H].
 
-    `module`: the calling layer, whose number is read here, out of the graph: compiled layers would each be specialised.
+    `vision`: boundaries of a vision block; None: text. `module`: the calling layer. Its number is read here, outside
+    the graph, because compiled code would otherwise be specialized for each layer.
     """
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
@@ -416,23 +417,24 @@ def run_on_row(
     def attend(
         q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments
     ) -> torch.Tensor:
-        # Ulysses: a rank has some of the heads
+        # With Ulysses, a rank has some of the heads.
         heads = q_TNH.shape[1]
         of_heads = pattern if pattern.sinks is None else pattern.of_heads(row.part.rank * heads, heads)
         call = AttentionCall.of(q_TNH, k_TKH, value_dim=v_TKH.shape[2], dropout=dropout, pattern=of_heads)
         settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "pattern": of_heads, **keys}
         return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)
 
-    if vision is not None:  # all patches of an image are on one rank
+    if vision is not None:  # all patches of an image are on the same rank
         return attend(q_TNH, k_TKH, v_TKH, segments)[None]
     return row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments)[None]
 
 
 def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: int) -> Pattern:
-    """Add the spans of a layer.
+    """Add a layer's bidirectional spans to its pattern.
 
     Raises:
-        ConfigError: ranks that do not divide the heads share the row: the keys of a span's later tokens are on others.
+        ConfigError: the number of ranks that share the row does not divide the heads. A span's later tokens may then be
+            on another rank, out of the query's sight.
     """
     if (spans := entry.spans_of(pattern.window)) is None:
         return pattern
@@ -445,9 +447,9 @@ def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: i
 
 
 def _in_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Cast as autocast does for PyTorch's own attention, for the kernels of others too.
+    """Cast as autocast does for PyTorch's own attention, so that third-party kernels work too.
 
-    Under autocast the rotary embedding leaves q and k in float32, which flash kernels refuse, beside a v of bfloat16.
+    Under autocast the rotary embedding leaves q and k in float32 next to a bfloat16 v, which flash kernels refuse.
     """
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
         return x
@@ -455,12 +457,12 @@ def _in_autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _original_name(module: Any) -> str:
-    """The implementation that the module's configuration names."""
+    """Return the implementation that the module's configuration names."""
     return module.config._attn_implementation_internal
 
 
 def _original(name: str, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
-    """The function that transformers would have called; "eager" is one that each modelling file has of its own."""
+    """Return the function that transformers would have called. Each modeling file has its own "eager" function."""
     files = [vars(sys.modules[klass.__module__]) for klass in type(module).__mro__ if klass.__module__ in sys.modules]
     eager = next(file["eager_attention_forward"] for file in files if "eager_attention_forward" in file)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
@@ -473,14 +475,14 @@ def _call_original(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.
 
 
 def _with_plain_config(module: nn.Module) -> nn.Module:
-    """The same module for a function that reads the name of its kernel from the configuration, as flash attention's."""
+    """Return a shallow copy with the plain configuration, for functions that read a kernel's name from it (flash)."""
     twin = object.__new__(type(module))
     vars(twin).update(vars(module), config=plain_config(module))
     return twin
 
 
 def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    """One call an image, as a vision tower does itself for implementations that take no boundaries."""
+    """Call attention once per image, as a vision tower does for implementations that take no boundaries."""
     sizes = kwargs.pop("cu_seq_lens_q").diff().tolist()
     for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         kwargs.pop(name, None)
@@ -490,14 +492,14 @@ def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, 
 
 # ---------------------------------------------------------------------- stand ins
 #
-# Stand-ins for configurations: the attention modules of one model get another attention name, and nothing else does.
+# Stand-ins for configurations: they give the attention modules of one model another attention name.
 #
-# An attention layer looks the function that it calls up by the name in its configuration, which other modules, other
-# models and saved files share. So each attention module gets a stand-in: the same attributes under another name.
+# An attention layer looks up its attention function by the name in its configuration, which other modules, other models
+# and saved files share. So each attention module gets a stand-in: the same attributes with another attention name.
 
 
 class StandIn:
-    """A configuration under another attention name. It shares the attributes of the plain one, in both directions."""
+    """A configuration with another attention name. It shares its attributes with the plain one, in both directions."""
 
     __slots__ = ()
     _vlmpack_name: ClassVar[str]
@@ -520,7 +522,7 @@ class StandIn:
         """Store the name of an implementation.
 
         Raises:
-            ConfigError: it is the stand-in's name, which a new model stores that is made of it.
+            ConfigError: it is the stand-in's name: a new model is being made from the stand-in.
         """
         if value == self._vlmpack_name:
             raise ConfigError(
@@ -532,13 +534,13 @@ class StandIn:
     def __eq__(self, other: object) -> bool:
         return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, StandIn) else other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as that of every configuration
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # configurations are not hashable
 
     def __copy__(self) -> PreTrainedConfig:
         return copy.copy(self._vlmpack_plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedConfig:
-        """A stand-in for a copied module; the plain configuration where only that is copied."""
+        """Copy to a stand-in if the module is copied too, and to the plain configuration if only this is copied."""
         alone = not memo
         plain = copy.deepcopy(self._vlmpack_plain, memo)
         return plain if alone else stand_in(plain, self._vlmpack_name)
@@ -548,7 +550,7 @@ class StandIn:
 
 
 def stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """Make a stand-in of `plain` that names the attention `name`."""
+    """Make a stand-in for `plain` with the attention name `name`."""
     config = object.__new__(_stand_in_class(type(plain), name))
     object.__setattr__(config, "_vlmpack_plain", plain)
     object.__setattr__(config, "__dict__", vars(plain))
@@ -558,7 +560,7 @@ def stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
 @functools.cache
 def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
     def new(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> PreTrainedConfig:
-        return base(*args, **kwargs)  # `type(config)(...)` makes a configuration of a model without packing
+        return base(*args, **kwargs)  # `type(config)(...)` makes a plain configuration
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     body = {"__new__": new, "__eq__": StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
@@ -566,6 +568,6 @@ def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
 
 
 def plain_config(module: Any) -> PreTrainedConfig:
-    """The configuration of a module, without our name."""
+    """Return the plain configuration of a module, without our attention name."""
     config = module.config
     return config._vlmpack_plain if isinstance(config, StandIn) else config

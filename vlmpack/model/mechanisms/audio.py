@@ -1,15 +1,15 @@
-"""Audio: features of audio tokens that do not depend on other samples of a row, and boundaries of the tower's blocks.
+"""Audio: features that do not depend on a row's other samples, and boundaries of the tower's blocks.
 
-    input_features [N, mel, F], mask ──model──▶ frames of all audios, one after the other ──tower──▶ features
-                                                    └─ in groups of samples, where the tower reads padding
+    input_features [N, mel, F], mask ──model──▶ frames of all audios, concatenated ──tower──▶ features
+                                                     └─ in groups of samples, if the tower reads padding
 
-transformers takes the padding out, cuts each audio into chunks, pads these to the longest chunk of the call, and lets
-blocks attend within chunks or windows of them. The host derives these boundaries from the frames of each audio; they
-lie in the row's entry of `vision`, where attention finds those of a call.
+transformers removes the padding, splits each audio into chunks, pads them to the longest chunk of the call, and lets
+blocks attend within chunks or windows of chunks. The host derives these boundaries from the frames of each audio. They
+are stored in the row's entry for `vision`, where attention looks up the boundaries of a call.
 
-Qwen3-Omni's convolutions read the padding of a chunk, which is no longer zero behind the first of them. Samples whose
-longest chunks are of one size go through its tower together, so that each audio is padded as in its sample alone. Its
-tower passes its layers no keywords of a row: they take it.
+Qwen3-Omni's convolutions read the padding of a chunk, which is no longer zero after the first convolution. So samples
+whose longest chunks have the same size go through its tower together, and each audio is padded as in its sample alone.
+Its tower passes no row keyword to its layers: they take the row from a context variable.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from vlmpack.model.row import CONTEXT, RowContext
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AudioRow:
-    """A row's entry."""
+    """A row's entry for audio."""
 
     frames: tuple[int, ...]
-    """Log-mel frames of each audio that is computed."""
+    """Log-mel frames of each computed audio."""
     tokens: tuple[int, ...]
     """Tokens of each audio."""
     groups: Sequence[Sequence[int]]
-    """Numbers of the audios of each call of the tower."""
+    """Indices of the audios in each call of the tower."""
 
 
 @final
 class Audio(ClassMechanism):
-    """Audio of a row."""
+    """The audio of a row."""
 
     name: ClassVar[str] = "audio"
 
     def is_in(self, family: Family) -> bool:
-        """Families with an audio tower."""
+        """Return whether the family has an audio tower."""
         return family.has_audio
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """The tower, where it reads padding; its layers, where it passes them no keywords."""
+        """Return the tower if it reads padding or passes its layers no keywords; in the latter case its layers too."""
         audio, tower = model.family.audio, model.family.audio_tower(model.core)
         assert audio is not None
         assert tower is not None
@@ -66,7 +66,7 @@ class Audio(ClassMechanism):
         return changed
 
     def prepare(self, setup: RowSetup) -> AudioRow:
-        """Frames, tokens and calls of the tower."""
+        """Collect frames, tokens and groups of audios."""
         audios = setup.part.computed_media(setup.media).audios
         return AudioRow(
             frames=tuple(audio.frames for audio in audios),
@@ -75,7 +75,7 @@ class Audio(ClassMechanism):
         )
 
     def work(self, setup: RowSetup, entry: AudioRow) -> Mapping[str, int]:
-        """Frames of all audios, padding left out."""
+        """Count the frames of all audios, without padding."""
         return {"audio_frames": sum(entry.frames)}
 
 
@@ -97,7 +97,8 @@ def _groups(setup: RowSetup) -> list[list[int]]:
 
 @functools.cache
 def grouped_class(base: Any) -> type[nn.Module]:
-    """A subclass of an audio tower's class that computes groups of audios, and hands its row on; one a base class."""
+    """Return a subclass of an audio tower's class that computes groups of audios and hands its row on. One per base
+    class."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, input_features: Any = None, feature_lens: Any = None, **kwargs: Any) -> Any:
@@ -112,7 +113,7 @@ def grouped_class(base: Any) -> type[nn.Module]:
 
 
 def _by_group(call: Any, features: torch.Tensor, frames: torch.Tensor, entry: AudioRow) -> Any:
-    """Compute features of frames [mel, F] of all audios, with one call of the tower for each group."""
+    """Compute features from the frames [mel, F] of all audios, with one call of the tower per group."""
     if len(entry.groups) == 1:
         return call(features, feature_lens=frames)
     audios = features.split(entry.frames, dim=1)

@@ -1,7 +1,7 @@
-"""Experts: the losses and counts of routers are those of a row's real tokens.
+"""Experts: router losses and counts over the real tokens of a row.
 
-A row has no padding between its samples (`Segments.without_gaps`), so blocks of experts run as they are. Padding behind
-the samples, where a width needs some, goes through them and is left out of losses and counts.
+A row has no padding between its samples (`Segments.without_gaps`), so blocks of experts run unchanged. Padding after
+the samples, which some widths require, goes through the experts but is left out of losses and counts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from vlmpack.model.row import RowPart
 
 
 def expert_blocks(model: ModelParts) -> list[Any]:
-    """Router and experts, those that all tokens share included, of every decoder layer that has them; the others
-    (`mlp_only_layers`) are dense. Hidden states [1, T, D] in and out, every token by itself."""
+    """Return the block of router and experts (shared experts included) of every decoder layer that has one.
+
+    Other layers (`mlp_only_layers`) are dense. A block maps hidden states [1, T, D] to [1, T, D], token by token.
+    """
     parts = model.family.mechanisms.get("experts")
     if parts is None:
         return []
@@ -40,9 +42,9 @@ def expert_blocks(model: ModelParts) -> list[Any]:
 
 
 def puts_aux_loss_first(family: Family) -> bool:
-    """Return whether the load-balancing loss comes before the logits in outputs of this family as a tuple.
+    """Return whether the load-balancing loss comes before the logits in this family's output as a tuple.
 
-    The output class itself is looked at: Qwen3-VL-MoE's changed from transformers 5.17 to 5.23.
+    This inspects the output class, because Qwen3-VL-MoE's changed between transformers 5.17 and 5.23.
     """
     file = vars(import_module(family.modelling))
     of_vision = f"{family.model_class.removesuffix('ForConditionalGeneration')}CausalLMOutputWithPast"
@@ -55,8 +57,8 @@ def wants_balance(model: ModelParts, requested: bool | None) -> bool:
     """Return whether the unmodified model would compute its load-balancing loss.
 
     Args:
-        model: the model. Its configuration's `output_router_logits` counts if nothing is requested, and if the model's
-            forward has an argument of that name: others (several in transformers 5.17) ignore the configuration.
+        model: the model. If nothing is requested, its configuration's `output_router_logits` decides, but only if the
+            model's forward has this argument: other forwards (several in transformers 5.17) ignore the configuration.
         requested: the `output_router_logits` argument of the call.
     """
     if requested is not None:
@@ -72,24 +74,24 @@ def _reads_configuration(model_class: type[nn.Module]) -> bool:
 
 
 def coefficient(model: nn.Module, text_config: Any) -> float:
-    """Return the factor of the load-balancing loss before it is added to the loss: the model's own number (a
-    `...ForCausalLM` stores one when it is made), or else that of its configuration."""
+    """Return the factor by which the load-balancing loss is added to the loss: the model's own attribute (a
+    `...ForCausalLM` stores one when it is made) or its configuration's."""
     return getattr(model, "router_aux_loss_coef", text_config.router_aux_loss_coef)
 
 
 def has_balance(family: Family) -> bool:
-    """Return whether models of this family compute a load-balancing loss: those that choose by a bias do not."""
+    """Return whether models of this family compute a load-balancing loss. Models that choose by a bias do not."""
     return hasattr(import_module(family.modelling), "load_balancing_loss_func")
 
 
 def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: Any) -> torch.Tensor:
-    """The family's own load-balancing loss (scalar) of these tokens: `router_logits` [R, E] of each layer."""
+    """Compute the family's own load-balancing loss (scalar) from `router_logits`, [R, E] for each layer."""
     first = router_logits[0]
     return import_module(family.modelling).load_balancing_loss_func(
         tuple(router_logits),
         first.shape[-1],
         text_config.num_experts_per_tok,
-        # All of them count. Without a mask, transformers 5.17 has a host–device sync.
+        # Count all tokens. Without a mask, transformers 5.17 has a host–device sync.
         torch.ones(first.shape[0], device=first.device),
     )
 
@@ -97,15 +99,15 @@ def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: 
 def balance_sums(
     router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, samples: int
 ) -> torch.Tensor:
-    """Compute the terms of each of B samples' own loss, float32 [2, B, E]: over the tokens of all layers,
-    how many each expert was sent, and the sum of its probabilities.
+    """Compute the terms of each sample's own load-balancing loss, float32 [2, B, E]: over the tokens of all layers, how
+    many tokens each expert was sent, and the sum of its probabilities.
 
-    All samples at once: `balance` sample by sample would launch B times as many kernels. Ranks that have a part of
-    the tokens each add up.
+    All samples are computed at once: calling `balance` per sample would launch B times as many kernels. If ranks have
+    a part of the tokens each, their terms add up.
 
     Args:
-        router_logits: [R, E] of each layer, the tokens of all samples.
-        text_config: the text part's configuration.
+        router_logits: [R, E] for each layer, with the tokens of all samples.
+        text_config: the language model's configuration.
         sample_R: int [R], the sample of each token.
         samples: B.
     """
@@ -121,11 +123,11 @@ def balance_sums(
 
 
 def balance_of(sums_2BE: torch.Tensor, *, layers: int, tokens_B: torch.Tensor) -> torch.Tensor:
-    """The load-balancing loss of each sample, float32 [B]; 0 for a sample without tokens.
+    """Compute the load-balancing loss of each sample, float32 [B]; 0 for a sample without tokens.
 
     Args:
-        sums_2BE: what `balance_sums` gave.
-        layers: how many layers they are of.
+        sums_2BE: the result of `balance_sums`.
+        layers: number of layers that it covers.
         tokens_B: int [B], the tokens of each sample.
     """
     chosen_BE, probs_BE = sums_2BE / (layers * tokens_B.clamp(min=1))[:, None]
@@ -140,28 +142,29 @@ Balance = Literal["row", "sample"]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RouterStatistics:
-    """Statistics of the routers on the R real tokens of one row. E experts."""
+    """Statistics of the routers over the R real tokens of one row. E experts."""
 
     logits: tuple[torch.Tensor, ...]
-    """[R, E] of each layer that has experts, in row order; where ranks share the row, of this rank's tokens."""
+    """[R, E] for each layer with experts, in row order. If ranks share the row, only this rank's tokens."""
     top_k: int
-    """Experts that each token is sent to."""
+    """Number of experts per token."""
     aux_loss: torch.Tensor | None
     """Scalar: the load-balancing loss, not yet multiplied by its coefficient; None: not requested, or the model
     computes none."""
     z_loss: torch.Tensor
     """Scalar: the mean over tokens and layers of logsumexp(router logits)², not yet multiplied by its coefficient."""
     added: torch.Tensor
-    """Scalar: what the two, with their coefficients, add to the row's loss."""
+    """Scalar: the sum of both losses times their coefficients, which is added to the row's loss."""
     choices: tuple[ExpertChoice, ...] = ()
-    """Of each layer how its experts are chosen; empty: by probabilities in all layers."""
+    """How each layer chooses its experts; empty: by probability in all layers."""
     counts: torch.Tensor | None = None
-    """`expert_counts` of all ranks that share the row, who count together at once; None: one rank has it all."""
+    """`expert_counts` summed over the ranks that share the row. All ranks must take part, so this is computed at once;
+    None: one rank has the whole row."""
 
     @property
     def expert_counts(self) -> torch.Tensor:
-        """int64 [layers, E]: how many tokens each expert was sent, of ERNIE 4.5 VL [layers, 2 E], the experts of text
-        before those of images. Counted at every access."""
+        """int64 [layers, E]: number of tokens sent to each expert. For ERNIE 4.5 VL [layers, 2 E], first the text
+        experts, then the image experts. Computed at every access."""
         if self.counts is not None:
             return self.counts
         choices = self.choices or (ByProbability(),) * len(self.logits)
@@ -182,15 +185,15 @@ def router_statistics(
     """Compute the statistics of one row.
 
     Args:
-        logits: [t, E] of each layer that has experts, as transformers recorded them.
+        logits: [t, E] for each layer with experts, as transformers recorded them.
         hidden: the text model's output, [1, T, D].
         setup: the row, and a model with experts.
         per: "row" or "sample"; see `StepConfig.aux_loss`.
         with_balance: whether to compute the load-balancing loss.
-        z_loss_coef: what the z-loss is multiplied by before it is added to the row's loss.
+        z_loss_coef: factor by which the z-loss is added to the row's loss.
 
     Raises:
-        ConfigError: the recorded logits are not those of the row's tokens, or have lost their gradient.
+        ConfigError: the recorded logits do not belong to the row's tokens, or have lost their gradient.
     """
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
     _check_recorded(logits, part.segments)
@@ -214,7 +217,7 @@ def router_statistics(
 
 
 def _of_real_tokens(logits_tE: torch.Tensor, part: RowPart) -> torch.Tensor:
-    """Leave out those of padding, by a copy: FSDP2 warns of views."""
+    """Remove padding. This copies, because FSDP2 warns about views."""
     count = part.real.stop - part.real.start
     return logits_tE if len(logits_tE) == count else logits_tE[:count].clone()
 
@@ -229,7 +232,7 @@ def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance) -
 
 
 def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, part: RowPart, per: Balance) -> torch.Tensor:
-    """Zoph et al., 2022, ST-MoE, equation 5: the mean over tokens; and over layers."""
+    """Compute the z-loss (Zoph et al., 2022, ST-MoE, equation 5): the mean over tokens, and also over layers."""
     z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
     if per == "row":
         return part.sum(z_R.sum()) / max(segments.num_tokens, 1)
@@ -241,20 +244,20 @@ def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, part: RowPart,
 def _samples(
     segments: Segments, part: RowPart, per: Balance, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sample of each real token that this rank has int64 [R], real tokens of each sample int64 [G]); the whole row is
-    one sample if losses are taken per row."""
+    """Return (sample of each real token on this rank, int64 [R]; real tokens of each sample, int64 [G]). The whole row
+    counts as one sample if losses are computed per row."""
     lengths_G = np.asarray(segments.sample_lengths if per == "sample" else (segments.num_tokens,), np.int64)
     sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)[part.real]
     return to_device(sample_R, device), to_device(lengths_G, device)
 
 
 def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Tensor:
-    """Over the samples that have tokens."""
+    """Average over the samples that have tokens."""
     return losses_G.sum() / (max(sum(n > 0 for n in segments.sample_lengths), 1) if per == "sample" else 1)
 
 
 def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
-    """Of each layer how its experts are chosen."""
+    """Return how each layer chooses its experts."""
     family, row, is_vision_R = setup.model.family, setup.row, None
     for types_1T in family.expert_types_of(row.input_ids, setup.config).values():
         real_R = row.segments.real_index(types_1T.device)[setup.part.real]
@@ -264,7 +267,7 @@ def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
 
 
 def _check_recorded(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
-    """transformers records what routers give; a kernel in a block's place has none, or one of its own."""
+    """Check that router logits were recorded for every token. A kernel that replaces a block may record none."""
     sizes = sorted({len(logits_tE) for logits_tE in logits})
     if sizes != [segments.total]:
         raise ConfigError(
@@ -275,7 +278,7 @@ def _check_recorded(logits: tuple[torch.Tensor, ...], segments: Segments) -> Non
 
 
 def _check_not_cut_off(text: Any) -> None:
-    """A checkpointed layer runs under `no_grad` if reentrant; what was recorded inside is then a constant."""
+    """Refuse reentrant checkpointing: it runs layers under `no_grad`, so logits recorded inside have no gradient."""
     if any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in text.layers.children()):
         raise ConfigError(
             "the router logits have no gradient, so the routers' losses would teach them nothing: gradient "
@@ -286,25 +289,25 @@ def _check_not_cut_off(text: Any) -> None:
 
 # ---------------------------------------------------------------------- expert choice
 #
-# Choices of experts, as routers make them: of which scores each token has the best. For statistics alone.
+# How routers choose experts: by which scores each token picks its best ones. For statistics only.
 #
 #     probability    softmax of the logits
 #     groups         softmax, among the experts of the best groups          DeepSeek-V2, section 2.2.2
-#     bias           sigmoid and a bias, among the best groups              DeepSeek-V3, section 2.1.2
-#     modality       softmax and a bias, among the experts of a token's kind    ERNIE 4.5, section 2.2.1
+#     bias           sigmoid plus a bias, among the best groups             DeepSeek-V3, section 2.1.2
+#     modality       softmax plus a bias, among the experts for the token's type    ERNIE 4.5, section 2.2.1
 #
-# R tokens, E experts: of ERNIE 4.5 VL those of text and, behind them, as many of images.
+# R tokens, E experts. ERNIE 4.5 VL has E text experts followed by E image experts.
 
 
 class ExpertChoice(ABC):
-    """The choice of one layer's router."""
+    """How one layer's router chooses experts."""
 
     @abstractmethod
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """Floats [R, E]: the scores of which each token has the best."""
+        """Return scores, float [R, E]. Each token is sent to the experts with the highest ones."""
 
     def counts(self, logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
-        """int64 [E]: how many tokens each expert was sent."""
+        """Return int64 [E]: number of tokens sent to each expert."""
         scores_RE = self.scores(logits_RE)
         chosen = scores_RE.topk(top_k, dim=-1).indices.flatten()
         counts_E = torch.zeros(scores_RE.shape[-1], dtype=torch.int64, device=chosen.device)
@@ -314,25 +317,25 @@ class ExpertChoice(ABC):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByProbability(ExpertChoice):
-    """By softmax in float32 whatever the logits are: rounded ones have other ties."""
+    """Choose by softmax, always in float32: rounded logits would have other ties."""
 
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """float32 [R, E]: probabilities."""
+        """Return probabilities, float32 [R, E]."""
         return logits_RE.softmax(dim=-1, dtype=torch.float32)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByGroup(ExpertChoice):
-    """By probabilities, among the groups that have the best expert."""
+    """Choose by probability, among the groups whose best expert is highest."""
 
     groups: int
-    """Groups of experts, as many in each."""
+    """Number of groups of experts, all of the same size."""
     top_groups: int
-    """Groups that the experts of a token are chosen from."""
+    """Number of groups that a token's experts are chosen from."""
 
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """float32 [R, E]: probabilities; -inf in the other groups."""
+        """Return probabilities, float32 [R, E]; -inf in the other groups."""
         probs_RgE = logits_RE.softmax(dim=-1, dtype=torch.float32).unflatten(1, (self.groups, -1))
         return _of_best_groups(probs_RgE, probs_RgE.amax(-1), self.top_groups)
 
@@ -340,17 +343,17 @@ class ByGroup(ExpertChoice):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByBias(ExpertChoice):
-    """By sigmoid scores and a bias, among the groups whose two best experts have the largest sum."""
+    """Choose by sigmoid plus a bias, among the groups whose two best experts have the largest sum."""
 
     bias_E: torch.Tensor
-    """float32 [E], as it was in this step."""
+    """float32 [E], its value in this step."""
     groups: int
-    """Groups of experts, as many in each."""
+    """Number of groups of experts, all of the same size."""
     top_groups: int
-    """Groups that the experts of a token are chosen from."""
+    """Number of groups that a token's experts are chosen from."""
 
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """[R, E]: scores in the type of the logits, as routers compute them, with the bias; -inf in other groups."""
+        """Return scores plus bias, [R, E], in the dtype of the logits, as routers do; -inf in other groups."""
         scores_RgE = (logits_RE.sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))
         return _of_best_groups(scores_RgE, scores_RgE.topk(2, dim=-1).values.sum(-1), self.top_groups)
 
@@ -358,15 +361,15 @@ class ByBias(ExpertChoice):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByModality(ExpertChoice):
-    """By probabilities and a bias, among the experts of text or among those of images."""
+    """Choose by probability plus a bias, among either the text experts or the image experts."""
 
     bias_2E: torch.Tensor
-    """float32 [2, E]: of text, of images; as it was in this step."""
+    """float32 [2, E]: for text and for images; its value in this step."""
     is_vision_R: torch.Tensor
-    """bool [R]: the tokens that are sent to experts of images."""
+    """bool [R]: True for tokens that are sent to image experts."""
 
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """float32 [R, 2 E]: probabilities with the bias; -inf for the experts of the other kind."""
+        """Return probabilities plus bias, float32 [R, 2 E]; -inf for experts of the other type."""
         scores_R2E = logits_RE.softmax(dim=-1, dtype=torch.float32)[:, None] + self.bias_2E
         is_of_kind_R2 = torch.stack([~self.is_vision_R, self.is_vision_R], dim=-1)
         return scores_R2E.masked_fill(~is_of_kind_R2[..., None], float("-inf")).flatten(1)
@@ -375,13 +378,13 @@ class ByModality(ExpertChoice):
 def choice_of(
     block: nn.Module, parts: Mapping[str, str], config: Any, is_vision_R: torch.Tensor | None
 ) -> ExpertChoice:
-    """Read the choice of a layer off its router.
+    """Determine from a layer's router how it chooses experts.
 
     Args:
         block: router and experts.
-        parts: names of the family's parts: of the `router`, and of the `vision_router` where images have one.
-        config: the text part's configuration.
-        is_vision_R: bool [R]: the tokens that are sent to experts of images; None: there are none.
+        parts: names of the family's parts: `router`, and `vision_router` if images have their own.
+        config: the language model's configuration.
+        is_vision_R: bool [R]: True for tokens that are sent to image experts; None: there are none.
     """
     routers: list[Any] = [block.get_submodule(parts[name]) for name in ("router", "vision_router") if name in parts]
     if is_vision_R is not None:
@@ -398,12 +401,12 @@ def choice_of(
 
 
 def _whole(bias: Any) -> torch.Tensor:
-    """A bias that is a parameter, of which FSDP2 leaves each rank a part: one all-gather."""
+    """Return the whole bias. If it is a parameter that FSDP2 shards, this is one all-gather."""
     return bias.full_tensor() if hasattr(bias, "full_tensor") else bias
 
 
 def _of_best_groups(scores_RgE: torch.Tensor, best_Rg: torch.Tensor, top_groups: int) -> torch.Tensor:
-    """[R, E]: the scores of the best groups, -inf in the others."""
+    """Return [R, E]: the scores in the best groups, -inf in the others."""
     chosen_Rg = best_Rg.topk(top_groups, dim=-1).indices
     kept_Rg = torch.zeros_like(best_Rg, dtype=torch.bool).scatter(1, chosen_Rg, True)
     return scores_RgE.masked_fill(~kept_Rg[..., None], float("-inf")).flatten(1)

@@ -1,22 +1,23 @@
 """Gated delta layers: convolution and recurrence restart in every segment of a row.
 
 Linear attention that carries state along the sequence: a causal convolution over a few tokens, then a recurrence over
-all of them (Yang et al., 2024, Gated Delta Networks). Neither reads position ids or attention masks.
+the whole sequence (Yang et al., 2024, Gated Delta Networks). Neither reads position ids or attention masks.
 
 With flash-linear-attention, whose kernel restarts at given boundaries, a row goes through the layer in one call, with
-zeros between its segments for the convolution (`VarlenCalls`). Otherwise it is cut into right-padded batches of samples
-of like length, or into single samples, whichever costs less (`Buckets`), and the layer runs on each.
+zeros between its segments for the convolution (`VarlenCalls`). Otherwise the row is split into right-padded batches of
+samples of similar length, or into single samples, whichever costs less (`Buckets`), and the layer runs on each.
 
     row       a a a b b b b b c c
     one call  a a a 0 0 0  b b b b b 0 0 0  c c        buckets   a a a     b b b b b
                                                                  c c ~
     row       A A A B B B B B C C
 
-A prefix tree is computed level by level, each node from the state in which its parent ended; where an installed
-transformers does not hand states on (`gated_delta_states`), along the paths of its samples.
+A prefix tree is computed level by level; each node starts from its parent's final state. If the installed transformers
+does not support initial states (`gated_delta_states`), the layers run along the paths of the tree's samples.
 
-Context parallelism, by heads. Projections of tokens before the convolution and after the norm are the layer's own;
-between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer heads:
+Context parallelism splits the heads. The layer's own projections before the convolution and after the norm run token by
+token. Between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer
+heads:
 
     hidden [t, D] ─ projections ─▶ [t, all heads] ═ all-to-all ═▶ [T, some heads] ─ convolution, recurrence, norm ─┐
     hidden [t, D] ◀─ projection ── [t, all heads] ◀═ all-to-all ═ [T, some heads] ◀────────────────────────────────┘
@@ -44,26 +45,26 @@ from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
 CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
-"""The cost of one more call of a layer, in tokens, by type of device. A GPU scans a batch in the time of its longest
-sample, so there as few calls as `recurrent_rows.MAX_OVERHEAD` allows are best."""
+"""The cost of one more call of a layer, in tokens, by device type. A GPU scans a batch in the time of its longest
+sample, so there the fewest calls that `recurrent_rows.MAX_OVERHEAD` allows are best."""
 
 
 @final
 class GatedDelta(ClassMechanism):
-    """Gated delta layers. A row's entry: how the layers compute it, in buckets or by a varlen kernel."""
+    """Gated delta layers. A row's entry says how the layers compute it: in buckets or with a varlen kernel."""
 
     name: ClassVar[str] = "gated_delta"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Every gated delta layer, hidden states [B, S, D] in and out."""
+        """Return every gated delta layer. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
     def prepare(self, setup: RowSetup) -> Buckets | VarlenCalls:
-        """Choose by what computes the recurrence, and by cost. A prefix tree goes along the paths of its samples where
-        states cannot be handed on.
+        """Choose a layout by what computes the recurrence, and by cost. If initial states are not supported, a prefix
+        tree runs along the paths of its samples.
 
         Raises:
-            BackendError: flash-linear-attention computes the layers, and does so wrongly or not at all here.
+            BackendError: flash-linear-attention computes the layers, and it would fail or be wrong here.
         """
         device, tree, layers = setup.row.input_ids.device, setup.row.tree, self.find(setup.model)
         cut: Callable[..., Buckets | VarlenCalls]
@@ -79,13 +80,13 @@ class GatedDelta(ClassMechanism):
         return cut(tree.nodes, tree=tree) if is_supported else cut(setup.row.segments)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
-        """Tokens that each layer computes."""
+        """Count the tokens that each layer computes."""
         return {"delta_tokens": entry.tokens}
 
 
 @functools.cache
 def row_class(base: Any) -> type[nn.Module]:
-    """A subclass of a gated delta layer's class that keeps the samples of a row apart; one a base class."""
+    """Return a subclass of a gated delta layer's class that keeps a row's samples apart. One per base class."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -106,8 +107,8 @@ def run_on_row(
     row: RowContext,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """[1, t, D] through the layer, sample by sample. The layer stays out of compiled graphs: it would be compiled again
-    for nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
+    """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs: it would be recompiled for
+    nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
     delta: Buckets | VarlenCalls = row.entries[GatedDelta.name]
     if isinstance(delta, VarlenCalls):
         check_zeros(layer)
@@ -128,15 +129,15 @@ def run_on_row(
 
 
 def conv_taps(text_config: Any) -> int:
-    """Tokens before its own that the convolution reads."""
+    """Return how many tokens before its own the convolution reads."""
     return text_config.linear_conv_kernel_dim - 1
 
 
 def check_zeros(layer: nn.Module) -> None:
-    """Check that hidden states of zero still are zero at a gated delta layer's convolution.
+    """Check that zero hidden states are still zero at a gated delta layer's convolution.
 
     Raises:
-        ConfigError: one of the projections before it has a bias.
+        ConfigError: a projection before the convolution has a bias.
     """
     projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
     names = [name for projection in projections for name, _ in projection.named_parameters()]
@@ -147,18 +148,18 @@ def check_zeros(layer: nn.Module) -> None:
         )
 
 
-# ---------------------------------------------------------------------- some of the heads
+# ---------------------------------------------------------------------- splitting the heads
 
 _SPLIT = ("key_dim", "value_dim", "conv_dim", "num_k_heads", "num_v_heads")
-"""Numbers of a layer that count heads, or channels of heads."""
+"""Attributes of a layer that count heads or channels of heads."""
 
 _PER_HEAD = ("A_log", "dt_bias")
-"""Parameters with one entry a value head."""
+"""Parameters with one entry per value head."""
 
 
 @final
 class DeltaHeads:
-    """One gated delta layer, cut into as many parts of its heads as there are ranks."""
+    """One gated delta layer, split into as many groups of heads as there are ranks."""
 
     def __init__(self, layer: Any, ranks: int) -> None:
         self._layer = layer
@@ -167,11 +168,11 @@ class DeltaHeads:
 
     @property
     def is_possible(self) -> bool:
-        """Return whether the ranks divide the heads, and the layer's projections are supported ones."""
+        """Whether the number of ranks divides the heads, and the layer's projections are supported."""
         return bool(self._blocks) and self._layer.num_k_heads % self._ranks == 0
 
     def project(self, hidden_tD: torch.Tensor) -> list[torch.Tensor]:
-        """[t, D] to [t, ranks, F] of each block of channels: those that each rank computes, of the tokens here."""
+        """Project [t, D] to one [t, ranks, F] per block of channels: this rank's tokens, split by target rank."""
         projected = []
         for name, sizes in self._blocks.items():
             blocks = self._layer.get_submodule(name)(hidden_tD).split(sizes, -1)
@@ -179,8 +180,8 @@ class DeltaHeads:
         return projected
 
     def stand_in(self, rank: int) -> nn.Module:
-        """The layer with the heads of `rank` alone. Its forward takes what `project` gave, [n, W, F of all blocks], for
-        hidden states, and gives back [n, W, value channels]."""
+        """Return a copy of the layer with only the heads of `rank`. Its forward takes projections (from `project`),
+        [n, W, F of all blocks], in place of hidden states, and returns [n, W, value channels]."""
         layer, twin = self._layer, nn.Module.__new__(type(self._layer))
         vars(twin).update({**vars(layer), **{name: vars(layer)[name] // self._ranks for name in _SPLIT}})
         slices = {name: layer._parameters[name].chunk(self._ranks)[rank] for name in _PER_HEAD}
@@ -194,13 +195,13 @@ class DeltaHeads:
         return twin
 
     def _takers(self) -> dict[str, Any]:
-        """For each projection a function that takes its channels out of all."""
+        """Return, for each projection, a function that selects its channels from all channels."""
         sizes = [sum(blocks) // self._ranks for blocks in self._blocks.values()]
         edges = pairwise(accumulate(sizes, initial=0))
         return {name: _taker(start, stop) for name, (start, stop) in zip(self._blocks, edges, strict=True)}
 
     def _taps(self, weight: torch.Tensor, rank: int) -> torch.Tensor:
-        """The convolution's weights for the channels of `rank`: queries, keys and values."""
+        """Return the convolution's weights for the channels of `rank`: queries, keys and values."""
         key, value = self._layer.key_dim, self._layer.value_dim
         return torch.cat([block.chunk(self._ranks)[rank] for block in weight.split((key, key, value))])
 
@@ -210,8 +211,10 @@ def _taker(start: int, stop: int) -> Any:
 
 
 def _blocks(layer: Any) -> Mapping[str, Sequence[int]]:
-    """The projections before the convolution; of each, the runs of channels that lie head after head. Empty: they
-    are others, or the convolution has a bias."""
+    """Return the projections before the convolution, each with the sizes of its blocks of channels, ordered by head.
+
+    Empty if the projections are not supported or the convolution has a bias.
+    """
     key, value, heads = layer.key_dim, layer.value_dim, layer.num_v_heads
     supported = (
         {"in_proj_qkv": (key, key, value), "in_proj_z": (value,), "in_proj_b": (heads,), "in_proj_a": (heads,)},

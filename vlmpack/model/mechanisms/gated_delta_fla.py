@@ -1,5 +1,5 @@
-"""Gated delta layers computed by flash-linear-attention, the package `fla`: when it does, when it must not, where it
-restarts."""
+"""Gated delta layers computed by flash-linear-attention (package `fla`): when it is used, when it is wrong, and its
+boundaries."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from vlmpack.families.family import Family
 from vlmpack.layout.segments import Segments, ranges
 
 HOPPER, BLACKWELL = 9, (10, 12)
-"""First number of the compute capability of NVIDIA's chips."""
+"""Major compute capability of NVIDIA GPUs."""
 
 CHUNK = 64
 """fla's chunk size in tokens."""
 
 UNKNOWN_CHUNKS = "0.7"
-"""First fla version for which that is unverified."""
+"""First fla version whose chunk size we have not verified."""
 
 _WRAPPED = ("implementation", "func")
-"""Closure variables under which wrappers keep the wrapped function: transformers' dispatcher, `kernels`."""
+"""Closure variables in which wrappers (transformers' dispatcher, `kernels`) keep the wrapped function."""
 
 
 def uses_fla(family: Family) -> bool:
     """Return whether transformers has bound the recurrence to flash-linear-attention, whose kernel takes boundaries.
 
-    It did so, or not, when the family's module was imported. Anything else that computes the recurrence (PyTorch,
-    a hub kernel) is given sequences, which needs nothing of it.
+    This is decided when the family's module is imported. Any other implementation (PyTorch, a hub kernel) gets whole
+    sequences, so it needs no support for boundaries.
     """
     rule = _wrapped(getattr(import_module(family.modelling), "torch_chunk_gated_delta_rule", None))
     return str(getattr(rule, "__module__", "")).split(".")[0] == "fla"
 
 
 def _wrapped(function: Any) -> Any:
-    """The function at the bottom of these wrappers."""
+    """Return the innermost wrapped function."""
     called = function.forward if isinstance(function, nn.Module) else function
     if not (inspect.isfunction(called) or inspect.ismethod(called)):
         return called
@@ -57,24 +57,24 @@ def _wrapped(function: Any) -> Any:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FlaCall:
-    """A call of fla, by all that decides whether it is served."""
+    """A call of fla: everything that decides whether fla may serve it."""
 
     device: str
-    """Type of the device that the model is on."""
+    """Type of the model's device."""
     chip: int | None
-    """First number of the compute capability of an NVIDIA GPU; None: something else."""
+    """Major compute capability of an NVIDIA GPU; None: another device."""
     fla: str
     """Version of fla."""
     triton: str | None
-    """Version of Triton, which its kernels are written in; None: not loaded."""
+    """Version of Triton, in which fla's kernels are written; None: not loaded."""
     tilelang: bool
-    """True if tilelang is installed, which fla takes for what Triton gets wrong."""
+    """Whether tilelang is installed. fla uses it where Triton is wrong."""
     training: bool
-    """True if gradients will be computed."""
+    """Whether gradients will be computed."""
 
     @classmethod
     def of(cls, device: torch.device, *, training: bool) -> FlaCall:
-        """A call on `device` with the fla that transformers has loaded."""
+        """Describe a call on `device` with the fla that transformers has loaded."""
         is_nvidia = device.type == "cuda" and torch.version.hip is None
         return cls(
             device=device.type,
@@ -86,7 +86,7 @@ class FlaCall:
         )
 
     def unsupported(self) -> list[str]:
-        """Why fla must not serve this call, and what to do; empty: it may."""
+        """Return the reasons why fla must not serve this call, with remedies; empty: it may."""
         version, reasons = TorchVersion(self.fla), []
         if self.device == "cpu":
             reasons.append(
@@ -112,10 +112,10 @@ class FlaCall:
 
 
 def check_fla(device: torch.device, *, training: bool) -> None:
-    """Check that fla computes a gated delta rule on `device`, and rightly.
+    """Check that fla computes the gated delta rule on `device`, and computes it correctly.
 
     Raises:
-        BackendError: it does not, with the reasons and what to do.
+        BackendError: it does not; the message gives reasons and remedies.
     """
     call = FlaCall.of(device, training=training)
     reasons = call.unsupported()
@@ -127,10 +127,11 @@ def check_fla(device: torch.device, *, training: bool) -> None:
 
 
 def fla_boundaries(pieces: Segments, device: torch.device) -> dict[str, torch.Tensor]:
-    """Keywords by which a gated delta layer tells fla where its recurrence restarts; transformers leaves out what the
-    loaded version does not take.
+    """Return keywords that tell fla where the recurrence restarts. transformers drops those that the loaded fla version
+    does not take.
 
-    fla reads the edges on the device. The other two, which it would derive from them, save a host–device sync.
+    fla reads the edges on the device. It could derive the other two from them, but passing them saves a host–device
+    sync.
     """
     edges = {"cu_seq_lens_q": pieces.cu_seqlens(device), "cu_seqlens_cpu": pieces.cu_seqlens("cpu")}
     if TorchVersion(sys.modules["fla"].__version__) >= UNKNOWN_CHUNKS:
@@ -139,7 +140,7 @@ def fla_boundaries(pieces: Segments, device: torch.device) -> dict[str, torch.Te
 
 
 def _chunks(pieces: Segments) -> np.ndarray:
-    """int32 [C, 2]: (piece, chunk of it) of each run of at most CHUNK tokens that no edge cuts."""
+    """Return int32 [C, 2]: (piece, chunk within it) for each chunk of at most CHUNK tokens."""
     counts = -(-np.asarray(pieces.lengths) // CHUNK)
     return np.stack([np.repeat(np.arange(len(counts)), counts), ranges(0, counts)], 1).astype(np.int32)
 

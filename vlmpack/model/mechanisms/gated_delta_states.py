@@ -1,7 +1,7 @@
-"""Whether gated delta layers compute a tree node by node, each from the state in which its parent ended (`LayerState`).
+"""Tests whether gated delta layers can compute a tree node by node, each from its parent's final state (`LayerState`).
 
-That takes an inner protocol of transformers' caches. It is tried out on a small layer of the same class, once a
-process; where it fails, layers run along the paths of the samples (`PrefixTreeRow.by_heads`).
+This depends on an internal protocol of transformers' caches. It is tried on a small layer of the same class, once per
+process. If it fails, layers run along the paths of the samples (`PrefixTreeRow.by_heads`).
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from vlmpack.model.plain import cache_name
 
 
 def with_state(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The forward of a layer as a function of hidden states, the state that it starts from (under whatever name it
-    takes a cache), and where its recurrence restarts."""
+    """Wrap a layer's forward as a function of hidden states, the initial state (passed as the layer's cache, whatever
+    that argument's name) and the pieces in which the recurrence restarts."""
 
     def run(hidden: torch.Tensor, state: LayerState | None, pieces: Segments | None = None) -> torch.Tensor:
         boundaries = {} if pieces is None else fla_boundaries(pieces, hidden.device)
-        given = {} if state is None else {cache_name(forward): state}  # a wrapper, such as PEFT's, names no cache
+        given = {} if state is None else {cache_name(forward): state}  # wrappers (PEFT's) do not name the cache
         return forward(hidden, **boundaries, **given)
 
     return run
 
 
 _HANDS: dict[tuple[type[nn.Module], str, bool], bool] = {}
-"""By class of layer, type of device, and whether gradients are computed."""
+"""Results by layer class, device type, and whether gradients are computed."""
 
 _PIECES = 5, 1, 2
-"""Tokens of a node, of its child, and of its child's child."""
+"""Tokens of a node, its child, and its child's child."""
 _FORGETS = -4.0
-"""Logarithm of a rate so low that states count: random ones forget within a few tokens."""
+"""Logarithm of a decay rate that is low enough for states to matter: random layers forget within a few tokens."""
 CLOSE = {"cpu": 1e-4}
 CLOSE_IN_TF32 = 2e-2
-"""Largest error that counts as rounding, as a part of the largest entry, on a type of device, and on any other."""
+"""Largest error that counts as rounding, relative to the largest entry: by device type, and for all other types."""
 
 
 def supports_initial_state(
     layer_class: Any, text_config: Any, *, cut: Callable[..., Buckets | VarlenCalls], device: torch.device
 ) -> bool:
-    """Return whether layers of this class compute, node by node with `LayerState`, what they compute in one call, and
-    the same gradients where gradients are computed.
+    """Return whether layers of this class compute the same node by node with `LayerState` as in one call, including
+    gradients if they are enabled.
 
     Args:
         layer_class: the class of an unmodified layer.
-        text_config: the text part's configuration.
-        cut: cuts `tree.nodes`, and the tree, into calls.
-        device: where to try it out; any that computes the layers will do.
+        text_config: the language model's configuration.
+        cut: splits `tree.nodes` and the tree into calls.
+        device: where to try it: any device that can compute the layers.
     """
     key = layer_class, device.type, torch.is_grad_enabled()
     if key not in _HANDS:
@@ -63,16 +63,16 @@ def supports_initial_state(
         chain = PrefixTree(segments=sample, parents=(-1, 0, 1), lengths=_PIECES, leaves=(2,))
         try:
             _HANDS[key] = _is_exact(layer_class, text_config, cut(chain.nodes, tree=chain), device)
-        except Exception:  # whatever another version of transformers raises: its protocol is another one
+        except Exception:  # another version of transformers may raise anything: its protocol differs
             _HANDS[key] = False
     return _HANDS[key]
 
 
 def _is_exact(layer_class: Any, text_config: Any, delta: Buckets | VarlenCalls, device: torch.device) -> bool:
-    """Compare outputs, and the gradient of the input, of a layer with few channels and the model's own heads."""
+    """Compare outputs and input gradients of a layer with few channels and the model's own number of heads."""
     small, training = copy.copy(text_config), torch.is_grad_enabled()
     small.hidden_size = 8
-    # no device listed: the generator of the CPU alone is touched, and put back
+    # With no device listed, only the CPU generator is used, and it is restored.
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
         torch.default_generator.manual_seed(0)
         layer = layer_class(small, 0).float()
@@ -90,7 +90,7 @@ def _is_exact(layer_class: Any, text_config: Any, delta: Buckets | VarlenCalls, 
 def _computed(
     function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, weights: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The output, and the gradient of the input where gradients are computed."""
+    """Return the output, and the gradient of the input if gradients are enabled."""
     leaf = hidden.clone().requires_grad_(torch.is_grad_enabled())
     out = function(leaf)
     if not torch.is_grad_enabled():

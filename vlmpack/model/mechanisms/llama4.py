@@ -1,20 +1,22 @@
-"""Query scaling: layers that multiply their queries by a factor of the token's place get its place in the sample.
+"""Llama 4: query scaling by the position in the sample, and a head inside the text part (`InnerHead`).
 
-Llama 4's layers without rotary positions do that (attention temperature tuning, Nakanishi, 2025, Scalable-Softmax):
+Llama 4's layers without rotary positions scale their queries (attention temperature tuning, Nakanishi, 2025,
+Scalable-Softmax):
 
-    scale = 1 + attn_scale * log(1 + floor((place + 1) / floor_scale))
+    scale = 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))
 
-The unmodified layer counts places from the beginning of its input, 0 .. t - 1, and adds the number of tokens that its
-cache holds. It reads no position ids. So it is given a stand-in for a cache, which holds nothing and whose number is
-another for each token of the row:
+The unmodified layer counts positions from the start of its input, 0 .. t - 1, and adds the number of tokens in its
+cache. It reads no position ids. So we pass a stand-in for a cache, which holds no keys and reports a different number
+of tokens for each token of the row:
 
     row       a a a .  b b b b b
     counted   0 1 2 3  4 5 6 7 8
     offsets   0 0 0 .  -4 -4 -4 ..       "tokens in the cache"
-    places    0 1 2 .  0 1 2 3 4
+    positions 0 1 2 .  0 1 2 3 4
 
-The layer's own arithmetic gives what it gives each sample alone, bit for bit. Ranks that share a row, and prefix trees,
-have the places of their part of it. Gradient checkpointing takes caches from whole layers; this one is given inside.
+The layer's own arithmetic then gives the same scale as for each sample on its own, bit for bit. Ranks that share a row,
+and prefix trees, use the positions of their part. Gradient checkpointing removes caches from the arguments of whole
+layers; this one is passed inside the layer.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from vlmpack.model.row import CONTEXT, RowContext
 
 @final
 class QueryScale(ClassMechanism):
-    """Layers whose queries are scaled by place. A row's entry: the offsets of its places, int64 [t]."""
+    """Layers that scale queries by position. A row's entry: offsets from counted to real positions, int64 [t]."""
 
     name: ClassVar[str] = "query_scale"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """The attention of every layer without rotary positions."""
+        """Return the attention of every layer without rotary positions."""
         layers: list[Any] = model.layer_parts(self.name)
         return [(layer, placed_class) for layer in layers if not layer.use_rope]
 
     def prepare(self, setup: RowSetup) -> torch.Tensor:
-        """Subtract the places that a layer counts from those in the samples."""
+        """Subtract the positions that a layer counts from the positions in the samples."""
         device = setup.row.input_ids.device
         places_t = setup.part.cut(setup.row.segments.position_in_segment(device)[None])[0]
         return places_t - torch.arange(len(places_t), device=device)
@@ -52,26 +54,26 @@ class QueryScale(ClassMechanism):
 
 @final
 class Offsets:
-    """Stands in for a cache that holds no keys, and as many tokens before each token of a row as are in its sample."""
+    """A stand-in for a cache. It holds no keys, and its number of tokens is the offset of each token's position."""
 
     def __init__(self, offsets_t: torch.Tensor) -> None:
         self._offsets_t = offsets_t
         self.was_read = False
-        """True if the layer asked how many tokens there are."""
+        """Whether the layer has asked for the number of tokens."""
 
     def get_seq_length(self, layer_idx: int | None = None) -> torch.Tensor:
-        """Return the offset of each token's place, int64 [t]."""
+        """Return the offset of each token's position, int64 [t]."""
         self.was_read = True
         return self._offsets_t
 
     def update(self, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values as they are."""
+        """Return keys and values unchanged."""
         return key, value
 
 
 @functools.cache
 def placed_class(base: Any) -> type[nn.Module]:
-    """A subclass of an attention's class that scales queries of a row by places in its samples; one a base class."""
+    """Return a subclass of an attention class that scales queries by the position in the sample. One per base class."""
 
     cache = cache_name(base.forward)
 
@@ -95,36 +97,35 @@ def placed_class(base: Any) -> type[nn.Module]:
 
 # ---------------------------------------------------------------------- inner head
 #
-# Models whose head is inside their text part, so that no module is the model without it (Llama 4 with images).
+# Models whose head is inside their text part, so that no module is the model without its head (Llama 4 with images).
 #
 #     most        model ─┬─ backbone ─┬─ tower            here    model ─┬─ tower
 #                        │            └─ text                            └─ text with head ─┬─ text
 #                        └─ head                                                            └─ head
 #
-# A row goes through the model's own forward, which embeds tokens and images and calls the text part with its head. That
-# part returns hidden states in place of logits where the call carries a row: the head computes nothing, and what
-# packing
-# computes of labelled positions is as everywhere.
+# A row goes through the model's own forward, which embeds tokens and images and calls the text part with its head. If
+# the call carries a row, that part returns hidden states in place of logits, without running the head. Packing then
+# computes labeled positions as for every other family.
 
 
 _OF_THE_HEAD = ("labels", "logits_to_keep")
-"""Inputs of a text part with a head that the part without it does not take."""
+"""Inputs that the text part with its head takes, but the text part alone does not."""
 _SWITCHED_OFF = "output_attentions"
-"""An input that the model hands on unasked, and that attention of rows refuses."""
+"""An input that the model always passes on, and that attention of packed rows refuses."""
 
 
 @final
 class InnerHead(ClassMechanism):
-    """The text part with its head. A row's entry: nothing."""
+    """The text part with its head. A row has no entry for it."""
 
     name: ClassVar[str] = "inner_head"
 
     def is_in(self, family: Family) -> bool:
-        """Families that have no path to a model without its head."""
+        """Return whether the family lacks a path to a model without its head."""
         return not family.backbone_path
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """The module that holds the head and the text part."""
+        """Return the module that holds the head and the text part."""
         holder, _, _ = model.family.head_path.rpartition(".")
         _, _, text = model.family.text_path.rpartition(".")
         return [(model.core.get_submodule(holder), functools.partial(headless_class, text=text))]
@@ -135,18 +136,18 @@ class InnerHead(ClassMechanism):
 
 @functools.cache
 def headless_class(base: Any, *, text: str) -> type[nn.Module]:
-    """A subclass of the class of a text part with a head that leaves out the head of a row; one a base class.
+    """Return a subclass of the class of a text part with a head. It skips the head for rows. One per base class.
 
     Args:
         base: the class.
-        text: the name of the part without the head.
+        text: name of the text part inside it.
     """
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get(CONTEXT) is None:
             return base.forward(self, *args, **kwargs)
-        # its first output is hidden states, where the caller expects logits
+        # The first output is hidden states, in the place where the caller expects logits.
         inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
         if not inputs.get(_SWITCHED_OFF):
             inputs.pop(_SWITCHED_OFF, None)

@@ -1,12 +1,11 @@
 """Per-sample execution: sparse attention and n-gram layers run on each sample of a row by itself.
 
-The sparse attention of a sample scores blocks of its tokens, counted from where the sequence begins, and the highest
-win; an n-gram layer hashes every token together with the ones before it. No boundaries can be handed to either, so both
-run on the samples, those of the same length together: nothing is padded, and every choice among a sample's tokens is
-made among them alone.
+Sparse attention scores blocks of tokens, counted from the start of the sequence, and selects the highest. An n-gram
+layer hashes every token together with the tokens before it. Neither takes boundaries, so both run on the samples, in
+batches of equal length. Nothing is padded, and the tokens of a sample compete only with each other.
 
-Attention gets the row by keyword, as all layers do. An n-gram layer is given no keywords; a hook on the text model puts
-the row beside its token ids (`InRow`).
+Attention gets the row by keyword, as all layers do. N-gram layers get no keywords, so a hook on the text model attaches
+the row to their token ids (`InRow`).
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from vlmpack.model.row import CONTEXT, RowContext
 
 @final
 class PerSample(ClassMechanism):
-    """Layers to which a sample is what begins at the start of the sequence. A row's entry: its samples in buckets."""
+    """Layers that take the start of the sequence as the start of the sample. A row's entry: its samples in buckets."""
 
     name: ClassVar[str] = "per_sample"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Every layer of sparse attention, and every n-gram layer; there may be none of these."""
+        """Return every sparse attention layer and every n-gram layer (there may be none of the latter)."""
         attention, ngram = attention_layers(model), ngram_layers(model)
         return [*((layer, attention_class) for layer in attention), *((layer, ngram_class) for layer in ngram)]
 
     def find(self, model: ModelParts) -> list[nn.Module]:
-        """Every layer, and the text model with its hook."""
+        """Return every layer, and the text model with its hook."""
         return [*super().find(model), model.text]
 
     def attach(self, model: ModelParts) -> None:
-        """Exchange classes, and hook the text model so that the row goes to n-gram layers with their token ids."""
+        """Change the classes, and hook the text model so that n-gram layers get the row with their token ids."""
         super().attach(model)
         if not self._is_hooked(model):
             ids = model.family.mechanisms[self.name]["ngram_ids"]
@@ -53,7 +52,7 @@ class PerSample(ClassMechanism):
             model.text.register_forward_pre_hook(hook, with_kwargs=True)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
-        """Restore classes and remove the hook."""
+        """Restore the classes and remove the hook."""
         super().detach(model, kept=kept)
         text = model.text
         if id(text) not in kept:
@@ -62,7 +61,7 @@ class PerSample(ClassMechanism):
                 text._forward_pre_hooks_with_kwargs.pop(number, None)
 
     def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """A class that was changed, or a text model without the hook."""
+        """Report a class that was changed, or a text model without the hook."""
         if attached and not self._is_hooked(model):
             return (
                 "n-gram layers no longer get the row: the text model was exchanged or lost its hooks after "
@@ -71,12 +70,12 @@ class PerSample(ClassMechanism):
         return super().problem(model, attached=attached)
 
     def prepare(self, setup: RowSetup) -> Buckets:
-        """Put samples of the same length together. A call costs nothing beside the tokens, which the indexer takes
-        one at a time."""
+        """Group samples of equal length. A call itself costs nothing here, because the indexer takes tokens one at a
+        time."""
         return Buckets.cheapest(setup.row.segments, call_cost=0)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
-        """Pairs that the indexer selects."""
+        """Count the pairs that the indexer selects."""
         return {"attended_pairs": selected_pairs(setup.row.segments, setup.text_config)}
 
     def _is_hooked(self, model: ModelParts) -> bool:
@@ -84,21 +83,21 @@ class PerSample(ClassMechanism):
 
 
 def attention_layers(model: ModelParts) -> list[nn.Module]:
-    """Every layer of sparse attention: hidden states [B, S, D], (cosines, sines) [B, S, H] and a causal mask
-    [B, 1, S, S] in, (hidden states, weights) out. An indexer chooses which tokens a query attends to."""
+    """Return every sparse attention layer. It takes hidden states [B, S, D], (cosines, sines) [B, S, H] and a causal
+    mask [B, 1, S, S], and returns (hidden states, weights). An indexer chooses the tokens that a query attends to."""
     return model.layer_parts(PerSample.name, "attention")
 
 
 def ngram_layers(model: ModelParts) -> list[nn.Module]:
-    """Every n-gram layer: hidden states [B, S, D] and token ids [B, S] in, what is added to the hidden states out."""
+    """Return every n-gram layer. It maps hidden states [B, S, D] and token ids [B, S] to an update of the former."""
     return model.layer_parts(PerSample.name, "ngram")
 
 
 def selected_pairs(segments: Segments, text_config: Any) -> int:
-    """Query-key pairs that the indexer selects: as many whatever its scores are.
+    """Return the number of query-key pairs that the indexer selects. It does not depend on the scores.
 
-    Of the m tokens that a query sees, m // ratio whole blocks compete for budget // ratio places, and the m % ratio
-    tokens of the last, broken block are always taken.
+    If a query sees m tokens, its m // ratio whole blocks compete for budget // ratio slots, and the m % ratio tokens of
+    the last, partial block are always selected.
     """
     ratio = text_config.indexer_compress_ratio
     visible = np.arange(1, segments.max_length + 1)
@@ -109,7 +108,7 @@ def selected_pairs(segments: Segments, text_config: Any) -> int:
 
 @final
 class InRow:
-    """A tensor and the row that it lies along, for a layer that is given no keywords."""
+    """A tensor with its row, for a layer that gets no keywords."""
 
     def __init__(self, tensor_1T: torch.Tensor, row: RowContext) -> None:
         self.tensor_1T = tensor_1T
@@ -133,7 +132,7 @@ def _add_row(
 
 @functools.cache
 def attention_class(base: Any) -> type[nn.Module]:
-    """A subclass of a sparse attention's class that runs it on the samples of a row; one a base class."""
+    """Return a subclass of a sparse attention class that runs on each sample of a row. One per base class."""
 
     @functools.wraps(base.forward)
     def forward(
@@ -159,7 +158,7 @@ def attention_class(base: Any) -> type[nn.Module]:
 
 @functools.cache
 def ngram_class(base: Any) -> type[nn.Module]:
-    """A subclass of an n-gram layer's class that runs it on the samples of a row; one a base class."""
+    """Return a subclass of an n-gram layer's class that runs on each sample of a row. One per base class."""
 
     @functools.wraps(base.forward)
     def forward(
@@ -180,8 +179,8 @@ def ngram_class(base: Any) -> type[nn.Module]:
 def run_on_row(
     layer: Callable[..., torch.Tensor], row: RowContext, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor
 ) -> torch.Tensor:
-    """[1, t, D] through the layer, sample by sample. It stays out of compiled graphs: it would be compiled again for
-    nearly every row."""
+    """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs, because it would be
+    recompiled for nearly every row."""
     buckets: Buckets = row.entries[PerSample.name]
 
     def on_samples(*rows_1T: torch.Tensor) -> torch.Tensor:
@@ -191,9 +190,9 @@ def run_on_row(
 
 
 def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor) -> torch.Tensor:
-    """[n, 1, W, W]: the mask that transformers makes for samples without padding, boolean or to be added.
+    """Return the mask that transformers makes for samples without padding, [n, 1, W, W], boolean or additive.
 
-    Never left out in favour of a flag: the indexer reads from it which tokens a query sees.
+    The mask is never replaced by a flag, because the indexer reads from it which tokens a query sees.
     """
     padding = cache = None
     mask = create_causal_mask(plain_config(attention), hidden_nWD, padding, cache, allow_is_causal_skip=False)

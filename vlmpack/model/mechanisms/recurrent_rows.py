@@ -1,15 +1,15 @@
-"""Rows and prefix trees laid out for layers that carry state along a sequence. A plain row is a tree of roots alone.
+"""Layouts of rows and prefix trees for layers that carry state along a sequence. A plain row is a tree of roots only.
 
-`Buckets` cuts a row into right-padded batches of segments of like length. Lengths [3, 5, 2, 5], two buckets:
+`Buckets` splits a row into right-padded batches of segments of similar length. Lengths [3, 5, 2, 5], two buckets:
 
     row       a a a b b b b b c c d d d d d
     buckets   a a a        b b b b b
-              c c ~        d d d d d            ~ a copy of the sample's last token: finite, and never read again
+              c c ~        d d d d d            ~ a copy of the sample's last token: finite, and its output is not used
 
-`ConvLayout` lays segments one after the other, each behind the tokens that a convolution reads before its first one:
-zeros, or in a tree the last tokens on the path to it. A recurrence restarts where `pieces` begin.
+`ConvLayout` concatenates segments, each preceded by the tokens that a convolution reads before its first one: zeros, or
+in a tree the last tokens on the path to it. A recurrence restarts where `pieces` begin.
 
-Both are computed level by level, roots first: each node of a tree starts from the state in which its parent ended.
+Both are computed level by level, roots first: each node of a tree starts from its parent's final state.
 
     tree      P ─┬─ A            level 0    P            starts from nothing
                  └─ B ── C       level 1    A, B         start where P ended
@@ -32,18 +32,18 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, ranges
 
 MAX_OVERHEAD = 1.25
-"""Most tokens that a bucket may compute for each real token that it holds."""
+"""Maximum number of tokens that a bucket may compute per real token in it."""
 
 _NOTHING = np.zeros(0, np.int64)
 
 
 @final
 class LayerState:
-    """Stands in for the cache of one layer: the state in which a call of n sequences starts, and then the one in which
-    it ended. C channels of the convolution, which reads K tokens before each; H heads of the recurrence."""
+    """A stand-in for one layer's cache: the initial state of a call of n sequences, and afterwards its final state. C
+    channels of the convolution, which reads K tokens before each; H heads of the recurrence."""
 
     record_past = True
-    """So that a call of one token goes through the convolution as any other, and changes nothing in place (to 5.19)."""
+    """Makes calls of one token use the ordinary convolution, and nothing is changed in place (transformers <= 5.19)."""
 
     def __init__(
         self,
@@ -52,28 +52,30 @@ class LayerState:
         *,
         reads_row: bool = False,
     ) -> None:
-        """Begin from what another call ended in; None: from nothing. `reads_row`: the tokens before the first ones are
-        among those of the call."""
+        """Start from another call's final state; None: from nothing.
+
+        `reads_row`: the call's own tokens include the ones before the first.
+        """
         self.reads_row = reads_row
         self.tail = tail_nCK
-        """[n, C, K]: projected tokens before the first ones; after the call, those before what follows."""
+        """[n, C, K]: projected tokens before the first ones; after the call, the last K tokens."""
         self.state = state_nHDD
-        """[n, H, D, D']: state of the recurrence; after the call, the one in which it ended."""
+        """[n, H, D, D']: initial state of the recurrence; after the call, its final state."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        """None: `update_conv_state` puts the tail before the new tokens, in calls of one token too."""
+        """Return None: `update_conv_state` prepends the tail to the new tokens, even in calls of one token."""
         return
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """The state to start from."""
+        """Return the state to start from."""
         return self.state
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True, see `record_past`."""
+        """Return True; see `record_past`."""
         return self.record_past
 
     def update_conv_state(self, tokens_nCL: torch.Tensor, layer_idx: int, **settings: Any) -> torch.Tensor:
-        """[n, C, K + L]: the tail and the tokens; the layer leaves out what it computes of the tail."""
+        """Return the tail and the tokens, [n, C, K + L]. The layer drops its output for the tail."""
         if self.reads_row:
             return tokens_nCL
         taps = settings["conv_kernel_size"] - 1
@@ -83,10 +85,10 @@ class LayerState:
         return joined
 
     def update_recurrent_state(self, state_nHDD: torch.Tensor, layer_idx: int, state_idx: int = 0) -> None:
-        """Keep the state in which the call ended."""
+        """Keep the call's final state."""
         self.state = state_nHDD
 
-    # what 5.17 asks for instead of `get_recurrent_state` and `is_recording_past`
+    # transformers 5.17 calls the following instead of `get_recurrent_state` and `is_recording_past`
 
     def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
         """Return whether the call starts from a state."""
@@ -94,7 +96,7 @@ class LayerState:
 
     @property
     def layers(self) -> LayerState:
-        """Itself, for every layer."""
+        """Return itself, for every layer."""
         return self
 
     def __getitem__(self, layer_idx: int) -> LayerState:
@@ -102,7 +104,7 @@ class LayerState:
 
     @property
     def recurrent_states(self) -> list[torch.Tensor | None]:
-        """The state to start from."""
+        """Return the state to start from."""
         return [self.state]
 
 
@@ -112,49 +114,49 @@ class LayerState:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """Segments that are computed together by one call, n of them."""
+    """n segments that are computed together in one call."""
 
     members: tuple[int, ...]
-    """Their numbers in the row, shortest first."""
+    """Indices of the segments in the row, shortest first."""
     width: int
-    """Tokens of the longest, W."""
+    """W: number of tokens of the longest segment."""
     starts: tuple[int, ...] | None = None
-    """For each the number of its parent among those of the level above that have children; None: roots."""
+    """For each segment, the index of its parent among the nodes with children of the level above; None: roots."""
     ends: bool = False
-    """True if they have children, which start where they end: they are never padded."""
+    """Whether the segments have children, which need their final states. Such segments are never padded."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that it computes, n * W."""
+        """Number of tokens that the call computes, n * W."""
         return len(self.members) * self.width
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Every segment of a row that has tokens, or every node of a tree, in one bucket each."""
+    """All non-empty segments of a row, or nodes of a tree, each in one bucket."""
 
     segments: Segments
     """The row, or the nodes of the tree."""
     levels: tuple[tuple[Bucket, ...], ...]
-    """The calls of each depth, roots first."""
+    """The calls of each level, roots first."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
 
     @classmethod
     def cheapest(cls, segments: Segments, *, call_cost: float, tree: PrefixTree | None = None) -> Buckets:
-        """The cut that costs least, if a batch costs its tokens, padding included, plus `call_cost` for the call.
+        """Find the cheapest split, where a batch costs its tokens (padding included) plus `call_cost` for the call.
 
-        Lengths are put in order and cut into runs. best[j] is the least cost of the segments of the j shortest lengths:
+        Segments are sorted by length and split into runs. best[j] is the least cost of the j shortest lengths:
 
             best[j] = min over i < j of  best[i] + call_cost + segments(i .. j) * length[j]
 
-        where runs that would pad by more than `MAX_OVERHEAD` are left out. One segment a bucket is always allowed, and
-        is what comes out when calls are cheap. Nodes with children share a call with those of their length alone.
+        where runs that would pad by more than `MAX_OVERHEAD` are excluded. One segment per bucket is always allowed,
+        and is the result if calls are cheap. Nodes with children share a call only with nodes of the same length.
 
         Args:
             segments: the row, or `tree.nodes`.
-            call_cost: what one more call costs, in tokens.
+            call_cost: cost of one more call, in tokens.
             tree: the tree; None: all segments are roots.
         """
         nodes = [i for i, n in enumerate(segments.lengths) if n]
@@ -182,11 +184,12 @@ class Buckets:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all buckets compute."""
+        """Number of tokens that all buckets compute."""
         return sum(bucket.tokens for bucket in self.buckets)
 
     def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
-        """[1, T, D] through a layer, level by level: of [n, W, D] and a `LayerState`, None where nothing is carried."""
+        """Run [1, T, D] through a layer, level by level. The layer is a function of [n, W, D] and a `LayerState`
+        (None if no state is passed)."""
         parts, outputs = iter(self.split(row_1TD)), []
         tails = states = row_1TD.new_zeros(0)
         for level in self.levels:
@@ -204,9 +207,10 @@ class Buckets:
         return self.join(outputs)
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
-        """[1, T, ...] to [n, W, ...] of each bucket.
+        """Split [1, T, ...] into one [n, W, ...] per bucket.
 
-        All at once, and then cut: the gradient of a slice of the row is as wide as the row.
+        All tokens are gathered at once and then split, because the gradient of a slice of the row is as wide as the
+        row.
         """
         source, _ = self._tensors(row_1TD.device)
         tokens = row_1TD[0] if source is None else row_1TD[0].index_select(0, source)
@@ -215,7 +219,7 @@ class Buckets:
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[n, W, D] of each bucket to [1, T, D]."""
+        """Join one [n, W, D] per bucket into [1, T, D]."""
         tokens_1D = torch.cat([part.flatten(0, 1)[None] for part in parts], 1)
         _, order = self._tensors(tokens_1D.device)
         return tokens_1D if order is None else tokens_1D.index_select(1, order)
@@ -225,8 +229,8 @@ class Buckets:
         return {}
 
     def _tensors(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(the row's token at each place of the buckets laid one after the other, [T] from there back to the row), each
-        int64; None: the one is the other."""
+        """Return (index from the row to the concatenated buckets, index from there back to the row [T]), both int64;
+        None: the identity."""
         if device not in self._on_device:
             starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
             source = np.concatenate([_NOTHING, *(_source(bucket, starts, stops) for bucket in self.buckets)])
@@ -238,7 +242,7 @@ class Buckets:
         return self.segments.derived(("starts", starts), device, lambda: np.asarray(starts, np.int64))
 
     def _order(self) -> np.ndarray:
-        """int64 [T]: where each token of the row lies in the buckets laid one after the other."""
+        """Return int64 [T]: the position of each token of the row in the concatenated buckets."""
         firsts = np.zeros(len(self.segments.lengths), np.int64)
         for bucket, start in zip(self.buckets, accumulate((b.tokens for b in self.buckets), initial=0), strict=False):
             firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
@@ -246,32 +250,33 @@ class Buckets:
 
 
 def _source(bucket: Bucket, starts_G: np.ndarray, stops_G: np.ndarray) -> np.ndarray:
-    """int64 [n * W]: the row's token at each place of the bucket."""
+    """Return int64 [n * W]: the row's token at each position of the bucket."""
     starts_n1, stops_n1 = (x[list(bucket.members), None] for x in (starts_G, stops_G))
     return np.minimum(starts_n1 + np.arange(bucket.width), stops_n1 - 1).ravel()
 
 
 def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> torch.Tensor | None:
-    """`index` on `device`; None if it only counts from 0 to `total`."""
+    """Return `index` on `device`, or None if it only counts from 0 to `total`."""
     return None if np.array_equal(index, np.arange(total)) else to_device(index, device)
 
 
 def _cheapest(segments: Segments, nodes: Sequence[int], call_cost: float) -> tuple[Bucket, ...]:
-    """The cheapest cut of these segments."""
+    """Return the cheapest split of these segments."""
     if not nodes:
         return ()
     order = sorted(nodes, key=segments.lengths.__getitem__)
     lengths = np.asarray([segments.lengths[i] for i in order], np.int64)
     runs = [order[start:stop] for start, stop in pairwise(_cheapest_cuts(lengths, call_cost))]
-    if len(runs) == len(order):  # one by one: in the order of the row, so that nothing is put back in its place
+    if len(runs) == len(order):  # one by one: keep the row's order, so that nothing has to be moved back
         runs.sort()
     return tuple(Bucket(members=tuple(run), width=segments.lengths[run[-1]]) for run in runs)
 
 
 def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
-    """Where to cut `lengths`, int64 [n] in rising order: 0, ..., n.
+    """Return where to split `lengths`, int64 [n] in increasing order: 0, ..., n.
 
-    Equal lengths are never apart: the later run, which is at least as wide, is no dearer without those of the earlier.
+    Equal lengths always stay together: moving them into the later run, which is at least as wide, would never be
+    cheaper.
     """
     widths, counts = np.unique(lengths, return_counts=True)
     edges = np.concatenate([[0], np.cumsum(counts)])
@@ -289,71 +294,71 @@ def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
     return edges[cuts[::-1]].tolist()
 
 
-# ---------------------------------------------------------------------- one call a level
+# ---------------------------------------------------------------------- one call per level
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ConvLayout:
-    """Segments in one call, each behind the `taps` tokens that a convolution reads before its first one; nothing is
-    before a root that comes first. Lengths [3, 5, 2], taps 3:
+    """Segments in one call, each preceded by the `taps` tokens that a convolution reads before its first one. If the
+    first segment is a root, nothing precedes it. Lengths [3, 5, 2], taps 3:
 
         row          a a a b b b b b c c
         laid out     a a a 0 0 0  b b b b b 0 0 0  c c
-        pieces       6            8                2         zeros lie behind all that is read of a segment
+        pieces       6            8                2         zeros come after all used tokens of a segment
 
     Nodes of a tree, taps 2, P = p q r s, A = a a a, B = b b:
 
         all nodes    p q r s  r s a a a  r s b b
-        pieces       4        2   3 + 2      2               P is read where it ends; behind A nothing is
+        pieces       4        2   3 + 2      2               P's final state is used; A's is not
 
-    `split` takes them out of the row, and `join` is its inverse on their own tokens.
+    `split` takes the segments out of the row. `join` is its inverse on the segments' own tokens.
     """
 
     segments: Segments
     """The row, or the nodes of the tree."""
     taps: int
-    """Tokens that a convolution reads before each token: its width less one."""
+    """Number of tokens that a convolution reads before each token: its width minus one."""
     nodes: tuple[int, ...]
-    """The segments of the call, none empty, in the order in which they lie in it."""
+    """The call's segments, none empty, in call order."""
     tree: PrefixTree | None = None
-    """The tree; None: all segments are roots, and the call has all of them."""
+    """The tree; None: all segments are roots, and all of them are in the call."""
 
     @classmethod
     def every(cls, segments: Segments, taps: int, tree: PrefixTree | None = None) -> ConvLayout:
-        """All segments that have tokens, in the order of the row."""
+        """Lay out all non-empty segments, in the order of the row."""
         nodes = tuple(i for i, n in enumerate(segments.lengths) if n)
         return cls(segments=segments, taps=taps, nodes=nodes, tree=tree)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each segment."""
+        """Number of tokens of each segment."""
         return tuple(self.segments.lengths[node] for node in self.nodes)
 
     @property
     def lead(self) -> int:
-        """Tokens before the first segment."""
+        """Number of tokens before the first segment."""
         return 0 if self.tree is None or self.tree.parents[self.nodes[0]] < 0 else self.taps
 
     @cached_property
     def tokens(self) -> int:
-        """Width W of the call, repeated tokens and zeros included: what a layer computes."""
+        """W: number of tokens that the call computes, repeated tokens and zeros included."""
         return self.lead + sum(self.lengths) + self.taps * (len(self.nodes) - 1)
 
     @cached_property
     def pieces(self) -> Segments:
-        """Pieces over which a recurrence runs. A segment's begins at its first token, and ends with its last one if
-        it has children, which start from there. None is empty, and they cover the call: kernels leave what lies behind
-        the last boundary unwritten."""
+        """Pieces over which a recurrence runs. A segment's piece begins at its first token. If the segment has
+        children, the piece ends at its last token, because they start from its final state. No piece is empty, and the
+        pieces cover the whole call: kernels leave everything after the last boundary unwritten."""
         return Segments.from_lengths(self._cut[0])
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The number of each segment's piece."""
+        """The index of each segment's piece."""
         return self._cut[1]
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
-        """[1, T, D] to a list of one [1, W, D]."""
+        """Lay out [1, T, D] as a list of one [1, W, D]."""
         device, width = row_1TD.device, row_1TD.shape[-1]
         if self.tree is not None:
             with_zero = torch.cat([row_1TD[0], row_1TD.new_zeros(1, width)])
@@ -363,13 +368,13 @@ class ConvLayout:
         return [row_1TD.new_zeros(1, self.tokens, width).index_copy(1, self._places(device), row_1TD)]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A list of one [1, W, D] to [1, r, D], the segments' own tokens."""
+        """Select the segments' own tokens: from a list of one [1, W, D] to [1, r, D]."""
         (laid_1WD,) = parts
         return laid_1WD if self.tokens == sum(self.lengths) else laid_1WD.index_select(1, self._places(laid_1WD.device))
 
     @cached_property
     def _cut(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(lengths of the pieces, the number of each segment's)."""
+        """(lengths of the pieces, index of each segment's piece)."""
         lengths: list[int] = [self.lead] if self.lead else []
         numbers: list[int] = []
         have_children = {*self.tree.parents} if self.tree is not None else set[int]()
@@ -383,7 +388,7 @@ class ConvLayout:
         return tuple(lengths), tuple(numbers)
 
     def _source(self) -> np.ndarray:
-        """int64 [W]: the tree's token at each place; t, behind the last one: a zero."""
+        """Return int64 [W]: the tree's token at each position; t, the index after the last token, for a zero."""
         assert self.tree is not None
         starts = np.asarray([self.segments.stride[node] for node in self.nodes], np.int64)
         lengths = np.asarray(self.lengths, np.int64)
@@ -400,7 +405,7 @@ class ConvLayout:
         return np.where(source < 0, self.segments.total, source)
 
     def _own(self) -> np.ndarray:
-        """int64 [r]: where each of the segments' own tokens lies."""
+        """Return int64 [r]: the positions of the segments' own tokens."""
         lengths = np.asarray(self.lengths, np.int64)
         return np.arange(lengths.sum()) + np.repeat(self.lead + self.taps * np.arange(len(lengths)), lengths)
 
@@ -414,12 +419,12 @@ class ConvLayout:
 @final
 @dataclass(frozen=True, kw_only=True)
 class VarlenCalls:
-    """A row, or a tree, for kernels that restart at given boundaries: one call a level."""
+    """Calls for a row or a tree with kernels that restart at given boundaries: one call per level."""
 
     segments: Segments
     """The row, or the nodes of the tree."""
     levels: tuple[ConvLayout, ...]
-    """The call of each depth, roots first. Nodes without children come first in it: fewer pieces are needed."""
+    """The call of each level, roots first. In a call, nodes without children come first, which needs fewer pieces."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
 
@@ -437,12 +442,12 @@ class VarlenCalls:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all calls compute, those before each segment included."""
+        """Number of tokens that all calls compute, including the tokens before each segment."""
         return sum(level.tokens for level in self.levels)
 
     def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
-        """[1, T, D] through a layer, level by level: of [1, W, D], a `LayerState` (None where nothing is carried) and
-        the pieces of the call."""
+        """Run [1, T, D] through a layer, level by level. The layer is a function of [1, W, D], a `LayerState` (None if
+        no state is passed) and the pieces of the call."""
         outputs: list[torch.Tensor] = []
         ended: torch.Tensor | None = None
         for depth, level in enumerate(self.levels):
@@ -457,8 +462,8 @@ class VarlenCalls:
         return torch.cat(outputs, 1).index_select(1, self._derived("order", row_1TD.device, self._order))
 
     def _starts(self, depth: int, ended_mHDD: torch.Tensor) -> torch.Tensor:
-        """[n, H, D, D']: the state in which each piece of a level starts, out of those in which the level above
-        ended; zeros where no node begins."""
+        """Return [n, H, D, D']: the initial state of each piece of a level, taken from the final states of the level
+        above; zeros for pieces that do not begin a node."""
         assert self.tree is not None
         level, above, parents = self.levels[depth], self.levels[depth - 1], self.tree.parents
         number = dict(zip(above.nodes, above.numbers, strict=True))
@@ -471,7 +476,7 @@ class VarlenCalls:
         return starts.index_copy(0, of_node, ended_mHDD.index_select(0, of_parent))
 
     def _order(self) -> np.ndarray:
-        """int64 [t]: where each token of the tree lies among the outputs of all levels."""
+        """Return int64 [t]: the position of each token of the tree among the outputs of all levels."""
         spans = [self.segments.spans[node] for level in self.levels for node in level.nodes]
         return np.argsort(np.concatenate([np.arange(*span) for span in spans]))
 

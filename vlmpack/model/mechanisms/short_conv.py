@@ -1,21 +1,21 @@
-"""Short convolutions: the taps of a causal convolution over a few tokens end where a sample of a row begins.
+"""Short convolutions: causal convolutions over a few tokens that stop at the start of each sample.
 
-A layer projects each token to three, multiplies two of them, convolves the product along the sequence, K tokens before
-each and itself, multiplies by the third, and projects (Liquid AI, 2025, LFM2). It reads no position ids, and of
-attention masks only those of padding.
+A layer projects each token to three vectors, multiplies two of them, convolves the product along the sequence (each
+token and the K tokens before it), multiplies by the third, and projects (Liquid AI, 2025, LFM2). It reads no position
+ids, and only the padding of attention masks.
 
-A row goes through the unmodified layer in one call, with K zeros between its segments (`ConvLayout`): what is zero is
-zero behind the projection, so a sample's first tokens find what they find alone. Whatever computes the convolution,
-PyTorch or causal-conv1d, needs no boundaries.
+A row goes through the unmodified layer in one call, with K zeros between its segments (`ConvLayout`). Zeros stay zero
+after the projection, so a sample's first tokens see what they would see on their own. Neither PyTorch's convolution nor
+causal-conv1d needs boundaries for this.
 
     row       a a a b b b b b c c
     one call  a a a 0 0  b b b b b 0 0  c c
     row       A A A B B B B B C C
 
-A prefix tree has in place of the zeros what the first tokens of each node read, the last K tokens on the path to it.
+In a prefix tree, each node is preceded not by zeros but by the last K tokens on the path to it.
 
-A projection with a bias makes something else of zeros. Such layers run on right-padded batches of samples of like
-length (`Buckets`), of a prefix tree along the paths of its samples. Context-parallel ranks compute whole rows.
+A projection with a bias would not keep zeros zero. Such layers run on right-padded batches of samples of similar length
+(`Buckets`), for a prefix tree along the paths of its samples. Context-parallel ranks compute whole rows.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ from vlmpack.model.row import CONTEXT, RowContext
 
 @final
 class ShortConv(ClassMechanism):
-    """Short convolutions. A row's entry: how the layers compute it, in one call or in buckets."""
+    """Short convolutions. A row's entry says how the layers compute it: in one call or in buckets."""
 
     name: ClassVar[str] = "short_conv"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Every short convolution, hidden states [B, S, D] in and out."""
+        """Return every short convolution. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, row_class) for layer in model.layer_parts(self.name)]
 
     def prepare(self, setup: RowSetup) -> ConvLayout | Buckets:
-        """Lay zeros between samples, or cut the row where a projection has a bias."""
+        """Put zeros between samples, or split the row into buckets if a projection has a bias."""
         segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
         if any(map(has_bias, self.find(setup.model))):
             return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
         return ConvLayout.every(segments if tree is None else tree.nodes, setup.text_config.conv_L_cache - 1, tree)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
-        """Tokens that each layer computes."""
+        """Count the tokens that each layer computes."""
         return {"conv_tokens": entry.tokens}
 
 
 def has_bias(layer: Any) -> bool:
-    """Return whether the projection before a convolution has a bias, of its own or of an adapter."""
+    """Return whether the projection before a convolution has a bias, either its own or an adapter's."""
     return any(name.rpartition(".")[2] == "bias" for name, _ in layer.in_proj.named_parameters())
 
 
 @functools.cache
 def row_class(base: Any) -> type[nn.Module]:
-    """A subclass of a short convolution's class that keeps the samples of a row apart; one a base class."""
+    """Return a subclass of a short convolution's class that keeps a row's samples apart. One per base class."""
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -79,8 +79,8 @@ def row_class(base: Any) -> type[nn.Module]:
 
 @outside_graph
 def run_on_row(layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext) -> torch.Tensor:
-    """[1, t, D] through the layer, sample by sample. It stays out of compiled graphs: it would be compiled again for
-    nearly every row."""
+    """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs, because it would be
+    recompiled for nearly every row."""
     conv: ConvLayout | Buckets = row.entries[ShortConv.name]
 
     def on_samples(row_1TD: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,17 @@
-"""Masks, positions and logits of the model's own code, for comparison with its family's descriptor. No weight is read.
+"""Compare masks, positions and logits of the model's own code with its family's descriptor. No weight is read.
 
-    masks        a twin of the text part runs on a few embeddings, with layers that only record
-    spans        the same in a twin of the model without its head, for a sample with images, or with a prefix
+    masks        a twin of the text model runs on a few embeddings, with layers that only record
+    spans        the same with a twin of the backbone, for a sample with images or with a prefix
     logits       a twin of the model runs, with a backbone and a head that return fixed numbers
 
-Twins share everything else with the model, which is not changed, not even while they run.
+A twin is a shallow copy of a module with some parts replaced. It shares everything else with the model, which is never
+changed, not even while a twin runs.
 
-transformers builds a mask from a function of (batch, head, query, key). Registered under a name of ours, a mask
-function hands that function itself on to each layer: so it is measured how far back a token sees, in a window or in
-chunks, and no mask is built.
-Spans are compared on a few tokens, as whole masks.
-A descriptor that differs from the model is an error when packing is enabled, or at the first row.
+transformers builds a mask from a function of (batch, head, query, key). We register a mask implementation that passes
+this function to each layer instead of a mask. Calling it tells how far back a token sees, in a window or in chunks,
+without building a mask. Bidirectional spans are compared on a few tokens, with whole masks.
+
+A mismatch between descriptor and model is an error when packing is enabled, or at the first row.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ModelParts
 
 MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, head, query, key) to whether the query attends to the key."""
+"""Maps (batch, head, query, key) to whether the query attends to the key."""
 
 TOKENS = 5
-"""Length of the sample that is tried."""
+"""Length of the test sample."""
 FAR = 1 << 20
-"""A query that is further from the first token than any window is long: what reaches further is none."""
+"""Position of a query that is farther from the first token than any window is long. A longer reach counts as none."""
 DENSE, AROUND, STRIDE = 1024, 8, 1021
-"""Keys that a query is tried with: so many from the first one on, so many on either side of each edge, and every so
-many."""
+"""Keys to try a query with: the first DENSE, AROUND on either side of each edge, and every STRIDE-th of the others."""
 
 
 # ---------------------------------------------------------------------- masks of layers
@@ -55,7 +55,7 @@ def _mask_function(*_: Any, mask_function: MaskFunction, **__: Any) -> MaskFunct
 
 
 def _dense_mask(*_: Any, q_length: int, kv_length: int, mask_function: MaskFunction, device: Any, **__: Any) -> Any:
-    """bool [1, 1, L, L']."""
+    """Return bool [1, 1, L, L']."""
     queries, keys = torch.arange(q_length, device=device), torch.arange(kv_length, device=device)
     return mask_function(0, 0, queries[:, None], keys[None, :]).expand(1, 1, q_length, kv_length)
 
@@ -65,20 +65,20 @@ AttentionMaskInterface.register(_DENSE, _dense_mask)
 
 
 def measured_reaches(text: nn.Module) -> dict[int, Reach]:
-    """Measure the reach of each decoder layer with attention, by its number, as the model's own code masks it.
+    """Measure the reach of each decoder layer with attention, by layer number, as the model's own code masks it.
 
     Raises:
-        FamilyError: a layer's mask is something else than causal, within a window or a chunk.
+        FamilyError: a layer's mask is not causal, optionally within a window or chunk.
     """
     masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
-    with torch.device("cpu"):  # where the twin ran: a mask may hold tensors that it made there
+    with torch.device("cpu"):  # where the twin ran: a mask may hold tensors made there
         reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
     return {layer: reaches[mask] for layer, mask in masks.items()}
 
 
 def _reach(mask: Any, layer: int) -> Reach:
-    """Bisect how many queries attend to the first key; compare the keys of the queries around their last, and of far
-    ones."""
+    """Find the reach of a mask: bisect how many queries attend to the first key, then compare the keys of queries near
+    the edges and far away."""
     zero = torch.tensor(0)
     size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
     candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
@@ -98,13 +98,13 @@ def _reach(mask: Any, layer: int) -> Reach:
 
 
 def _keys(edges: torch.Tensor) -> torch.Tensor:
-    """int64 [K]: the first keys, those around the edges, and some of all others up to the one after FAR."""
+    """Return int64 [K]: the first keys, keys around the edges, and a sample of all others up to the one after FAR."""
     around = (edges.reshape(-1, 1) + torch.arange(-AROUND, AROUND + 1)).flatten().clamp(0, FAR + 1)
     return torch.cat([torch.arange(DENSE), around, torch.arange(DENSE, FAR + 2, STRIDE)]).unique()
 
 
 def check_text_positions(model: ModelParts) -> None:
-    """Compare the positions that a text model computes by itself with those of its family.
+    """Compare the positions that a text model computes by itself with the family's.
 
     Raises:
         FamilyError: they differ.
@@ -120,12 +120,12 @@ def check_text_positions(model: ModelParts) -> None:
 
 @final
 class _AllCalledError(Exception):
-    """All layers were called: the rest need not run."""
+    """Raised when all layers were called: the rest need not run."""
 
 
 @final
 class _Recorder(nn.Module):
-    """Stands in place of a decoder layer, with its attributes, and records its mask and positions."""
+    """A substitute for a decoder layer. It has the layer's attributes, and records its mask and positions."""
 
     def __init__(self, layer: nn.Module, record: Callable[[Any, Any], None]) -> None:
         super().__init__()
@@ -142,13 +142,14 @@ class _Recorder(nn.Module):
 
 @final
 class _TextTwin:
-    """A twin of the text part whose layers record, and what they recorded.
+    """A twin of the text model whose layers record masks and positions.
 
-    It computes on the host, wherever the model is: also on the meta device, where loops leave it until it is sharded.
+    It computes on the host, wherever the model is. The model may even be on the meta device, where training loops keep
+    it until it is sharded.
     """
 
     def __init__(self, text: Any, masks: str, **settings: Any) -> None:
-        """`masks`: the name of its mask function; `settings`: of its configuration."""
+        """`masks`: name of the mask implementation; `settings`: changes to the configuration."""
         self.found: dict[int, tuple[Any, Any]] = {}
         """(mask, positions) of each layer."""
         self.count = min(len(text.layers), text.config.num_hidden_layers)
@@ -158,7 +159,7 @@ class _TextTwin:
         self.zeros = torch.zeros(1, text.config.hidden_size, dtype=next(text.parameters()).dtype, device="cpu")
         layers = nn.ModuleList([_Recorder(layer, self._recording(at)) for at, layer in enumerate(text.layers)])
         parts = {"layers": layers, "embed_tokens": _Fixed(self.zeros)}
-        # what would be on the model's device, and is handed to layers alone
+        # Replace parts that would be on the model's device and whose output only layers use.
         parts |= {name: _Fixed((None, None)) for name, _ in text.named_children() if name in _ROTARY}
         without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
         self.module = _twin(text, parts, config=self.config, **without)
@@ -173,7 +174,7 @@ class _TextTwin:
 
     @torch.no_grad()
     def run(self, forward: Callable[..., Any], tokens: int, **inputs: Any) -> dict[int, tuple[Any, Any]]:
-        """Call a forward with embeddings of so many tokens: (mask, positions) of each layer."""
+        """Call a forward with embeddings of `tokens` tokens and return (mask, positions) of each layer."""
         try:
             forward(inputs_embeds=self.zeros.expand(1, tokens, -1), use_cache=False, **inputs)
         except _AllCalledError:
@@ -185,12 +186,12 @@ class _TextTwin:
 _ROTARY = ("rotary_emb", "pos_emb")
 """Names of parts that compute rotary angles."""
 _PER_TOKEN = {"hidden_size_per_layer_input": 0, "first_kv_shared_layer_idx": -1}
-"""Attributes of Gemma 4 as a twin has them: without embeddings for each layer, which need token ids, and without
-leaving tokens out before layers that share keys. Neither changes a mask."""
+"""Values of Gemma 4's attributes in a twin: no per-layer embeddings, which need token ids, and no tokens dropped before
+layers that share keys. Neither affects a mask."""
 
 
 def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
-    """(mask, positions) of each layer, for a sample of a few embeddings."""
+    """Return (mask, positions) of each layer, for a sample of a few embeddings."""
     twin = _TextTwin(text, _NAME)
     return twin.run(functools.partial(type(text).forward, twin.module), TOKENS)
 
@@ -198,23 +199,23 @@ def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
 # ---------------------------------------------------------------------- spans
 
 TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
-"""Types of the tokens of a sample with two images, the first longer than the window."""
+"""Token types of a sample with two images, the first longer than the window."""
 PREFIX = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
-"""Types of the tokens of a sample with a prefix that is longer than the window."""
+"""Token types of a sample with a prefix that is longer than the window."""
 WINDOW = 3
-"""The window of the twin, in place of its own."""
+"""The twin's window, in place of the model's."""
 
 
 def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | None) -> None:
-    """Compare masks of a sample with images, or with a prefix, in the model's own code with those of its descriptor.
+    """Compare masks for a sample with images, or with a prefix, between the model's own code and its descriptor.
 
     Args:
         model: the model.
         reaches: the reach of each layer.
-        sees: the spans that packed rows have; None: none.
+        sees: the bidirectional spans of packed rows; None: none.
 
     Raises:
-        FamilyError: a token attends to others.
+        FamilyError: a token attends to other tokens.
     """
     family, tokens = model.family, len(TYPES)
     column, *_ = *family.token_columns, family.token_types
@@ -254,19 +255,19 @@ def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | No
 
 
 def _runs_of(sees: Sees, types_L: torch.Tensor) -> Any:
-    """The runs of a sample with these types, or with these values in the column of its prefix."""
+    """Return the runs of a sample with these token types (or, for a prefix, these values in its column)."""
     return sees.of_sample({sees.column: types_L} if isinstance(sees, Prefix) else {}, types_L)
 
 
 def _twin(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:
-    """The same module with other parts and attributes: running it leaves the model as it is, and so do its hooks."""
+    """Return a shallow copy with other parts and attributes. Running it changes neither the model nor its hooks."""
     twin = object.__new__(type(module))
     vars(twin).update(vars(module), _modules={**module._modules, **parts}, **attributes)
     return twin
 
 
 def _twin_of_paths(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
-    """A twin with other parts at these paths, within twins of the parts that hold them."""
+    """Return a twin with other parts at these paths; modules on the paths are twins too."""
     direct = {path: part for path, part in parts.items() if "." not in path}
     for holder in {path.partition(".")[0] for path in parts} - direct.keys():
         prefix = f"{holder}."
@@ -280,7 +281,7 @@ def _twin_of_paths(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
 
 @final
 class _Output:
-    """The output of a backbone: hidden states, and None under every other name."""
+    """A backbone's output: hidden states, and None for every other attribute."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -295,7 +296,7 @@ class _Output:
 
 @final
 class _Fixed(nn.Module):
-    """Stands in place of a backbone or a head, and returns the same thing whatever it is given."""
+    """A substitute for a backbone or a head. It returns the same value whatever its input."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -309,10 +310,10 @@ class _Fixed(nn.Module):
 
 @torch.no_grad()
 def check_logits(model: ModelParts) -> None:
-    """Compare what the model's own forward does to the head's output, and to its input, with its family's descriptor.
+    """Compare the model's own processing of the head's input and output with its family's descriptor.
 
     Raises:
-        FamilyError: log-probabilities of packed rows would be others, or the model's own forward fails.
+        FamilyError: log-probabilities of packed rows would differ, or the model's own forward fails.
     """
     core, family = model.core, model.family
     hidden = torch.linspace(-3, 3, 6, device="cpu").reshape(1, 2, 3)

@@ -1,14 +1,14 @@
-"""Vision: boundaries of the tower's blocks, and images and videos that ranks compute together.
+"""Vision: boundaries of the tower's blocks, and images and videos split across ranks.
 
-Blocks attend within a frame of an image, some within a window of it. The host derives these boundaries from the grids.
-Towers whose images are rows of a batch are left as they are: their own code keeps images apart. Towers, and parts of
-them, that attend within boundaries and are given no keyword of a row (Pixtral, MiniCPM-V, GLM-OCR) become a subclass
+Blocks attend within a frame of an image, and some within a window of a frame. The host derives these boundaries from
+the grids. Towers that take images as rows of a batch are left alone: their own code keeps images apart. Towers (or
+parts of towers) that attend within boundaries but get no row keyword (Pixtral, MiniCPM-V, GLM-OCR) become a subclass
 that adds it.
 
-Context parallelism: each image or video is computed by one rank, and its features are sent to its tokens. They lie in
-the row's entry. The model without its head is given a mark in place of pixels, and its class becomes a subclass of
-itself whose `get_image_features` and `get_video_features` return the features of the entry for the mark. The model puts
-them on their tokens as ever, and adds deepstack features after its first layers.
+Context parallelism: each image or video is computed by one rank, which sends the features to the ranks that have its
+tokens. The features are stored in the row's entry. The backbone gets a marker in place of pixels, and its class becomes
+a subclass whose `get_image_features` and `get_video_features` return the stored features for the marker. The model
+inserts them at their placeholders as usual, and adds deepstack features after its first layers.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext, RowPart
 
 @final
 class VisionRow:
-    """A row's entry: host boundaries of every call of a tower, found again by what a call shows of itself.
+    """A row's entry for vision: host boundaries of every call of a tower.
 
-    A block of the vision tower, or of the audio tower, has its boundaries as a device tensor. Its length and the number
-    of patches, or of frames, are read without a sync, and in all but contrived batches they name the boundaries; where
-    they do not, the tensor is read.
+    A block of the vision or audio tower has its boundaries as a device tensor. We find the host boundaries by this
+    tensor's length and the number of patches (or frames), which need no sync. They are ambiguous only in contrived
+    batches; the tensor is read then.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class VisionRow:
             if first != segments:
                 self._by_shape[shape] = None
         self.inputs = inputs or {}
-        """Keyword arguments by which the model without its head gets images and videos."""
+        """Keyword arguments that pass images and videos to the backbone."""
         self.features = features or {}
-        """The features of this rank's tokens, by the method of the model that returns them."""
+        """The features of this rank's tokens, by the name of the model's method that returns them."""
 
     def find(self, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-        """The segments whose boundaries are `cu_seqlens`, int32 [G + 1] on any device."""
+        """Return the segments whose boundaries are `cu_seqlens`, int32 [G + 1] on any device."""
         derived = self._by_shape.get((cu_seqlens.numel(), num_patches))
         return derived if derived is not None else Segments.from_boundaries(cu_seqlens.tolist(), total=num_patches)
 
@@ -84,11 +84,11 @@ class Vision(ClassMechanism):
     name: ClassVar[str] = "vision"
 
     def is_in(self, family: Family) -> bool:
-        """Families with a vision tower."""
+        """Return whether the family has a vision tower."""
         return family.has_vision
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """The model without its head, where ranks compute media together."""
+        """Return the backbone if ranks compute media together, and towers (or parts of them) that get no keyword."""
         family, backbone = model.family, model.family.backbone(model.core)
         changed: list[tuple[nn.Module, Maker]] = [(backbone, features_class)] if model.shares_rows else []
         if (tower := family.vision_tower(model.core)) is None:
@@ -103,7 +103,7 @@ class Vision(ClassMechanism):
         return changed
 
     def prepare(self, setup: RowSetup) -> VisionRow:
-        """Boundaries of all images and of all videos; the features of this rank's tokens, or the pixels."""
+        """Derive the boundaries of images and videos, and pass on the pixels or compute this rank's features."""
         family = setup.model.family
         if setup.model.shares_rows:
             return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
@@ -118,18 +118,18 @@ class Vision(ClassMechanism):
         return VisionRow(layouts, inputs=media.to_hf())
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
-        """Pixels and grids, or marks of features."""
+        """Return pixels and grids, or markers for features."""
         return entry.inputs
 
 
-# ---------------------------------------------------------------------- towers that are given no keyword of a row
+# ---------------------------------------------------------------------- towers that get no row keyword
 
 
 @functools.cache
 def bounded_class(base: Any) -> type[nn.Module]:
-    """A subclass of a tower's class that adds the row, and boundaries where images have sizes; one a base class.
+    """Return a subclass of a tower's class that adds the row, and boundaries if images have sizes. One per base class.
 
-    transformers 5.17 gives blocks of Pixtral's tower none.
+    transformers 5.17 gives the blocks of Pixtral's tower no boundaries.
     """
 
     @functools.wraps(base.forward)
@@ -150,17 +150,17 @@ def bounded_class(base: Any) -> type[nn.Module]:
 
 
 def _keywords_of(segments: Segments, device: torch.device) -> dict[str, Any]:
-    """The keywords by which attention of transformers gets boundaries."""
+    """Return the keywords with which transformers' attention gets boundaries."""
     edges, longest = segments.cu_seqlens(device), segments.max_length
     return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 
-# ---------------------------------------------------------------------- features in place of what a tower computes
+# ---------------------------------------------------------------------- features instead of pixels
 
 
 @final
 class Computed:
-    """Stands in place of pixels: the features of this rank's tokens lie in the row's entry."""
+    """Marker in place of pixels: the features of this rank's tokens are in the row's entry."""
 
 
 COMPUTED = Computed()
@@ -170,13 +170,13 @@ _GETTERS = ("get_image_features", "get_video_features")
 
 @functools.cache
 def features_class(base: Any) -> type[nn.Module]:
-    """A subclass of the class of a model without its head that takes `Computed`; one a base class."""
+    """Return a subclass of a backbone's class that accepts `Computed` in place of pixels. One per base class."""
 
     def accepting(name: str) -> Any:
         plain = vars(base)[name]
 
         @functools.wraps(plain)
-        def features(self: Any, *args: Any, **kwargs: Any) -> Any:  # by any name: `generate` has that of pixels
+        def features(self: Any, *args: Any, **kwargs: Any) -> Any:  # `generate` passes pixels by name
             if args and isinstance(args[0], Computed):
                 return kwargs[CONTEXT].entries[Vision.name].features[name]
             return plain(self, *args, **kwargs)
@@ -189,22 +189,22 @@ def features_class(base: Any) -> type[nn.Module]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FeatureForm:
-    """The form of a family's features as one tensor [n, D (1 + L)]: L levels of deepstack beside the first.
+    """How to store a family's features in one tensor [n, D (1 + L)], with L deepstack levels after the first D.
 
-    The model's own object has `pooler_output`, [n, D] of each image, which take the place of its tokens' embeddings;
-    and in some families `deepstack_features`, of each of the first text layers, after which they are added.
+    The model's own object has `pooler_output`, [n, D] for each image, which replaces the embeddings of its tokens. In
+    some families it also has `deepstack_features`, one level for each of the first text layers, added after that layer.
     """
 
     of_class: type[Any]
-    """The class of what the model's own `get_image_features` returns."""
+    """The class of the object that the model's `get_image_features` returns."""
     width: int
     """D."""
     cut_by_image: bool
-    """True if levels of deepstack are a tensor for each image, as in transformers 5.23; in 5.17 they are one."""
+    """Whether a deepstack level has one tensor per image, as in transformers 5.23; in 5.17 it is one tensor."""
 
     @classmethod
     def of(cls, features: Any) -> FeatureForm:
-        """The form of what a model's own `get_image_features` returned."""
+        """Read the form off the return value of a model's own `get_image_features`."""
         deep = getattr(features, "deepstack_features", None) or ()
         return cls(
             of_class=type(features),
@@ -213,25 +213,25 @@ class FeatureForm:
         )
 
     def join(self, features: Any) -> torch.Tensor:
-        """Features to one tensor."""
+        """Join features into one tensor."""
         deep = getattr(features, "deepstack_features", None) or ()
         levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
         return torch.cat([torch.cat(features.pooler_output), *levels], -1)
 
     def split(self, levels: torch.Tensor) -> Any:
-        """The inverse, as if it all were one image."""
+        """Split a tensor into features, the inverse of `join`, as if they all belonged to one image."""
         pooled, *deep = levels.split(self.width, -1)
         by_level = [(level,) if self.cut_by_image else level for level in deep]
         return self.of_class(pooler_output=(pooled,), **({"deepstack_features": by_level} if deep else {}))
 
 
-# ---------------------------------------------------------------------- media that ranks compute together
+# ---------------------------------------------------------------------- media split across ranks
 
 
 def _features_of_part(setup: RowSetup) -> dict[str, Any]:
-    """The features of this rank's tokens.
+    """Return the features of this rank's tokens.
 
-    The tower is called once on every rank, whatever the row holds: also where there is nothing for it to do.
+    Every rank calls the tower once for every row, even if it has no images to compute.
     """
     part, shares = setup.part, _spread(setup)
     features = _computed(setup, shares, part.rank)
@@ -243,19 +243,19 @@ def _features_of_part(setup: RowSetup) -> dict[str, Any]:
 
 
 def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
-    """Images and videos, spread over ranks together."""
+    """Split images and videos across ranks together."""
     computed = setup.part.computed_media(setup.media)
     both = MediaShare.spread((*computed.images, *computed.videos), ranks=setup.part.ranks)
     return both.of_kind(IMAGE), both.of_kind(VIDEO)
 
 
 def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
-    """The tower's features of this rank's images and videos, in one call."""
+    """Compute the features of this rank's images and videos in one call of the tower."""
     family, media, device = setup.model.family, setup.row.media, setup.row.input_ids.device
     pixels = (media.pixel_values, media.pixel_values_videos)
     grids = [grid for share in shares for grid in share.grids(rank)]
     parts = [share.take(of_all, rank) for share, of_all in zip(shares, pixels, strict=True) if of_all is not None]
-    if not grids:  # a blank image, of which nothing is read
+    if not grids:  # a blank image whose features are not used
         merge = family.merge(setup.config)
         grids = [(1, merge, merge)]
         parts = [torch.zeros(merge**2, family.patch_channels(setup.config), device=device)]
@@ -268,7 +268,7 @@ def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
 
 
 def _sent(features: torch.Tensor, share: MediaShare, part: RowPart) -> torch.Tensor:
-    """The features of the images that this rank computed to those of the tokens that it has, in their order."""
+    """Exchange features: from the images that this rank computed to the tokens that it has, in token order."""
     if not isinstance(part, ContextParallelRow) or part.is_whole or not share.media:
         return features
     media = share.route(part.partition, part.rank)
