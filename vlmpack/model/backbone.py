@@ -41,7 +41,7 @@ Report = Callable[[Work, int], None]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Caller:
-    """The caller's batch, whose shape the hidden states are returned in."""
+    """The caller's batch. Hidden states are returned in its shape."""
 
     setup: RowSetup
     """The row that goes through the model."""
@@ -97,7 +97,7 @@ class _BackboneHooks:
         """Return the backbone's inputs for the packed row."""
         model, handed_row = state.parts_of(self.core), is_row_input(inputs)
         routers, mask = inputs.pop("output_router_logits", None), inputs["attention_mask"]
-        # Derive token types from the ids: TRL's collators get them wrong for the other side of padding.
+        # Derive token types from the ids: TRL's collators make them for one padding side only.
         types = state.family.media_types(inputs["input_ids"], model.core.config) if state.family.has_vision else None
         inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if handed_row else {})}
         check_keys(inputs, state.family, is_row=handed_row)

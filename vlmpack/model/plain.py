@@ -209,7 +209,7 @@ PAST_THE_FORWARD = (
     "forward that packs. Call the model itself: logits_to_keep and output_hidden_states come packed too"
 )
 _LIBRARIES = tuple(str(Path(file).parents[1]) for file in (__file__, torch.__file__, transformers.__file__))
-"""Directories of vlmpack, PyTorch and transformers. Trainers installed next to them count as libraries too."""
+"""The directory of vlmpack, and the ones that PyTorch, transformers and usually trainers are installed in."""
 
 
 def plain_generate(base: Any) -> Callable[..., Any]:

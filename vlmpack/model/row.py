@@ -185,7 +185,7 @@ class RowContext:
 # backward pass needs them.
 #
 #     forward     k, v ── gather ──▶ k', v' ── attend, which saves q, k', v', out ──▶ out ── keep q, k, v, out ──▶ out
-#     backward         ◀── add up ──           ◀── asks for k': gathered from k again  ◀── restores q, k, v, out ──
+#     backward         ◀── add up ──           ◀── asks for k': gathered from k again ──   ◀── restores q, k, v, out ──
 #
 # Saved-tensor hooks do not stack: only the innermost ones are called. If our hook kept tensors by itself, gradient
 # checkpointing and offloading, which use such hooks too, would not see them. `_Keep` therefore saves them with

@@ -151,7 +151,7 @@ def _travels(name: str) -> bool:
 # ---------------------------------------------------------------------- models that take boundaries themselves
 
 Boundaries = Literal["real", "padded"]
-"""Unit of a boundary: real tokens, as in `cu_seqlens_q`, or positions in the row, as in `cu_seqlens_q_padded`."""
+"""How boundaries are counted: in real tokens, as `cu_seqlens_q`, or in row positions, as `cu_seqlens_q_padded`."""
 
 REAL = frozenset({"cu_seqlens_q", "cu_seqlens_kv"})
 PADDED = frozenset({"cu_seqlens_q_padded", "cu_seqlens_kv_padded"})
@@ -242,7 +242,7 @@ class ThdStep:
             config: the Hugging Face configuration of the model's family (`AutoConfig.from_pretrained(name)`), from
                 which positions are computed and placeholders checked against grids. None: the samples are text, or the
                 batch contains positions.
-            rope: unit of `rope_cu_seqlens`. "real" is what Megatron-Bridge's Qwen3-VL step passes.
+            rope: how `rope_cu_seqlens` is counted. "real" is what Megatron-Bridge's Qwen3-VL step passes.
             text_positions: for a family with MRoPE, True: `position_ids` are [4, 1, T], the position in the sample
                 first, as transformers takes them; False: [3, 1, T].
             has_experts: whether padding could reach a router; None: look in the model's configuration and modules.
@@ -413,7 +413,7 @@ class ThdStep:
         return values
 
     def positions(self, row: PackedRow, restarts: Segments | None = None) -> torch.Tensor | None:
-        """Return positions [1, T], or [3, 1, T] for a family with MRoPE.
+        """Return positions [1, T], or [3, 1, T] for a family with MRoPE ([4, 1, T] with `text_positions`).
 
         None if they depend on grids and the step has no `config`: the model computes them.
         """

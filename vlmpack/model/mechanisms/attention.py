@@ -226,7 +226,7 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
             "packing"
         )
     reach = reaches[layer]
-    if reach.window == 1 and pattern.window is None:  # a window of 1 and chunks of 1 have the same mask
+    if reach.window == 1 and pattern.window is None:  # chunks of 1 have the same mask, and no layer passes chunks
         reach = Reach(chunk=1)
     if reach.window != pattern.window:
         raise FamilyError(
@@ -296,7 +296,7 @@ _OF_KERNELS = {"implementation", "attention_wrapper"}
 
 
 def _function_problems(name: str, module: nn.Module) -> Iterator[str]:
-    """Report a custom attention function. Our back-ends compute what transformers' own functions do, and no others."""
+    """Report a custom attention function. Back-ends only compute the same as transformers' own functions."""
     called: Any = _original(name, module)
     is_stock = True
     while isinstance(called, functools.partial):

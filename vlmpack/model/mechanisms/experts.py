@@ -327,7 +327,7 @@ class ByProbability(ExpertChoice):
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByGroup(ExpertChoice):
-    """Choose by probability, among the groups whose best expert is highest."""
+    """Choose by probability, among the groups with the highest best expert."""
 
     groups: int
     """Number of groups of experts, all of the same size."""

@@ -43,7 +43,7 @@ class LayerState:
     channels of the convolution, which reads K tokens before each; H heads of the recurrence."""
 
     record_past = True
-    """Makes calls of one token use the ordinary convolution, and nothing is changed in place (transformers <= 5.19)."""
+    """Makes calls of one token use the ordinary convolution and change nothing in place (transformers up to 5.19)."""
 
     def __init__(
         self,
@@ -229,8 +229,8 @@ class Buckets:
         return {}
 
     def _tensors(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return (index from the row to the concatenated buckets, index from there back to the row [T]), both int64;
-        None: the identity."""
+        """Return (the row's token at each position of the concatenated buckets; the position there of each token of the
+        row, [T]), both int64; None: the identity."""
         if device not in self._on_device:
             starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
             source = np.concatenate([_NOTHING, *(_source(bucket, starts, stops) for bucket in self.buckets)])

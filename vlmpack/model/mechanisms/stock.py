@@ -40,7 +40,7 @@ MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
 TOKENS = 5
 """Length of the test sample."""
 FAR = 1 << 20
-"""Position of a query that is farther from the first token than any window is long. A longer reach counts as none."""
+"""Position of a query that is farther from the first token than any window is long. A longer window counts as none."""
 DENSE, AROUND, STRIDE = 1024, 8, 1021
 """Keys to try a query with: the first DENSE, AROUND on either side of each edge, and every STRIDE-th of the others."""
 
