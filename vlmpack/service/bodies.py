@@ -1,7 +1,8 @@
-"""Bodies of requests: received under caps, uncompressed: the client compresses only if the server asks it to.
+"""Receive request bodies within limits. Bodies are uncompressed: the client compresses only if the server asks it to.
 
-A body that is too large is read on for a while all the same, and thrown away. A server that answers and closes while
-the client still sends resets the connection; the client sees no answer but a network error, which it retries.
+The reader keeps reading a body that is too large for a while, and discards it. If a server answers and closes while the
+client is still sending, the connection is reset. Then the client sees a network error instead of the response, and
+retries.
 """
 
 from __future__ import annotations
@@ -16,31 +17,33 @@ from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Rejected
 
 DISCARDED_BYTES = 1024 * 2**20
-"""Bytes of a body that is too large that are thrown away before the connection is cut."""
+"""Bytes of a too large body to discard before the connection is closed."""
 BEGINNING_BYTES = 65_536
-"""Bytes of a refused body that are kept, for the name of the request."""
+"""Bytes of a refused body to keep, because they name the request."""
 
 
 @final
 @dataclass(kw_only=True)
 class BodyReader:
-    """Receives bodies, all of them together within a budget."""
+    """Receives bodies, within a budget for all of them together."""
 
     limits: ServiceLimits
-    """Of the service."""
+    """Limits of the service."""
     held: int = 0
-    """Bytes that are being received now."""
+    """Bytes of the bodies that are being received."""
 
     async def read(self, pieces: AsyncIterator[bytes], *, encoding: str, most: int) -> bytes:
         """Receive a body.
 
         Args:
-            pieces: of the body, as they come in.
-            encoding: value of Content-Encoding.
-            most: bytes.
+            pieces: pieces of the body as they arrive.
+            encoding: value of the Content-Encoding header.
+            most: maximum size of the body in bytes.
 
         Raises:
-            Rejected: 408 too slow, 413 too large, 415 compressed, 429 too many at one time.
+            Rejected: status 408: the body arrived too slowly; 413: it is too large; 415: it is compressed; 429: too
+                many bodies
+                are being received.
         """
         if encoding not in ("", "identity"):
             raise Rejected(f"Content-Encoding {encoding!r:.40}: send the body as it is", status=415)

@@ -1,13 +1,13 @@
-"""Key-value caches of transformers, of which sequences leave and which others join.
+"""Let sequences join and leave the key-value caches of transformers.
 
-A cache holds a batch of sequences of different lengths, padded on the left, where the attention mask hides it:
+A cache holds a batch of sequences of different lengths, padded on the left; the attention mask hides the padding:
 
     . . a a a        b b b b b       join     . . a a a
                                               b b b b b        leave (the second)     a a a
 
-A layer of a cache holds tensors along the sequence (keys, values, what sparse attention compares) and states, which
-stand for a whole sequence (convolution and recurrence of gated delta layers, the last ids of n-gram layers). A layer
-with a window holds the last W - 1 tokens and the number of all, by which masks are made:
+A cache layer holds tensors along the sequence (keys, values, the keys of sparse attention's indexer) and states of
+whole sequences (convolution and recurrent states of gated delta layers, the last ids of n-gram layers). A
+sliding-window layer holds the last W - 1 tokens, and the total count of tokens, which the masks are made from:
 
     S = 8, W = 5      . . a a a a a a        holds a a a a
                       b b b b b b b b              b b b b
@@ -31,12 +31,12 @@ from vlmpack.errors import FamilyError
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """One kind of tensor of a cache layer."""
+    """Layout of one kind of cache tensor."""
 
     batch: int
     """Dimension of the sequences."""
     time: int | None
-    """Dimension of the tokens, from the last; None: a state of whole sequences."""
+    """Dimension of the tokens, counted from the last; None: a state of a whole sequence."""
 
 
 _KINDS = {
@@ -50,7 +50,7 @@ _KINDS = {
 """Tensors of a layer."""
 
 _SHARED = {"position_ids": _Kind(batch=1, time=-1)}
-"""Tensors of the cache itself: positions that sparse attention reads, until transformers kept them in a layer."""
+"""Tensors of the cache itself. Older versions of transformers keep the positions of sparse attention here."""
 
 _LAYERS = frozenset(
     (
@@ -62,10 +62,10 @@ _LAYERS = frozenset(
         "LinearAttentionAndSlidingWindowAttentionLayer",
     )
 )
-"""Classes of cache layers of which these are all tensors."""
+"""Cache layer classes that hold no tensors besides `_KINDS`."""
 
 _WINDOW, _COUNT = "sliding_window", "cumulative_length"
-"""Attributes of layers that hold a window: its width, and the tokens that they were given."""
+"""Attributes of sliding-window layers: the window's width, and the number of tokens seen."""
 
 Change = Callable[[torch.Tensor, _Kind], torch.Tensor]
 
@@ -74,7 +74,7 @@ def check_cache(cache: Any) -> None:
     """Check that sequences can join and leave this cache.
 
     Raises:
-        FamilyError: it is of another kind; names it.
+        FamilyError: the cache has an unsupported class, which the message names.
     """
     layers = getattr(cache, "layers", None)
     held = {type(cache).__name__} if layers is None else {type(layer).__name__ for layer in layers} - _LAYERS
@@ -85,20 +85,20 @@ def check_cache(cache: Any) -> None:
 
 
 def selected(cache: Any, rows: Sequence[int]) -> Any:
-    """Return a cache of these sequences; one may come several times. Neither cache changes with the other."""
+    """Return a new, independent cache with the given sequences; a sequence may be repeated."""
     tensors = {id(tensor): tensor for _, _, tensor, _ in _tensors(cache)}
-    taken = copy.deepcopy(cache, {**tensors})  # all but the tensors
+    taken = copy.deepcopy(cache, {**tensors})  # copy everything except the tensors
     select(taken, torch.tensor(rows))
     return taken
 
 
 def select(cache: Any, rows: torch.Tensor) -> None:
-    """Keep these sequences, int64 [n] in this order; one may come several times."""
+    """Keep the given sequences, int64 [n], in this order; a sequence may be repeated."""
     _change(cache, lambda tensor, kind: tensor.index_select(kind.batch, rows.to(tensor.device)))
 
 
 def pad_left(cache: Any, count: int) -> None:
-    """Put `count` tokens of padding before all sequences."""
+    """Insert `count` padding tokens before all sequences."""
 
     def padded(tensor: torch.Tensor, kind: _Kind, columns: int) -> torch.Tensor:
         assert kind.time is not None
@@ -108,7 +108,7 @@ def pad_left(cache: Any, count: int) -> None:
 
 
 def trim_left(cache: Any, count: int) -> None:
-    """Take away the first `count` tokens of all sequences, which are padding in each of them."""
+    """Remove the first `count` tokens of all sequences; they must be padding in every sequence."""
 
     def trimmed(tensor: torch.Tensor, kind: _Kind, columns: int) -> torch.Tensor:
         assert kind.time is not None
@@ -118,7 +118,7 @@ def trim_left(cache: Any, count: int) -> None:
 
 
 def join(cache: Any, other: Any) -> None:
-    """Put the sequences of `other`, which has as many cached tokens, behind those of `cache`."""
+    """Append the sequences of `other`, which must have the same number of cached tokens, to `cache`."""
     tensors = iter([tensor for _, _, tensor, _ in _tensors(other)])
     _change(cache, lambda tensor, kind: torch.cat((tensor, next(tensors)), kind.batch))
 
@@ -129,7 +129,10 @@ def _change(cache: Any, change: Change) -> None:
 
 
 def _change_columns(cache: Any, count: int, change: Callable[[torch.Tensor, _Kind, int], torch.Tensor]) -> None:
-    """Let all sequences begin `count` tokens earlier, or later; a layer with a window has fewer columns to change."""
+    """Change the number of columns before all sequences by `count`.
+
+    A sliding-window layer has fewer columns to change.
+    """
     holders = [(vars(cache), _SHARED), *((vars(layer), _KINDS) for layer in cache.layers)]
     for attributes, kinds in holders:
         columns = count
@@ -146,7 +149,7 @@ _Held = tuple[dict[Any, Any], Any, torch.Tensor, _Kind]
 
 
 def _tensors(cache: Any) -> Iterator[_Held]:
-    """Every tensor, where it is held and under which key."""
+    """Yield every tensor with its holder and key."""
     yield from _held(vars(cache), _SHARED)
     for layer in cache.layers:
         yield from _held(vars(layer), _KINDS)

@@ -1,17 +1,17 @@
-"""Names and paths of checkpoints, and the folders in which states of models lie.
+"""Names and paths of checkpoints, and the state folder that stores them.
 
     STATE/
     ├── lock                  held by the server that uses the folder
-    ├── journal.sqlite3       says which folder below is whose
+    ├── journal.sqlite3       says what each folder below belongs to
     └── weights/
         ├── step1-9f0c.../    a checkpoint, a snapshot to sample from, or the state of a model
         └── .step2-17ab.../   being written, or left behind by a process that was killed
 
-A folder never changes once it has its name: it is written beside, brought to the disk, renamed, and only then entered
-in the journal. What the journal does not refer to is removed.
+A folder never changes once it has its final name. It is written under a temporary name, flushed to disk, renamed, and
+only then entered in the journal. Folders that the journal does not refer to are removed.
 
-Only the owner may read any of it, as there are prompts, images, replies and weights of clients in it: folders are made
-with mode 0700, before anything is in them, files get 0600, whatever the umask.
+Only the owner may read the state folder, because it holds prompts, images, replies and weights of clients. Folders are
+created with mode 0700 before anything is written to them, and files get mode 0600, whatever the umask.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ ENTRIES = {
     "demo-model",
     *(f"journal.sqlite3{end}" for end in ("", "-wal", "-shm", "-journal")),
 }
-"""Names in a state folder; key and demo model are of the command."""
+"""Names that may be in a state folder. The command-line program writes the key and the demo model."""
 ABOUT = "vlmpack_checkpoint.json"
-"""File in the folder of a checkpoint, written by `describe`."""
+"""File in a checkpoint's folder that says what the checkpoint is; written by `describe`."""
 
 
 def check_name(name: str) -> str:
-    """Return the name of a checkpoint.
+    """Return the name of a checkpoint if it is valid.
 
     Raises:
-        RequestError: it cannot be part of a path.
+        RequestError: the name cannot be part of a path.
     """
     if not NAME.fullmatch(name):
         raise RequestError(
@@ -64,15 +64,15 @@ def check_name(name: str) -> str:
 
 @final
 class StateFolder:
-    """The folder of a server's state, locked against a second server, with its journal.
+    """The folder of a server's state, with its journal, locked against a second server.
 
     Args:
-        path: the folder; made if there is none.
-        base_model: name of the base model, to which all that is in it belongs.
+        path: the folder; created if missing.
+        base_model: name of the base model that all of the state belongs to.
 
     Raises:
-        ConfigError: another server uses it, it holds something else or is of another base model, is damaged, or cannot
-            be written.
+        ConfigError: another server uses the folder, it holds foreign files, it belongs to another base model, it is
+            damaged, or it cannot be written.
     """
 
     def __init__(self, path: Path, *, base_model: str) -> None:
@@ -93,7 +93,7 @@ class StateFolder:
             with writing(self._weights):
                 self._weights.mkdir(exist_ok=True, mode=0o700)
             self.journal = Journal(path / "journal.sqlite3", base_model=base_model)
-            """Says whose folder is which."""
+            """The journal, which says what each folder belongs to."""
             self.make_private()
         except BaseException:
             os.close(self._lock)
@@ -114,24 +114,24 @@ class StateFolder:
                 )
 
     def make_private(self) -> None:
-        """Take the rights of others to what an earlier run left, and to the folder itself."""
+        """Remove group and other permissions from the folder and from everything that an earlier run left in it."""
         try:
             _make_private(self.path)
         except OSError as error:
             log.warning("others may read the state folder (%s): let its owner run chmod -R go= on it", error)
 
     def close(self) -> None:
-        """Close the journal and unlock the folder; a second time does nothing."""
+        """Close the journal and unlock the folder. A second call does nothing."""
         self.journal.close()
         if self._lock >= 0:
             os.close(self._lock)
         self._lock = -1
 
     def folder(self, name: str) -> Path:
-        """Folder of a state.
+        """Return the folder of a state.
 
         Raises:
-            RequestError: it is gone, as by hand.
+            RequestError: the folder is gone, e.g. deleted by hand.
         """
         folder = self._weights / name
         if not folder.is_dir():
@@ -140,22 +140,22 @@ class StateFolder:
 
     @contextmanager
     def new(self, label: str) -> Iterator[Path]:
-        """Yield an empty folder to write to; after the block its files are on the disk.
+        """Yield an empty folder to write to. After the block, its files are flushed to disk.
 
-        The folder keeps the leading dot until `publish`, so that it is known to be unfinished.
+        The folder name keeps its leading dot, which marks it as unfinished, until `publish`.
 
         Args:
-            label: begins the name of the folder, for human readers.
+            label: start of the folder's name, for human readers.
 
         Raises:
-            ConfigError: the disk is full or fails; nothing is left.
+            ConfigError: the disk is full or fails; nothing is left behind.
         """
         folder = self._weights / f".{label}-{uuid4().hex}"
         try:
             with writing(folder):
                 folder.mkdir(mode=0o700)
             yield folder
-            with suppress(PermissionError):  # a file system without rights, of which a warning was given
+            with suppress(PermissionError):  # the file system has no permissions; a warning was given
                 _make_private(folder)
             with writing(folder):
                 for entry in [*folder.rglob("*"), folder]:
@@ -167,10 +167,10 @@ class StateFolder:
             raise
 
     def publish(self, folder: Path) -> str:
-        """Give a finished folder its name, and return the name.
+        """Give a finished folder its final name, and return the name.
 
         Raises:
-            ConfigError: it cannot be renamed.
+            ConfigError: the folder cannot be renamed.
         """
         name = folder.name.removeprefix(".")
         with writing(folder):
@@ -179,7 +179,7 @@ class StateFolder:
         return name
 
     def sweep(self, wanted: set[str]) -> list[str]:
-        """Remove every folder whose name is not wanted, unfinished ones too; return their names."""
+        """Remove every folder whose name is not wanted, unfinished ones included, and return their names."""
         gone = sorted(entry.name for entry in self._weights.iterdir() if entry.name not in wanted)
         for name in gone:
             shutil.rmtree(self._weights / name, ignore_errors=True)
@@ -187,17 +187,17 @@ class StateFolder:
 
 
 def describe(folder: Path, row: CheckpointRow) -> None:
-    """Write what a checkpoint is into its folder, should the journal be lost."""
+    """Write a checkpoint's journal entry into its folder, in case the journal is lost."""
     (folder / ABOUT).write_text(json.dumps(asdict(row), indent=1), encoding="utf-8")
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files of a folder."""
+    """Return the total bytes of the files in a folder."""
     return sum(entry.stat().st_size for entry in folder.rglob("*") if entry.is_file())
 
 
 def label_of(model: str, what: str) -> str:
-    """Beginning of the name of a folder, without characters that file systems object to."""
+    """Return the start of a folder's name, with only characters that file systems accept."""
     return f"{re.sub(r'[^A-Za-z0-9]+', '_', model)[:80]}-{what[:60]}"
 
 

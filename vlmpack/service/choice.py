@@ -1,14 +1,14 @@
-"""Choose a token: greedy or seeded, and whether rounding could have changed the choice.
+"""Choose a token, greedily or with a seed, and tell whether rounding could have changed the choice.
 
-A token is chosen as the largest of `logit + temperature * noise` (Gumbel-max: Gumbel, 1954; Maddison et al., 2014),
-which has the distribution softmax(logit / temperature). The noise of a token is a hash of the sequence's seed, of the
-number of tokens sampled before, and of the token's id; so it depends on nothing that runs at the same time.
+The chosen token has the largest `logit + temperature * noise` (Gumbel-max: Gumbel, 1954; Maddison et al., 2014), so it
+follows the distribution softmax(logit / temperature). The noise of a token is a hash of the sequence's seed, the number
+of tokens sampled so far, and the token's id. So it does not depend on anything that runs at the same time.
 
-Logits of one sequence differ in their last digits with what shares its batch. Of logits that are off by at most `e`,
-the choice is still the same if the winner leads by more than `2 e`, and belongs to what top-k and top-p leave whatever
-the errors are. Otherwise it is not decided here, and `Choice.is_sure` is False.
+The last digits of a sequence's logits depend on the other sequences in the batch. If every logit is off by at most `e`,
+the choice is certain if the winner leads by more than `2 e` and survives top-k and top-p whatever the errors are.
+Otherwise `Choice.is_sure` is False, and the caller has to decide.
 
-    z        5.1    5.0999   4.2   1.3           top_k = 1, e = 0.001: the first two may be the first
+    z        5.1    5.0999   4.2   1.3           top_k = 1, e = 0.001: either of the first two may be the largest
     surely in    -      -      -     -
     perhaps in   yes    yes    -     -           a winner that is not surely in is not sure
 
@@ -30,29 +30,29 @@ from vlmpack.service.messages import SamplingParams
 @final
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """One token to choose."""
+    """A token to choose."""
 
     params: SamplingParams
-    """Settings of the sequence."""
+    """Sampling settings of the sequence."""
     seed: int
-    """Of the sequence."""
+    """Seed of the sequence."""
     place: int
-    """Tokens sampled before."""
+    """Number of tokens sampled before."""
     top: int = 0
-    """Most likely tokens that are wanted beside it."""
+    """Number of most likely tokens to return as well."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One chosen token."""
+    """A chosen token."""
 
     token: int
-    """Its id."""
+    """Id of the token."""
     logprob: float
-    """Its log-probability by the whole distribution."""
+    """Log-probability under the full distribution."""
     is_sure: bool
-    """True if logits within rounding of these give the same token."""
+    """Whether all logits within the rounding error give the same token."""
     top: tuple[tuple[int, float], ...] = ()
     """The most likely tokens and their log-probabilities."""
 
@@ -64,15 +64,15 @@ def choose(
     """Choose one token for each sequence.
 
     Args:
-        logits_BV: logits as the model gives them.
-        draws: what is wanted of each.
-        rounding: largest error of a logit, as a part of the largest logit's size; 0: the logits are exact.
+        logits_BV: logits of the model.
+        draws: what to choose for each sequence.
+        rounding: largest error of a logit, as a fraction of the largest absolute logit; 0: the logits are exact.
         forbidden: ids that are never chosen.
 
     Returns:
-        The choices. A log-probability that is not finite says that the logits are not.
+        The choices. A log-probability that is not finite means that the logits are not finite.
     """
-    if logits_BV.device.type != "cuda":  # the same numbers everywhere, and float64
+    if logits_BV.device.type != "cuda":  # identical numbers on all such devices, and float64
         logits_BV = logits_BV.cpu()
     logits_BV = logits_BV.float()
     error_B = rounding * logits_BV.abs().amax(1).double()
@@ -88,7 +88,7 @@ def choose(
             sure_V, perhaps_V = kept(exact_BV[row], draw.params, error=float(error_B[row]))
             scores_BV[row].masked_fill_(~perhaps_V, -torch.inf)
             limits[row] = sure_V
-    token_B = scores_BV.argmax(1)  # the first of equals
+    token_B = scores_BV.argmax(1)  # the first of equal scores
     best = scores_BV.topk(min(2, scores_BV.shape[1]), dim=1).values
     for row, sure_V in limits.items():
         sure_B[row] = sure_V[token_B[row]]
@@ -113,15 +113,15 @@ def choose(
 
 
 def kept(logits_V: torch.Tensor, params: SamplingParams, *, error: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which tokens top-k and then top-p surely leave, and which ones perhaps: bool [V] each.
+    """Return which tokens top-k followed by top-p surely keeps, and which it perhaps keeps: bool [V] each.
 
-    Top-k leaves the k most likely tokens; top-p, of these, the fewest most likely ones that together have at least
-    that probability. Of equals the first ids.
+    Top-k keeps the k most likely tokens. Of these, top-p keeps the smallest set of most likely tokens whose probability
+    is at least `top_p`. Of equally likely tokens, the lower ids come first.
 
     Args:
         logits_V: float64.
-        params: settings, the temperature not 0.
-        error: largest error of a logit; 0: both results are the same.
+        params: settings with a nonzero temperature.
+        error: largest error of a logit; 0: both results are equal.
     """
     sorted_V, order_V = logits_V.sort(descending=True, stable=True)
     sorted_V, error = (sorted_V - sorted_V[0]) / params.temperature, error / params.temperature
@@ -132,7 +132,7 @@ def kept(logits_V: torch.Tensor, params: SamplingParams, *, error: float) -> tup
 
 
 def _top_k(sorted_V: torch.Tensor, k: int, error: float) -> tuple[int, int]:
-    """Count the first tokens that surely are in the top k, and those that perhaps are."""
+    """Count the leading tokens that are surely in the top k, and those that perhaps are."""
     size = len(sorted_V)
     if not 0 < k < size:
         return size, size
@@ -143,15 +143,16 @@ def _top_k(sorted_V: torch.Tensor, k: int, error: float) -> tuple[int, int]:
 
 
 _SUMS = 1e-9
-"""Error of sums of probabilities in float64, generously."""
+"""Generous bound of the error of sums of probabilities in float64."""
 
 
 def _top_p(
     sorted_V: torch.Tensor, p: float, error: float, *, sure: int, perhaps: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tokens have less than `p` above them: surely, and perhaps.
+    """Return which tokens surely have less than probability `p` above them, and which perhaps do.
 
-    Each weight exp(z) is off by a factor of at most exp(error), and only tokens within 2 * error change places.
+    Each weight exp(z) is off by a factor of at most exp(error), and only tokens within 2 * error of each other can
+    swap.
     """
     places_V = torch.arange(len(sorted_V), device=sorted_V.device)
     if p >= 1:
@@ -163,10 +164,10 @@ def _top_p(
         inside_V = (above_V < p) & (places_V < sure)
         return inside_V, inside_V
     rising_V = -sorted_V
-    # Tokens with z >= z_i - 2 error, and with z > z_i + 2 error.
+    # Number of tokens with z >= z_i - 2 error, and with z > z_i + 2 error.
     reach_V = torch.searchsorted(rising_V, rising_V + 2 * error, right=True).clamp(max=perhaps)
     clear_V = torch.searchsorted(rising_V, rising_V - 2 * error, right=False).clamp(max=sure)
-    factor = math.exp(min(error, 300.0))  # finite: 0 times it is 0
+    factor = math.exp(min(error, 300.0))  # finite, because 0 * inf is NaN
     most_V = (sums_V[reach_V] - weight_V).clamp(min=0) * factor
     below_V = (weight_V + (sums_V[sure] - sums_V[reach_V]).clamp(min=0)) / factor
     least_V = sums_V[clear_V] / factor
@@ -181,11 +182,11 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 _BITS = 52
-"""Bits of a uniform number; with more, the largest would be rounded to 1."""
+"""Bits of a uniform number. With more bits, the largest number would round to 1."""
 
 
 def _noise(draws: Sequence[Draw], size: int, device: torch.device) -> torch.Tensor:
-    """Gumbel noise times temperature, float64 [B, V]; 0 for greedy sequences."""
+    """Return Gumbel noise times temperature, float64 [B, V]; 0 for greedy sequences."""
     keys = [_signed(_mixed(_mixed(draw.seed) + draw.place * _GOLDEN)) for draw in draws]
     key_B1 = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
     ids_V = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
@@ -195,7 +196,7 @@ def _noise(draws: Sequence[Draw], size: int, device: torch.device) -> torch.Tens
 
 
 def _hashed(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014) of int64 numbers, whose products wrap around."""
+    """Return the SplitMix64 finalizer (Steele, Lea and Flood, 2014) of int64 numbers. Products wrap around."""
     x = x ^ _logical_shift(x, _SHIFTS[0])
     x = x * _signed(_FACTORS[0])
     x = x ^ _logical_shift(x, _SHIFTS[1])
@@ -204,12 +205,12 @@ def _hashed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift to the right with zeros coming in, whatever the sign."""
+    """Shift to the right and fill with zeros, whatever the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mixed(x: int) -> int:
-    """The same of one number, modulo 2**64."""
+    """Return one SplitMix64 output, modulo 2**64: add the increment, then apply the finalizer."""
     x = (x + _GOLDEN) % 2**64
     for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
         x = ((x ^ (x >> shift)) * factor) % 2**64
@@ -217,6 +218,6 @@ def _mixed(x: int) -> int:
 
 
 def _signed(x: int) -> int:
-    """The int64 number of the same bits."""
+    """Return the int64 number with the same bits."""
     x %= 2**64
     return x - 2**64 if x >= 2**63 else x

@@ -1,14 +1,14 @@
-"""Models of clients over one frozen base model: LoRA adapters or all weights, gradients, AdamW, and their files.
+"""Client models over one frozen base model: LoRA adapters or full weights, gradients, AdamW, and their files.
 
-    y = W x + 32 / rank * B A x          A [rank, in], B [out, rank], in float32 whatever the base model is in
+    y = W x + 32 / rank * B A x          A [rank, in], B [out, rank], in float32 whatever the base model's dtype
 
-(Hu et al., 2021, LoRA.) Forward hooks add adapters to linear layers: no layer is wrapped, and without an adapter in use
-the base model computes what it did. An adapter is in use for the time of `Adapters.applied`, backward pass included:
+(Hu et al., 2021, LoRA.) Forward hooks add the adapters to linear layers. No layer is wrapped, and the base model
+computes its original output while no adapter is in use. `Adapters.applied` must enclose the backward pass too, because
 gradient checkpointing computes layers again there.
 
-    FOLDER/adapter_model.safetensors, adapter_config.json     an adapter, as PEFT writes it
-    FOLDER/model.safetensors                                  all weights of a model that is trained as a whole
-    FOLDER/optimizer.safetensors                              moments and step counts, if they were asked for
+    FOLDER/adapter_model.safetensors, adapter_config.json     an adapter, in PEFT's format
+    FOLDER/model.safetensors                                  all weights of a fully trained model
+    FOLDER/optimizer.safetensors                              moments and step counts, if requested
     FOLDER/engine.json                                        family, LoRA settings
 
 An adapter takes 3 x the bytes of its parameters: weights and two moments; 4 x while a gradient accumulates.
@@ -36,7 +36,7 @@ from vlmpack.families.family import Family
 from vlmpack.service.messages import AdamParams, LoraConfig, OptimStepResult
 
 ALPHA = 32
-"""LoRA alpha, of every adapter."""
+"""LoRA alpha of every adapter."""
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -47,20 +47,20 @@ _MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "w1", "w2", "w3")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """Linear layers of a model that adapters can adapt, by their names in it."""
+    """Names of the linear layers that adapters can adapt."""
 
     attention: tuple[str, ...]
-    """Projections of attention, of gated delta layers and of short convolutions."""
+    """Projections of attention, gated delta layers and short convolutions."""
     mlp: tuple[str, ...]
-    """Projections of MLPs, of shared experts where there are experts."""
+    """Projections of MLPs; in mixture-of-experts layers, those of the shared experts."""
     unembed: str
-    """The head."""
+    """The language-model head."""
 
     def chosen(self, lora: LoraConfig) -> tuple[str, ...]:
-        """The targets of an adapter.
+        """Return the targets of an adapter.
 
         Raises:
-            RequestError: there are none, or `train_mlp` has nothing to adapt.
+            RequestError: the adapter has no targets, or `train_mlp` is set and no MLP can be adapted.
         """
         if lora.train_mlp and not self.mlp:
             raise RequestError(
@@ -78,7 +78,7 @@ class Targets:
 
 
 def find_targets(model: nn.Module, family: Family) -> Targets:
-    """The linear layers of a model that adapters can adapt: those of its text part, and its head."""
+    """Find the linear layers that adapters can adapt: layers of the language model, and its head."""
     attention, mlp = [], []
     text = family.language_model(model)
     prefix = f"{family.text_path}.layers"
@@ -103,17 +103,22 @@ class Adapter:
 
     def __init__(self, lora: LoraConfig, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
         self.lora = lora
-        """Its settings."""
+        """Settings of the adapter."""
         self.weights = dict(weights)
-        """(A [rank, in], B [out, rank]) of each target, by its name."""
+        """(A [rank, in], B [out, rank]) by target name."""
         self.scale = ALPHA / lora.rank
         """The factor of B A x."""
 
     def added(self, y: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Return `y` [..., out], the output of a target for `x` [..., in], with what the adapter adds, in y's type.
+        """Return `y + scale * B A x`, in the dtype of `y`.
 
-        The factor is applied where a token has `rank` numbers, and product and sum are one call: on a CPU passes over
-        [..., out] cost more than the products.
+        The factor is applied to the low-rank product, where a token has only `rank` numbers. `addmm` computes product
+        and sum in one call: on a CPU, passes over [..., out] cost more than the products.
+
+        Args:
+            y: [..., out], the output of the target for `x`.
+            name: of the target.
+            x: [..., in].
         """
         a, b = self.weights[name]
         low = F.linear(x.to(a.dtype), a) * self.scale
@@ -122,7 +127,7 @@ class Adapter:
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t()).view_as(y)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Its parameters, as PEFT names them."""
+        """Return the parameters under PEFT's names."""
         named: dict[str, nn.Parameter] = {}
         for name, (a, b) in self.weights.items():
             named[f"base_model.model.{name}.lora_A.weight"] = a
@@ -130,7 +135,7 @@ class Adapter:
         return named
 
     def save(self, folder: Path, *, base_name: str) -> None:
-        """Write it as PEFT does."""
+        """Write the adapter in PEFT's format."""
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters().items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         config = {
@@ -150,19 +155,20 @@ class Adapter:
         """Read weights of the same rank and targets.
 
         Raises:
-            RequestError: they are missing, damaged, or of another rank or of other targets.
+            RequestError: the weights are missing or damaged, or they have another rank or other targets.
         """
         copy_into(self.named_parameters(), read_tensors(folder / WEIGHTS), what="the checkpoint's adapter")
 
 
 def new_adapter(lora: LoraConfig, names: Sequence[str], model: nn.Module) -> Adapter:
-    """A new adapter: A uniform in +-1 / sqrt(in), as PEFT draws it, B zero. The same seed gives the same one, whatever
-    else exists: numbers are drawn on the CPU, from a generator of its own.
+    """Make a new adapter: A uniform in +-1 / sqrt(in), as PEFT draws it, and B zero.
+
+    The same seed always gives the same adapter: numbers are drawn on the CPU, from the adapter's own generator.
 
     Args:
-        lora: its settings; without a seed it is random.
-        names: of its targets.
-        model: that has them.
+        lora: settings of the adapter; without a seed the weights are random.
+        names: of the targets.
+        model: the model that has the targets.
     """
     generator = torch.Generator(device="cpu")
     if lora.seed is None:
@@ -197,7 +203,7 @@ class Adapters:
 
     @contextmanager
     def applied(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let the base model compute with an adapter; None: by itself."""
+        """Run the base model with an adapter inside the block; None: without one."""
         before, self._adapter = self._adapter, adapter
         try:
             yield
@@ -205,13 +211,12 @@ class Adapters:
             self._adapter = before
 
     def _adapted(self, name: str, module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        """The output of a target with what the adapter in use adds to it."""
         if self._adapter is None or name not in self._adapter.weights:
             return output
         return self._adapter.added(output, name, args[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapters:
-        """Not copied with a model: a copy is trained as a whole."""
+        """Return the same hooks: they stay on the base model, and a copied model is trained as a whole."""
         return self
 
 
@@ -219,10 +224,10 @@ class Adapters:
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a file of tensors, which holds no code.
+    """Read a safetensors file, which cannot contain code.
 
     Raises:
-        RequestError: it is missing or damaged.
+        RequestError: the file is missing or damaged.
     """
     try:
         return load_file(path, device="cpu")
@@ -231,7 +236,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def copy_into(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, what: str) -> None:
-    """Copy tensors into parameters of the same names and shapes; all of them, or none.
+    """Copy tensors into parameters of the same names and shapes: all of them, or none.
 
     Raises:
         RequestError: names or shapes differ.
@@ -259,30 +264,30 @@ MODEL, OPTIMIZER, SETTINGS = "model.safetensors", "optimizer.safetensors", "engi
 _STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 Gradients = list[torch.Tensor | None]
-"""The gradient of each parameter, in order; None: it has none."""
+"""The gradient of each parameter, in order; None: the parameter has no gradient."""
 
 
 @final
 class ClientModel:
-    """An adapter over the base model, or a model of its own."""
+    """An adapter over the base model, or a full copy of the base model, with its gradient and optimizer."""
 
     def __init__(self, model: nn.Module, adapter: Adapter | None) -> None:
         self.model = model
-        """The module that is called: the base model, or a copy of it that is trained as a whole."""
+        """The module to call: the base model, or a copy of it that is trained as a whole."""
         self.adapter = adapter
-        """Its adapter; None: all weights are trained."""
+        """The adapter; None: all weights are trained."""
         named = dict(model.named_parameters()) if adapter is None else adapter.named_parameters()
         self.names: tuple[str, ...] = tuple(named)
-        """Names of its parameters."""
+        """Names of the trained parameters."""
         self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
-        """Its parameters."""
+        """The trained parameters, in the order of `names`."""
         self.gradients: Gradients | None = None
         """The accumulated gradient; None: there is none."""
         self._optimizer = self._new_optimizer()
 
     @property
     def lora(self) -> LoraConfig | None:
-        """Settings of its adapter; None: all weights are trained."""
+        """Settings of the adapter; None: all weights are trained."""
         return None if self.adapter is None else self.adapter.lora
 
     def _new_optimizer(self) -> torch.optim.AdamW:
@@ -292,7 +297,7 @@ class ClientModel:
     # ------------------------------------------------------------------ gradients and steps
 
     def add(self, gradients: Gradients) -> None:
-        """Add to the accumulated gradient."""
+        """Add to the accumulated gradient. The tensors may be kept and changed in place."""
         if self.gradients is None:
             self.gradients = gradients
             return
@@ -306,8 +311,10 @@ class ClientModel:
     def step(self, adam: AdamParams) -> OptimStepResult:
         """Take a step of torch's AdamW with the accumulated gradient, and clear it.
 
+        Without a gradient nothing changes, and the metrics say so.
+
         Raises:
-            RequestError: a gradient that is not finite, which is dropped.
+            RequestError: the gradient is not finite. It is dropped, and no step is taken.
         """
         if self.gradients is None:
             return OptimStepResult(metrics={"grad_norm:mean": 0.0, "no_gradient:sum": 1.0})
@@ -328,7 +335,7 @@ class ClientModel:
         return OptimStepResult(metrics={"grad_norm:mean": norm.item()})
 
     def optimizer_state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Step count and moments of the parameters that have taken a step."""
+        """Return step count and moments of the parameters that have taken a step."""
         return self._optimizer.state
 
     def _apply(self, gradients: Gradients, adam: AdamParams) -> None:
@@ -346,7 +353,7 @@ class ClientModel:
     # ------------------------------------------------------------------ files
 
     def save(self, folder: Path, *, optimizer: bool, base_name: str, model_type: str) -> None:
-        """Write weights, and moments if asked for, into an empty folder."""
+        """Write the weights, and the optimizer's moments if requested, into an empty folder."""
         if self.adapter is None:
             weights = zip(self.names, self.parameters, strict=True)
             tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in weights}
@@ -359,10 +366,13 @@ class ClientModel:
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Read weights, and moments if asked for; otherwise the optimiser starts anew. The gradient is dropped.
+        """Read the weights, and the optimizer's moments if requested; otherwise reset the optimizer. Drops the
+        gradient.
 
         Raises:
-            RequestError: another rank or other targets; files that are missing or damaged. Nothing is changed then.
+            RequestError: the checkpoint has another rank or other targets, or its files are missing or damaged. The
+                model then
+                stays unchanged.
         """
         state = self._checked_state(read_tensors(folder / OPTIMIZER)) if optimizer else {}
         if self.adapter is None:
@@ -379,7 +389,6 @@ class ClientModel:
                 self._optimizer.state[parameter] = {_STEP: step.to(on), **moments}
 
     def _state(self) -> dict[str, torch.Tensor]:
-        """Moments and step count of each parameter that has taken a step."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
             for key, value in self.optimizer_state().get(parameter, {}).items():
@@ -399,10 +408,10 @@ class ClientModel:
 
 
 def read_settings(folder: Path, *, model_type: str) -> LoraConfig | None:
-    """The LoRA settings of a saved model; None: it was trained as a whole.
+    """Return the LoRA settings of a saved model; None: it was trained as a whole.
 
     Raises:
-        RequestError: no such checkpoint, or one of another family.
+        RequestError: the checkpoint cannot be read, or belongs to another family.
     """
     try:
         settings: Mapping[str, Any] = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))

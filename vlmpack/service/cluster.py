@@ -1,10 +1,11 @@
-"""The service as an application of Ray Serve, for clusters that Ray runs: rank 0 is a replica, the others are actors.
+"""The service as a Ray Serve application for Ray clusters: rank 0 is a replica, and the other ranks are actors.
 
     Serve's HTTP proxies ──▶ replica: queue, journal, rank 0 ──gloo──▶ actor: rank 1, rank 2, ...
 
-There is one replica, as the state folder has one writer; its ranks are placed together (a placement group). If the
-replica or an actor dies, all of them end, Serve starts the replica again, and it goes on from the state folder, which
-all nodes reach. `serve run vlmpack.service.cluster:app model=MODEL state=FOLDER workers=4`, or `app(arguments)`.
+There is one replica, because the state folder has one writer. One placement group holds all ranks. If the replica or an
+actor dies, all of them end. Serve then restarts the replica, which continues from the state folder. All nodes must be
+able to access this folder. Run `serve run vlmpack.service.cluster:app model=MODEL state=FOLDER workers=4`, or call
+`app(arguments)`.
 """
 
 from __future__ import annotations
@@ -41,49 +42,50 @@ if TYPE_CHECKING:
 log = logging.getLogger("vlmpack.service")
 
 ONGOING = 8192
-"""Requests that the replica holds at a time; most of them are long polls."""
+"""Maximum number of concurrent requests of the replica; most of them are long polls."""
 LAST_SECONDS = 30.0
-"""Beside the time to drain: until Serve ends a replica that is to stop."""
+"""Seconds, after the time to drain, until Serve kills a replica that should stop."""
 KEY_VARIABLE = "VLMPACK_API_KEY"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Arguments of the application, beside all fields of `ServiceSettings` and `ServiceLimits`, such as `row_tokens`.
+    """Arguments of the application, together with all fields of `ServiceSettings` and `ServiceLimits`, e.g.
+    `row_tokens`.
 
-    Those of `serve run` are texts.
+    `serve run` passes them as strings.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     model: str
-    """Hub name, or a folder that all nodes reach."""
+    """Hub name, or a folder that all nodes can access."""
     state: str
-    """State folder, which all nodes reach."""
+    """State folder, which all nodes can access."""
     workers: int = 1
-    """Ranks: the replica, and an actor for each of the others."""
+    """Number of ranks: the replica, and one actor for each other rank."""
     cpus: int = 1
     """CPUs of each rank."""
     gpus: int = 0
     """GPUs of each rank: 0 or 1."""
     name: str = ""
-    """The name of the model for clients; empty: its own."""
+    """Name of the model for clients; empty: the default name."""
     dtype: str = ""
-    """Of the weights; empty: bfloat16 on a GPU, float32 without one."""
+    """Dtype of the weights; empty: bfloat16 on a GPU, float32 on a CPU."""
     shard: bool = False
     """Shard the base model over the ranks (FSDP2)."""
     service: ServiceSettings
-    """Settings of the service; a key is not among the arguments."""
+    """Settings of the service. The key cannot be passed as an argument."""
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any]) -> ClusterSettings:
-        """Read arguments, numbers and truth values also as texts.
+        """Read the arguments. Numbers and booleans may be strings.
 
         Raises:
-            ConfigError: an unknown or missing argument, or a value that cannot be.
+            ConfigError: an argument is unknown, missing or invalid.
         """
-        from pydantic import TypeAdapter, ValidationError  # which comes with Ray Serve
+        from pydantic import TypeAdapter, ValidationError  # installed with Ray Serve
 
         own = {field.name for field in fields(cls)} - {"service"}
         limits = {field.name for field in fields(ServiceLimits)}
@@ -106,12 +108,12 @@ class ClusterSettings:
 
     @property
     def served_name(self) -> str:
-        """The name of the model for clients."""
+        """Name of the model for clients."""
         return self.name or model_name(self.model)
 
     @property
     def device(self) -> str:
-        """Of every rank; Ray shows each its GPU alone."""
+        """Torch device of every rank. Ray shows each rank only its own GPU."""
         return "cuda" if self.gpus else "cpu"
 
     def load(self) -> Base:
@@ -121,20 +123,21 @@ class ClusterSettings:
         return load_base(self.model, name=self.served_name, device=device, dtype=dtype)
 
     def with_key(self, key: str) -> ServiceSettings:
-        """The settings of the service on every rank."""
+        """Return the settings of the service for every rank."""
         return replace(self.service, key=key, shard_on=self.device if self.shard else None)
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
-    """Make the application of Ray Serve (`ray.serve.Application`).
+    """Make the Ray Serve application (`ray.serve.Application`).
 
-    The key is that of `VLMPACK_API_KEY`, if the replica has this variable (`runtime_env`), or else in STATE/key.
+    The key is the value of `VLMPACK_API_KEY` if the replica has this variable (`runtime_env`); otherwise it is in
+    STATE/key.
 
     Args:
-        arguments: by name, see `ClusterSettings`.
+        arguments: arguments by name, see `ClusterSettings`.
 
     Raises:
-        ConfigError: an argument that cannot be; Ray Serve is not installed.
+        ConfigError: an argument is invalid, or Ray Serve is not installed.
     """
     try:
         from ray import serve
@@ -166,7 +169,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 
 def replica(settings: ClusterSettings) -> ASGIApp:
-    """Make the app of rank 0, in the replica's process; the other ranks start as its actors."""
+    """Make the app of rank 0 in the replica's process. The other ranks start as actors of the replica."""
     key, file = os.environ.get(KEY_VARIABLE), Path(settings.state) / "key"
     key = check_key(key, KEY_VARIABLE) if key else read_key(file)
     state = StateFolder(Path(settings.state), base_model=settings.served_name)
@@ -176,7 +179,8 @@ def replica(settings: ClusterSettings) -> ASGIApp:
 
 
 def _start_others(settings: ClusterSettings) -> Ranks:
-    """Start an actor for each other rank, which end with this process, as it ends with one that fails."""
+    """Start an actor for each other rank. The actors end with this process, and this process ends if one of them
+    fails."""
     import ray
 
     address = ray.util.get_node_ip_address()
@@ -191,7 +195,10 @@ def _start_others(settings: ClusterSettings) -> Ranks:
 
 
 def _end_with(rank: int, actor: Any, ends: Any) -> None:
-    """End this process if another rank fails, so that Serve starts all of them again; one that rank 0 stopped ends."""
+    """End this process if another rank fails, so that Serve restarts all of them.
+
+    Does nothing if the rank ends because rank 0 stopped it.
+    """
     import ray
     from ray.exceptions import RayError
 
@@ -204,13 +211,13 @@ def _end_with(rank: int, actor: Any, ends: Any) -> None:
 
 @final
 class EngineActor:
-    """The engine of a rank that is not rank 0."""
+    """The engine of a rank other than rank 0."""
 
     def follow(self, settings: ClusterSettings, address: str, port: int, rank: int) -> None:
-        """Compute what rank 0 says, until it stops.
+        """Run the commands of rank 0 until it stops.
 
         Raises:
-            ConnectionError: rank 0 is gone.
+            ConnectionError: the connection to rank 0 is lost.
         """
         store = TCPStore(address, port, settings.workers, is_master=False)
         ranks = join_at(store, rank=rank, size=settings.workers, gpu=0)

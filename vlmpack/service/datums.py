@@ -1,10 +1,10 @@
-"""Datums and prompts of clients: checked, images cut into patches by the model's own processor, laid into rows.
+"""Check and encode the datums and prompts that clients send.
 
     chunks   [text 20 21 809] [image] [text 810 22]        as a client sends them
-    ids       20 21 809  4 4 4 4      810 22               4: the image placeholder, once a token of the image
+    ids       20 21 809  4 4 4 4      810 22               4: the image placeholder, once per image token
 
-Nothing here touches the model, so several threads may encode at a time. All datums of a request are checked before any
-of it is computed.
+The model's own image processor cuts images into patches. Nothing here touches the model, so several threads may encode
+at the same time. All datums of a request are checked before any of it is computed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from vlmpack.service.losses import TARGETS, BoundLoss, LossInputs, bind_loss, ch
 from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Sample, TextChunk
 
 FORMATS = ("png", "jpeg")
-"""Image formats of the API; the content of the bytes decides which one it is."""
+"""Accepted image formats. The bytes decide which one an image has, not its declared format."""
 
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
-"""Families of which images are encoded: each image is a grid of patches and one run of placeholders."""
+"""Families whose images can be encoded: each image is one grid of patches and one run of placeholders."""
 
 
 def not_served(family: Family) -> str | None:
-    """Why requests of a family cannot be served; None: they can, of text models and of those of Qwen with images."""
+    """Return why requests for a family cannot be served; None: they can. Text models and Qwen's vision models are
+    served."""
     if family.has("query_scale"):
         return (
             "it scales queries by places that its own code counts from the padding of sequences decoded together; "
@@ -61,27 +62,27 @@ class EncodedImage:
     grid: Grid
     """Frames, rows and columns of patches."""
     tokens: int
-    """Its placeholders."""
+    """Number of placeholders of the image."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedSequence:
-    """The tokens and images of a datum or a prompt. N tokens."""
+    """The N tokens and the images of a datum or a prompt."""
 
     input_ids: np.ndarray
-    """int64 [N], with as many placeholders for each image as it has tokens."""
+    """int64 [N]. Each image has as many placeholders as it has tokens."""
     images: tuple[EncodedImage, ...] = ()
-    """Its images in order."""
+    """Images, in order."""
 
     @property
     def length(self) -> int:
-        """N."""
+        """Number of tokens, N."""
         return len(self.input_ids)
 
     @cached_property
     def digest(self) -> bytes:
-        """The same for the same tokens and images alone."""
+        """Hash of the tokens and images: equal sequences have equal digests."""
         hashed = blake2b(self.input_ids.tobytes(), digest_size=32)
         for image in self.images:
             hashed.update(repr(image.grid).encode())
@@ -90,7 +91,7 @@ class EncodedSequence:
 
     @cached_property
     def patches(self) -> int:
-        """Patches of all its images."""
+        """Number of patches of all images."""
         return sum(prod(image.grid) for image in self.images)
 
 
@@ -100,18 +101,18 @@ class EncodedDatum:
     """A checked datum."""
 
     sequence: EncodedSequence
-    """Its tokens and images."""
+    """Tokens and images."""
     inputs: LossInputs
-    """Inputs of the loss, M of each."""
+    """Inputs of the loss, M values of each."""
 
     @property
     def targets(self) -> np.ndarray:
-        """int64 [M]: the ids that tokens predict."""
+        """int64 [M]: the target ids."""
         return self.inputs.arrays[TARGETS]
 
     @property
     def places(self) -> np.ndarray:
-        """int64 [M]: the token that predicts each target."""
+        """int64 [M]: index of the token that predicts each target."""
         keys = self.inputs.keys
         return np.arange(self.sequence.length) if keys is None else keys // self.inputs.shape[1]
 
@@ -122,24 +123,24 @@ class EncodedRequest:
     """A checked training request."""
 
     model_id: str
-    """Of the model."""
+    """Id of the model."""
     data: tuple[EncodedDatum, ...]
-    """Its datums."""
+    """The datums."""
     loss: BoundLoss
-    """Its loss."""
+    """The loss."""
     forward_only: bool = False
-    """Log-probabilities and loss alone, without a gradient."""
+    """Compute log-probabilities and the loss only; no gradient."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSize:
-    """The size of some chunks, by the headers of their images."""
+    """The size of some chunks, read from the headers of their images."""
 
     tokens: int = 0
-    """Tokens."""
+    """Number of tokens."""
     patches: int = 0
-    """Patches of the images."""
+    """Number of image patches."""
 
     def __add__(self, other: MeasuredSize) -> MeasuredSize:
         return MeasuredSize(tokens=self.tokens + other.tokens, patches=self.patches + other.patches)
@@ -147,25 +148,25 @@ class MeasuredSize:
 
 @final
 class Encoder:
-    """Checks and encodes requests for one model; several threads may call it."""
+    """Checks and encodes requests for one model. Threads may share one encoder."""
 
     def __init__(
         self, family: Family, config: Any, image_processor: Any, *, context: int, limits: ServiceLimits
     ) -> None:
-        """Take what requests are checked against.
+        """Set what requests are checked against.
 
         Args:
-            family: of the model.
-            config: of the model.
-            image_processor: of the model; None: a text model.
-            context: most tokens of a datum.
-            limits: of the service.
+            family: family of the model.
+            config: configuration of the model.
+            image_processor: the model's image processor; None: a text model.
+            context: maximum number of tokens of a datum.
+            limits: limits of the service.
         """
         self.family, self.config, self.context, self.limits = family, config, context, limits
         self.vocabulary: int = family.text_config(config).vocab_size
-        """Ids are below this."""
+        """Size of the vocabulary: valid ids are below it."""
         self.placeholders: dict[int, str] = {}
-        """Ids that stand for media, which text cannot have, and what each stands for."""
+        """Placeholder ids, which text must not contain, and what each stands for."""
         if family.has_vision:
             self.placeholders = {config.image_token_id: "an image", config.video_token_id: "a video"}
         self._image_processor = image_processor
@@ -179,10 +180,10 @@ class Encoder:
         """Check and encode a training request.
 
         Raises:
-            RequestError: of the request, or of a datum, which it names.
+            RequestError: the request cannot be used. The message names the datum, if one is at fault.
         """
         loss, patches, targets, checked = bind_loss(request.loss_fn, request.loss_config), 0, 0, []
-        for at, datum in enumerate(request.data):  # everything that headers say, before any image is decoded
+        for at, datum in enumerate(request.data):  # check everything that headers tell before decoding any image
             with _named(f"datum {at}"):
                 size = self.check_chunks(datum.chunks)
                 inputs = check_inputs(loss, datum.inputs, size.tokens)
@@ -209,7 +210,7 @@ class Encoder:
         """Check and encode a prompt.
 
         Raises:
-            RequestError: it cannot be used.
+            RequestError: the prompt cannot be used.
         """
         if (targets := request.target_prompt_logprobs) is not None:
             self._check_ids("target_prompt_logprobs", targets.values[targets.values >= 0])
@@ -220,7 +221,7 @@ class Encoder:
         """Check and encode text and images.
 
         Raises:
-            RequestError: they cannot be used.
+            RequestError: the chunks cannot be used.
         """
         size = self.check_chunks(chunks)
         self._check_patches(size.patches)
@@ -247,7 +248,11 @@ class Encoder:
     # ------------------------------------------------------------------ its chunks
 
     def check_chunks(self, chunks: Sequence[Chunk]) -> MeasuredSize:
-        """Check text, and what the header of each image says."""
+        """Check text chunks and image headers, and return the size of the chunks.
+
+        Raises:
+            RequestError: the chunks cannot be used.
+        """
         size, after_image = MeasuredSize(), False
         for at, chunk in enumerate(chunks):
             if isinstance(chunk, TextChunk):
@@ -282,7 +287,7 @@ class Encoder:
                 )
 
     def _measure(self, at: int, chunk: ImageChunk) -> MeasuredSize:
-        """The size of an image as patches, from its header."""
+        """Return the size of an image as patches, from its header."""
         if not self.family.has_vision:
             raise RequestError(f"chunk {at} is an image, but {self.family.model_type} is a text model")
         if chunk.format not in FORMATS:
@@ -301,7 +306,7 @@ class Encoder:
         return MeasuredSize(tokens=tokens, patches=patches)
 
     def _encode_chunks(self, chunks: Sequence[Chunk], size: MeasuredSize) -> EncodedSequence:
-        """Decode images and cut them into patches; `size` is what their headers say."""
+        """Decode images and cut them into patches. `size` is the size that the headers give."""
         family, config = self.family, self.config
         ids: list[np.ndarray] = []
         images: list[EncodedImage] = []
@@ -327,7 +332,7 @@ class Encoder:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Name what a refusal is about."""
+    """Prefix errors with the name of the thing at fault."""
     try:
         yield
     except RequestError as error:
@@ -336,7 +341,7 @@ def _named(name: str) -> Iterator[None]:
 
 @contextmanager
 def _named_chunk(at: int) -> Iterator[None]:
-    """Turn errors of an image into one that names its chunk."""
+    """Turn errors about an image into a `RequestError` that names its chunk."""
     try:
         yield
     except ImageError as error:

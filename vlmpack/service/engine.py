@@ -1,7 +1,7 @@
-"""The engine: one base model, any number of client models over it, and the steps that clients ask for.
+"""The engine: one base model, any number of client models over it, and the operations that clients request.
 
-It knows requests and results alone, no HTTP and no queue. `encode` and `encode_prompt` may be called by any thread;
-everything else by one thread, which owns the model.
+The engine knows requests and results, but no HTTP and no queue. Any thread may call `encode`, `encode_prompt`,
+`encode_chunks` and `measure`; only the one thread that owns the model may call anything else.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ class EngineConfig:
     limits: ServiceLimits = field(default_factory=ServiceLimits)
     """Limits of the service."""
     lora_only: bool = False
-    """Refuse models that are trained as a whole."""
+    """Refuse to train all weights of a model."""
     gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping what they computed."""
+    """Recompute layers in the backward pass instead of keeping their activations."""
     min_shared: int | None = MIN_SHARED
-    """Tokens from which a beginning that datums of a row have in common is computed once (prefix tree); None: each
-    computes its own, as with a sharded base model."""
+    """Compute a prefix that datums of a row share only once (prefix tree) if it has at least this many tokens; None:
+    never share prefixes. A sharded base model never shares them."""
     shard_on: str | None = None
-    """Shard the base model over the ranks, on devices of this type (FSDP2); None: each rank has all of it."""
+    """Shard the base model over the ranks, on devices of this type (FSDP2); None: each rank holds the full model."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """The base model, as clients see it."""
+    """The base model as clients see it."""
 
     name: str
-    """Its name."""
+    """Name of the model."""
     arch: str
-    """Its family (`config.model_type`)."""
+    """Family of the model (`config.model_type`)."""
     tokenizer_id: str
-    """Where the client's `AutoTokenizer` finds the tokenizer: a folder, or a hub name."""
+    """Where the client's `AutoTokenizer` finds the tokenizer: a folder or a hub name."""
     max_context: int
-    """Most tokens of a datum."""
+    """Maximum number of tokens of a datum."""
     is_vision: bool
-    """True if it takes images."""
+    """Whether the model takes images."""
     eos: tuple[int, ...]
     """Ids that end a sequence."""
 
@@ -75,20 +75,21 @@ class BaseModel:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """Weights to sample with: those of the base model, or of a snapshot, which later training does not change."""
+    """Weights to sample from: the base model's, or those of a snapshot, which later training does not change."""
 
     model: nn.Module
     """The module to call, inside `applied`."""
     adapter: Adapter | None
-    """Its adapter; None: there is none."""
+    """The adapter; None: there is none."""
     adapters: Adapters
     """The hooks on the base model."""
     sharding: Sharding | None = None
-    """Of the base model; every rank makes the same calls then."""
+    """Sharding of the base model, in which case every rank makes the same calls; None: the base model is not
+    sharded."""
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Yield the module; calls inside the block, of whatever shape, compute with these weights."""
+        """Yield the module. Calls inside the block compute with these weights, whatever their shapes."""
         passes = nullcontext() if self.sharding is None else self.sharding.passes()
         with passes, self.adapters.applied(self.adapter):
             yield self.model
@@ -108,19 +109,22 @@ class Engine:
         config: EngineConfig | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Take a model over: it is frozen, packing is enabled on it, and dropout is off.
+        """Take over a model: freeze it, enable packing on it in place, and switch dropout off.
 
         Args:
-            model: a `...ForConditionalGeneration` or `...ForCausalLM`, on its device; to be sharded, on the CPU.
-            processor: its processor; of a text model its tokenizer.
-            name: what clients call it.
-            tokenizer_id: where clients find its tokenizer.
+            model: a `...ForConditionalGeneration` or `...ForCausalLM` on its device, or on the CPU if it is to be
+                sharded.
+            processor: the model's processor; for a text model, its tokenizer.
+            name: the name that clients use.
+            tokenizer_id: where clients find the tokenizer.
             config: settings; None: the defaults.
-            ranks: that compute rows together with this one, and make the same calls; None: there are none.
+            ranks: the process group that computes rows together, in which every rank makes the same calls; None: this
+                process
+                runs alone.
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
-            ConfigError: sharding on one rank.
+            ConfigError: the model is to be sharded, but there is only one rank.
         """
         self.config = config or EngineConfig()
         family = family_of(model)
@@ -132,19 +136,19 @@ class Engine:
         self.model: Any = enable_packing(model, parallel=Parallel() if is_sharded else None)
         """The base model."""
         self.family = family_of(self.model)
-        """Its family."""
+        """Family of the base model."""
         self._freeze()
         self.adapters = Adapters(self.model, self.family)
         """The hooks on the base model."""
         self.ranks = ranks
-        """Ranks that compute rows together with this one; None: there are none."""
+        """The process group that computes rows together; None: this process runs alone."""
         self.sharding: Sharding | None = None
-        """Of the base model; None: this rank has all of it."""
+        """Sharding of the base model; None: this rank holds the full model."""
         if ranks is not None and self.config.shard_on is not None:
             self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
         self._processor = processor
         self.counts = WorkCount()
-        """Counts of the rows computed since the engine began."""
+        """Counts of the rows computed since the engine started."""
         self._clients: dict[str, ClientModel] = {}
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
@@ -162,22 +166,22 @@ class Engine:
             eos_token_ids=self.base.eos,
             decode=partial(parts.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
-        """The model as sampling engines know it."""
+        """The model as sampling engines see it."""
         self.sampler: BatchedSampling | VllmSampling = self.new_sampling(SamplingSettings())
-        """The sampling engine; another may be set in its place."""
+        """The sampling engine; it may be replaced by another one."""
         encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
         self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
         self.encode_chunks, self.measure = encoder.encode_chunks, encoder.check_chunks
-        """Check what clients send and cut images into patches; for any thread."""
+        """Check the chunks that clients send and cut images into patches. Safe to call from any thread."""
 
     # ------------------------------------------------------------------ models
 
     def models(self) -> tuple[str, ...]:
-        """Ids of the client models."""
+        """Return the ids of the client models."""
         return tuple(self._clients)
 
     def client(self, model_id: str) -> ClientModel:
-        """The weights, gradient and optimiser of a client model.
+        """Return the weights, gradient and optimizer of a client model.
 
         Raises:
             RequestError: there is no such model.
@@ -190,13 +194,14 @@ class Engine:
         """Create a client model.
 
         Raises:
-            RequestError: a rank, seed or targets that cannot be; too many models; all weights where they are not
-                trained.
+            RequestError: the rank or the targets are invalid, there are too many models, or `lora` is None and this
+                service
+                does not train all weights.
         """
         self._clients[model_id] = self._new(lora)
 
     def create_from(self, model_id: str, folder: Path, *, optimizer: bool) -> LoraConfig | None:
-        """Create a client model from a checkpoint, with its rank and targets, which are returned.
+        """Create a client model from a checkpoint, with the checkpoint's LoRA settings, and return these settings.
 
         Raises:
             RequestError: the checkpoint cannot be used.
@@ -208,17 +213,18 @@ class Engine:
         return lora
 
     def free(self, model_id: str) -> None:
-        """Forget a client model, if there is one."""
+        """Remove a client model, if it exists."""
         self._clients.pop(model_id, None)
 
     def save(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Write a client model into an existing empty folder; accumulated gradients are not saved."""
+        """Write a client model into an existing empty folder. Accumulated gradients are not saved."""
         client = self.client(model_id)
         client.save(folder, optimizer=optimizer, base_name=self.base.name, model_type=self.base.arch)
 
     def export(self, model_id: str, folder: Path) -> None:
-        """Write a client model for others into an existing empty folder: an adapter as PEFT loads it, a model that is
-        trained as a whole, with its processor, as transformers does.
+        """Export a client model into an existing empty folder.
+
+        An adapter is written in PEFT's format; a model trained as a whole in transformers' format, with its processor.
         """
         client = self.client(model_id)
         model: Any = client.model
@@ -229,15 +235,15 @@ class Engine:
             self._processor.save_pretrained(folder)
 
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Read a client model back; accumulated gradients are dropped.
+        """Load a checkpoint into a client model. Accumulated gradients are dropped.
 
         Args:
-            model_id: of the model.
-            folder: that `save` wrote.
-            optimizer: read moments and step counts too; False: the optimiser starts anew.
+            model_id: id of the model.
+            folder: a folder that `save` wrote.
+            optimizer: load moments and step counts too; False: reset the optimizer.
 
         Raises:
-            RequestError: the checkpoint is missing, damaged, or of another rank or other targets.
+            RequestError: the checkpoint is missing or damaged, or has another rank or other targets.
         """
         client = self.client(model_id)
         lora = read_settings(folder, model_type=self.base.arch)
@@ -248,7 +254,8 @@ class Engine:
     # ------------------------------------------------------------------ training
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
-        """The rows of requests that run together, all up to the next barrier of their models."""
+        """Prepare the packed rows of requests that run together: all requests up to the next barrier of their
+        models."""
         clients = {request.model_id: self.client(request.model_id) for request in requests}
         limits = self.config.limits
         settings = RowSettings(
@@ -269,24 +276,26 @@ class Engine:
         )
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
-        """Take a step with the accumulated gradient and clear it; without one nothing changes, as the metrics say.
+        """Take a step with the accumulated gradient and clear it.
+
+        Without a gradient nothing changes, and the metrics say so.
 
         Raises:
-            RequestError: a gradient that is not finite, which is dropped.
+            RequestError: the gradient is not finite. It is dropped, and no step is taken.
         """
         return self.client(model_id).step(adam)
 
     # ------------------------------------------------------------------ sampling
 
     def new_sampling(self, settings: SamplingSettings) -> BatchedSampling:
-        """The built-in sampling engine, on this engine's models."""
+        """Make the built-in sampling engine on this engine's models."""
         agree = itself if self.sharding is None or self.ranks is None else self.ranks.spread
         return BatchedSampling(self.open_weights, self.sampled, settings, agree=agree)
 
     def open_weights(self, folder: Path | None) -> Weights:
-        """Weights to sample with: of a saved model, or of the base model. They are freed with the object.
+        """Load weights to sample from: a saved model, or the base model (None).
 
-        Of a sharded base model every rank makes this call.
+        The weights are freed with the returned object. If the base model is sharded, every rank must make this call.
 
         Raises:
             RequestError: the saved model cannot be read, or was deleted.
@@ -321,7 +330,7 @@ class Engine:
         return self._adapted(lora)
 
     def _whole(self) -> ClientModel:
-        """A copy of the base model, trained as a whole."""
+        """Return a copy of the base model that is trained as a whole."""
         if self.sharding is not None:
             raise RequestError(
                 "the base model of this server is sharded over several ranks, so that it trains LoRA adapters only; "
@@ -339,16 +348,16 @@ class Engine:
     def _freeze(self) -> None:
         self.model.requires_grad_(False)
         self.model.eval()
-        if self.config.gradient_checkpointing:  # of layers that are in training mode: `rows` decides which those are
+        if self.config.gradient_checkpointing:  # only for layers in training mode, see rows.py
             with warnings.catch_warnings():
-                # transformers 6 gives it another name, which 5.17 has not
+                # the FutureWarning announces a new name in transformers 6, which 5.17 does not have yet
                 warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
                 self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            self.model.disable_input_require_grads()  # or the vision tower would have a backward pass, for nothing
+            self.model.disable_input_require_grads()  # otherwise the vision tower would run a useless backward pass
 
 
 def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a sequence: of the generation configuration, and of the tokenizer."""
+    """Return the ids that end a sequence, from the generation configuration and the tokenizer."""
     ids = model.generation_config.eos_token_id
     listed = ids if isinstance(ids, list) else [ids]
     return tuple(dict.fromkeys(int(i) for i in (*listed, tokenizer.eos_token_id) if i is not None))

@@ -1,12 +1,12 @@
-"""JSON to dataclasses: each field is read as its annotation says, or refused by its name, with what was seen.
+"""Read JSON into dataclasses. A field's annotation says how to read it; errors name the field and what was seen.
 
     seq_id: Annotated[int, Between(1)]      a whole number from 1 to the largest int32
     prompt: Annotated[..., read_prompt]     read by a function of the value and its place in the body
-    adam: AdamParams                        an object of settings, called `adam_params` in the body (`NAMES`)
+    adam: AdamParams                        an object of settings, named `adam_params` in the body (`NAMES`)
 
-A field that is null counts as absent; but NaN and infinity arrive as null, so numbers that may be fractions cannot be
-null. Fields of a request that this service does not know are ignored, as newer clients send more of them; unknown
-settings are refused: to ignore one would change results in silence.
+A null field counts as absent. But the client sends NaN and infinity as null, so a float field must not be null. Unknown
+fields of a request are ignored, because newer clients send more of them. Unknown settings are refused, because ignoring
+one would silently change results.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vlmpack.errors import RequestError
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 METADATA_CHARACTERS = 16_384
-"""Most characters of the notes that a client attaches to a session, model or checkpoint."""
+"""Maximum number of characters of the metadata that a client attaches to a session, model or checkpoint."""
 NAMES = {"name": "path", "lora": "lora_config", "adam": "adam_params", "params": "sampling_params"}
-"""Names in a body, of attributes that are called otherwise."""
+"""Names of fields in a body that differ from the attribute's name."""
 
 T = TypeVar("T")
 
@@ -37,21 +37,21 @@ class Between:
     """Bounds of a number."""
 
     low: float = 0
-    """The least."""
+    """Smallest allowed value."""
     high: float = INT32
-    """The largest."""
+    """Largest allowed value."""
     excluded: float | None = None
-    """The bound that is itself outside; None: neither."""
+    """A bound that is not itself allowed; None: both bounds are allowed."""
 
     def __str__(self) -> str:
         return f"from {self.low} to {self.high}" + ("" if self.excluded is None else f", {self.excluded} excluded,")
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """Parse the object of a body.
+    """Parse a body as a JSON object.
 
     Raises:
-        RequestError: it is not a JSON object in UTF-8, or nested too deeply.
+        RequestError: the body is not a JSON object in UTF-8, or is nested too deeply.
     """
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -65,13 +65,17 @@ def _refuse_constant(name: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """A value for a message, shortened."""
+    """Return a value for an error message, shortened."""
     text = ascii(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def check(kind: type[T] | tuple[type, ...], value: Any, place: str, wanted: str) -> T:
-    """Return a value of a type; true and false are no numbers."""
+    """Return a value after checking its type. Booleans do not count as numbers.
+
+    Raises:
+        RequestError: the value has another type.
+    """
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise RequestError(f"{place}: {shown(value)}; {wanted} is needed")
     return value  # pyright: ignore
@@ -82,10 +86,10 @@ def get(values: Mapping[str, Any], name: str, kind: Any, default: Any = ..., *, 
 
     Args:
         values: the object.
-        name: of the field.
-        kind: its type.
-        default: of a field that is absent or null; none: it is needed.
-        place: of the object, for errors.
+        name: name of the field.
+        kind: type of the field, see `read`.
+        default: value of an absent or null field; without a default the field is required.
+        place: place of the object, for errors.
     """
     value = values.get(name)
     if value is None and (default is ... or (name in values and _unwrapped(kind) is float)):
@@ -101,13 +105,14 @@ def read(kind: Any, value: Any, place: str) -> Any:
     """Read a JSON value as a type.
 
     Args:
-        kind: the type: a scalar, a tuple of one, a `Literal`, notes (`Mapping`), a dataclass of settings, one of these
-            or None, or one of these `Annotated` with `Between` or with a function that reads it.
+        kind: a scalar type, a tuple of one type, a `Literal`, a `Mapping` (metadata), or a dataclass of settings; one
+            of
+            these or None; or one of these `Annotated` with `Between` or with a function that reads the value.
         value: the value, not null.
-        place: its name in the body.
+        place: name of the value in the body.
 
     Raises:
-        RequestError: it is something else, or out of bounds.
+        RequestError: the value has another type, or is out of bounds.
     """
     if get_origin(kind) in (Union, UnionType):
         return read(next(one for one in get_args(kind) if one is not type(None)), value, place)
@@ -144,12 +149,12 @@ def read(kind: Any, value: Any, place: str) -> Any:
 
 
 def as_list(value: Any, place: str) -> list[Any]:
-    """Return a list of whatever."""
+    """Return a list with elements of any type."""
     return check(list, value, place, "a list")
 
 
 def read_text(value: Any, place: str) -> str:
-    """Return a text that UTF-8 can encode."""
+    """Return a string that UTF-8 can encode."""
     text: str = check(str, value, place, "a text")
     try:
         text.encode("utf-8")
@@ -159,7 +164,7 @@ def read_text(value: Any, place: str) -> str:
 
 
 def _notes(value: Any, place: str) -> dict[str, str]:
-    """Return the client's own notes; what is not a text becomes one as JSON."""
+    """Return the client's metadata; values that are not strings become JSON strings."""
     notes = {
         read_text(key, place): read_text(each, place) if isinstance(each, str) else json.dumps(each)
         for key, each in check(dict, value, place, "an object").items()
@@ -175,7 +180,7 @@ def read_object(kind: type[T], values: Mapping[str, Any], place: str = "", *, is
     Args:
         kind: the dataclass.
         values: the object.
-        place: of the object, with a dot; empty: the body.
+        place: place of the object, with a trailing dot; empty: the body.
         is_strict: refuse fields that the dataclass does not have.
     """
     hints, found = _hints(kind), {}

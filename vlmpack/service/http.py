@@ -1,10 +1,10 @@
-"""The HTTP API of the service: an ASGI app that reads requests, hands them to the queue, and serves results and lists.
+"""The HTTP API of the service: an ASGI app that reads requests, passes them to the queue, and serves results and lists.
 
-    POST ──key──▶ body under caps ──wire──▶ request ──queue.submit──▶ its id
-                                       └─ refused: the id of a future that fails, so that its number is used up
+    POST ──key──▶ body within limits ──wire──▶ request ──queue.submit──▶ its id
+                                        └─ refused: the id of a future that fails, so that its number is used up
     POST retrieve_future ──queue.reply, up to 30 s──▶ result, failure, or 408: the client asks again
 
-Handlers only enqueue. What takes time (parsing, the journal) runs in threads, never in the event loop.
+Handlers only enqueue. Slow work (parsing, the journal) runs in threads, never in the event loop.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("vlmpack.service")
 
 OPEN_PATHS = ("/", "/metrics", "/healthz", "/api/v1/healthz")
-"""Served without the key."""
+"""Paths served without the key."""
 UNREAD_BYTES = 4 * 2**20
-"""Bytes of a body that are read and thrown away when the key is wrong, so that the client sees the answer."""
+"""Bytes of the body to read and discard when the key is wrong, so that the client sees the response."""
 INLINE_BYTES = 65_536
 """Largest body that is parsed in the event loop."""
 LOGGED = 120
-"""Most characters of a path in the log."""
+"""Maximum number of characters of a path in the log."""
 DOWNLOADS = "/api/v1/downloads/"
-"""Beginning of the paths of files that a signature opens instead of the key."""
+"""Prefix of download paths, which need a signature instead of the key."""
 SIGNED_SECONDS = 3600
-"""Time for which such a path works."""
+"""Seconds for which a signed download path is valid."""
 OWNER = "vlmpack"
-"""Owner of every training run: a service has one key."""
+"""Owner of every training run: a service has only one key."""
 PAGE = 100
-"""Entries of a list whose request names no number."""
+"""Default number of entries in a page of a list."""
 OLDEST_CLIENT = (0, 25)
-"""Clients before it send training requests in JSON."""
+"""Oldest supported client version; older clients send training requests in JSON."""
 NAMED_SAMPLES = 65_536
-"""Most sequences of a refused sampling request that still get names; the client wants one for each."""
+"""Maximum number of sequences of a refused sampling request that still get ids; the client expects one for each."""
 REQUEST_ID = 512
-"""Longest id of a request, in characters."""
+"""Maximum length of a request id, in characters."""
 SAMPLE_ID = re.compile(r".*:sample:\d+:\d+", re.DOTALL)
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
@@ -85,16 +85,16 @@ NOT_SERVED = {
     "billing": "this service bills nothing; /metrics counts what it has done",
     "audit": "the log of the service has a line for each request",
 }
-"""Remedies for endpoints that clients try and that this service does not have, by a part of their paths."""
+"""What to do instead of calling endpoints that this service does not have, by a part of their paths."""
 
 
 def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Make an answer in JSON."""
+    """Make a JSON response."""
     return Response(to_json(value), status_code=status, media_type=JSON, headers=dict(headers or {}))
 
 
 def error_response(error: Exception) -> Response | None:
-    """Return the answer for an error that a client caused; None: the error is ours."""
+    """Return the response for an error that a client caused; None: the error is the service's own."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)
     if isinstance(error, Rejected):
@@ -109,20 +109,21 @@ def error_response(error: Exception) -> Response | None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """The endpoints of clients."""
+    """The endpoints that clients call."""
 
     queue: RequestQueue
-    """Takes every request."""
+    """The queue, which takes every request."""
     base: BaseModel
     """The base model."""
     limits: ServiceLimits
-    """Of the service."""
+    """Limits of the service."""
     bodies: BodyReader
-    """Receives bodies."""
+    """The reader of request bodies."""
     key: str
-    """Clients send it as X-API-Key, or as Authorization: Bearer; it signs what they may download without it."""
+    """The key, which clients send as X-API-Key or as Authorization: Bearer. It also signs the URLs of downloads, which
+    need no key."""
     is_draining: Callable[[], bool]
-    """True once the service is about to stop."""
+    """Returns True once the service is stopping."""
 
     def routes(self) -> list[Route]:
         """Return the route of each endpoint."""
@@ -173,12 +174,16 @@ class Endpoints:
     async def values(self, request: Request, *, most: int | None = None) -> dict[str, Any]:
         """Receive a JSON object."""
         body = await self.body(request, most=most or self.limits.json_bytes)
-        if len(body) <= INLINE_BYTES:  # threads may all be waiting for a slow disk
+        if len(body) <= INLINE_BYTES:  # the threads may all be waiting for a slow disk
             return parse(body)
         return await run_in_threadpool(parse, body)
 
     async def body(self, request: Request, *, most: int, under_way: ExitStack | None = None) -> bytes:
-        """Receive a body; of a training request, its model's gaps are held until `under_way` ends."""
+        """Receive a body.
+
+        For a training request, pass `under_way`: until it exits, the queue knows that a request of this model is
+        arriving and does not time out missing requests.
+        """
         encoding = request.headers.get("content-encoding", "").strip().lower()
         pieces = self._pieces(request, under_way)
         return await self.bodies.read(pieces, encoding=encoding, most=most)
@@ -186,13 +191,13 @@ class Endpoints:
     async def _pieces(self, request: Request, under_way: ExitStack | None) -> AsyncIterator[bytes]:
         async for piece in request.stream():
             if under_way is not None:
-                with suppress(RequestError):  # without a name in its first piece
+                with suppress(RequestError):  # the first piece has no name
                     under_way.enter_context(self.queue.receiving(protobuf.identify(piece).model_id))
                 under_way = None
             yield piece
 
     def refuse_if_draining(self) -> None:
-        """Raise if the service is about to stop."""
+        """Raise `Rejected` if the service is stopping."""
         if self.is_draining():
             raise Rejected("the service is being stopped; try again once it runs", status=503, retry_after=2)
 
@@ -218,12 +223,12 @@ class Endpoints:
         return answer(flags)
 
     async def dynamic_config(self, request: Request) -> Response:
-        """Return the flags that the client reads again and again."""
+        """Return the flags that the client reads repeatedly."""
         await self.values(request)
         return answer({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
 
     async def capabilities(self, request: Request) -> Response:
-        """Return the base model."""
+        """Return the base model and what it supports."""
         context = {"max_context_length": self.base.max_context, "trainable": True, "sampleable": True}
         return answer({"supported_models": [{"model_name": self.base.name, **context}]})
 
@@ -247,24 +252,25 @@ class Endpoints:
         return Response(status_code=204)
 
     async def telemetry(self, request: Request) -> Response:
-        """Take the client's telemetry and drop it."""
+        """Receive the client's telemetry and discard it."""
         await self.body(request, most=self.limits.json_bytes)
         return answer({"status": "accepted"})
 
     # ------------------------------------------------------------------ requests
 
     async def enqueue(self, kind: type[Any], request: Request) -> Response:
-        """Receive a request in JSON and submit it."""
+        """Receive a JSON request and submit it."""
         self.refuse_if_draining()
         body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(self._submit, kind, body)
 
     def _submit(self, kind: type[Any], body: bytes) -> Response:
-        """Read a request, submit it, and return its id. One that is refused fails in its future: its number is used up
-        then, and those after it do not wait for it.
+        """Read a request, submit it, and return its id.
+
+        A refused request fails in its future instead. So its number is used up, and later requests do not wait for it.
         """
         values = parse(body)
-        if kind is messages.LoadWeights and values.get("session_id") is not None:  # a new model
+        if kind is messages.LoadWeights and values.get("session_id") is not None:  # create a new model
             if values.get("model_id") is not None:
                 raise RequestError("model_id and session_id: send one, of a model that exists or for a new one")
             kind = messages.CreateFromCheckpoint
@@ -326,20 +332,23 @@ class Endpoints:
         return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
 
     async def not_found(self, request: Request, error: HTTPException) -> Response:
-        """Answer for an endpoint that is not here. An operation of a model, whatever its name, fails in its future."""
+        """Answer a request for an unknown endpoint.
+
+        An operation of a model, whatever its name, fails in its future.
+        """
         path = request.url.path
         detail = f"{request.method} {path[:120]}: this service does not have it"
         if remedies := [NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED]:
             detail = f"{detail}; {remedies[-1]}"
         try:
             return await self._refuse_unread(request, Rejected(detail, status=error.status_code))
-        except (RequestError, ClientDisconnect) as refusal:  # Starlette takes no errors of this handler
+        except (RequestError, ClientDisconnect) as refusal:  # Starlette does not handle errors of this handler
             response = error_response(refusal)
             assert response is not None
             return response
 
     async def _refuse_unread(self, request: Request, refusal: Rejected) -> Response:
-        """Let a request fail in its future if it is an operation of a model; else answer with a status."""
+        """Fail the future of an operation of a model; answer any other request with a status."""
         try:
             values = await self.values(request, most=self.limits.sample_bytes)
             model_id, seq_id = wire.owner_of(messages.Operation, values)
@@ -371,7 +380,7 @@ class Endpoints:
     # ------------------------------------------------------------------ results
 
     async def retrieve_future(self, request: Request) -> Response:
-        """Return a result, or hold the request back until there is one."""
+        """Return a result, or hold the request until there is one."""
         request_id = get(await self.values(request), "request_id", str)
         if len(request_id) > REQUEST_ID:
             raise RequestError(f"request_id: {len(request_id)} characters; no request has such an id")
@@ -430,7 +439,7 @@ class Endpoints:
         return answer({"urls": urls, "expires": _iso(expires)})
 
     async def download(self, request: Request) -> Response:
-        """Send a file whose URL is signed."""
+        """Send a file if its URL is signed."""
         names = ("expires", "signature", "folder", "file")
         expires, signature, folder, file = (request.path_params[name] for name in names)
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
@@ -442,7 +451,7 @@ class Endpoints:
         return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
 
     async def weights_info(self, request: Request) -> Response:
-        """Return what a model is created with from a checkpoint."""
+        """Return the settings to create a model from a checkpoint with."""
         path = get(await self.values(request), "tinker_path", str)
         found = await run_in_threadpool(self.queue.checkpoint, path)
         lora = found.lora
@@ -471,13 +480,16 @@ class Endpoints:
 
 
 def _path(request: Request) -> str:
-    """Path of the checkpoint that a URL names."""
+    """Return the path of the checkpoint that a URL names."""
     names = request.path_params
     return f"tinker://{names['model_id']}/{names['kind']}/{names['name']}"
 
 
 def _lost(request_id: str) -> Response:
-    """Answer for a request that is not known: the client samples again by itself, but must not train again."""
+    """Answer for an unknown request.
+
+    The client may repeat a sampling request by itself, but must not repeat a training request.
+    """
     if SAMPLE_ID.fullmatch(request_id):
         raise Rejected(f"request {request_id} is not known any more: sample again", status=410)
     error = (
@@ -488,10 +500,10 @@ def _lost(request_id: str) -> Response:
 
 
 def check_client(version: str) -> None:
-    """Raise for a client that sends training requests in JSON.
+    """Refuse clients that send training requests in JSON.
 
     Raises:
-        RequestError: it is too old.
+        RequestError: the client is too old.
     """
     numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_CLIENT:
@@ -505,7 +517,7 @@ def _version(numbers: tuple[int, int]) -> str:
 
 
 def _page(request: Request, entries: Sequence[Any]) -> tuple[list[Any], Mapping[str, int]]:
-    """Return (the entries asked for, where they stand in the whole list)."""
+    """Return (the requested entries, their position in the whole list)."""
     limit, offset = _number(request, "limit", PAGE), _number(request, "offset", 0)
     wire.refuse(request.query_params)
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
@@ -563,12 +575,12 @@ def _iso(seconds: float) -> str:
 
 
 def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lifespan[Any] | None = None) -> ASGIApp:
-    """Put routes, the key and errors together.
+    """Assemble the app from routes, the key check and error handling.
 
     Args:
-        routes: of the service.
-        endpoints: has the key, and answers for a path or method that is not among the routes.
-        lifespan: of the app.
+        routes: all routes of the service.
+        endpoints: holds the key, and answers for unknown paths and methods.
+        lifespan: lifespan of the app.
     """
 
     def answer_error(request: Request, error: Exception) -> Response:
@@ -586,12 +598,12 @@ def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lif
 
 @final
 class Gate:
-    """Lets requests with the key through, logs each one, and answers for errors of ours.
+    """ASGI middleware that checks the key, logs each request, and answers for internal errors.
 
     Args:
-        app: behind it.
-        key: clients have to send it.
-        seconds: for which the body of a request without it is read, so that its client sees the answer.
+        app: the app behind it.
+        key: the key that clients have to send.
+        seconds: how long to read the body of a request with a wrong key, so that its client sees the response.
     """
 
     def __init__(self, app: ASGIApp, *, key: str, seconds: float) -> None:
@@ -620,11 +632,11 @@ class Gate:
                 detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
                 refusal = answer({"detail": detail}, status=401, headers={"Connection": "close"})
                 await refusal(scope, receive, send_and_count)
-        except Exception as error:  # that no handler took
+        except Exception as error:  # no handler took it
             response = error_response(error)
             if response is None:
                 log.error("%s %s failed", scope["method"], _logged(scope["path"]), exc_info=error)
-            elif not seen["status"]:  # no answer is under way
+            elif not seen["status"]:  # no response has started
                 await response(scope, receive, send_and_count)
         finally:
             milliseconds = (time.perf_counter() - start) * 1000
@@ -635,13 +647,13 @@ class Gate:
         is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(DOWNLOADS)
         if is_open and scope["method"] in ("GET", "HEAD"):
             return True
-        headers = dict(reversed(scope["headers"]))  # of one sent twice the first
+        headers = dict(reversed(scope["headers"]))  # of a repeated header, the first
         sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         return hmac.compare_digest(sent, self._key)
 
 
 def _logged(path: str) -> str:
-    """Return what the log has of a path; not a signature, which opens a file."""
+    """Return a path for the log, without signatures, because a signature opens a file."""
     return DOWNLOADS if path.startswith(DOWNLOADS) else ascii(path[:LOGGED])[1:-1]
 
 

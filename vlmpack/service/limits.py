@@ -1,7 +1,7 @@
-"""The limits and times of a service, and the checks that need nothing but the request itself.
+"""The limits and timeouts of a service, and the checks that need only the request itself.
 
-Each is a number that the operator can change. What goes past one is refused: a body with status 413, a request by a
-failed future that names the datum, too many requests with status 429.
+The operator can change each number. A body over its limit is refused with status 413, a request over a limit with a
+failed future that names the datum, and too many requests with status 429.
 """
 
 from __future__ import annotations
@@ -17,104 +17,106 @@ from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Request
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServiceLimits:
-    """Limits and times of a service."""
+    """Limits and timeouts of a service."""
 
     body_bytes: int = 128 * 2**20
-    """Largest body of a training request."""
+    """Maximum size of the body of a training request."""
     sample_bytes: int = 64 * 2**20
-    """Largest body of a sampling request, whose images are in base64."""
+    """Maximum size of the body of a sampling request, whose images are in base64."""
     json_bytes: int = 4 * 2**20
-    """Largest body of any other request."""
+    """Maximum size of any other body."""
     bodies_bytes: int = 1024 * 2**20
-    """Bytes of bodies that are received at one time; further requests get status 429."""
+    """Total bytes of bodies being received; requests beyond it get status 429."""
     body_seconds: float = 60.0
-    """Longest time that a body may take to arrive."""
+    """Seconds that a body may take to arrive."""
     header_seconds: float = 20.0
-    """Longest time until a new connection has sent the header of its first request, and that the body of a request with
-    a wrong key may take to arrive."""
+    """Seconds until a new connection must have sent the header of its first request. Also the time that the body of a
+    request with a wrong key may take to arrive."""
     connections: int = 4096
-    """Connections at one time, and at most half of the process's open files; the one that has waited longest for a
-    request gives way to a new one."""
+    """Maximum number of open connections; never more than half of the process's open files. Beyond it, the connection
+    that has waited longest for a request is closed."""
 
     datums: int = 4096
-    """Datums of a request."""
+    """Maximum number of datums in a request."""
     images: int = 2048
-    """Images of a request."""
+    """Maximum number of images in a request."""
     image_bytes: int = 32 * 2**20
-    """Size of an image file."""
+    """Maximum size of an image file in bytes."""
     image_pixels: int = 100_000_000
-    """Width times height of an image, read from its header before it is decoded."""
+    """Maximum width times height of an image, read from its header before decoding."""
     pixel_bytes: int = 8 * 2**30
-    """Bytes of the patches of a request's images, counted from their headers before any is decoded."""
+    """Maximum bytes of the patches of a request's images, computed from their headers before decoding."""
     soft_targets: int = 2**25
-    """Tokens times targets of each, of a request of which tokens have several: the reply has a number for each."""
+    """Maximum of tokens times targets per token, summed over the datums with soft targets in a request. The reply has
+    one number for each."""
     fields: int = 500_000
-    """Protobuf fields of a request: many empty ones take far more memory than they have bytes."""
+    """Maximum number of protobuf fields in a request: empty fields take far more memory than bytes on the wire."""
     context: int | None = None
-    """Tokens of a datum, or of a prompt with what is sampled; None: what the model's configuration says."""
+    """Maximum number of tokens of a datum, or of a prompt with its sampled tokens; None: the limit in the model's
+    configuration."""
     row_tokens: int = 8192
-    """Token budget of a packed row; a longer datum has a row of its own."""
+    """Token budget of a packed row; a longer datum gets its own row."""
     row_patches: int | None = None
-    """Patch budget of a packed row's images; None: eight for each token of `row_tokens`."""
+    """Patch budget of a packed row's images; None: 8 per token of `row_tokens`."""
     samples: int = 1024
-    """Sequences of a sampling request."""
+    """Maximum number of sequences in a sampling request."""
 
     sessions: int = 1024
-    """Open sessions."""
+    """Maximum number of open sessions."""
     models: int = 64
-    """Models of all sessions."""
+    """Maximum number of models, over all sessions."""
     rank: int = 256
-    """Rank of a LoRA adapter."""
+    """Maximum rank of a LoRA adapter."""
     queued_requests: int = 4096
-    """Requests that wait, over all models; further ones get status 429."""
+    """Maximum number of waiting requests, over all models; requests beyond it get status 429."""
     queued_bytes: int = 2 * 2**30
-    """Bytes of the bodies of requests that wait; further ones get status 429."""
+    """Maximum bytes of the bodies of waiting requests; requests beyond it get status 429."""
     queued_samples: int = 4096
-    """Samples that wait."""
+    """Maximum number of waiting samples."""
     samplers_kept: int = 1024
-    """Sampling sessions of a session that are kept; the oldest idle ones go."""
+    """Number of sampling sessions kept per session; the oldest idle ones are removed."""
     unnamed_saves: int = 64
-    """Unnamed saves of a model to sample from that are kept; the oldest go, with their sampling sessions."""
+    """Number of unnamed sampler snapshots kept per model; the oldest are removed with their sampling sessions."""
     numbers_ahead: int = 8192
-    """Most that a request's number may be ahead of the first that has not arrived."""
+    """How far the number of a request may be ahead of the first number that has not arrived."""
 
     poll_seconds: float = 30.0
-    """Seconds that an answer to a result that is not there yet is held back; the client gives up after 45 s."""
+    """Seconds to hold back the reply to a poll whose result is not ready; the client gives up after 45 s."""
     gap_seconds: float = 60.0
-    """Seconds that requests are held for one before them that never arrives, whatever comes meanwhile; then they fail
-    by name. Time in which a training request of the model is being received does not count. Not below 30 s, which the
-    client may wait until it tries again."""
+    """Seconds to hold requests for an earlier request that has not arrived, whatever else arrives meanwhile; then they
+    fail, and the error names the missing number. Time in which a training request of the model is being received does
+    not count. At least 30 s, because the client may wait that long before it retries."""
     idle_seconds: float = 600.0
-    """A session without heartbeats is finished after this time, and its models are freed."""
+    """Seconds without heartbeats after which a session is finished and its models are freed."""
     silent_seconds: float = 60.0
-    """A session without heartbeats for this time is finished when a new session or model needs its place; the client
-    sends one every 10 s."""
+    """Seconds without heartbeats after which a session may be finished to make room for a new session or model. The
+    client sends a heartbeat every 10 s."""
     result_seconds: float = 600.0
-    """Seconds that a result is kept after it was fetched."""
+    """Seconds to keep a result after it was fetched."""
 
     retry_seconds: float = 1.0
-    """Seconds after which a client that is refused for want of room should try again."""
+    """Seconds after which a client should retry when it was refused for lack of room."""
 
     group_bytes: int = 16 * 2**20
-    """Bytes of bodies of one model that go through the model together."""
+    """Maximum bytes of bodies of one model that go through the model together."""
     group_requests: int = 1024
-    """Requests of one model that go through the model together."""
+    """Maximum number of requests of one model that go through the model together."""
     encoded_bytes: int = 64 * 2**20
-    """Bytes of bodies of all models, and as many of samples, that are encoded at one time: decoded images take many
-    times the bytes of their files."""
+    """Maximum bytes of bodies, over all models, that are encoded at the same time; sampling requests have a budget of
+    the same size. Decoded images take many times the bytes of their files."""
     encode_threads: int = 2
-    """Threads that check requests and decode images."""
+    """Number of threads that check requests and decode images."""
     samplers_open: int = 16
-    """Snapshots that the sampling engine holds at once while it has a choice."""
+    """Number of snapshots that the sampling engine tries to hold at most; it exceeds this only if it has no choice."""
     snapshot_share: float = 0.1
     """Share of the time of a model's operations that writing its state may take."""
     replayed_bytes: int = 512 * 2**20
-    """Bytes of bodies kept for a model's replay, after which its state is written whatever the time."""
+    """Maximum bytes of bodies kept to replay a model; beyond it the state is written, whatever time that takes."""
 
     chunk_bytes: int = 64_000_000
-    """Size at which the client cuts a call into several requests."""
+    """Size at which the client splits a call into several requests."""
     sample_requests: int = 64
-    """Sampling requests that the client has under way at one time."""
+    """Maximum number of sampling requests that a client has in progress."""
 
     @property
     def patches(self) -> int:
@@ -123,10 +125,10 @@ class ServiceLimits:
 
 
 def check(request: Request, limits: ServiceLimits) -> None:
-    """Count datums, images, bytes and samples of a request.
+    """Check the numbers of datums, images and samples of a request, and the sizes of its images.
 
     Raises:
-        RequestError: one is past its limit; the message names the datum.
+        RequestError: a limit is exceeded; the message names the datum.
     """
     parts: dict[str, Sequence[Chunk]] = {}
     if isinstance(request, ForwardBackward):

@@ -1,9 +1,9 @@
-"""The losses of a training request: their inputs and settings, and what each token adds.
+"""The losses of a training request: inputs, settings, and the loss of each token.
 
 Every loss is a sum over the tokens of all datums, never a mean. lp: log-probability of a target, with its gradient; q:
-`logprobs`, that of the policy that sampled it; A: `advantages`; w: `weights`, 1 where there are none; r = exp(lp - q);
-s: exp(mean of lp - q over the tokens of a datum that `sequence_ratio_mask` marks), with the gradient of the token's lp.
-Bounds of clip are settings of the request, or inputs, one for each token.
+`logprobs`, the log-probability under the policy that sampled the target; A: `advantages`; w: `weights`, 1 by default; r
+= exp(lp - q); s: exp(mean of lp - q over the tokens of a datum that `sequence_ratio_mask` marks), with the gradient of
+the token's lp. The bounds of clip are settings of the request, or inputs with one value per token.
 
     cross_entropy          -w lp                        a token may have K targets, [N, K], each with its weight
     importance_sampling    -w r A
@@ -30,15 +30,15 @@ TARGETS = "target_tokens"
 """The input that every loss needs: the id that each token predicts."""
 
 MOST_TARGETS = 256
-"""Most targets of a token."""
+"""Maximum number of targets of a token."""
 LENGTHS = "lengths"
-"""Beside the inputs, int64 [datums]: targets of each datum."""
+"""Key in the inputs of the number of targets of each datum, int64 [datums]."""
 
 Inputs = Mapping[str, torch.Tensor]
 Settings = Mapping[str, float]
 TokenLosses = Callable[[torch.Tensor, Inputs, Settings], torch.Tensor]
-"""Log-probabilities [n] of some datums, inputs [n] by name with their lengths, and settings to what each token adds,
-[n]; weights are applied after it."""
+"""Maps log-probabilities [n] of some datums, inputs [n] by name (with their lengths), and settings to the loss of each
+token [n]. Weights are applied afterwards."""
 
 
 def cross_entropy(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
@@ -47,7 +47,7 @@ def cross_entropy(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch
 
 
 def importance_sampling(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
-    """Policy gradient, corrected for the policy that sampled."""
+    """Policy gradient with importance weights for the policy that sampled the tokens."""
     return -_ratio(lp, inputs) * inputs["advantages"]
 
 
@@ -57,7 +57,8 @@ def ppo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
 
 
 def gspo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
-    """Clipped objective of a datum's ratio, with token gradients (Zheng et al., 2025, GSPO, equations 7 and 13)."""
+    """Clipped objective with a sequence-level ratio and token gradients (Zheng et al., 2025, GSPO, equations 7 and
+    13)."""
     mask, lengths = (inputs["sequence_ratio_mask"] != 0).to(lp.dtype), inputs[LENGTHS]
     sums, counts = (
         torch.segment_reduce(x, "sum", lengths=lengths) for x in (mask * (lp.detach() - inputs["logprobs"]), mask)
@@ -72,7 +73,7 @@ def cispo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
 
 
 def dro(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
-    """Direct reward optimisation with a quadratic penalty (Richemond et al., 2024, Offline Regularised RL)."""
+    """Direct reward optimization with a quadratic penalty (Richemond et al., 2024, Offline Regularised RL)."""
     distance = lp - inputs["logprobs"]
     return -(lp * inputs["advantages"] - settings["beta"] / 2 * distance**2)
 
@@ -93,14 +94,14 @@ def _clipped_objective(ratio: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """One loss."""
+    """A loss with its required inputs and its settings."""
 
     token_losses: TokenLosses
     """The loss of each token."""
     needs: tuple[str, ...] = ()
-    """Inputs that every datum has to have, beside the targets."""
+    """Inputs that every datum needs, besides the targets."""
     settings: Mapping[str, float | None] = field(default_factory=dict)
-    """Its settings and their defaults; None: it has to be sent."""
+    """Settings and their defaults; None: the client has to send the setting."""
 
 
 _RATED = ("logprobs", "advantages")
@@ -114,12 +115,12 @@ LOSSES: Mapping[str, Loss] = {
     "dro": Loss(token_losses=dro, needs=_RATED, settings={"beta": 0.05}),
     "gspo": Loss(token_losses=gspo, needs=(*_RATED, "sequence_ratio_mask"), settings=dict.fromkeys(_CLIP)),
 }
-"""The losses by the name that a client sends."""
+"""The losses, by the name that clients send."""
 REFUSED = {
     "stable_reinforce": "its formula is not published; use importance_sampling, ppo, cispo or gspo",
     "custom": "the client computes it; call forward_backward_custom",
 }
-"""Losses of the client that this service does not have, and what to do instead."""
+"""Losses that the client knows but this service does not have, and what to use instead."""
 
 
 @final
@@ -128,16 +129,16 @@ class BoundLoss:
     """A loss with the settings of one request."""
 
     name: str
-    """Its name."""
+    """Name of the loss."""
     settings: tuple[tuple[str, float], ...]
-    """Every setting of it."""
+    """Value of every setting."""
 
     def __call__(self, logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-        """float32 [n]: what each token adds to the loss.
+        """Return the weighted loss of each token, float32 [n].
 
         Args:
             logprobs: float32 [n].
-            inputs: float32 [n] by name, `weights` and `lengths` among them.
+            inputs: float32 [n] by name; must include `weights`, and `lengths` int64 [datums].
         """
         return inputs["weights"] * LOSSES[self.name].token_losses(logprobs, inputs, dict(self.settings))
 
@@ -146,7 +147,7 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
     """Check the name and the settings of a loss.
 
     Raises:
-        RequestError: an unknown loss or setting; a setting that is no finite number, or out of its range.
+        RequestError: the loss or a setting is unknown, or a setting is missing, not a finite number or out of range.
     """
     if name in REFUSED:
         raise RequestError(f"loss_fn {name}: {REFUSED[name]}")
@@ -180,18 +181,21 @@ def _check_thresholds(place: str, low: float, high: float) -> None:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossInputs:
-    """The checked inputs of a datum: of each token, or, of soft targets, of each target of a token that has weight."""
+    """The checked loss inputs of a datum.
+
+    The inputs have one value per token; with soft targets, one value per target with nonzero weight.
+    """
 
     arrays: Mapping[str, np.ndarray]
-    """[M] by name: `target_tokens` int64, everything else float32, `weights` and the thresholds of a loss that clips
-    always."""
+    """[M] by name: `target_tokens` is int64, everything else float32. `weights` is always present, and so are the
+    thresholds if the loss clips."""
     keys: np.ndarray | None = None
-    """int64 [M]: token * K + number of the target; None: each token has one target, and M = N."""
+    """int64 [M]: token * K + index of the target; None: each token has one target, and M = N."""
     shape: tuple[int, ...] = ()
-    """[N] or [N, K], of the log-probabilities that are returned."""
+    """[N] or [N, K], the shape of the returned log-probabilities."""
 
     def unflatten(self, values: np.ndarray) -> np.ndarray:
-        """[M] to `shape`, 0 where there is no weight."""
+        """Scatter values [M] to `shape`, with 0 where the weight is 0."""
         if self.keys is None:
             return values
         found = np.zeros(self.shape, values.dtype)
@@ -200,16 +204,17 @@ class LossInputs:
 
 
 def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) -> LossInputs:
-    """Check the inputs of one datum's loss.
+    """Check the loss inputs of one datum.
 
     Args:
-        loss: with the settings of the request.
-        inputs: as the client sent them.
-        length: N, tokens of the datum.
+        loss: the loss with the settings of the request.
+        inputs: inputs as the client sent them.
+        length: N, the number of tokens of the datum.
 
     Raises:
-        RequestError: inputs that the loss does not read, or lacks; another shape than [N], or [N, K] of soft targets;
-            no numbers, or not finite.
+        RequestError: an input is missing or not read by the loss; its shape is not [N] ([N, K] for soft targets); or
+            its
+            values are not finite numbers.
     """
     needed, clips = (TARGETS, *LOSSES[loss.name].needs), {key: value for key, value in loss.settings if key in _CLIP}
     allowed = (*needed, "weights", *clips)
@@ -242,7 +247,7 @@ def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix
 
 
 def _soft_targets(inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) -> LossInputs:
-    """Return the targets that have weight, of [N, K] targets and weights, dense or sparse."""
+    """Return the targets with nonzero weight from [N, K] targets and weights, dense or sparse."""
     targets, weights = inputs[TARGETS], inputs.get("weights")
     shape = targets.shape
     if weights is None or weights.shape != shape or shape[0] != length or not 1 <= shape[1] <= MOST_TARGETS:

@@ -1,17 +1,17 @@
-"""Requests of clients and their results, as every part of the service has them; numpy, never torch.
+"""Requests of clients and their results, as every module of the service sees them; numpy, never torch.
 
-Annotations say how a request is read from JSON and which numbers it may have (`fields`); so one that is here is valid,
-but for what needs the model.
+Annotations say how a field is read from JSON and which numbers are valid (fields.py). So an object of this module is
+valid, except for checks that need the model.
 
-    operations of a model, in the order of their seq_id        a model's first operation, without one
-    ├─ ForwardBackward   gradients, or log-probabilities alone  ├─ CreateModel
+    operations of a model, in the order of their seq_id        a model's first operation, which has no seq_id
+    ├─ ForwardBackward   gradients, or log-probabilities only   ├─ CreateModel
     ├─ OptimStep         one step of AdamW                      └─ CreateFromCheckpoint
     ├─ SaveWeights       a training checkpoint
     ├─ SaveForSampler    an immutable snapshot to sample from   Sample: an operation of a sampling session
     ├─ SaveExternal      files to download
     └─ LoadWeights       back from a checkpoint
 
-A datum has N tokens: those of its text chunks, and as many for each image as the model's processor makes of it.
+A datum has N tokens: the tokens of its text chunks, plus the tokens that the model's processor makes of each image.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from vlmpack.errors import RequestError
 from vlmpack.service.fields import INT32, INT64, Between, as_list, check, get, read, read_text, shown
 
 TTL = 10 * 366 * 86_400
-"""Most seconds until a checkpoint expires: ten years, as the client's documents say."""
+"""Maximum number of seconds until a checkpoint expires: ten years, as the client's documentation says."""
 MOST_TOP = 256
-"""Most tokens whose log-probabilities are returned for a place."""
+"""Maximum number of most likely tokens returned per position."""
 MOST_DRAWS = 64
-"""Most tokens that are drawn in a place of a prompt."""
+"""Maximum number of tokens drawn per position of a prompt."""
 
 # ---------------------------------------------------------------------- what a model reads
 
@@ -41,7 +41,7 @@ MOST_DRAWS = 64
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextChunk:
-    """A run of token ids."""
+    """Consecutive token ids."""
 
     tokens: np.ndarray
     """int32 [n]: ids as the client sent them, not yet checked against the vocabulary."""
@@ -53,11 +53,11 @@ class ImageChunk:
     """The bytes of an image file."""
 
     data: bytes
-    """PNG or JPEG."""
+    """Bytes of a PNG or JPEG file."""
     format: str
     """"png" or "jpeg", as the client sent it."""
     expected_tokens: int | None = None
-    """Tokens that the client counted; None: it did not."""
+    """Number of tokens that the client counted; None: it did not count."""
 
 
 Chunk = TextChunk | ImageChunk
@@ -66,25 +66,25 @@ Chunk = TextChunk | ImageChunk
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SparseMatrix:
-    """The entries of a matrix [N, K] that are listed; all others are 0."""
+    """A matrix [N, K] as a list of entries; entries that are not listed are 0."""
 
     keys: np.ndarray
     """int64 [M]: row * K + column, increasing."""
     values: np.ndarray
-    """[M]."""
+    """[M]: value of each listed entry."""
     shape: tuple[int, int]
     """N, K."""
     is_dense: bool = False
-    """True if all entries are listed, as the client sent all of them."""
+    """True if the client sent a dense matrix, so that all entries are listed."""
 
     @classmethod
     def of_rows(
         cls, name: str, ends: np.ndarray, columns: np.ndarray, values: np.ndarray, shape: Sequence[int]
     ) -> SparseMatrix:
-        """Read a matrix in compressed rows (CSR), without making it dense: a few bytes can stand for gigabytes.
+        """Read a matrix in compressed rows (CSR) without making it dense: a few bytes can stand for gigabytes.
 
         Raises:
-            RequestError: its parts do not fit together.
+            RequestError: the parts of the matrix do not fit together.
         """
         counts = np.diff(ends)
         is_whole = len(shape) == 2 and min(shape) >= 0 and shape[1] <= INT32 and len(ends) == shape[0] + 1
@@ -103,9 +103,10 @@ class Datum:
     """One sample of a training request."""
 
     chunks: tuple[Chunk, ...]
-    """Text and images in order."""
+    """Text and images, in order."""
     inputs: Mapping[str, np.ndarray | SparseMatrix] = field(default_factory=dict)
-    """Inputs of the loss by name, such as `target_tokens` (int64) and `weights` (float32), with the shapes sent."""
+    """Inputs of the loss by name, e.g. `target_tokens` (int64) and `weights` (float32), with the shapes that were
+    sent."""
 
 
 # ---------------------------------------------------------------------- operations of a model
@@ -116,35 +117,35 @@ class Operation:
     """An operation of a model."""
 
     model_id: str
-    """Of the model."""
+    """Id of the model."""
     seq_id: Annotated[int, Between(1)]
-    """Place among the operations of its model, from 1."""
+    """Position among the operations of the model, from 1."""
 
     @property
     def owner(self) -> tuple[str, int]:
-        """The id of the model, and the number within it."""
+        """Id of the model, and the operation's number within it."""
         return self.model_id, self.seq_id
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardBackward(Operation):
-    """Add the gradient of a loss over some datums, summed over their tokens; all of them or none."""
+    """Add the gradient of a loss, summed over the tokens of some datums. Either all datums count, or none."""
 
     data: tuple[Datum, ...]
-    """The datums, one at least."""
+    """The datums, at least one."""
     loss_fn: str
     """Name of the loss, not yet checked."""
     loss_config: Mapping[str, float | str] = field(default_factory=dict)
     """Settings of the loss."""
     forward_only: bool = False
-    """Compute the loss and log-probabilities; add no gradient."""
+    """Compute the loss and log-probabilities only; add no gradient."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdamParams:
-    """Settings of one step of AdamW, all of them finite. The defaults are the client's own."""
+    """Settings of one AdamW step, all finite. The defaults are the client's own."""
 
     learning_rate: Annotated[float, Between(0, inf)] = 1e-4
     """Learning rate."""
@@ -153,11 +154,12 @@ class AdamParams:
     beta2: Annotated[float, Between(0, 1, excluded=1)] = 0.95
     """Decay of the second moment."""
     eps: Annotated[float, Between(2.0**-149, inf)] = 1e-12
-    """Added to the square root of the second moment: not 0 in float32, or a step without a gradient would be 0 / 0."""
+    """Term added to the square root of the second moment. It must not be 0 in float32, or a step without a gradient
+    would compute 0 / 0."""
     weight_decay: Annotated[float, Between(0, inf)] = 0.0
-    """Decoupled decay."""
+    """Decoupled weight decay."""
     grad_clip_norm: float = 0.0
-    """Largest norm of the whole gradient; not above 0: any."""
+    """Maximum norm of the whole gradient; 0 or less: no clipping."""
 
 
 @final
@@ -174,20 +176,20 @@ class Save(Operation):
     """Save the weights of a model."""
 
     name: str
-    """Of what is saved."""
+    """Name of what is saved."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
+    """The client's own metadata."""
     ttl_seconds: Annotated[int, Between(1, TTL)] | None = None
-    """Seconds after which it is deleted; None: it stays."""
+    """Seconds after which it is deleted; None: never."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SaveWeights(Save):
-    """Save a training checkpoint: weights, moments, and what a model is created anew with."""
+    """Save a training checkpoint: weights, moments, and the settings needed to recreate the model."""
 
     overwrite: bool = False
-    """Replace a checkpoint of this name."""
+    """Replace an existing checkpoint of this name."""
 
 
 @final
@@ -196,11 +198,11 @@ class SaveForSampler(Save):
     """Save an immutable snapshot of the weights to sample from."""
 
     name: str | None = None  # pyright: ignore
-    """Of a snapshot that stays; None: it belongs to a new sampling session."""
+    """Name of a permanent snapshot; None: the snapshot belongs to a new sampling session."""
     sampling_session_seq_id: Annotated[int, Between(0, INT64)] | None = None
-    """Number of that sampling session within its session; not read with a name."""
+    """Number of the new sampling session within its session; ignored if `name` is given."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    """Both are snapshots here."""
+    """Kind of snapshot; the service treats both the same."""
 
     def __post_init__(self) -> None:
         if self.name is None and self.sampling_session_seq_id is None:
@@ -210,7 +212,7 @@ class SaveForSampler(Save):
 @final
 @dataclass(frozen=True, kw_only=True)
 class SaveExternal(Save):
-    """Save the weights for others than this service: an adapter as PEFT loads it, a model as transformers does."""
+    """Save the weights for other programs: an adapter in PEFT's format, a full model in transformers' format."""
 
 
 @final
@@ -219,9 +221,9 @@ class LoadWeights(Operation):
     """Go back to a training checkpoint; accumulated gradients are dropped."""
 
     path: str
-    """`tinker://...` of the checkpoint."""
+    """`tinker://...` path of the checkpoint."""
     optimizer: bool
-    """Load moments and step count too; False: the optimiser starts anew."""
+    """Load moments and step count too; False: reset the optimizer."""
 
 
 # ---------------------------------------------------------------------- new sessions and models
@@ -230,31 +232,31 @@ class LoadWeights(Operation):
 @final
 @dataclass(frozen=True, kw_only=True)
 class NewSession:
-    """What a client says of its session."""
+    """The client's description of its session."""
 
     tags: tuple[str, ...] = ()
-    """The client's."""
+    """The client's tags."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
+    """The client's own metadata."""
     sdk_version: str = ""
-    """Of the client."""
+    """Version of the client."""
     display_name: str | None = None
-    """The client's name for it; None: it gave none."""
+    """The client's name for the session; None: it gave none."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class NewSampler:
-    """A sampling session from a checkpoint, or from the base model."""
+    """A request for a sampling session from a checkpoint or the base model."""
 
     session_id: str
-    """Of the session."""
+    """Id of the session."""
     sampling_session_seq_id: Annotated[int, Between(0, INT64)]
     """Number of the sampling session within its session."""
     model_path: str | None = None
-    """`tinker://...` of the checkpoint; None: the base model."""
+    """`tinker://...` path of the checkpoint; None: the base model."""
     base_model: str | None = None
-    """Name of the base model, which may be left out with a path."""
+    """Name of the base model; optional with `model_path`."""
 
 
 @final
@@ -263,19 +265,22 @@ class LoraConfig:
     """Settings of a LoRA adapter."""
 
     rank: int
-    """Rank of its matrices."""
+    """Rank of the matrices."""
     seed: Annotated[int, Between(-INT64 - 1, INT64)] | None = None
-    """Of its weights; None: random."""
+    """Seed of the initial weights; None: random."""
     train_unembed: bool = True
-    """Adapt the head."""
+    """Adapt the language-model head."""
     train_mlp: bool = True
     """Adapt MLPs."""
     train_attn: bool = True
-    """Adapt attention and gated delta layers."""
+    """Adapt attention, gated delta layers and short convolutions."""
 
 
 def read_lora(value: Any, place: str) -> LoraConfig | None:
-    """Read the settings of an adapter; None: rank 0, by which the client, as of SkyRL, asks for all weights."""
+    """Read the settings of an adapter; None: train all weights.
+
+    Rank 0 asks for all weights; SkyRL's clients use this convention.
+    """
     lora = read(LoraConfig, value, place)
     chosen = {name: getattr(lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
     if not any(chosen.values()):
@@ -290,15 +295,15 @@ class Creation:
     """A new model of a session."""
 
     session_id: str
-    """Of the session."""
+    """Id of the session."""
     model_seq_id: int
     """Number of the model within its session, from 0."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
+    """The client's own metadata."""
 
     @property
     def owner(self) -> tuple[str, int]:
-        """The id of the model, and the number within it."""
+        """Id of the new model, and 0, the number of a model's first operation."""
         return f"{self.session_id}:train:{self.model_seq_id}", 0
 
 
@@ -310,7 +315,7 @@ class CreateModel(Creation):
     base_model: str
     """Name of the base model."""
     lora: Annotated[LoraConfig | None, read_lora] = None
-    """Its adapter; None: all weights are trained."""
+    """Settings of the adapter; None: all weights are trained."""
 
 
 @final
@@ -319,18 +324,18 @@ class CreateFromCheckpoint(Creation):
     """Create a model of a session from a training checkpoint, with its rank and targets."""
 
     path: str
-    """`tinker://...` of the checkpoint."""
+    """`tinker://...` path of the checkpoint."""
     optimizer: bool
     """Load moments and step count too."""
     base_model: str | None = None
-    """Name of the base model, which has to be the checkpoint's; None: the checkpoint's."""
+    """Name of the base model, which must be the checkpoint's; None: use the checkpoint's."""
 
 
 # ---------------------------------------------------------------------- sampling
 
 
 def read_stop(value: Any, place: str) -> tuple[int, ...] | tuple[str, ...]:
-    """Read what ends a sequence: a text, texts, or ids."""
+    """Read what ends a sequence: one string, a list of strings, or a list of token ids."""
     stop = [value] if isinstance(value, str) else as_list(value, place)
     if all(type(token) is int and 0 <= token <= INT32 for token in stop):
         return tuple(stop)
@@ -346,22 +351,22 @@ class SamplingParams:
     """Settings of sampling."""
 
     max_tokens: Annotated[int, Between(1)] | None = None
-    """Most tokens of a sequence; None: up to the model's context."""
+    """Maximum number of tokens of a sequence; None: up to the model's context."""
     seed: Annotated[int, Between(-INT64 - 1, INT64)] | None = None
-    """Of the first sequence; sequence i has seed + i. None: random."""
+    """Seed of the first sequence; sequence i gets seed + i. None: random."""
     temperature: Annotated[float, Between(0, inf)] = 1.0
-    """0: greedy."""
+    """Sampling temperature; 0: greedy."""
     top_k: Annotated[int, Between(-1)] = -1
-    """Most likely tokens to choose among; not above 0: all."""
+    """Number of most likely tokens to choose from; 0 or less: all."""
     top_p: Annotated[float, Between(0, 1, excluded=0)] = 1.0
-    """Probability mass to choose within."""
+    """Probability mass to choose within (nucleus sampling)."""
     stop: Annotated[tuple[int, ...] | tuple[str, ...] | None, read_stop] = None
-    """Ids or texts that end a sequence, beside the model's end-of-sequence ids, and are part of it. Empty: nothing ends
-    a sequence but `max_tokens`, not even the end-of-sequence ids."""
+    """Ids or strings that end a sequence, in addition to the model's end-of-sequence ids. They are part of the
+    sequence. Empty: only `max_tokens` ends a sequence, and not even the end-of-sequence ids do."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The texts among `stop`."""
+        """The strings in `stop`."""
         return tuple(text for text in self.stop or () if isinstance(text, str))
 
 
@@ -389,7 +394,7 @@ def _chunk(value: Any, name: str) -> Chunk:
 
 
 def read_targets(value: Any, place: str) -> SparseMatrix:
-    """Read ids [N - 1, K] whose log-probabilities are wanted, as the client sends a tensor, dense or in rows."""
+    """Read target ids [N - 1, K] in the client's tensor format, dense or in compressed rows (CSR)."""
     values = check(dict, value, place, "an object")
 
     def numbers(name: str, low: int = 0) -> np.ndarray:
@@ -407,7 +412,7 @@ def read_targets(value: Any, place: str) -> SparseMatrix:
 
 
 def read_base64(text: str, place: str) -> bytes:
-    """Decode bytes in base64."""
+    """Decode base64."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -417,39 +422,40 @@ def read_base64(text: str, place: str) -> bytes:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """Sample sequences after a prompt."""
+    """Sample sequences that continue a prompt."""
 
     sampling_session_id: str
-    """Of the sampling session."""
+    """Id of the sampling session."""
     seq_id: Annotated[int, Between(0, INT64)]
-    """Number within it, from 0 or from a large number."""
+    """Number within the sampling session. The first one may be 0 or a large number."""
     prompt: Annotated[tuple[Chunk, ...], read_prompt]
-    """Text and images in order."""
+    """Text and images, in order."""
     num_samples: Annotated[int, Between(1)] = 1
-    """Sequences wanted."""
+    """Number of sequences."""
     params: SamplingParams
-    """Settings."""
+    """Settings of sampling."""
     prompt_logprobs: bool = False
-    """Also return the log-probability of each token of the prompt."""
+    """Also return the log-probability of each prompt token."""
     topk_prompt_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
-    """Also return as many of the most likely tokens at each place of the prompt."""
+    """Also return this many of the most likely tokens at each position of the prompt."""
     prompt_logprobs_last_n: Annotated[int, Between(1)] | None = None
-    """Return both for the last n tokens of the prompt alone; None: for all."""
+    """Return both for the last n tokens of the prompt only; None: for all."""
     topk_sample_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
-    """Also return as many of the most likely tokens in the place of each sampled one."""
+    """Also return this many of the most likely tokens at each sampled position."""
     target_prompt_logprobs: Annotated[SparseMatrix | None, read_targets] = None
-    """int64 [N - 1, K]: ids whose log-probabilities are returned in the place of each token but the first; -1: none."""
+    """int64 [N - 1, K]: ids whose log-probabilities are returned at each position of the prompt except the first; -1:
+    no id."""
     prompt_alt_tokens_k: Annotated[int, Between(0, MOST_DRAWS)] = 0
-    """Also return as many tokens drawn in the place of each token of the prompt but the first."""
+    """Also return this many tokens drawn at each position of the prompt except the first."""
 
     @property
     def owner(self) -> tuple[str, int]:
-        """The id of the sampling session, and the number within it."""
+        """Id of the sampling session, and the number within it."""
         return self.sampling_session_id, self.seq_id
 
     @property
     def wants_scores(self) -> bool:
-        """Return whether anything is wanted of the tokens of the prompt."""
+        """Whether the request asks for any scores of the prompt tokens."""
         counts = self.prompt_logprobs or self.topk_prompt_logprobs or self.prompt_alt_tokens_k
         return bool(counts) or self.target_prompt_logprobs is not None
 
@@ -462,59 +468,59 @@ Request = ForwardBackward | OptimStep | SaveWeights | SaveForSampler | SaveExter
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ForwardBackwardResult:
-    """Of a `ForwardBackward`."""
+    """Result of a `ForwardBackward`."""
 
     logprobs: tuple[np.ndarray, ...]
-    """float32 [N] of each datum: log-probability of every target, whatever its weight; [N, K] where tokens have several
-    targets, 0 where the weight is."""
+    """float32 [N] per datum: log-probability of every target, whatever its weight. [N, K] with soft targets, and then 0
+    where the weight is 0."""
     metrics: Mapping[str, float]
-    """By `name:reduction`, `loss:sum` among them."""
+    """Metrics by `name:reduction`, including `loss:sum`."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class OptimStepResult:
-    """Of an `OptimStep`."""
+    """Result of an `OptimStep`."""
 
     metrics: Mapping[str, float]
-    """By `name:reduction`."""
+    """Metrics by `name:reduction`."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CreatedModel:
-    """Of a `CreateModel`."""
+    """Result of a `CreateModel`."""
 
     model_id: str
-    """Of the model."""
+    """Id of the model."""
     type: str = "create_model"
-    """As the client reads it."""
+    """Type tag that the client reads."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Of a `Save`; one of path and sampling session is None."""
+    """Result of a `Save`; exactly one of `path` and `sampling_session_id` is set."""
 
     type: Literal["save_weights", "save_weights_for_sampler", "save_weights_external"]
     """What was saved."""
     path: str | None = None
-    """`tinker://...`"""
+    """`tinker://...` path of what was saved."""
     sampling_session_id: str | None = None
-    """Of the new sampling session."""
+    """Id of the new sampling session."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class LoadedWeights:
-    """Of a `LoadWeights` or a `CreateFromCheckpoint`."""
+    """Result of a `LoadWeights` or a `CreateFromCheckpoint`."""
 
     path: str
-    """`tinker://...` of the checkpoint."""
+    """`tinker://...` path of the checkpoint."""
     model_id: str | None = None
-    """Of the model, if it was created."""
+    """Id of the model, if it was created."""
     type: str = "load_weights"
-    """As the client reads it."""
+    """Type tag that the client reads."""
 
 
 StopReason = Literal["stop", "length"]
@@ -526,42 +532,42 @@ class SampledSequence:
     """One sampled sequence."""
 
     tokens: np.ndarray
-    """int32 [n]: the token that ended it included."""
+    """int32 [n], including the token that ended the sequence."""
     logprobs: np.ndarray
-    """float32 [n]: of the model's whole distribution, whatever temperature, top-k and top-p leave of it."""
+    """float32 [n]: log-probabilities under the model's full distribution, before temperature, top-k and top-p."""
     stop_reason: StopReason
     """"stop": a stop token or string; "length": `max_tokens` or the context."""
     top: TopTokens | None = None
-    """The most likely tokens in the place of each; None: not wanted."""
+    """The most likely tokens at each position; None: not requested."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TopTokens:
-    """Tokens for each of n places, with log-probabilities of the model's whole distribution."""
+    """Tokens for each of n positions, with their log-probabilities under the model's full distribution."""
 
     ids: np.ndarray
     """int32 [n, K]."""
     logprobs: np.ndarray
-    """float32 [n, K]; NaN: none is known."""
+    """float32 [n, K]; NaN: unknown."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptScores:
-    """What the model says of the tokens of a prompt; where it says nothing, log-probabilities are NaN."""
+    """Scores of the tokens of a prompt. Log-probabilities that are not known are NaN."""
 
     logprobs: np.ndarray
-    """float32 [N]: log-probability of each token after those before it, NaN at the first."""
+    """float32 [N]: log-probability of each token given the tokens before it; NaN at the first."""
     top: TopTokens
-    """[N, K]: the most likely tokens in each one's place, the likeliest first; K may be 0."""
+    """[N, K]: the most likely tokens at each position, the likeliest first; K may be 0."""
     targets: SparseMatrix | None = None
-    """float32: log-probabilities of the ids that were asked for, 0 where none was; None: not wanted."""
+    """float32: log-probabilities of the requested ids, 0 where no id was requested; None: not requested."""
     drawn: TopTokens | None = None
-    """[N - 1, k]: tokens drawn in the place of each but the first; None: not wanted."""
+    """[N - 1, k]: tokens drawn at each position except the first; None: not requested."""
 
     def of_last(self, n: int | None) -> PromptScores:
-        """Return the same of the last n tokens alone; None: of all."""
+        """Keep `logprobs` and `top` of the last n tokens and set the others to NaN; None: keep all."""
         known = np.arange(len(self.logprobs)) >= (0 if n is None else len(self.logprobs) - n)
         top = replace(self.top, logprobs=np.where(known[:, None], self.top.logprobs, np.nan))
         return replace(self, logprobs=np.where(known, self.logprobs, np.nan), top=top)
@@ -570,14 +576,15 @@ class PromptScores:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleResult:
-    """Of a `Sample`."""
+    """Result of a `Sample`."""
 
     sequences: tuple[SampledSequence, ...]
-    """`num_samples` of them, in the order of their seeds."""
+    """`num_samples` sequences, in the order of their seeds."""
     scores: PromptScores | None = None
-    """Of the prompt; None: not wanted."""
+    """Scores of the prompt; None: not requested."""
     prompt_cache_hit_tokens: int = 0
-    """N if another request had the prompt computed, 0 else; vLLM has numbers between."""
+    """N if the prompt had already been computed for another request, otherwise 0. With vLLM, any number of tokens up to
+    N."""
 
 
 Result = ForwardBackwardResult | OptimStepResult | CreatedModel | Saved | LoadedWeights | SampleResult
@@ -589,9 +596,9 @@ class Failure:
     """A request that failed."""
 
     message: str
-    """The fault and the remedy."""
+    """What went wrong, and what to do."""
     category: Literal["user", "server"]
-    """Whose mistake it is."""
+    """Whose fault it is."""
 
 
 Outcome = Result | Failure
@@ -600,23 +607,23 @@ Outcome = Result | Failure
 @final
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """An outcome as it goes over the wire."""
+    """An outcome in its wire format."""
 
     content_type: str
     """JSON, or protobuf for results of training and sampling."""
     body: bytes
-    """Encoded."""
+    """The encoded outcome."""
 
 
 @final
 class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
-    """A POST or GET is answered with a status instead of a result.
+    """A request that is answered with an HTTP error status instead of a result.
 
     Args:
-        message: what was seen and the remedy.
-        status: of the answer.
-        retry_after: seconds after which to try again.
-        beginning: of the body, as far as it was received.
+        message: what was wrong, and what to do.
+        status: HTTP status of the reply.
+        retry_after: seconds after which to retry.
+        beginning: the part of the body that was received.
     """
 
     def __init__(self, message: str, *, status: int, retry_after: float | None = None, beginning: bytes = b"") -> None:

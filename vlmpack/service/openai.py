@@ -1,10 +1,11 @@
-"""`/v1/completions` and `/v1/chat/completions`, as OpenAI's clients and evaluation tools speak them.
+"""The endpoints `/v1/completions` and `/v1/chat/completions`, for OpenAI's clients and evaluation tools.
 
     messages ──chat template──▶ text ──tokenizer──▶ chunks ──queue──▶ sampler ──▶ choices
-    prompt ─────────────────────┘                   a `Sample` like any other: journaled, seeded, within the limits
+    prompt ─────────────────────┘                   an ordinary `Sample`: journaled, seeded, within the limits
 
-`model` is the base model's name, or the `tinker://` path of a checkpoint. Samples belong to a session of the server's
-own. A stream sends each choice when it is whole: tokens count only once they are checked.
+`model` is the base model's name, or the `tinker://` path of a checkpoint. These samples belong to a session that the
+server itself opens. A stream sends each choice only when it is complete, because tokens are final only once they are
+checked.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ REFUSED = {
     "best_of": "send n, and choose",
     "suffix": "put it into the prompt",
 }
-"""Fields of OpenAI's API that this service does not have, unless they are off, and what to do instead."""
+"""Fields of OpenAI's API that this service does not have, and what to do instead. A field that is off is accepted."""
 OFF = {"best_of": 1, "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
-"""Values of these, beside null, 0 and empty ones, that ask for nothing."""
+"""Values that switch a field off, in addition to null, 0 and empty values."""
 DATA_URL = re.compile(r"data:image/(png|jpe?g);base64,(.*)", re.DOTALL)
 SILENT_SECONDS = 10.0
-"""Time after which a stream sends a comment, so that nobody takes it for dead."""
+"""Seconds of silence after which a stream sends a comment, so that proxies and clients do not consider it dead."""
 
 
 def _prompts(value: Any, place: str) -> tuple[str | list[int], ...]:
-    """Read texts, or lists of ids; one may stand alone."""
+    """Read strings or lists of ids; a single prompt needs no enclosing list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
     return tuple([value] if is_one else as_list(value, place))
 
@@ -74,7 +75,7 @@ def _asks_for_usage(value: Any, place: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted(SamplingParams):
-    """What both endpoints take, `top_k` beside OpenAI's own."""
+    """Fields of both endpoints. `top_k` is an extension of OpenAI's API."""
 
     model: str
     n: Annotated[int, Between(1)] = 1
@@ -85,7 +86,7 @@ class Wanted(SamplingParams):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Completions(Wanted):
-    """A body of `/v1/completions`."""
+    """Body of a request to `/v1/completions`."""
 
     prompt: Annotated[tuple[str | list[int], ...], _prompts]
     max_tokens: Annotated[int, Between(0)] | None = 16
@@ -108,7 +109,7 @@ def _content(value: Any, place: str) -> tuple[Part, ...]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ImageUrl:
-    """An image of a message."""
+    """An image in a message."""
 
     url: Annotated[tuple[str, str], _data_url]
     detail: Literal["auto"] = "auto"
@@ -117,14 +118,14 @@ class ImageUrl:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Text, or an image, of a message."""
+    """A text or image part of a message."""
 
     type: Literal["text", "image_url"]
     text: str = ""
     image_url: ImageUrl | None = None
 
     def in_template(self) -> dict[str, Any]:
-        """The same as chat templates take it."""
+        """Return the part in the format of chat templates."""
         return {"type": "image"} if self.image_url else {"type": "text", "text": self.text}
 
 
@@ -140,7 +141,7 @@ class Message:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Chat(Wanted):
-    """A body of `/v1/chat/completions`."""
+    """Body of a request to `/v1/chat/completions`."""
 
     messages: tuple[Message, ...]
     max_completion_tokens: Annotated[int, Between(1)] | None = None
@@ -151,18 +152,18 @@ class Chat(Wanted):
 Asked = tuple[str, Sample]
 """Id of a submitted request, and the request."""
 Words = list[dict[str, Any]]
-"""Tokens of an answer, as `/v1/chat/completions` describes them."""
+"""Tokens of a reply in the format of `/v1/chat/completions`."""
 Measure = Callable[[Sequence[Chunk]], MeasuredSize]
 
 
 @final
 class OpenAI:
-    """The endpoints.
+    """OpenAI's endpoints.
 
     Args:
-        endpoints: of the service.
-        processor: of the model; of a text model its tokenizer.
-        image_token_id: placeholder of an image; None: a text model.
+        endpoints: the endpoints of the service.
+        processor: the model's processor; for a text model, its tokenizer.
+        image_token_id: the image placeholder; None: a text model.
         measure: checks the chunks of a prompt and counts their tokens, without decoding images.
     """
 
@@ -173,7 +174,7 @@ class OpenAI:
         self._measure = measure
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._session, self._samplers = "", {}
-        """The session, and its sampling sessions by folder of the checkpoint; empty: the base model."""
+        """The session, and its sampling sessions by checkpoint folder; the base model has the empty name."""
 
     def routes(self) -> list[Route]:
         """Return the route of each endpoint."""
@@ -204,7 +205,7 @@ class OpenAI:
     # ------------------------------------------------------------------ requests
 
     def _submit(self, wanted: Any) -> list[Asked]:
-        """Submit one request for each prompt."""
+        """Submit one request per prompt."""
         is_chat = isinstance(wanted, Chat)
         prompts = [self._chunks(wanted.messages)] if is_chat else [*map(self._tokens, wanted.prompt)]
         most = (wanted.max_completion_tokens if is_chat else None) or wanted.max_tokens
@@ -228,7 +229,10 @@ class OpenAI:
         return asked
 
     def _sampler(self, model: str) -> str:
-        """Return a sampling session of a model, of a session that is begun if there is none any more."""
+        """Return a sampling session for a model.
+
+        Opens a new session if the last one is gone, and a new sampling session if the model has none.
+        """
         is_base = model == self._base.name
         if not is_base and not model.startswith("tinker://"):
             message = f"model {shown(model)}: this service has {self._base.name!r}, and tinker:// paths of checkpoints"
@@ -251,7 +255,7 @@ class OpenAI:
         return [{"type": "encoded_text", "tokens": as_list(ids, "prompt")}]
 
     def _chunks(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return messages by the model's chat template, images in the place of their placeholders."""
+        """Apply the model's chat template, and return text chunks with an image chunk at each image placeholder."""
         urls = [part.image_url.url for message in messages for part in message.content if part.image_url]
         if not messages or (urls and self._image is None):
             raise RequestError("messages: none" if not messages else "messages: an image, but this is a text model")
@@ -276,10 +280,10 @@ class OpenAI:
     # ------------------------------------------------------------------ answers
 
     async def _reply(self, request_id: str) -> Any:
-        """Wait for what was sampled.
+        """Wait for the samples.
 
         Raises:
-            Rejected: it failed.
+            Rejected: sampling failed.
         """
         while isinstance(reply := await self._queue.reply(request_id, self._endpoints.limits.poll_seconds), Pending):
             self._endpoints.refuse_if_draining()
@@ -331,7 +335,7 @@ class OpenAI:
         }
 
     def _choice(self, wanted: Any, request: Sample, response: Any, sequence: Any) -> dict[str, Any]:
-        """One sequence: its text up to what ended it, and its tokens that are part of the text."""
+        """Return one choice: its text up to what ended it, and the tokens of this text."""
         ids, is_stop = np.frombuffer(sequence.tokens, "<i4").tolist(), sequence.stop_reason == 0
         words = self._words(ids, _floats(sequence.logprobs), sequence.topk_sampled_logprobs)
         if wanted.max_tokens == 0 or (is_stop and ids[-1] in self._base.eos):
@@ -351,7 +355,7 @@ class OpenAI:
         return {"text": text, "logprobs": None if wanted.logprobs is None else _table(words), **end}
 
     def _words(self, ids: Sequence[int], logprobs: Sequence[float], top: Any) -> Words:
-        """Describe tokens by what the model says of them; a log-probability that is NaN is not known."""
+        """Describe tokens with their log-probabilities. NaN means that a log-probability is unknown."""
         likeliest: Sequence[Any] = [()] * len(ids)
         if top.k:
             shape = (top.length, top.k)
@@ -366,7 +370,7 @@ class OpenAI:
 
 
 def _table(words: Words) -> dict[str, Any]:
-    """Tokens as `/v1/completions` describes them."""
+    """Return tokens in the format of `/v1/completions`."""
     tops = [{each["token"]: each["logprob"] for each in (word, *word["top_logprobs"])} for word in words]
     return {
         "tokens": [word["token"] for word in words],
@@ -388,7 +392,7 @@ def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """Read a body.
 
     Raises:
-        RequestError: a field that is not known, or that this service does not have.
+        RequestError: a field is unknown, or this service does not have it.
     """
     for name in REFUSED.keys() & values.keys():
         if values[name] and values[name] != OFF.get(name):
@@ -398,7 +402,7 @@ def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def _refusal(error: RequestError) -> Response:
-    """An error as OpenAI's clients read it."""
+    """Return an error in the format of OpenAI's clients."""
     status, seconds = (error.status, error.retry_after) if isinstance(error, Rejected) else (400, None)
     kind = "invalid_request_error" if status < 500 else "server_error"
     headers = {} if seconds is None else {"Retry-After": f"{max(seconds, 0.1):g}"}

@@ -1,10 +1,10 @@
-"""Operations of a model in the engine, and its state on the disk: snapshots, and their replay after a restart.
+"""Operations of a model in the engine, and the model's state on disk: snapshots, and replay after a restart.
 
     snapshot (covers 1..4)      5 forward_backward   6 forward_backward   7 optim_step   8 forward_backward (queued)
-    └────────── restored ──────────────── replayed, in the same groups ───────────┘      carried out as ever
+    └────────── restored ──────────────── replayed, in the same groups ───────────┘      run as usual
 
-A model is always: its last snapshot, and what the journal says was done after it. An operation counts when its reply is
-in the journal; what the engine did for one that is not there dies with the process. So nothing is applied twice.
+A model's state is always its last snapshot plus the operations that the journal records after it. An operation counts
+once its reply is in the journal. Any other work of the engine is lost with the process. So nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ SAVED: Mapping[Kind, Any] = {
     "sampler_weights": "save_weights_for_sampler",
     "external_weights": "save_weights_external",
 }
-"""What the client calls a save of each kind."""
+"""The client's type tag for each kind of save."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """The outcome of an operation, before it is committed."""
+    """The outcome of an operation before it is committed."""
 
     outcome: messages.Outcome
-    """For the client."""
+    """The outcome for the client."""
     write: Callable[[], None] | None = None
-    """Goes into the journal with the reply."""
+    """Called to write to the journal, in the same transaction as the reply."""
     take_in: Callable[[], None] | None = None
-    """Goes into the ledger once it is committed, under its lock."""
+    """Called to update the ledger, under its lock, once the operation is committed."""
     is_replayed: bool = False
-    """True if a restart has to do it again."""
+    """Whether the operation has to be replayed after a restart."""
 
 
 @final
 class Operations:
-    """Carries out one operation at a time, in the engine thread."""
+    """Runs one operation at a time, in the engine thread."""
 
     def __init__(self, engine: Engine, ledger: Ledger, state: StateFolder, *, codec: Any) -> None:
         self._engine, self._ledger, self._state, self._codec = engine, ledger, state, codec
         self._journal, self._base_model = ledger.journal, engine.base.name
 
     def parse(self, row: RequestRow) -> messages.Request:
-        """Parse a request out of the journal, with the seed that was drawn for it."""
+        """Parse a request from the journal, with the seed that was drawn for it."""
         return with_seed(self._codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
 
     def run(self, lane: Lane, entry: Entry) -> Done:
-        """Carry out an operation that is not a forward_backward.
+        """Run an operation other than forward_backward.
 
         Raises:
-            RequestError: it cannot be; the model is as before.
+            RequestError: the operation cannot be run; the model is unchanged.
             Exception: the engine or the disk failed.
         """
         request = entry.request or self.parse(entry.row)
@@ -95,7 +95,7 @@ class Operations:
     def _step(self, lane: Lane, request: messages.OptimStep) -> Done:
         try:
             outcome = self._engine.optim_step(lane.id, request.adam)
-        except RequestError as error:  # the gradient is dropped, which a replay has to do too
+        except RequestError as error:  # the gradient is dropped, and a replay has to drop it too
             outcome = messages.Failure(message=str(error), category="user")
         lane.has_gradients = False
         return Done(outcome=outcome, is_replayed=True)
@@ -205,7 +205,7 @@ class Operations:
         folder = self._training_folder(checkpoint, optimizer=request.optimizer)
         self._engine.load(lane.id, folder, optimizer=request.optimizer)
         lane.has_gradients = False
-        snapshot = self._write_state(lane)  # the checkpoint may be gone when a replay would need it
+        snapshot = self._write_state(lane)  # the checkpoint may be deleted before a replay needs it
         return Done(
             outcome=messages.LoadedWeights(path=request.path),
             write=lambda: self._journal.cover(lane.id, snapshot=snapshot, covered=entry.row.seq),
@@ -223,7 +223,7 @@ class Operations:
         return name
 
     def snapshot_is_due(self, lane: Lane) -> bool:
-        """Return whether a snapshot can be taken, and is worth the time."""
+        """Return whether a snapshot is possible and worth its time."""
         limits = self._ledger.limits
         if lane.failure is not None or lane.seconds == 0:
             return False
@@ -232,19 +232,19 @@ class Operations:
         return lane.seconds * limits.snapshot_share >= lane.snapshot_seconds
 
     def snapshot(self, lane: Lane) -> None:
-        """Write the state of a model after its last operation, which no replay has to go back beyond.
+        """Write the model's state after its last operation. Later replays start from this snapshot.
 
         Raises:
-            VlmpackError: the disk is full or fails; the snapshot before stays.
+            VlmpackError: the disk is full or fails; the previous snapshot is kept.
         """
         assert not lane.has_gradients, "a snapshot holds no gradients"
         self._journal.cover(lane.id, snapshot=self._write_state(lane), covered=lane.next - 1)
 
     def restore(self, lane: Lane) -> None:
-        """Bring a model to what the journal says: its snapshot, and what was done after it.
+        """Restore a model from the journal: load its snapshot and replay the operations after it.
 
         Raises:
-            Exception: it cannot be.
+            Exception: the model cannot be restored.
         """
         if lane.id in self._engine.models():
             self._engine.free(lane.id)
@@ -265,7 +265,7 @@ class Operations:
         lane.replayed_bytes += sum(row.size for row in rows)
         match requests[0]:
             case messages.OptimStep(adam=adam):
-                with suppress(RequestError):  # as when it was carried out
+                with suppress(RequestError):  # it failed in the first run too
                     self._engine.optim_step(lane.id, adam)
                 lane.has_gradients = False
             case messages.ForwardBackward():
@@ -279,7 +279,7 @@ class Operations:
 
 
 def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
-    """Return a request with the seed that was drawn for it; None: it has its own."""
+    """Return a request with the seed that was drawn for it; None: keep the request's own seed."""
     if seed is None:
         return request
     match request:
@@ -306,6 +306,6 @@ _NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return what a client is told of an error that is not its own."""
+    """Return the message for a client about an error that the client did not cause."""
     remedy = "; the disk of its state folder is full: make room there" if _NO_SPACE in str(error) else ""
     return f"the server failed: {type(error).__name__}: {error}{remedy}"

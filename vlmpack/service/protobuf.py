@@ -1,7 +1,7 @@
-"""The binary messages of the wire: training requests in, results of training and sampling out.
+"""The protobuf messages of the API: training requests in, results of training and sampling out.
 
-The schema is built in a descriptor pool of its own, so that a `tinker` imported beside it does not clash. A map is
-encoded as what it is on the wire: repeated entries of key and value, of which the last one counts.
+The schema is built in its own descriptor pool, so that it does not clash with an imported `tinker`. A map is declared
+in its wire format: repeated entries of key and value. If a key is repeated, the last entry counts.
 
     body ──identify──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
     ForwardBackwardResult, SampleResult ──encode──▶ body
@@ -65,19 +65,21 @@ SCHEMA = {
         "int32 prompt_cache_hit_tokens=4; Tensor target_prompt_logprobs=5; PromptAltTokens prompt_alt_tokens=6"
     ),
 }
-"""Fields of each message; those of one `oneof` exclude each other. Enumerations are int32, which has their encoding."""
+"""Fields of each message. At most one of a message's `oneof` fields is set. Enumerations are declared as int32, which
+has the same encoding."""
 
 FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
 DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 NO_LOGPROB = -99999.0
-"""Of a place of a prompt for which there are no log-probabilities."""
+"""Value sent for positions without a log-probability."""
 STOP_REASONS = {"stop": 0, "length": 1}
 
 NESTED = {("Request", 3): "Datum", ("Datum", 1): "Chunk", ("Datum", 2): "Entry", ("Entry", 2): "Tensor"}
-"""Fields that are messages in turn, by message and field number; two kinds of entries have their tensor at 2."""
+"""Fields that are messages themselves, by message and field number. "Entry" covers two kinds of entries, because both
+have their tensor in field 2."""
 
 SHAPE_BYTES = 100
-"""Longest encoded shape: each byte of it can be a dimension."""
+"""Maximum encoded length of a shape: each byte of it can be a dimension."""
 
 
 # ---------------------------------------------------------------------- the schema
@@ -130,19 +132,19 @@ def _add_fields(described: Any, fields: Sequence[list[str]]) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The name of a training request, which stands before the rest of it."""
+    """The model_id and seq_id of a training request, which precede the rest of the message."""
 
     model_id: str
-    """Of the model."""
+    """Id of the model."""
     seq_id: int
-    """Place among the operations of its model."""
+    """Position among the operations of the model."""
 
 
 def identify(body: bytes) -> Identity:
-    """Read the name of a training request, whatever comes after it.
+    """Read the model_id and seq_id of a training request, and ignore everything after them.
 
     Raises:
-        RequestError: there is no model_id and seq_id, or something before them is no protobuf message.
+        RequestError: model_id or seq_id is missing, or the bytes before them are not a protobuf message.
     """
     model_id, seq_id = "", 0
     for number, value in _fields(body, 0, len(body)):
@@ -158,14 +160,14 @@ def identify(body: bytes) -> Identity:
 
 
 def check_fields(body: bytes, *, most: int) -> None:
-    """Count the fields of a training request without building anything; a message of 2 bytes takes 100 in memory.
+    """Count the fields of a training request without building any message: a 2-byte message takes 100 bytes in memory.
 
     Args:
-        body: the message.
-        most: fields of all nested messages together.
+        body: the encoded message.
+        most: maximum number of fields, over all nested messages.
 
     Raises:
-        RequestError: more fields, a shape of many dimensions, or no protobuf message.
+        RequestError: there are more fields, a shape has too many dimensions, or the body is not a protobuf message.
     """
     count, waiting = 0, [("Request", 0, len(body))]
     while waiting:
@@ -183,7 +185,7 @@ def check_fields(body: bytes, *, most: int) -> None:
 
 
 def _fields(body: bytes, start: int, end: int) -> Iterator[tuple[int, int | slice]]:
-    """Yield (field number, varint or place of the bytes) of a message at body[start:end]."""
+    """Yield (field number, varint or slice of the bytes) of the message at body[start:end]."""
     while start < end:
         tag, start = _varint(body, start, end)
         number, wire = tag >> 3, tag & 7
@@ -204,7 +206,7 @@ def _fields(body: bytes, start: int, end: int) -> Iterator[tuple[int, int | slic
 
 
 def _varint(body: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return (value, place after it)."""
+    """Return (value, index after it)."""
     value = 0
     for index in range(start, min(end, start + 10)):
         byte = body[index]
@@ -218,7 +220,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     """Parse a training request.
 
     Raises:
-        RequestError: a damaged message, or inputs that this service does not take; the message names the datum.
+        RequestError: the message is damaged, or has inputs that this service does not take; the error names the datum.
     """
     from google.protobuf.message import DecodeError
 
@@ -238,7 +240,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def encode_forward_backward(request: ForwardBackward) -> bytes:
-    """Encode a training request, as clients do: the inverse of `decode_forward_backward`."""
+    """Encode a training request as a client does; the inverse of `decode_forward_backward`."""
     encoded = message("ForwardBackwardRequest")(
         model_id=request.model_id,
         seq_id=request.seq_id,
@@ -261,7 +263,7 @@ def encode_forward_backward(request: ForwardBackward) -> bytes:
 
 
 def _fill(tensor: Any, given: np.ndarray | SparseMatrix) -> None:
-    """Write numbers, int64 or float32, dense or in rows as they are."""
+    """Write an int64 or float32 tensor, dense or as compressed rows (CSR)."""
     values = given.values if isinstance(given, SparseMatrix) else given
     tensor.dtype = INT64 if values.dtype.kind in "iu" else FLOAT32
     data = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
@@ -285,7 +287,7 @@ def _add_chunk(added: Any, chunk: Chunk) -> None:
 
 
 def _loss_config(parsed: Any) -> Mapping[str, float | str]:
-    """Read the settings of a loss; floats are sent twice, texts in version 2 alone."""
+    """Read the settings of a loss. Floats are in both fields; strings are in `loss_fn_config_v2` only."""
     if not parsed.loss_fn_config_v2:
         return {entry.key: entry.value for entry in parsed.loss_fn_config}
     settings: dict[str, float | str] = {}
@@ -322,7 +324,7 @@ def _chunk(parsed: Any) -> Chunk:
 
 
 def _tensor(name: str, parsed: Any) -> np.ndarray | SparseMatrix:
-    """Read a tensor, bfloat16 as float32. Without a shape it has one dimension."""
+    """Read a tensor; bfloat16 becomes float32. Without a shape it has one dimension."""
     if parsed.dtype not in DTYPES:
         raise RequestError(f"{name}: dtype {parsed.dtype}; send float32 or int64")
     is_sparse = parsed.WhichOneof("kind") == "sparse_csr"
@@ -379,7 +381,7 @@ def _fill_top(message: Any, top: TopTokens) -> None:
 
 def _output(result: ForwardBackwardResult) -> bytes:
     output = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
-    for trailing, group in groupby(result.logprobs, lambda logprobs: logprobs.shape[1:]):  # a record has one shape
+    for trailing, group in groupby(result.logprobs, lambda logprobs: logprobs.shape[1:]):  # one record has one shape
         pieces = [np.ascontiguousarray(logprobs, dtype="<f4") for logprobs in group]
         record = output.loss_fn_outputs.add(num_datums=len(pieces))
         tensor = record.fields.add(key="logprobs").value

@@ -1,9 +1,10 @@
-"""The service put together: base model, engine, queue, app, and the process that serves them.
+"""Assemble the service (base model, engine, queue, app) and run the process that serves it.
 
 StateFolder ──▶ load_base ──▶ Base ──Service──▶ engine, queue, routes ──run──▶ uvicorn, until SIGTERM
 
-A connection waits for a request only so long, and gives way to a new one when there are too many: whoever reaches the
-port, with or without the key, cannot use up the process's files.
+A connection may wait for a request only for a limited time. When too many connections are open, the one that has waited
+longest is closed to admit the new one. So nobody who can connect to the port, with or without the key, can use up the
+process's file descriptors.
 """
 
 from __future__ import annotations
@@ -46,36 +47,36 @@ from vlmpack.service.vllm import set_sampler
 log = logging.getLogger("vlmpack.service")
 
 KEY_PREFIX = "tml-"
-"""The client takes no key that begins otherwise."""
+"""The client rejects keys without this prefix (JWTs, which begin with "eyJ", aside)."""
 KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open; the client's heartbeats come every 10 s."""
+"""Seconds that an idle connection stays open; the client sends a heartbeat every 10 s."""
 LAST_ANSWERS = 10
-"""Seconds that answers under way get when the service stops."""
+"""Seconds to finish responses in progress when the service stops."""
 FILES = 65_536
-"""Open files that the process asks for; the system may allow fewer."""
+"""Number of open files that the process asks for; the system may allow fewer."""
 BACKLOG = 2048
-"""Connections that wait to be accepted: a call of many requests opens one for each."""
+"""Maximum number of connections waiting to be accepted: a call of many requests opens one connection for each."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Base:
-    """A base model and what belongs to it."""
+    """A base model with its processor and names."""
 
     name: str
     """The name that clients use."""
     source: str
-    """Hub name or folder."""
+    """Hub name or folder of the model."""
     model: Any
-    """On its device."""
+    """The model, on its device."""
     processor: Any
-    """Its processor; of a text model its tokenizer."""
+    """The model's processor; for a text model, its tokenizer."""
     tokenizer: str | None = None
-    """Hub name or folder from which clients load the tokenizer; None: `source`, which clients elsewhere do not find if
-    it is a folder."""
+    """Hub name or folder from which clients load the tokenizer; None: `source`. If `source` is a folder, clients on
+    other machines cannot load it."""
 
     def engine(self, config: EngineConfig, ranks: Ranks | None) -> Engine:
-        """Make the engine of one process, which is one of `ranks`."""
+        """Make the engine of this process. `ranks` says which rank it is; None: it runs alone."""
         tokenizer = self.tokenizer or self.source
         return Engine(self.model, self.processor, name=self.name, tokenizer_id=tokenizer, config=config, ranks=ranks)
 
@@ -83,18 +84,18 @@ class Base:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings(EngineConfig):
-    """Settings of a service."""
+    """Settings of a service, on top of those of its engine."""
 
     key: str
-    """Clients send it with each request."""
+    """The API key that clients send with each request."""
     sampler: str = "exact"
-    """One of `SAMPLERS` of vllm.py."""
+    """The sampler: one of `SAMPLERS` in vllm.py."""
     drain_seconds: float = 60.0
-    """Time for work under way when the service stops; what is left is done after the next start."""
+    """Seconds to finish work in progress when the service stops; unfinished work is done after the next start."""
 
 
 def model_name(source: str) -> str:
-    """Return what clients call a model by default: its hub name, or the name of its folder."""
+    """Return the default name of a model for clients: its hub name, or the name of its folder."""
     return Path(source).resolve().name if Path(source).is_dir() else source
 
 
@@ -110,13 +111,13 @@ def load_base(
 
     Args:
         source: hub name or folder.
-        name: what clients call it; None: the hub name, or the folder's name.
+        name: the name that clients use; None: the hub name, or the folder's name.
         tokenizer: hub name or folder from which clients load the tokenizer; None: `source`.
-        device: of torch.
-        dtype: of the weights.
+        device: torch device.
+        dtype: name of the weights' torch dtype.
 
     Raises:
-        ConfigError: nothing readable is there. FamilyError: the family is not supported.
+        ConfigError: no readable model is at `source`. FamilyError: the model's family is not supported.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -141,10 +142,10 @@ def load_base(
 
 
 def read_key(file: Path) -> str | None:
-    """Return the key in a file; None: there is no such file.
+    """Return the key in a file, or None if there is no such file.
 
     Raises:
-        ConfigError: the file holds no key that the client takes, or cannot be read.
+        ConfigError: the file cannot be read, or its key is one that the client rejects.
     """
     try:
         return check_key(file.read_text(encoding="utf-8").strip(), f"key file {file}")
@@ -172,10 +173,10 @@ def make_key(file: Path) -> str:
 
 
 def check_key(key: str, place: str) -> str:
-    """Return a key that the client takes.
+    """Return the key if the client accepts it.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the client would reject the key.
     """
     if not key.startswith((KEY_PREFIX, "eyJ")) or not key.isascii() or not key.isprintable():
         raise ConfigError(f'{place}: the client takes keys that begin with "{KEY_PREFIX}", in ASCII; choose such a one')
@@ -187,13 +188,13 @@ def check_key(key: str, place: str) -> str:
 
 @final
 class Service:
-    """Engine, queue and app of one base model.
+    """The engine, queue and app of one base model.
 
     Args:
         base: the model.
-        state: the state folder, closed with the service. Open it before the model is loaded: it may be refused.
-        settings: of the service.
-        ranks: rank 0 of several; None: this process alone.
+        state: the state folder; the service closes it. Open it before you load the model, because opening may fail.
+        settings: settings of the service.
+        ranks: the process group, whose rank 0 is this process; None: this process runs alone.
 
     Raises:
         FamilyError: the model cannot be packed exactly.
@@ -208,15 +209,15 @@ class Service:
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
             log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
         self.engine: Any = engine if ranks is None else lead(engine, ranks)
-        """Computes: an `Engine`, or the same on all ranks."""
+        """Computes the requests: an `Engine`, or a proxy that runs the same call on all ranks."""
         self._is_alone = ranks is None
         self.queue = RequestQueue(self.engine, state, limits=settings.limits)
-        """Orders and remembers."""
+        """Orders the requests and remembers their results."""
         self._draining = threading.Event()
         self._drainer: threading.Thread | None = None
 
     def app(self) -> ASGIApp:
-        """Make the ASGI app; it starts the queue with itself, and stops it."""
+        """Make the ASGI app. The app starts the queue when it starts, and drains it when it shuts down."""
         limits = self.settings.limits
         endpoints = Endpoints(
             queue=self.queue,
@@ -242,7 +243,8 @@ class Service:
             await asyncio.to_thread(self._drainer.join)
 
     def drain(self) -> None:
-        """Take no more requests, let the work under way finish, and save the state; returns at once."""
+        """Stop taking requests, let work in progress finish, and save the state. Returns at once; a thread does the
+        work."""
         if self._draining.is_set():
             return
         self._draining.set()
@@ -257,10 +259,12 @@ class Service:
         log.info("stopped")
 
     def server(self, *, on_start: Callable[[], None] | None = None) -> uvicorn.Server:
-        """Make the server of the app, which drains on SIGTERM or SIGINT, and raise the process's limit of open files.
+        """Make the HTTP server of the app, and raise the process's limit of open files.
+
+        The server drains on SIGTERM or SIGINT.
 
         Args:
-            on_start: called when requests are served.
+            on_start: called once the server accepts requests.
         """
         limits, files = self.settings.limits, raise_file_limit()
         most = min(limits.connections, files // 2)
@@ -283,7 +287,7 @@ class Service:
 
         Args:
             listening: a bound socket.
-            on_start: called when requests are served.
+            on_start: called once the server accepts requests.
         """
         self.server(on_start=on_start).run(sockets=[listening])
 
@@ -306,19 +310,19 @@ class Service:
 
 
 def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
-    """Compute what rank 0 says, until it stops.
+    """Run the commands of rank 0 until it stops.
 
     Raises:
-        ConnectionError: rank 0 is gone.
+        ConnectionError: the connection to rank 0 is lost.
     """
     engine = base.engine(settings, ranks)
-    if settings.sampler != "vllm":  # which rank 0 runs by itself
+    if settings.sampler != "vllm":  # rank 0 runs vLLM by itself
         set_sampler(engine, settings.sampler, source=base.source)
     follow(engine, ranks)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address; port 0: any that is free.
+    """Return a socket bound to an address. Port 0 picks any free port.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -349,10 +353,10 @@ def raise_file_limit() -> int:
 
 @final
 class _Connection(H11Protocol):
-    """A connection of uvicorn.
+    """A connection of uvicorn with limits on idle connections.
 
     Args:
-        most: connections at one time; the one that has waited longest for a request gives way to a new one.
+        most: maximum number of open connections. Beyond it, the one that has waited longest for a request is closed.
         header_seconds: time for the first request's header to arrive.
     """
 
@@ -363,7 +367,7 @@ class _Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether no request is being served; a header that has not arrived as a whole is none."""
+        """Return whether the connection is serving no request; a partly received header does not count as one."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:
@@ -379,7 +383,10 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     def close_if_late(self) -> None:
-        """Close the connection if it has waited too long; uvicorn's own timer ends with the first byte of a header."""
+        """Close the connection if it has waited too long.
+
+        uvicorn's own timer is not enough: it stops at the first byte of a header.
+        """
         seconds = self._header_seconds if self.cycle is None else KEEP_ALIVE
         if self.is_waiting and self.loop.time() > self.since + seconds:
             self.transport.close()
@@ -387,7 +394,7 @@ class _Connection(H11Protocol):
 
 @final
 class _Server(uvicorn.Server):
-    """uvicorn, which begins to drain as soon as a signal comes, and ends with status 0."""
+    """A uvicorn server that starts to drain as soon as a signal arrives, and exits with status 0."""
 
     def __init__(
         self, config: uvicorn.Config, *, on_start: Callable[[], None] | None, on_exit: Callable[[], None]

@@ -1,6 +1,6 @@
-"""The state of a service for people and for Prometheus: GET / and GET /metrics.
+"""The state of a service for people (GET /) and for Prometheus (GET /metrics).
 
-Both are served without the key, and hold numbers alone: no ids of sessions, no names that clients gave.
+Both need no key. They show only numbers and the model's name: no session ids, and no names that clients gave.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ METRICS = {
     "patches_total": "Patches of images.",
     "sampled_tokens_total": "Tokens sampled.",
 }
-"""The numbers of a service and what each is; a counter ends in `_total`. Some are one for each kind."""
+"""The metrics of a service and their descriptions. Counters end in `_total`. Some metrics have one value per kind."""
 
 
 @final
@@ -65,17 +65,17 @@ class Snapshot:
     title: str
     """Name of the base model."""
     numbers: Mapping[str, Any]
-    """The numbers of `METRICS`, or numbers by kind; others are not read."""
+    """Values of `METRICS`; a value may be a mapping by kind. Other names are ignored."""
     fault: str | None = None
-    """Why the service does not go on; None: it does."""
+    """Why the service has stopped working; None: it works."""
 
     def number(self, name: str) -> float:
-        """Return a number, summed over its kinds."""
+        """Return a metric, summed over its kinds."""
         value = self.numbers[name]
         return sum(value.values()) if isinstance(value, Mapping) else value
 
     def lines(self) -> Iterable[str]:
-        """Yield the lines of all numbers in Prometheus' text format."""
+        """Yield all metrics in Prometheus' text format, line by line."""
         for name, about in METRICS.items():
             value = self.numbers[name]
             yield f"# HELP vlmpack_{name} {about}"
@@ -86,7 +86,7 @@ class Snapshot:
 
 
 def routes(snapshot: Callable[[], Snapshot]) -> list[Route]:
-    """Return the routes of the page and of the metrics; `snapshot` returns the state."""
+    """Return the routes of the status page and of the metrics. `snapshot` returns the current state."""
 
     async def metrics(request: Request) -> Response:
         state = await run_in_threadpool(snapshot)
@@ -100,7 +100,7 @@ def routes(snapshot: Callable[[], Snapshot]) -> list[Route]:
 
 
 def render(state: Snapshot) -> str:
-    """Write the status page: no scripts, nothing loaded from elsewhere; it loads itself again every 5 s."""
+    """Render the status page. It has no scripts and no external resources, and reloads every 5 s."""
     fault = "" if state.fault is None else f'<p class="fault">{escape(state.fault)}</p>'
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _rows(state).items())
     return (

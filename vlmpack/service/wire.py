@@ -1,4 +1,5 @@
-"""Bodies to requests and outcomes to bodies: JSON by the annotations of `messages`, protobuf in its own file."""
+"""Decode bodies into requests and encode outcomes into bodies: JSON from the annotations in `messages`; protobuf.py
+does the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ REFUSED = {
     "record_stability_info": "it is for stable_reinforce, whose formula is not published; leave it out, and train with "
     "importance_sampling, ppo, cispo or gspo",
 }
-"""Options of the client that this service does not have, and what to do instead."""
+"""Client options that this service does not have, and what to do instead."""
 
 KINDS: Mapping[str, type[Any]] = {
     kind.__name__: kind
@@ -37,7 +38,7 @@ KINDS: Mapping[str, type[Any]] = {
         messages.Sample,
     )
 }
-"""The requests that arrive as JSON, by the names under which the journal keeps them."""
+"""Requests that arrive as JSON, by the names under which the journal stores them."""
 
 
 def decode(kind: str, body: bytes) -> messages.Request:
@@ -45,10 +46,10 @@ def decode(kind: str, body: bytes) -> messages.Request:
 
     Args:
         kind: name of the request's class.
-        body: of the request.
+        body: body of the request.
 
     Raises:
-        RequestError: it cannot be read, or asks for what this service does not do.
+        RequestError: the body cannot be read, or requests something that this service does not do.
     """
     if kind == messages.ForwardBackward.__name__:
         return protobuf.decode_forward_backward(body)
@@ -56,17 +57,21 @@ def decode(kind: str, body: bytes) -> messages.Request:
 
 
 def read_request(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Read a request out of a parsed body.
+    """Read a request from a parsed body.
 
     Raises:
-        RequestError: a field that cannot be, or an option that this service does not have.
+        RequestError: a field is invalid, or the body has an option that this service does not have.
     """
     refuse(values)
     return read_object(kind, values)
 
 
 def refuse(values: Mapping[str, Any]) -> None:
-    """Raise for options of the client that this service does not have, unless they are off."""
+    """Refuse client options that this service does not have, unless they are off.
+
+    Raises:
+        RequestError: such an option is set.
+    """
     for name in REFUSED.keys() & values.keys():
         value = values[name]
         if value not in (None, 0) and not (name == "optimizer_config" and _is_adamw(value)):
@@ -78,10 +83,10 @@ def _is_adamw(config: Any) -> bool:
 
 
 def owner_of(kind: type[Any], values: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the id of the model or sampling session of a request, and its number, before the rest of it is read.
+    """Return the id of a request's model or sampling session, and the request's number, before reading the rest.
 
     Raises:
-        RequestError: it names none.
+        RequestError: the id or the number is missing or invalid.
     """
     if issubclass(kind, messages.Creation):
         return f"{get(values, 'session_id', str)}:train:{get(values, 'model_seq_id', int)}", 0
