@@ -1,15 +1,15 @@
-"""The engine on several ranks: rank 0 has the queue and the clients, every other rank does what it does.
+"""The engine on several ranks: rank 0 has the queue and the clients, and all other ranks mirror its calls.
 
     rank 0    HTTP ─ queue ─ mirrored engine ────┬── its own engine
                                  commands        │
     rank 1    follow ◀───────────────────────────┴── an engine with the same models
 
-Each rank has the base model, or its part of it, and all client models. Rows are dealt to ranks, their gradients are
-summed when a work is done, and every rank takes the same step. Files are rank 0's; `load` reads the state folder on
-every rank. Sampling is rank 0's, too, unless the base model is sharded.
+Each rank has the base model, or its shard of it, and all client models. Rows are distributed over the ranks, gradients
+are summed at the end of a `RowWork`, and every rank takes the same optimizer step. Only rank 0 writes files; `load`
+reads the state folder on every rank. Only rank 0 samples, unless the base model is sharded.
 
-Commands are objects that rank 0 pickles and its own workers unpickle, over gloo on 127.0.0.1 or the address that
-torchrun gives them; nothing that a client sends is ever unpickled.
+Commands are objects that rank 0 pickles and its own workers unpickle. They go over gloo, on 127.0.0.1 or the address
+that torchrun sets. Nothing that a client sends is ever unpickled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from vlmpack.service.rows import RowWork
 from vlmpack.service.sampling import BatchedSampling
 
 ENGINE = ("create", "create_from", "free", "load", "optim_step", "forward_backward")
-"""Methods of an engine that every rank calls: what changes a model. Seeds have been drawn by the queue."""
+"""Engine methods that every rank calls, because they change a model. The queue has drawn all seeds before."""
 WORK = ("run_row", "cancel")
 SAMPLER = ("open", "close", "add", "step")
-"""The same of works, and of the sampling engine of a sharded base model: all ranks make its passes, rank 0 chooses."""
+"""Methods that every rank calls of a `RowWork` (above) and of the sampling engine of a sharded base model. All ranks
+run the sampling engine's passes, and rank 0 chooses the tokens."""
 
 
 @final
@@ -38,32 +39,32 @@ class Command:
     """A call that every rank makes."""
 
     of: str | int
-    """Whose method: "engine", "sampler", or the number of a work; "stop" ends the ranks."""
+    """Owner of the method: "engine", "sampler", or the number of a `RowWork`; "stop" ends the ranks."""
     method: str = ""
-    """Its name."""
+    """Name of the method."""
     arguments: tuple[Any, ...] = ()
-    """Its arguments."""
+    """Positional arguments."""
     settings: dict[str, Any] | None = None
-    """Its arguments by name."""
+    """Keyword arguments."""
 
 
 @final
 class Rank:
-    """The engine and the works of one rank."""
+    """The engine and the running `RowWork`s of one rank."""
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
         assert engine.ranks is ranks
         self.engine, self.ranks = engine, ranks
         self.works: dict[int, RowWork] = {}
         self.begun = 0
-        """Works that were begun, which is the number of the next one, on every rank."""
+        """Number of `RowWork`s started. It is the key of the latest one, and the same on every rank."""
 
     def run(self, command: Command) -> Any:
-        """Make a call on this rank.
+        """Make a call on this rank, as all ranks do.
 
         Raises:
-            RequestError: a client's mistake, which every rank has found.
-            RuntimeError: it failed on some ranks.
+            RequestError: a client's mistake, which all ranks found.
+            RuntimeError: the call failed on some ranks.
         """
         self.begun += command.method == "forward_backward"
         return self.ranks.together(lambda: self._call(command), name=command.method)
@@ -77,12 +78,12 @@ class Rank:
 
 
 def follow(engine: Engine, ranks: Ranks) -> None:
-    """Do what rank 0 does until it stops; for every rank but that one.
+    """Run the commands of rank 0 until it stops. Called by every other rank.
 
     Raises:
-        ConnectionError: rank 0 is gone.
+        ConnectionError: the connection to rank 0 is lost.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all: rank 0 drains, and stops the others then
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals all ranks: rank 0 drains and stops the others
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = Rank(engine, ranks)
     while True:
@@ -92,12 +93,12 @@ def follow(engine: Engine, ranks: Ranks) -> None:
         try:
             rank.run(command)
         except (RequestError, RuntimeError, OSError):
-            continue  # rank 0 tells its queue
+            continue  # rank 0 reports it to its queue
 
 
 @final
 class Mirror:
-    """An object of rank 0 of which some methods are called on every rank; everything else is its own."""
+    """A proxy on rank 0 that calls some methods of an object on every rank, and all others only on rank 0."""
 
     def __init__(self, rank: Rank, of: str | int, own: Any, on_all: tuple[str, ...]) -> None:
         self._rank, self._of, self._own, self._on_all = rank, of, own, on_all
@@ -113,16 +114,17 @@ class Mirror:
 
     @property
     def sampler(self) -> Any:
-        """The sampling engine: of this rank; of all ranks if it computes with a sharded base model."""
+        """The sampling engine: rank 0's own, or all ranks' mirrored one if it samples from a sharded base model."""
         own = self._own.sampler
         runs_on_all = self._own.sharding is not None and isinstance(own, BatchedSampling)
         return Mirror(self._rank, "sampler", own, SAMPLER) if runs_on_all else own
 
     def stop(self) -> None:
-        """Let the other ranks end."""
+        """Stop the other ranks."""
         self._rank.ranks.send(Command(of="stop"))
 
 
 def lead(engine: Engine, ranks: Ranks) -> Any:
-    """The engine of rank 0 for the queue: what changes a model is done by every rank; the others call `follow`."""
+    """Return rank 0's engine for the queue. Methods that change a model run on every rank; other ranks call
+    `follow`."""
     return Mirror(Rank(engine, ranks), "engine", engine, ENGINE)

@@ -1,10 +1,11 @@
-"""The thread that owns the engine: one row, operation or sampling slice at a time, models and sampling in turn.
+"""The thread that owns the engine. It alternates between models and sampling, one row, operation or sampling slice at a
+time.
 
-models       A ▣▣▣   B ▣   C ▣▣          rows of the groups they are in, or their next operation
-turns        A B C sample A C sample ...  the model that was served longest ago; a sampling slice between two rows
+models       A ▣▣▣   B ▣   C ▣▣          rows of their running groups, or their next operation
+turns        A B C sample A C sample ...  the least recently served model; a sampling slice between two rows
 
-a group      forward_backwards of a model that wait one after another, up to its next other operation: they share
-             rows. Their replies are committed together.
+a group      consecutive waiting forward_backwards of a model, up to its next other operation: they share
+             rows, and their replies are committed together.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
 
 TIDY_SECONDS = 0.5
-"""Time between two looks at what has run out."""
+"""Seconds between two calls of `tidy`."""
 CREATIONS = ("CreateModel", "CreateFromCheckpoint")
 CHANGES = ("OptimStep", "LoadWeights")
 """Operations that leave a model undefined when the engine fails in them."""
 BASE = "base"
-"""Key of the base model in the sampling engine; names of folders are longer."""
+"""Key of the base model in the sampling engine; folder names are longer."""
 
 log = logging.getLogger("vlmpack.service")
 
 
 @final
 class SampleLane:
-    """Hands samples to the sampling engine and takes its results, one slice of work at a time.
+    """Passes samples to the sampling engine and takes its results, one slice of work at a time.
 
     Args:
-        sampler: the sampling engine: `BatchedSampling`, `VllmSampling` or a mirror of one on all ranks.
-        ledger: all that was accepted.
-        state: where the snapshots lie.
-        parse: parses a request out of the journal.
+        sampler: the sampling engine: `BatchedSampling`, `VllmSampling`, or a `Mirror` of one on all ranks.
+        ledger: all accepted requests.
+        state: the state folder with the snapshots.
+        parse: parses a request from the journal.
         finish: commits outcomes.
     """
 
@@ -62,9 +63,9 @@ class SampleLane:
     ) -> None:
         self._sampler, self._ledger, self._state, self._parse, self._finish = sampler, ledger, state, parse, finish
         self._open: OrderedDict[str, int] = OrderedDict()
-        """Keys of the sampling engine, least recently used first, with their running samples."""
+        """Number of running samples per key of the sampling engine, least recently used key first."""
         self._running: dict[str, tuple[str, Entry]] = {}
-        """Key and request by the name in the engine."""
+        """Key and request, by the name in the sampling engine."""
         self._count = 0
 
     @property
@@ -74,11 +75,11 @@ class SampleLane:
 
     @property
     def folders_in_use(self) -> set[str]:
-        """Folders that running samples were opened from."""
+        """Folders of the snapshots that running samples use."""
         return {key for key, _ in self._running.values()}
 
     def run_slice(self) -> None:
-        """Enter the samples that are encoded, and do one slice of work."""
+        """Pass encoded samples to the sampling engine, and do one slice of work."""
         with self._ledger.lock:
             ready = [(entry, entry.encoded) for entry in self._ledger.new_samples if _is_encoded(entry)]
             left = {id(entry) for entry, _ in ready}
@@ -138,7 +139,7 @@ class SampleLane:
             return
         outcomes: list[tuple[Entry, Outcome]] = []
         for name, outcome in finished:
-            if name in self._running:  # else of a snapshot that was closed when the engine failed
+            if name in self._running:  # otherwise its snapshot was closed when the engine failed
                 key, entry = self._running.pop(name)
                 self._open[key] -= 1
                 outcomes.append((entry, outcome))
@@ -167,12 +168,12 @@ class Stopped(Exception):  # noqa: N818 (never leaves this file)
 
 @final
 class EngineThread:
-    """See the top of the file.
+    """The thread that owns the engine; see the module's docstring.
 
     Args:
-        engine: computes; belongs to this thread from `start` on.
-        ledger: what was accepted.
-        state: where states of models lie.
+        engine: the engine, which belongs to this thread from `start` on.
+        ledger: all accepted requests.
+        state: the state folder.
         codec: parses bodies and encodes replies.
         tidy: called about twice a second.
     """
@@ -188,27 +189,27 @@ class EngineThread:
         self._turn = 0
         self._tidied = 0.0
         self._is_short = False
-        """True if a model waits for room to encode, so that those behind it may not take it."""
+        """Whether a model waits for room to encode. Models behind it must not take the room."""
         self._stop = False
         self._drain_until: float | None = None
         self.fault: str | None = None
-        """Why the thread ended."""
+        """Why the thread ended; None: it has not failed."""
         self.is_restored = False
-        """True if the models of the journal are in the engine."""
+        """Whether the journal's models are in the engine."""
         self.counts: Counter[str] = Counter()
-        """Rows, and requests by kind and by failure."""
+        """Number of rows and snapshots, and of requests by kind and state."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Time in the engine by use."""
+        """Seconds in the engine, by use."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, *, drain: float | None = None) -> None:
-        """End after the unit of work that runs, or after the groups that run; returns when it has.
+        """Stop after the current unit of work, or after the running groups. Returns when the thread has ended.
 
         Args:
-            drain: seconds for the groups that run, after which snapshots are written; None: end at once.
+            drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
         """
         with self._ledger.lock:
             if drain is None:
@@ -252,7 +253,7 @@ class EngineThread:
             lane, unit = self._next_unit()
             samples = self._drain_until is None and self._samples.has_work
             if unit is None and not samples:
-                if not self._stop and not self._is_drained():  # either may have come since the loop looked
+                if not self._stop and not self._is_drained():  # a stop may have come since the loop checked
                     self._ledger.changed.wait(TIDY_SECONDS)
                 return
         if unit is not None and lane is not None:
@@ -263,7 +264,7 @@ class EngineThread:
             self.seconds["sampling"] += time.perf_counter() - begin
 
     def _guarded(self, lane: Lane, unit: Callable[[], None]) -> None:
-        """Run a unit; a fault of ours stops its model alone, which the next start restores."""
+        """Run a unit. An internal error stops only its model, which the next start restores."""
         try:
             unit()
         except Stopped:
@@ -320,7 +321,7 @@ class EngineThread:
             self._ledger.is_swept = False
 
     def sweep(self) -> None:
-        """Remove the folders that nothing refers to; called in the engine thread."""
+        """Remove folders that nothing refers to. Called in the engine thread."""
         self._ledger.is_swept = True
         try:
             wanted = self._ledger.journal.folders()
@@ -332,7 +333,7 @@ class EngineThread:
     # ------------------------------------------------------------------ encoding
 
     def encode_ahead(self, lane: Lane) -> list[Entry]:
-        """Return the forward_backwards that go through the model next, and begin to encode them; under the lock."""
+        """Start to encode the forward_backwards of the next group, and return them. Called under the lock."""
         limits = self._ledger.limits
         group: list[Entry] = []
         size = 0
@@ -353,7 +354,7 @@ class EngineThread:
         return group
 
     def encode_samples(self) -> None:
-        """Begin to encode the prompts that there is room for; under the lock."""
+        """Start to encode prompts as far as there is room. Called under the lock."""
         for entry in self._ledger.new_samples:
             if entry.encoded is None:
                 if not self._ledger.has_room_for(entry.row.size, samples=True):
@@ -425,7 +426,7 @@ class EngineThread:
         self._finish([*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
 
     def _break_group(self, lane: Lane, error: Exception) -> None:
-        """Take a group back whose rows failed; its requests run again one by one, so that one fails alone."""
+        """Cancel a group whose rows failed. Its requests run again one by one, so that only the one at fault fails."""
         group, lane.group = lane.group, []
         work, lane.work = lane.work, None
         if not isinstance(error, RequestError):
@@ -465,7 +466,7 @@ class EngineThread:
         self._ledger.is_swept = False
 
     def _make_room(self, lane: Lane) -> None:
-        """End silent sessions, the longest first, while there is no room for a new model."""
+        """End silent sessions, the longest silent first, until there is room for a new model."""
         limits = self._ledger.limits
         for session in self._ledger.silent(limits.silent_seconds):
             if len(self._engine.models()) < limits.models:
@@ -487,7 +488,7 @@ class EngineThread:
         try:
             self._operations.snapshot(lane)
         except Exception:
-            lane.seconds = 0.0  # tried again after as much work as would have paid for it
+            lane.seconds = 0.0  # retry after as much work as would pay for it
             log.exception("the state of %s could not be written; the one before it stays", lane.id)
         else:
             self.counts["snapshots"] += 1
@@ -520,7 +521,8 @@ class EngineThread:
     def _finish(
         self, outcomes: Sequence[tuple[Entry, Outcome]], *, group: int | None = None, done: Done | None = None
     ) -> None:
-        """Commit replies, and what is done with them, together; requests of ended sessions are done already."""
+        """Commit replies, and the writes of an operation, together. Skips requests of ended sessions, which are already
+        done."""
         replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
         if not replies:
             return
@@ -545,14 +547,17 @@ class EngineThread:
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:
             reply = self._codec.encode(outcome)
-        except Exception as error:  # a number that the wire has no form for
+        except Exception as error:  # the wire format cannot express a number
             log.exception("a reply could not be encoded")
             outcome = _failure(error)
             reply = self._codec.encode(outcome)
         return entry, "failed" if isinstance(outcome, Failure) else "done", reply
 
     def _commit(self, write: Callable[[], None]) -> None:
-        """Commit, however long the disk is full: what the engine did cannot be taken back, nor told before."""
+        """Commit, and retry for as long as the disk is full.
+
+        The engine's work cannot be undone, and its outcome must not be reported before the commit.
+        """
         while True:
             try:
                 with self._ledger.journal.transaction():

@@ -1,18 +1,20 @@
-"""Sequences that grow together: prefill, decode steps with a key-value cache, and the canonical computation.
+"""Sequences that are sampled together: prefill, decode steps with a key-value cache, and the canonical computation.
 
     prompts ──prefill──▶ Batch ──take──▶ tokens chosen ──step──▶ logits ──take──▶ ...
                            │ join: batches merge       └─ settle: blocks checked, finished sequences leave
 
-A sequence's logits depend in the last digits on what shares its batch. So a choice that rounding could change is
-checked by the *canonical computation*: the sequence alone in one packed row, without a cache. One row checks a block:
+The last digits of a sequence's logits depend on the other sequences in the batch. So a choice that rounding could
+change is checked by the *canonical computation*: the sequence alone in one packed row, without a cache. One row checks
+a block:
 
     row       p p p p p  a b c d  e f g .      p prompt, blocks of four tokens, here the second; `.` fills it up
-    logits                     e  f g h        where they differ from what was chosen, the sequence begins again there
+    logits                     e  f g h        if they choose another token, the sequence restarts from there
 
-A row is as long as its block, however many tokens are known. What comes after a token has no part in its logits, bit
-for bit: its weights are zeros of attention, and rows of a product of one shape are computed alike. So the canonical
-logits of a token depend on the tokens before it and on the weights alone, and so then does every token. Experts are the
-exception, as how many tokens each one has is a shape too: there a block is one token.
+A row always has the length up to the end of its block, however many tokens of the block are known. Tokens after a
+position do not change its logits, bit for bit: their attention weights are zero, and matrix products of the same shape
+compute each row in the same way. So the canonical logits of a token depend only on the tokens before it and on the
+weights, and therefore every sampled token does too. Mixture-of-experts models are an exception, because the number of
+tokens per expert is also a shape. For them a block is one token.
 
 B sequences, S cached tokens with padding, N tokens of a prompt, V vocabulary.
 """
@@ -40,16 +42,16 @@ from vlmpack.service.messages import PromptScores, Sample, SampledSequence, Samp
 from vlmpack.service.rows import last_hidden, tokens_row
 
 Agree = Callable[[list[Choice]], list[Choice]]
-"""Choices of this rank to those that count."""
+"""Maps the choices of this rank to the choices that count."""
 
 
 def itself(choices: list[Choice]) -> list[Choice]:
-    """The choices of a model that no other rank computes."""
+    """Return the choices unchanged, for a model that no other rank computes."""
     return choices
 
 
 HEAD_CHUNK = 2048
-"""Rows of logits alive at a time where each token of a prompt gets its log-probability."""
+"""Maximum number of rows of logits in memory when the tokens of a prompt get their log-probabilities."""
 
 
 @final
@@ -58,16 +60,19 @@ class Ending:
     """When a sequence ends."""
 
     stop_tokens: frozenset[int]
-    """Ids that end it."""
+    """Ids that end the sequence."""
     stop_strings: tuple[str, ...]
-    """Texts that end it."""
+    """Strings that end the sequence."""
     max_tokens: int
-    """Most tokens."""
+    """Maximum number of tokens."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Token ids to text; None: there are no stop strings."""
+    """Converts token ids to text; None: there are no stop strings."""
 
     def reason(self, tokens: Sequence[int]) -> StopReason | None:
-        """Return why a sequence ends after these tokens; None: it goes on. It did not end at an earlier one."""
+        """Return why a sequence ends after these tokens; None: it continues.
+
+        The sequence must not have ended at an earlier token.
+        """
         if tokens[-1] in self.stop_tokens or self._has_stop_string(tokens):
             return "stop"
         return "length" if len(tokens) >= self.max_tokens else None
@@ -75,7 +80,8 @@ class Ending:
     def _has_stop_string(self, tokens: Sequence[int]) -> bool:
         if self.decode is None or not self.stop_strings:
             return False
-        # A token is a byte at least; a few more, for a character that the cut splits.
+        # A token is at least one byte, so these tokens contain the longest stop string. The extra 8 cover a character
+        # that the slice splits.
         longest = max(len(text.encode()) for text in self.stop_strings)
         text = self.decode(tokens[-(longest + 8) :])
         return any(stop in text for stop in self.stop_strings)
@@ -84,41 +90,41 @@ class Ending:
 @final
 @dataclass(kw_only=True, eq=False)
 class Growing:
-    """One sequence that is being sampled."""
+    """A sequence that is being sampled."""
 
     prompt: EncodedSequence
-    """Its prompt."""
+    """The prompt."""
     params: SamplingParams
-    """Its settings."""
+    """Sampling settings."""
     ending: Ending
-    """When it ends."""
+    """When the sequence ends."""
     seed: int
-    """Its own seed."""
+    """Seed of this sequence."""
     key: str = ""
-    """Of its request."""
+    """Key of its request."""
     is_alone: bool = False
-    """True if it runs with sequences of its own request only."""
+    """Whether the sequence runs only with sequences of the same request."""
     top: int = 0
-    """Most likely tokens that are wanted beside each."""
+    """Number of most likely tokens to return with each token."""
     tokens: list[int] = field(default_factory=list)
     """Tokens sampled so far."""
     choices: list[Choice] = field(default_factory=list)
-    """The same with their log-probabilities."""
+    """The choices of these tokens, with their log-probabilities."""
     unsure: list[Draw] = field(default_factory=list)
-    """Draws that rounding could change, and that are not checked."""
+    """Draws that rounding could change and that have not been checked."""
     stop_reason: StopReason | None = None
-    """Why it ended; None: it goes on."""
+    """Why the sequence ended; None: it continues."""
     error: str | None = None
-    """Why it failed; None: it did not."""
+    """Why the sequence failed; None: it did not fail."""
 
     @property
     def reserved(self) -> int:
-        """Tokens that it may grow to."""
+        """Maximum number of tokens that the sequence can reach, including the prompt."""
         return self.prompt.length + self.ending.max_tokens
 
     @property
     def context(self) -> EncodedSequence:
-        """Its prompt with the tokens sampled so far."""
+        """The prompt followed by the tokens sampled so far."""
         if not self.tokens:
             return self.prompt
         ids = np.concatenate((self.prompt.input_ids, np.asarray(self.tokens, np.int64)))
@@ -126,16 +132,16 @@ class Growing:
 
     @property
     def draw(self) -> Draw:
-        """The next token."""
+        """The draw of the next token."""
         return Draw(params=self.params, seed=self.seed, place=len(self.tokens), top=self.top)
 
     @property
     def is_done(self) -> bool:
-        """Return whether it ended or failed."""
+        """Return whether the sequence ended or failed."""
         return self.error is not None or self.stop_reason is not None
 
     def append(self, choice: Choice) -> None:
-        """Add a token."""
+        """Append a token."""
         if not np.isfinite(choice.logprob):
             self.error = "the model's logits are not finite: its weights, or the prompt's images, hold NaN or infinity"
         elif not choice.is_sure:
@@ -145,17 +151,17 @@ class Growing:
         self.stop_reason = self.ending.reason(self.tokens)
 
     def has_to_be_checked(self, block: int) -> bool:
-        """Return whether choices that rounding could change are checked now: at the end, or where a block ends."""
+        """Return whether unsure choices have to be checked now: at the end of the sequence or of a block."""
         return bool(self.unsure) and (self.is_done or len(self.tokens) % block == 0)
 
     def check(self, choices: Sequence[Choice]) -> int:
-        """Put canonical choices in the place of those that were not sure; from the first that differs, forget the rest.
+        """Replace unsure choices with canonical ones. Discard all tokens after the first choice that differs.
 
         Args:
-            choices: of `unsure`, in order.
+            choices: canonical choices for `unsure`, in order.
 
         Returns:
-            Tokens forgotten: those behind the first that differs.
+            The number of discarded tokens.
         """
         draws, self.unsure = self.unsure, []
         for draw, choice in zip(draws, choices, strict=True):
@@ -169,7 +175,7 @@ class Growing:
         return 0
 
     def result(self) -> SampledSequence:
-        """The finished sequence."""
+        """Return the finished sequence."""
         top = np.array([choice.top for choice in self.choices]).reshape(len(self.tokens), self.top, 2)
         tops = TopTokens(ids=top[..., 0].astype(np.int32), logprobs=top[..., 1].astype(np.float32))
         return SampledSequence(
@@ -185,35 +191,36 @@ class Growing:
 
 @final
 class Reader:
-    """Calls of one model with packing enabled, in evaluation mode."""
+    """Runs a model with packing enabled, in evaluation mode."""
 
     def __init__(self, model: nn.Module, *, rounding: float, block: int = 1, agree: Agree = itself) -> None:
         self.core: Any = find_model(model)
         """The model with its head."""
         self.family: Family = family_of(self.core)
-        """Its family."""
+        """Family of the model."""
         self.rounding = rounding
-        """Largest error of a logit as a part of the largest one's size; infinity: every choice is canonical."""
+        """Largest error of a logit, as a fraction of the largest absolute logit; infinity: every choice is
+        canonical."""
         self.block = 1 if self.family.has("experts") else block
-        """Tokens that a canonical row checks."""
+        """Number of tokens that a canonical row checks."""
         self.device = next(self.core.parameters()).device
-        """Where it lies."""
+        """Device of the model."""
         self._agree = agree
         self._cache_name = cache_name(self.core.forward)
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """Ids that stand for images and videos, which are never sampled."""
+        """Ids of image and video placeholders, which are never sampled."""
         config = self.core.config
         return (config.image_token_id, config.video_token_id) if self.family.has_vision else ()
 
     def choose(self, logits_BV: torch.Tensor, draws: Sequence[Draw], *, is_canonical: bool = False) -> list[Choice]:
-        """Choose a token for each sequence; logits of the canonical computation count as exact."""
+        """Choose a token for each sequence. Logits of the canonical computation count as exact."""
         rounding = 0.0 if is_canonical else self.rounding
         return self._agree(choose(logits_BV, draws, rounding=rounding, forbidden=self.placeholders))
 
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
-        """Rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
+        """Return the rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
         config = self.core.config
         row = tokens_row([prompt], config.image_token_id if self.family.has_vision else None)
         table = row.known_metadata.media
@@ -221,7 +228,7 @@ class Reader:
         return self.family.rotary_ids(self.family.positions(table, row.segments, config=config))
 
     def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
-        """Return the logits [B, V] after each prompt, and a cache that holds the prompts, padded on the left."""
+        """Return the logits [B, V] after each prompt, and a cache of the prompts, padded on the left."""
         inputs = self._padded(prompts)
         width = inputs["input_ids"].shape[1]
         positions = [F.pad(self.positions(prompt), (width - prompt.length, 0)) for prompt in prompts]
@@ -237,13 +244,13 @@ class Reader:
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], cache: Any, mask_BS: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return logits [B, V] after one more token of each sequence, which the cache then holds.
+        """Append one token to each sequence in the cache, and return the logits [B, V] after it.
 
         Args:
             tokens: the tokens.
-            positions: their rotary positions.
-            cache: what came before.
-            mask_BS: 1 on cached tokens and on this one, 0 on padding; None: there is no padding.
+            positions: rotary positions of the tokens.
+            cache: cache of the preceding tokens.
+            mask_BS: 1 for cached tokens and for this token, 0 for padding; None: there is no padding.
         """
         place_B1 = torch.tensor(positions, device=self.device)[:, None]
         output = self.core(
@@ -262,11 +269,11 @@ class Reader:
         """Run prompts as one packed row, as in training.
 
         Args:
-            prompts: of some requests.
-            requests: what is wanted of each.
+            prompts: prompts of some requests.
+            requests: the requests, which say what scores they need.
 
         Returns:
-            The scores of each prompt; and the logits [B, V] after each prompt.
+            The scores of each prompt, and the logits [B, V] after each prompt.
         """
         lengths = [prompt.length for prompt in prompts]
         hidden_TD = last_hidden(self.core, prompts)
@@ -275,7 +282,10 @@ class Reader:
         return found, self.family.to_logits(self.core)(hidden_TD[[end - 1 for end in accumulate(lengths)]])
 
     def _scores(self, hidden_nD: torch.Tensor, prompt: EncodedSequence, request: Sample) -> PromptScores:
-        """Scores of the n = N - 1 tokens after the first; logits are computed once for all that needs whole ones."""
+        """Return the scores of a prompt from the n = N - 1 hidden states before its last token.
+
+        Full logits are computed once for all scores that need them.
+        """
         head, length, top = self.family.to_logits(self.core), prompt.length, request.topk_prompt_logprobs
         targets = torch.from_numpy(prompt.input_ids[1:]).to(self.device)
         logprobs = target_logprobs(hidden_nD, targets, head, chunk=HEAD_CHUNK).cpu().numpy()
@@ -283,14 +293,14 @@ class Reader:
         best, drawn = no_tokens(length, top), no_tokens(length - 1, k)
         rows = np.zeros(0, np.int64) if wanted is None else wanted.keys // max(wanted.shape[1], 1)
         values = np.zeros(len(rows), np.float32)
-        chunk = HEAD_CHUNK // 8 if k else HEAD_CHUNK  # draws take more memory
+        chunk = HEAD_CHUNK // 8 if k else HEAD_CHUNK  # drawing takes more memory
         for start in range(0, length - 1, chunk) if top or k or wanted is not None else ():
             logits_nV = head(hidden_nD[start : start + chunk]).float()
             logprobs_nV, end = logits_nV.log_softmax(-1).cpu(), start + len(logits_nV)
             likeliest = logprobs_nV.topk(top)
             best.ids[start + 1 : end + 1], best.logprobs[start + 1 : end + 1] = likeliest.indices, likeliest.values
             for number in range(k):
-                seed = (request.params.seed or 0) + (number + 1) * 2**32  # of no sequence of the request
+                seed = (request.params.seed or 0) + (number + 1) * 2**32  # no sequence of the request uses this seed
                 params = SamplingParams(temperature=request.params.temperature)
                 draws = [Draw(params=params, seed=seed, place=at) for at in range(start, end)]
                 choices = self.choose(logits_nV, draws, is_canonical=True)
@@ -304,7 +314,7 @@ class Reader:
         return PromptScores(logprobs=logprobs, top=best, targets=found, drawn=drawn if k else None)
 
     def canonical_row(self, sequence: Growing) -> tuple[EncodedSequence, int]:
-        """Return the row that checks the block of the last token, and the first place of this block."""
+        """Return the row that checks the block of the last token, and the index of the block's first token."""
         start = (len(sequence.tokens) - 1) // self.block * self.block
         longest = self.family.text_config(self.core.config).max_position_embeddings
         length = min(sequence.prompt.length + start + self.block - 1, longest)
@@ -314,17 +324,17 @@ class Reader:
         return replace(sequence.prompt, input_ids=ids), start
 
     def canonical(self, row: EncodedSequence, *, before: int) -> torch.Tensor:
-        """Return the logits [block, V] of a canonical row from after its first `before` tokens on."""
+        """Return the logits [block, V] of a canonical row, from its token number `before` on."""
         hidden_TD = last_hidden(self.core, [row])
         return self.family.to_logits(self.core)(hidden_TD[before - 1 :])
 
     @property
     def _fill(self) -> int:
-        """An id that stands for nothing."""
+        """A padding id that is not a placeholder."""
         return next(id_ for id_ in range(3) if id_ not in self.placeholders)
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
-        """Prompts as a batch [B, S], padded on the left, on the model's device."""
+        """Return prompts as a batch [B, S], padded on the left, on the model's device."""
         width = max(prompt.length for prompt in prompts)
         rows = [torch.from_numpy(prompt.input_ids) for prompt in prompts]
         ids = torch.stack([F.pad(row, (width - len(row), 0), value=self._fill) for row in rows])
@@ -339,7 +349,7 @@ class Reader:
 
 
 def no_tokens(places: int, count: int) -> TopTokens:
-    """Return a table of tokens for some places, to be filled; none is known."""
+    """Return an empty table of tokens for some positions, with unknown log-probabilities."""
     ids, logprobs = np.zeros((places, count), np.int32), np.full((places, count), np.nan, np.float32)
     return TopTokens(ids=ids, logprobs=logprobs)
 
@@ -351,22 +361,22 @@ def no_tokens(places: int, count: int) -> TopTokens:
 class Batch:
     """Sequences that are decoded together.
 
-    Where a block ends, the choices of some may be open. The batch goes on when all are settled.
+    At the end of a block, some choices may be open. The batch continues when all of them are checked.
     """
 
     def __init__(self, sequences: Sequence[Growing], cache: Any, *, offsets: Sequence[int]) -> None:
         self.sequences = list(sequences)
-        """In the order of the cache's rows."""
+        """Sequences, in the order of the cache's rows."""
         self.cache = cache
-        """The cache of what they begin with; None: they end at their first token."""
+        """The key-value cache of the sequences; None: they end at their first token."""
         self.lengths = [sequence.prompt.length + len(sequence.tokens) for sequence in sequences]
-        """Cached tokens of each."""
+        """Number of cached tokens of each sequence."""
         self.offsets = list(offsets)
-        """The difference between the rotary position of a token and its place in the sequence."""
+        """For each sequence, the difference between a token's rotary position and its index."""
         self.open: list[int] = []
-        """Sequences whose choices are to be checked, by row."""
+        """Rows of sequences with choices to check."""
         self.forgotten = 0
-        """Tokens that checks have taken back."""
+        """Number of tokens that checks have discarded."""
 
     def take(self, logits_BV: torch.Tensor, reader: Reader) -> None:
         """Choose the next token of each sequence."""
@@ -377,20 +387,20 @@ class Batch:
         self.open = [row for row, sequence in rows if sequence.has_to_be_checked(reader.block)]
 
     def settle(self, reader: Reader, *, tokens: int) -> int:
-        """Check open choices by the canonical computation.
+        """Check open choices with the canonical computation.
 
         Args:
             reader: the model.
-            tokens: stop before the next computation once so many have been computed.
+            tokens: start no further computation once this many tokens have been computed.
 
         Returns:
-            Tokens computed.
+            The number of tokens computed.
         """
         used, known = 0, {}
         while self.open and used < tokens:
             sequence = self.sequences[self.open.pop()]
             row, start = reader.canonical_row(sequence)
-            key = (id(sequence.prompt), row.input_ids.tobytes())  # samples of one prompt may begin alike
+            key = (id(sequence.prompt), row.input_ids.tobytes())  # samples of a prompt may share a prefix
             if key not in known:
                 known = {key: reader.canonical(row, before=sequence.prompt.length + start)}
                 used += row.length
@@ -400,7 +410,7 @@ class Batch:
         return used
 
     def leave(self) -> list[Growing]:
-        """Take finished sequences out."""
+        """Remove finished sequences and return them."""
         kept = [row for row, sequence in enumerate(self.sequences) if not sequence.is_done]
         done = [sequence for sequence in self.sequences if sequence.is_done]
         if done:
@@ -408,7 +418,8 @@ class Batch:
         return done
 
     def fall_behind(self) -> list[Growing]:
-        """Take out sequences of which the cache holds tokens that a check took back; they begin again."""
+        """Remove and return sequences whose cache holds tokens that a check discarded. They have to be prefilled
+        again."""
         held = zip(self.sequences, self.lengths, strict=True)
         is_behind = [sequence.prompt.length + len(sequence.tokens) <= length for sequence, length in held]
         behind = [sequence for sequence, is_late in zip(self.sequences, is_behind, strict=True) if is_late]
@@ -417,14 +428,14 @@ class Batch:
         return behind
 
     def drop(self, rows: Sequence[int]) -> None:
-        """Take sequences out wherever they are, also while choices are open."""
+        """Remove the sequences of some rows, even while choices are open."""
         if rows:
             kept = [row for row in range(len(self.sequences)) if row not in rows]
             self.open = [place for place, row in enumerate(kept) if row in self.open]
             self.keep(kept)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep the sequences of these rows alone, and no padding that all of them have."""
+        """Keep only the sequences of these rows, and trim padding that all of them share."""
         before = max(self.lengths, default=0)
         self.sequences = [self.sequences[row] for row in rows]
         self.offsets = [self.offsets[row] for row in rows]
@@ -447,7 +458,7 @@ class Batch:
         return logits_BV
 
     def can_join(self, other: Batch) -> bool:
-        """Return whether both are settled, and padding would be at most half of what they cache together."""
+        """Return whether neither batch has open choices, and padding would be at most half of the joint cache."""
         if self.cache is None or other.cache is None or self.open or other.open:
             return False
         if any(sequence.is_alone for sequence in (*self.sequences, *other.sequences)):
@@ -456,7 +467,7 @@ class Batch:
         return len(lengths) * max(lengths) <= 2 * sum(lengths)
 
     def join(self, other: Batch) -> None:
-        """Take in the sequences of another batch, which is used up."""
+        """Append the sequences of another batch. The other batch must not be used afterwards."""
         mine, its = max(self.lengths), max(other.lengths)
         caches.pad_left(self.cache, max(its - mine, 0))
         caches.pad_left(other.cache, max(mine - its, 0))
@@ -472,16 +483,16 @@ class Prefilled:
     """A prompt that went through the model."""
 
     length: int
-    """Its tokens."""
+    """Number of tokens."""
     logits_V: torch.Tensor
-    """After its last token."""
+    """Logits after the last token."""
     cache: Any
-    """Of this one sequence."""
+    """Cache of this one sequence."""
     offset: int
-    """The difference between the rotary position of what follows and its place."""
+    """Difference between rotary position and index of the tokens that follow."""
 
     def begin(self, sequences: Sequence[Growing], reader: Reader) -> Batch:
-        """Let sequences begin after it, and choose their next tokens."""
+        """Start sequences after the prompt, and choose their next tokens."""
         cache = caches.selected(self.cache, [0] * len(sequences))
         batch = Batch(sequences, cache, offsets=[self.offset] * len(sequences))
         batch.take(self.logits_V.expand(len(sequences), -1), reader)
@@ -491,12 +502,12 @@ class Prefilled:
 def begin(
     sequences: Sequence[Growing], reader: Reader, *, keep: Callable[[EncodedSequence, Prefilled], None] | None = None
 ) -> Batch:
-    """Prefill what sequences begin with, each prompt once, and choose their next tokens.
+    """Prefill the contexts of sequences, each distinct context once, and choose the next tokens.
 
     Args:
-        sequences: those that begin alike are adjacent.
+        sequences: sequences to start; equal contexts must be adjacent.
         reader: the model.
-        keep: is called with each prompt; None: they are not kept.
+        keep: called with each prefilled prompt; None: keep none.
     """
     groups = [list(group) for _, group in groupby(sequences, key=lambda s: (s.prompt.digest, *s.tokens))]
     contexts = [group[0].context for group in groups]
@@ -517,7 +528,7 @@ def begin(
 
 
 def groups_by_length(prompts: Sequence[EncodedSequence]) -> list[list[int]]:
-    """Indices of prompts that are prefilled together, with a fifth of padding at most."""
+    """Return groups of indices of prompts to prefill together, with at most a fifth of padding."""
     groups: list[list[int]] = []
     for index in sorted(range(len(prompts)), key=lambda index: -prompts[index].length):
         length, group = prompts[index].length, groups[-1] if groups else []

@@ -1,4 +1,5 @@
-"""The journal of the service: what was accepted, what came of it, and where each model's state lies. SQLite, WAL.
+"""The journal of the service, a SQLite database (WAL): accepted requests, their outcomes, and where model states are
+stored.
 
     sessions ── models ── requests ── bodies            (owner, seq): operations of a model; 0 is its creation
         └────── sampling_sessions ── requests ── bodies (owner, seq): samples
@@ -7,8 +8,9 @@
     a request   queued ──▶ done | failed      its body stays until a snapshot covers it
     a model     snapshot (a folder) up to operation `covered`; the done operations after it are replayed
 
-Every change is one transaction, on the disk before the call returns. Calls from several threads take turns; reading
-does not wait for writing. Bodies have a table of their own: SQLite writes a changed row whole, megabytes of images too.
+Every change is one transaction, which is on disk before the call returns. Calls from several threads take turns;
+reading does not wait for writing. Bodies have a separate table, because SQLite rewrites a changed row completely, and
+bodies may hold megabytes of images.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ from vlmpack.service.messages import LoraConfig, Rejected, Reply
 log = logging.getLogger("vlmpack.service")
 
 APPLICATION = 0x766C6D70
-"""Marks a SQLite file as ours."""
+"""SQLite application id that marks the file as a vlmpack journal."""
 VERSION = 4
-"""Of the tables below."""
+"""Version of the schema below."""
 
 SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -61,7 +63,7 @@ CREATE TRIGGER requests_deleted AFTER DELETE ON requests
 BEGIN DELETE FROM bodies WHERE owner = OLD.owner AND seq = OLD.seq; END;
 """
 FAULT_SECONDS = 5.0
-"""Time for which a failed write is shown at least: small ones succeed on a disk that is full for large ones."""
+"""Minimum seconds to report a failed write: on a disk that is full for large writes, small ones may succeed."""
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -77,30 +79,30 @@ class SessionRow:
     """A session of a client."""
 
     id: str
-    """Of the session."""
+    """Id of the session."""
     created: float
     """Unix seconds."""
     ended: float | None = None
-    """Unix seconds; None: it lasts."""
+    """Unix seconds; None: the session is open."""
     tags: Sequence[str] = ()
-    """The client's."""
+    """The client's tags."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
+    """The client's own metadata."""
     sdk_version: str = ""
-    """Of the client."""
+    """Version of the client."""
     display_name: str | None = None
-    """The client's name for it; None: it gave none."""
+    """The client's name for the session; None: it gave none."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelRow:
-    """A model that was created, and where its state lies."""
+    """A created model, and where its state is stored."""
 
     id: str
     """`{session}:train:{n}`."""
     session: str
-    """Of the client that made it."""
+    """Id of the session that created it."""
     created: float
     """Unix seconds."""
     last_request: float
@@ -108,11 +110,11 @@ class ModelRow:
     base_model: str
     """Name of the base model."""
     lora: LoraConfig | None
-    """Its adapter, with the seed that was drawn; None: all weights are trained."""
+    """Settings of the adapter, with the seed that was drawn; None: all weights are trained."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
+    """The client's own metadata."""
     snapshot: str | None = None
-    """Name of the folder of its last snapshot; None: none yet, or the session ended."""
+    """Folder name of the last snapshot; None: there is none yet, or the session ended."""
     covered: int = 0
     """Last operation that the snapshot covers; 0: the creation."""
 
@@ -125,54 +127,54 @@ class SamplingRow:
     id: str
     """`{session}:sample:{n}`."""
     session: str
-    """Of the client."""
+    """Id of the session."""
     created: float
     """Unix seconds."""
     model: str | None = None
     """Id of the model whose unnamed save it is; None: it samples from a path or the base model."""
     path: str | None = None
-    """`tinker://` of the snapshot, if it has a name."""
+    """`tinker://` path of the snapshot, if it has a name."""
     folder: str | None = None
-    """Name of the folder of the snapshot; None: the base model."""
+    """Folder name of the snapshot; None: the base model."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CheckpointRow:
-    """A training checkpoint, a snapshot to sample from, or files to download, that have a name."""
+    """A named training checkpoint, snapshot to sample from, or set of files to download."""
 
     model: str
-    """Id of the model it is from."""
+    """Id of the model."""
     kind: Kind
-    """What it is."""
+    """Kind of checkpoint."""
     name: str
-    """The client's name for it."""
+    """The client's name for the checkpoint."""
     folder: str
-    """Name of its folder."""
+    """Name of the folder."""
     created: float
     """Unix seconds."""
     size: int
-    """Bytes of its files."""
+    """Total bytes of the files."""
     base_model: str
     """Name of the base model."""
     lora: LoraConfig | None
-    """Adapter of the model; None: all weights."""
+    """Adapter settings of the model; None: all weights are trained."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own notes."""
+    """The client's own metadata."""
     expires: float | None = None
-    """Unix seconds; None: it stays until it is deleted."""
+    """Unix seconds; None: the checkpoint does not expire."""
 
     @property
     def path(self) -> str:
-        """`tinker://MODEL/KIND/NAME`."""
+        """The path `tinker://MODEL/KIND/NAME`."""
         return f"{SCHEME}{self.model}/{self.kind}/{self.name}"
 
 
 def parse_path(path: str) -> tuple[str, str, str]:
-    """Return model, kind and name of the path of a checkpoint.
+    """Return model, kind and name from a checkpoint path.
 
     Raises:
-        RequestError: it is no such path.
+        RequestError: it is not a checkpoint path.
     """
     model, *rest = path.removeprefix(SCHEME).split("/") if path.startswith(SCHEME) else [""]
     if not model or len(rest) != 2 or rest[0] not in get_args(Kind) or not NAME.fullmatch(rest[1]):
@@ -189,29 +191,29 @@ class RequestRow:
     """A request without its body and reply."""
 
     owner: str
-    """Id of its model or sampling session."""
+    """Id of the model or sampling session."""
     seq: int
-    """Number within the owner; 0 of a model: its creation."""
+    """Number within the owner; for a model, 0 is its creation."""
     session: str
-    """Of the client."""
+    """Id of the session."""
     kind: str
     """Class name of the request; "Refused": it could not be read; "Missing": it never arrived."""
     digest: bytes
-    """Of the parsed content."""
+    """Digest of the parsed content."""
     seed: int | None = None
     """The seed drawn for a request without one."""
     state: State = "queued"
-    """True if it was carried out."""
+    """"queued", or the outcome: "done" or "failed"."""
     group: int | None = None
-    """First number of the requests that went through the model together with it."""
+    """First number of the requests that ran together with it."""
     retrieved: float | None = None
-    """When its reply was first fetched, in Unix seconds."""
+    """Time at which the reply was first fetched, in Unix seconds."""
     size: int = 0
-    """Bytes of the body that the journal has."""
+    """Size in bytes of the body in the journal; 0: there is none."""
 
     @property
     def is_replayed(self) -> bool:
-        """Return whether a restart has to carry it out again: those that it does not, have lost their body."""
+        """Return whether a restart has to replay it. Other finished requests have no body any more."""
         return self.state != "queued" and self.size > 0
 
 
@@ -224,12 +226,12 @@ TABLES: dict[type, tuple[str, str]] = {
     ModelRow: ("models", "created DESC, id"),
     CheckpointRow: ("checkpoints", "created DESC, name"),
 }
-"""The table of each kind of row, and their order."""
+"""Table and sort order of each kind of row."""
 
 
 @final
 class JournalError(VlmpackError):
-    """The journal cannot be written now, as on a full disk; nothing of the transaction was."""
+    """The journal cannot be written now, e.g. because the disk is full. Nothing of the transaction was written."""
 
 
 REQUEST_COLUMNS = "owner, seq, session, kind, digest, seed, state, grp, retrieved, coalesce(length(body), 0)"
@@ -238,14 +240,14 @@ REQUEST_ROWS = f"SELECT {REQUEST_COLUMNS} FROM requests LEFT JOIN bodies USING (
 
 @final
 class Journal:
-    """See the top of the file.
+    """The journal; see the module's docstring.
 
     Args:
-        path: the SQLite file; made if there is none.
-        base_model: name of the base model, to which all that the journal holds belongs.
+        path: the SQLite file; created if missing.
+        base_model: name of the base model that the whole journal belongs to.
 
     Raises:
-        ConfigError: the file is damaged, not ours, of another version, or of another base model.
+        ConfigError: the file is damaged, not a vlmpack journal, of another version, or of another base model.
     """
 
     def __init__(self, path: Path, *, base_model: str) -> None:
@@ -255,7 +257,7 @@ class Journal:
         self._depth = 0
         self._failed: tuple[float, str] | None = None
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the mode of this one
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same mode
             self._writer = self._connect()
             self._check(base_model)
             self._reader = self._connect()
@@ -304,10 +306,10 @@ class Journal:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit what is written in the block together, or nothing of it; blocks may be nested.
+        """Commit all writes in the block together, or none of them. Blocks may be nested.
 
         Raises:
-            JournalError: it cannot be written.
+            JournalError: the journal cannot be written.
         """
         with self._lock:
             self._depth += 1
@@ -340,14 +342,14 @@ class Journal:
 
     @property
     def fault(self) -> str | None:
-        """Why the journal cannot be written, or could not a moment ago; None: it can be."""
+        """Why the journal cannot be written, or could not a moment ago; None: it can."""
         return None if self._failed is None else self._failed[1]
 
     def try_again(self) -> None:
         """Write something if the last write failed.
 
         Raises:
-            JournalError: it still cannot be written.
+            JournalError: the journal still cannot be written.
         """
         if self._failed is not None:
             self._write("UPDATE facts SET value = value")
@@ -369,15 +371,17 @@ class Journal:
     # ------------------------------------------------------------------ sessions, models, checkpoints
 
     def put(self, row: SessionRow | ModelRow | SamplingRow | CheckpointRow) -> None:
-        """Enter a row, in the place of one of its name; its fields are the columns, lists and mappings as JSON."""
+        """Insert a row, or replace the row with the same key. Fields are columns; lists and mappings are stored as
+        JSON."""
         values = {name: _to_sql(value) for name, value in asdict(row).items()}
         columns, marks = ", ".join(values), ", ".join("?" * len(values))
         statement = f"INSERT OR REPLACE INTO {TABLES[type(row)][0]} ({columns}) VALUES ({marks})"
         self._write(statement, *values.values())
 
     def rows(self, kind: type[T], /, **equal: Any) -> list[T]:
-        """Rows whose columns equal values: sessions and sampling sessions oldest first, models and checkpoints newest
-        first.
+        """Return the rows whose columns have the given values.
+
+        Sessions and sampling sessions are sorted oldest first, models and checkpoints newest first.
         """
         names = [column.name for column in fields(kind)]  # type: ignore[arg-type]
         table, order = TABLES[kind]
@@ -393,10 +397,10 @@ class Journal:
         return next(iter(self.rows(kind, **equal)), None)
 
     def checkpoint(self, path: str) -> CheckpointRow:
-        """Look up a checkpoint.
+        """Return a checkpoint.
 
         Raises:
-            RequestError: it is no path. Rejected: 404: there is none.
+            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint.
         """
         model, kind, name = parse_path(path)
         row = self.row(CheckpointRow, model=model, kind=kind, name=name)
@@ -406,7 +410,7 @@ class Journal:
         return row
 
     def end_session(self, session: str, *, now: float) -> None:
-        """End a session: its requests, replies, sampling sessions and states of models go; checkpoints stay."""
+        """End a session. Its requests, replies, sampling sessions and model states are deleted; checkpoints stay."""
         with self.transaction():
             self._write("UPDATE sessions SET ended = ? WHERE id = ?", now, session)
             self._write("UPDATE models SET snapshot = NULL WHERE session = ?", session)
@@ -415,29 +419,29 @@ class Journal:
             self._writer.execute("PRAGMA incremental_vacuum").fetchall()
 
     def forget_ended(self) -> None:
-        """Drop what came in while its session ended."""
+        """Delete requests and sampling sessions that arrived while their session ended."""
         with self.transaction():
             for table in ("requests", "sampling_sessions"):
                 self._write(f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions WHERE ended IS NULL)")
 
     def drop_sampling_session(self, sampling_session: str) -> None:
-        """Forget a sampling session and its samples."""
+        """Delete a sampling session and its samples."""
         with self.transaction():
             self._write("DELETE FROM sampling_sessions WHERE id = ?", sampling_session)
             self._write("DELETE FROM requests WHERE owner = ?", sampling_session)
 
     def cover(self, model: str, *, snapshot: str, covered: int) -> None:
-        """Make a folder the state of a model up to an operation; bodies up to it are not needed any more."""
+        """Set a folder as the state of a model up to an operation. Bodies up to this operation are deleted."""
         with self.transaction():
             self._write("UPDATE models SET snapshot = ?, covered = ? WHERE id = ?", snapshot, covered, model)
             self._write("DELETE FROM bodies WHERE owner = ? AND seq <= ?", model, covered)
 
     def set_expiry(self, row: CheckpointRow, expires: float | None) -> None:
-        """Change when a checkpoint expires; one that has taken its place keeps its own time."""
+        """Change when a checkpoint expires. A newer checkpoint of the same name keeps its own time."""
         self._write("UPDATE checkpoints SET expires = ? WHERE folder = ?", expires, row.folder)
 
     def drop_expired(self, *, now: float) -> int:
-        """Forget the checkpoints that have expired; return their number."""
+        """Delete expired checkpoints from the journal, and return their number."""
         statement = "SELECT count(*) FROM checkpoints WHERE expires <= ?"
         if not (count := self._read(statement, now)[0][0]):
             return 0
@@ -449,11 +453,11 @@ class Journal:
         return self._read("SELECT count(*) FROM checkpoints")[0][0]
 
     def drop_checkpoint(self, row: CheckpointRow) -> None:
-        """Forget a checkpoint; one that has taken its place stays."""
+        """Delete a checkpoint from the journal. A newer checkpoint of the same name stays."""
         self._write("DELETE FROM checkpoints WHERE folder = ?", row.folder)
 
     def folders(self) -> set[str]:
-        """Names of the folders that something refers to."""
+        """Return the names of the folders that the journal refers to."""
         rows = self._read(
             "WITH open AS (SELECT id FROM sessions WHERE ended IS NULL) SELECT folder FROM checkpoints "
             "UNION SELECT snapshot FROM models WHERE snapshot IS NOT NULL AND session IN open "
@@ -464,7 +468,7 @@ class Journal:
     # ------------------------------------------------------------------ requests
 
     def add_request(self, row: RequestRow, *, body: bytes | None, now: float) -> None:
-        """Accept a request; on the disk when this returns."""
+        """Accept a request. It is on disk when this returns."""
         with self.transaction():
             self._write(
                 "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
@@ -477,13 +481,13 @@ class Journal:
     def finish_request(
         self, owner: str, seq: int, *, state: State, reply: Reply, group: int | None = None, keep_body: bool
     ) -> None:
-        """Enter what came of a request.
+        """Record the outcome of a request.
 
         Args:
-            owner: of the request.
-            seq: of the request.
+            owner: owner of the request.
+            seq: number of the request.
             state: "done" or "failed".
-            reply: what its client gets.
+            reply: reply for the client.
             group: first number of the requests that ran together.
             keep_body: whether a replay may need the body.
         """
@@ -496,7 +500,7 @@ class Journal:
                 self._write("DELETE FROM bodies WHERE owner = ? AND seq = ?", owner, seq)
 
     def requests(self, owner: str | None = None, *, after: int = -1) -> list[RequestRow]:
-        """Requests of an owner beyond a number, or of everybody, in their order."""
+        """Return the requests of an owner after a number, in order; without an owner, all requests."""
         if owner is None:
             rows = self._read(f"{REQUEST_ROWS} ORDER BY owner, seq")
         else:
@@ -505,28 +509,30 @@ class Journal:
         return [RequestRow(**dict(zip(names, row, strict=True))) for row in rows]
 
     def body(self, owner: str, seq: int) -> bytes:
-        """Body of a request that is waiting or may be replayed."""
+        """Return the body of a request that is waiting or may be replayed."""
         rows = self._read("SELECT body FROM bodies WHERE owner = ? AND seq = ?", owner, seq)
         assert rows, f"the body of {owner}:{seq} is gone"
         return rows[0][0]
 
     def reply(self, owner: str, seq: int) -> Reply | None:
-        """Reply of a request; None: there is none (any more)."""
+        """Return the reply of a request; None: there is none (any more)."""
         rows = self._read("SELECT reply_type, reply FROM requests WHERE owner = ? AND seq = ?", owner, seq)
         if not rows or rows[0][1] is None:
             return None
         return Reply(content_type=rows[0][0], body=rows[0][1])
 
     def note_retrieved(self, keys: Sequence[tuple[str, int]], *, now: float) -> None:
-        """Note that replies were fetched."""
+        """Record that replies were fetched."""
         with self.transaction():
             for owner, seq in keys:
                 statement = "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL"
                 self._write(statement, now, owner, seq)
 
     def drop_fetched(self, *, before: float) -> list[tuple[str, int]]:
-        """Delete the replies that were fetched before a time. Numbers stay used, but for those of samples, which change
-        nothing: owner and number of these are returned.
+        """Delete replies that were fetched before a time.
+
+        The numbers stay used, except for samples. Samples change nothing, so they are deleted completely, and their
+        owners and numbers are returned.
         """
         fetched = "retrieved < ? AND reply IS NOT NULL"
         of_sample = "owner IN (SELECT id FROM sampling_sessions)"

@@ -1,4 +1,4 @@
-"""What is open, in memory: sessions, models with their numbered operations, samples, and the long polls for them.
+"""The open sessions, in memory: their models with numbered operations, their samples, and the long polls for them.
 
     Ledger ── Session ── Lane              operations of one model, in the order of their numbers
                  │         └─ Entry        one request, from its POST until its session ends
@@ -8,8 +8,9 @@
     numbers of a lane     1 2 3 4 5 . 7 8     5 is next; 7 and 8 are early: they wait for 6
                           done  ▲     early
 
-The journal is written first and holds the rest: replies, checkpoints, what models are. A start reads it. One lock
-guards what is here. The event loop takes it too, so nobody waits for the disk while holding it.
+The journal is always written first, and holds everything else: replies, checkpoints, and the models' settings. On
+start, the ledger is read from the journal. One lock guards the ledger. The event loop takes it too, so nobody may wait
+for the disk while holding it.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
 
 NOT_CONTENT = ("sampling_session_seq_id",)
-"""Fields that an honest repetition changes: after a lost reply the client draws the next number."""
+"""Fields that differ when a client repeats a request: after a lost reply the client draws the next number."""
 
 
 def content_digest(request: Request) -> bytes:
-    """Return a digest of what a request says, whatever the bytes it came in."""
+    """Return a digest of a request's parsed content, which does not depend on its encoding."""
     digest = hashlib.sha256()
     for part in _parts(request):
         digest.update(len(part).to_bytes(8, "little"))
@@ -74,29 +75,29 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 ARRIVED = threading.Event()
-"""Of every request that was accepted: an event each would be most of its memory."""
+"""Shared event of all accepted requests: one event each would take most of their memory."""
 ARRIVED.set()
 
 
 @final
 @dataclass(kw_only=True, eq=False, slots=True)
 class Entry:
-    """One request."""
+    """A request."""
 
     row: RequestRow
-    """Its row in the journal."""
+    """Row of the request in the journal."""
     request: Request | None = None
-    """Parsed; None once it is encoded or done, or not read from the journal yet."""
+    """The parsed request; None: already encoded or done, or not yet read from the journal."""
     encoded: Future[Any] | None = None
-    """Being encoded, or encoded."""
+    """Future of the encoded request; None: encoding has not started."""
     journaled: threading.Event = field(default_factory=threading.Event)
-    """Set when it is accepted, or was not."""
+    """Set once the request is accepted or rejected."""
     accepted: bool = False
-    """True if it is in the journal."""
+    """Whether the request is in the journal."""
     forward_only: bool = False
-    """True if it is a forward_backward without gradient; known once it is parsed."""
+    """Whether it is a forward_backward without gradient; known once it is parsed."""
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
-    """Long polls."""
+    """Long polls that wait for the reply."""
 
     @property
     def is_done(self) -> bool:
@@ -105,12 +106,12 @@ class Entry:
 
     @property
     def is_forward_backward(self) -> bool:
-        """Return whether it shares rows with its neighbours."""
+        """Return whether the request can share rows with its neighbors."""
         return self.row.kind == ForwardBackward.__name__
 
     @property
     def is_sample(self) -> bool:
-        """Return whether it is a sample, which has no place in an order."""
+        """Return whether it is a sample; samples are not ordered."""
         return self.row.kind == Sample.__name__
 
     def wake(self) -> None:
@@ -129,51 +130,51 @@ def _release(waiter: asyncio.Future[None]) -> None:
 @final
 @dataclass(kw_only=True, eq=False)
 class Lane:
-    """The operations of one model, carried out in the order of their numbers."""
+    """The operations of one model, which run in the order of their numbers."""
 
     id: str
-    """Of the model."""
+    """Id of the model."""
     session: str
-    """Of the client."""
+    """Id of the session."""
     entries: dict[int, Entry] = field(default_factory=dict)
-    """By number."""
+    """Requests, by number."""
     open: dict[int, Entry] = field(default_factory=dict)
-    """Entries that are not done, by number."""
+    """Requests that are not done, by number."""
     next: int = 0
     """First number that is not done."""
     gap: int | None = None
-    """First missing number while later ones wait for it, as it was last looked at."""
+    """First missing number that later requests wait for, as of the last check; None: there is none."""
     gap_seconds: float = 0.0
-    """Time that they have waited, less that in which a request of the model was being received."""
+    """Seconds that they have waited, without the time in which a request of the model was being received."""
     gap_since: float = 0.0
-    """When the gap was first seen, by the monotonic clock."""
+    """Monotonic time at which the gap was first seen."""
     receiving: int = 0
-    """Its requests that are being received now."""
+    """Number of the model's requests that are being received."""
     group: list[Entry] = field(default_factory=list)
-    """Requests that are in rows now."""
+    """Requests whose rows are running."""
     work: RowWork | None = None
-    """Their rows."""
+    """The rows of these requests."""
     failure: str | None = None
-    """Why the model is of no use."""
+    """Why the model cannot be used any more; None: it can."""
     alone: int = 0
-    """Next requests that go through the model one by one: one of them broke the group that they were in."""
+    """Number of next requests to run one by one, because one of them broke their group."""
     is_created: bool = False
-    """True once the journal has its model."""
+    """Whether the model is in the journal."""
     turn: int = 0
-    """When it was last served."""
+    """Turn in which the model was last served."""
     is_closed: bool = False
-    """True if its session ended."""
+    """Whether the session has ended."""
     has_gradients: bool = False
-    """True if there are gradients that no snapshot holds."""
+    """Whether there are accumulated gradients, which no snapshot holds."""
     seconds: float = 0.0
-    """Time of its operations since its last snapshot."""
+    """Seconds of the model's operations since the last snapshot."""
     snapshot_seconds: float | None = None
-    """Time that its last snapshot took; None: none was taken yet."""
+    """Seconds that the last snapshot took; None: there is no snapshot yet."""
     replayed_bytes: int = 0
-    """Bytes of bodies kept for a replay."""
+    """Bytes of the bodies kept for a replay."""
 
     def waiting(self) -> list[Entry]:
-        """Accepted requests in their order, from the next number up to the first that is missing."""
+        """Return accepted requests that are not done, in order, from the next number up to the first missing one."""
         waiting, number = [], self.next
         while (entry := self.entries.get(number)) is not None and entry.accepted:
             if not entry.is_done:
@@ -182,7 +183,7 @@ class Lane:
         return waiting
 
     def early(self) -> list[Entry]:
-        """Requests beyond a number that is missing."""
+        """Return accepted requests after the first missing number."""
         missing = self.missing
         return [entry for number, entry in sorted(self.open.items()) if number > missing and entry.accepted]
 
@@ -195,18 +196,18 @@ class Lane:
         return number
 
     def add(self, entry: Entry) -> None:
-        """Take a request in."""
+        """Add a request."""
         self.entries[entry.row.seq] = entry
         if not entry.is_done:
             self.open[entry.row.seq] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Give the number of a request back that was not accepted."""
+        """Remove a request that was not accepted, and so free its number."""
         self.entries.pop(entry.row.seq, None)
         self.open.pop(entry.row.seq, None)
 
     def advance(self) -> None:
-        """Move on past what is done."""
+        """Advance `next` past requests that are done."""
         while (entry := self.entries.get(self.next)) is not None and entry.is_done:
             self.open.pop(self.next, None)
             self.next += 1
@@ -215,24 +216,24 @@ class Lane:
 @final
 @dataclass(kw_only=True, eq=False)
 class SamplingSession:
-    """A sampling session and its samples, in any order."""
+    """A sampling session and its samples, which run in any order."""
 
     row: SamplingRow
-    """Its row in the journal."""
+    """Row of the sampling session in the journal."""
     entries: dict[int, Entry] = field(default_factory=dict)
-    """By number."""
+    """Samples, by number."""
 
     def add(self, entry: Entry) -> None:
-        """Take a sample in."""
+        """Add a sample."""
         self.entries[entry.row.seq] = entry
 
     def remove(self, entry: Entry) -> None:
-        """Give the number of a sample back that was not accepted."""
+        """Remove a sample that was not accepted, and so free its number."""
         self.entries.pop(entry.row.seq, None)
 
     @property
     def is_busy(self) -> bool:
-        """Return whether samples wait."""
+        """Return whether samples are waiting or running."""
         return any(not entry.is_done for entry in self.entries.values())
 
 
@@ -242,18 +243,18 @@ class Session:
     """A session of a client."""
 
     id: str
-    """Of the session."""
+    """Id of the session."""
     last_seen: float
-    """Monotonic seconds."""
+    """Monotonic time at which the client was last heard from."""
     lanes: list[Lane] = field(default_factory=list)
-    """Of its models."""
+    """Lanes of the models."""
     samplers: list[SamplingSession] = field(default_factory=list)
-    """Its sampling sessions."""
+    """The sampling sessions."""
 
 
 @final
 class Ledger:
-    """See the top of the file."""
+    """All open sessions with their models, samples and counts. See the module's docstring."""
 
     def __init__(self, journal: Journal, limits: ServiceLimits) -> None:
         self.journal = journal
@@ -263,20 +264,20 @@ class Ledger:
         self.sessions: dict[str, Session] = {}
         self.lanes: dict[str, Lane] = {}
         self.closed: list[Lane] = []
-        """Of ended sessions, not yet freed in the engine."""
+        """Lanes of ended sessions, not yet freed in the engine."""
         self.samplers: dict[str, SamplingSession] = {}
         self.is_swept = True
-        """True if no folder lost its last reference since the folders were last swept."""
+        """False if a folder may have lost its last reference since the last sweep."""
         self.new_samples: list[Entry] = []
-        """Accepted, not yet in the sampling engine."""
+        """Accepted samples that are not yet in the sampling engine."""
         self.encoded_bytes = {False: 0, True: 0}
-        """Bytes of the bodies that are encoded: of training, and of samples."""
+        """Bytes of the bodies that are encoded, by whether they are samples."""
         self.waiting = 0
-        """Requests that wait, samples too."""
+        """Number of waiting requests, including samples."""
         self.waiting_bytes = 0
         self.waiting_samples = 0
         self.fetched: list[tuple[str, int]] = []
-        """Replies that were fetched, which the journal does not say yet."""
+        """Fetched replies that are not yet noted in the journal."""
         self._read()
 
     # ------------------------------------------------------------------ from the journal
@@ -314,26 +315,26 @@ class Ledger:
     # ------------------------------------------------------------------ changes, under the lock
 
     def add_lane(self, model: str, session: str) -> Lane:
-        """Begin the operations of a model."""
+        """Start the lane of a model."""
         lane = self.lanes[model] = Lane(id=model, session=session)
         self.sessions[session].lanes.append(lane)
         return lane
 
     def add_sampler(self, row: SamplingRow) -> SamplingSession:
-        """Begin a sampling session."""
+        """Open a sampling session."""
         sampler = self.samplers[row.id] = SamplingSession(row=row)
         self.sessions[row.session].samplers.append(sampler)
         return sampler
 
     def drop_sampler(self, sampling_session: str) -> None:
-        """Forget a sampling session, if it is still there."""
+        """Remove a sampling session, if it still exists."""
         if (sampler := self.samplers.pop(sampling_session, None)) is None:
             return
         self.sessions[sampler.row.session].samplers.remove(sampler)
         self._forget(sampler.entries)
 
     def arrive(self, entry: Entry) -> None:
-        """Take a request in that the journal has."""
+        """Accept a request that is in the journal."""
         entry.accepted = True
         if not entry.is_done:
             self._count(entry, 1)
@@ -346,7 +347,7 @@ class Ledger:
         self.changed.notify_all()
 
     def done(self, entry: Entry, state: State, *, group: int | None = None) -> None:
-        """Take in that a request is done; the journal has its reply."""
+        """Mark a request as done. The journal must have its reply."""
         with self.lock:
             if not entry.is_done:
                 self._count(entry, -1)
@@ -358,8 +359,9 @@ class Ledger:
             entry.wake()
 
     def end_session(self, session_id: str) -> None:
-        """End a session, if it is open: its models, replies and unnamed saves go; its long polls return. Not under the
-        lock.
+        """End a session, if it is open. Its models, replies and unnamed saves are deleted, and its long polls return.
+
+        Must not be called under the lock.
 
         Raises:
             JournalError: the journal cannot be written.
@@ -370,7 +372,7 @@ class Ledger:
                 self._end(session)
 
     def silent(self, seconds: float) -> list[Session]:
-        """Sessions whose clients have not been heard of for some time, the longest first."""
+        """Return sessions without a sign of the client for this many seconds, the longest silent first."""
         late = time.monotonic() - seconds
         with self.lock:
             silent = [session for session in self.sessions.values() if session.last_seen < late]
@@ -404,7 +406,7 @@ class Ledger:
         return used == 0 or used + size <= self.limits.encoded_bytes
 
     def note_encoded(self, entry: Entry, encoded: Future[Any] | None) -> None:
-        """Take in that a request is being encoded."""
+        """Record that a request is being encoded."""
         entry.encoded = encoded
         if encoded is not None:
             self.encoded_bytes[entry.is_sample] += entry.row.size
@@ -423,6 +425,6 @@ class Ledger:
     # ------------------------------------------------------------------ look up, under the lock
 
     def find(self, owner: str, seq: int) -> Entry | None:
-        """Request of this number; None: there is none."""
+        """Return the request with this number; None: there is none."""
         lane = self.lanes.get(owner) or self.samplers.get(owner)
         return None if lane is None else lane.entries.get(seq)

@@ -1,13 +1,15 @@
-"""The queue: what the HTTP layer calls. POSTs only enqueue; the engine thread carries out; long polls wait for replies.
+"""The request queue, which the HTTP layer calls.
+
+POST requests only enqueue. The engine thread runs the requests, and long polls wait for the replies.
 
     submit ──▶ journal ──▶ ledger ──▶ engine thread ──▶ journal ──▶ reply
     (any thread)                       (owns the engine)             (asyncio)
 
     numbers   1 2 3 . 5 6     4 is missing for `gap_seconds`: 5 and 6 fail, 4 is used up, 7 is next. Time in which a
-                              request of the model is being received does not count, until `MOST_GAPS` times as long
+                              request of the model is being received does not count, up to `MOST_GAPS` times as long
 
-A number that was accepted once is never carried out twice: its repetition gets the same id, other content under it is
-refused. What can be read is refused in its future, so that its number is used up.
+A number that was accepted once never runs twice: a repetition gets the same id, and other content under the number is
+rejected. An unreadable request with a readable number fails in its future, so that its number is used up.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
 
 MOST_GAPS = 5
-"""A gap ends after so many times `gap_seconds`, whatever is being received meanwhile."""
+"""A gap ends after this many times `gap_seconds`, even if requests are being received meanwhile."""
 REFUSED = "Refused"
 """Kind of a request that could not be read."""
 MISSING = "Missing"
-"""Kind of a number whose request never arrived in time."""
+"""Kind of a number whose request did not arrive in time."""
 
 log = logging.getLogger("vlmpack.service")
 
@@ -52,13 +54,13 @@ class ModelInfo:
     """A model of a client."""
 
     row: ModelRow
-    """What it was created with."""
+    """Settings that the model was created with."""
     last_checkpoint: CheckpointRow | None = None
-    """Its newest training checkpoint."""
+    """The newest training checkpoint."""
     last_sampler_checkpoint: CheckpointRow | None = None
-    """Its newest snapshot to sample from that has a name."""
+    """The newest named snapshot to sample from."""
     is_corrupted: bool = False
-    """True if it is of no use, as its state could not be restored."""
+    """Whether the model cannot be used, e.g. because its state could not be restored."""
 
 
 @final
@@ -67,28 +69,28 @@ class SessionInfo:
     """A session of a client."""
 
     row: SessionRow
-    """What the client said of it."""
+    """The client's description of the session."""
     model_ids: tuple[str, ...]
-    """Its models, in the order of their numbers; those whose creation failed are not among them."""
+    """Ids of the models, except models whose creation failed."""
     sampler_ids: tuple[str, ...]
-    """Its sampling sessions."""
+    """Ids of the sampling sessions."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Pending:
-    """No reply yet."""
+    """The reply is not available yet."""
 
     state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
-    """Of the queue."""
+    """State of the queue."""
     reason: str | None = None
-    """Why it is paused."""
+    """Why the queue is paused."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class QueueStats:
-    """Counts of the queue, by the names of the metrics (`status.METRICS`), and what stops it."""
+    """Metrics of the queue by name (see `status.METRICS`), and what stops it."""
 
     uptime_seconds: float
     sessions: int
@@ -103,21 +105,21 @@ class QueueStats:
     engine_seconds_total: dict[str, float]
     snapshots_total: int
     paused: str | None
-    """Why nothing can be committed, as on a full disk."""
+    """Why nothing can be committed, e.g. a full disk; None: the journal can be written."""
     fault: str | None
     """Why the engine thread ended; None: it runs."""
     is_restored: bool
-    """True if the models of the journal are back."""
+    """Whether the journal's models have been restored."""
 
 
 @final
 class RequestQueue:
-    """See the top of the file. Thread-safe.
+    """The request queue; see the module's docstring. Thread-safe.
 
     Args:
-        engine: computes; belongs to the queue's thread from `start` on, but for its `encode` methods.
-        state: the state folder, which is closed with the queue.
-        limits: limits and times.
+        engine: the engine. From `start` on it belongs to the queue's thread, except its `encode` methods.
+        state: the state folder; the queue closes it.
+        limits: limits and timeouts.
         codec: parses bodies and encodes replies (`decode` and `encode`).
     """
 
@@ -133,21 +135,22 @@ class RequestQueue:
         self._journal = state.journal
         self._base_name = engine.base.name
         self._beginning = threading.Lock()
-        """Held while a sampling session is begun, over the journal's commit."""
+        """Held while a sampling session is opened, including the journal's commit."""
         self._is_draining = False
         self._is_closed = False
         self._began = self._looked = time.monotonic()
         self._thread = EngineThread(engine, self._ledger, state, codec=codec, tidy=self._tidy)
 
     def start(self) -> None:
-        """Start the engine thread, which restores the models of the journal first; requests are accepted meanwhile."""
+        """Start the engine thread, which first restores the models of the journal. Requests are accepted meanwhile."""
         self._thread.start()
 
     def close(self, *, drain: float | None = None) -> None:
-        """End after the unit of work that runs; nothing that was accepted is lost, and long polls return at once.
+        """Stop after the current row, operation or sampling slice. Accepted requests are not lost, and long polls
+        return at once.
 
         Args:
-            drain: seconds for the groups that run, after which snapshots are written; None: end at once.
+            drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
         """
         with self._ledger.lock:
             self._is_draining = True
@@ -164,10 +167,10 @@ class RequestQueue:
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, session: NewSession = NewSession()) -> str:  # noqa: B008 (frozen)
-        """Begin a session; return its id.
+        """Open a session and return its id.
 
         Raises:
-            Rejected: 429: there are too many, or the disk is full.
+            Rejected: status 429: there are too many sessions, or the disk is full.
         """
         row = SessionRow(
             id=f"s{secrets.token_hex(6)}", created=time.time(), tags=session.tags, user_metadata=session.user_metadata,
@@ -187,20 +190,21 @@ class RequestQueue:
         return row.id
 
     def heartbeat(self, session_id: str) -> None:
-        """Keep a session.
+        """Keep a session open.
 
         Raises:
-            Rejected: 410: it has ended, or there never was one.
+            Rejected: status 410: the session has ended or never existed.
         """
         with self._ledger.lock:
             self._check_session(session_id)
             self._touch(session_id)
 
     def finish(self, session_id: str) -> None:
-        """End a session: its models, replies and unnamed saves go, its checkpoints stay. A second time does nothing.
+        """End a session. Its models, replies and unnamed saves are deleted; its checkpoints stay. A second call does
+        nothing.
 
         Raises:
-            Rejected: 429: the disk is full.
+            Rejected: status 429: the disk is full.
         """
         if session_id in self._ledger.sessions:
             self._written(lambda: self._ledger.end_session(session_id))
@@ -211,10 +215,10 @@ class RequestQueue:
             return [*reversed(self._ledger.sessions)]
 
     def session(self, session_id: str) -> SessionInfo:
-        """Look up an open session.
+        """Return an open session.
 
         Raises:
-            Rejected: 410: it has ended, or there never was one.
+            Rejected: status 410: the session has ended or never existed.
         """
         with self._ledger.lock:
             session = self._check_session(session_id)
@@ -238,11 +242,13 @@ class RequestQueue:
     def create_sampling_session(
         self, session_id: str, sampling_session_seq_id: int, *, path: str | None, base_model: str | None
     ) -> str:
-        """Begin a sampling session from a checkpoint or the base model; return its id. A repetition returns it again.
+        """Open a sampling session from a checkpoint or the base model, and return its id. A repetition returns the same
+        id.
 
         Raises:
-            Rejected: 400: neither or a wrong one is given, or the number is used; 404: there is no such checkpoint;
-                410: there is no such session (any more); 429: the disk is full.
+            Rejected: status 400: the model is missing or wrong, or the number is in use; 404: there is no such
+                checkpoint; 410:
+                the session has ended or never existed; 429: the disk is full.
         """
         name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
         if base_model != self._base_name and (path is None or base_model is not None):
@@ -272,17 +278,17 @@ class RequestQueue:
                         self._journal.drop_sampling_session(old)
                     self._journal.put(begun[0])
 
-            self._written(write)  # without the lock, which the event loop takes: a disk may be slow
+            self._written(write)  # not under the lock: the event loop takes it, and the disk may be slow
             with ledger.lock:
                 self._check_session(session_id)
                 ledger.add_sampler(begun[0])
         return name
 
     def sampler(self, sampling_session_id: str) -> SamplingRow:
-        """Look up a sampling session.
+        """Return a sampling session.
 
         Raises:
-            Rejected: 404: there is none.
+            Rejected: status 404: there is no such sampling session.
         """
         with self._ledger.lock:
             sampler = self._ledger.samplers.get(sampling_session_id)
@@ -293,10 +299,10 @@ class RequestQueue:
     # ------------------------------------------------------------------ models and checkpoints
 
     def get_info(self, model_id: str) -> ModelInfo:
-        """Look up a model.
+        """Return a model.
 
         Raises:
-            Rejected: 404: there is none (yet).
+            Rejected: status 404: there is no such model (yet).
         """
         row = self._journal.row(ModelRow, id=model_id)
         if row is None:
@@ -304,7 +310,7 @@ class RequestQueue:
         return self._info(row, self._journal.rows(CheckpointRow, model=model_id))
 
     def models(self) -> list[ModelInfo]:
-        """Return the models of open sessions and those that have checkpoints, newest first."""
+        """Return the models of open sessions and the models with checkpoints, newest first."""
         saved: dict[str, list[CheckpointRow]] = {}
         for row in self._journal.rows(CheckpointRow):
             saved.setdefault(row.model, []).append(row)
@@ -325,10 +331,10 @@ class RequestQueue:
         )
 
     def checkpoints(self, model_id: str | None = None) -> list[CheckpointRow]:
-        """Return the checkpoints of a model, or all, newest first.
+        """Return the checkpoints of a model, or all checkpoints, newest first.
 
         Raises:
-            Rejected: 404: there is no such model.
+            Rejected: status 404: there is no such model.
         """
         if model_id is None:
             return self._journal.rows(CheckpointRow)
@@ -337,10 +343,10 @@ class RequestQueue:
         return self._journal.rows(CheckpointRow, model=model_id)
 
     def checkpoint(self, path: str) -> CheckpointRow:
-        """Look up a checkpoint.
+        """Return a checkpoint.
 
         Raises:
-            RequestError: it is no path. Rejected: 404: there is none.
+            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint.
         """
         return self._journal.checkpoint(path)
 
@@ -352,27 +358,31 @@ class RequestQueue:
         """Return the path of a file of a checkpoint.
 
         Raises:
-            Rejected: 404: it is gone.
+            Rejected: status 404: the file is gone.
         """
         if (file := self._state.folder(folder) / name).is_file():
             return file
         raise Rejected(f"there is no file {name} any more", status=404)
 
     def delete_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint. Sampling sessions that were begun from it go on.
+        """Delete a checkpoint. Sampling sessions that use it continue.
 
         Raises:
-            RequestError: it is no path. Rejected: 404: there is none; 429: the disk fails.
+            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
+                disk
+                fails.
         """
         row = self._journal.checkpoint(path)
         self._written(lambda: self._journal.drop_checkpoint(row))
         self._ledger.is_swept = False
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
-        """Delete a checkpoint after some time from now on; None: keep it until it is deleted.
+        """Let a checkpoint expire after some seconds from now; None: keep it until it is deleted.
 
         Raises:
-            RequestError: it is no path. Rejected: 404: there is none; 429: the disk fails.
+            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
+                disk
+                fails.
         """
         row = self._journal.checkpoint(path)
         self._written(lambda: self._journal.set_expiry(row, None if seconds is None else time.time() + seconds))
@@ -390,9 +400,9 @@ class RequestQueue:
 
     @contextmanager
     def receiving(self, model_id: str) -> Iterator[None]:
-        """Stop the clock of a model's gaps while one of its requests is being received, see the top of the file."""
+        """Pause the gap timeout of a model while one of its requests is being received; see the module's docstring."""
         with self._ledger.lock:
-            lane = self._ledger.lanes.get(model_id, Lane(id=model_id, session=""))  # one that nobody knows
+            lane = self._ledger.lanes.get(model_id, Lane(id=model_id, session=""))  # a new one for an unknown model
             lane.receiving += 1
         try:
             yield
@@ -401,15 +411,16 @@ class RequestQueue:
                 lane.receiving -= 1
 
     def submit(self, request: Request, body: bytes) -> str:
-        """Accept a request; it is on the disk when this returns. Return the id under which its reply is fetched.
+        """Accept a request, and return the id of its future. When this returns, the request is on disk.
 
         Args:
-            request: parsed.
-            body: what it was parsed from, for the codec's `decode`.
+            request: the parsed request.
+            body: the body that it was parsed from, for the codec's `decode`.
 
         Raises:
-            Rejected: 400: its number is used by other content; 404, 410: no such model or session (any more); 429: no
-                room now, or the disk is full.
+            Rejected: status 400: other content already uses its number; 404, 410: the model or session does not exist
+                (any
+                more); 429: there is no room now, or the disk is full.
         """
         owner, seq = request.owner
         seed = secrets.randbits(31) if lacks_seed(request) else None
@@ -424,16 +435,16 @@ class RequestQueue:
         return f"{owner}:{seq}"
 
     def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> str:
-        """Use up the number of a request that could not be read; its future, whose id is returned, fails.
+        """Use up the number of an unreadable request, and return the id of its future, which fails.
 
         Args:
-            owner: id of its model, or sampling session.
-            seq: its number, 0 of a creation.
-            message: what was seen and the remedy.
-            is_creation: whether it would have created the model.
+            owner: id of the model or sampling session.
+            seq: number of the request; 0 for a creation.
+            message: what was wrong, and what to do.
+            is_creation: whether the request would have created the model.
 
         Raises:
-            Rejected: as `submit`; 400: the number was accepted before, with what could be read.
+            Rejected: as in `submit`; status 400 also if a readable request already has this number.
         """
         row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=REFUSED, digest=b"", state="failed")
         self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
@@ -483,7 +494,7 @@ class RequestQueue:
         self, known: Entry, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None
     ) -> None:
         known.journaled.wait()
-        if not known.accepted:  # the first of two POSTs at once found the disk full
+        if not known.accepted:  # of two simultaneous POSTs, the first found the disk full
             self._accept(entry, body, is_creation=is_creation, failure=failure)
         elif known.row.kind != MISSING and (known.row.kind, known.row.digest) != (entry.row.kind, entry.row.digest):
             raise Rejected(
@@ -513,7 +524,7 @@ class RequestQueue:
             raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
         if isinstance(holder, Lane):
             if row.seq == holder.missing:
-                return  # others wait for it: to refuse it would be to wait for a request that is not let in
+                return  # later requests wait for it, so rejecting it could block them forever
             if row.seq > holder.missing + limits.numbers_ahead:
                 raise Rejected(f"request {row.seq} of {row.owner}, which is at {holder.missing}", status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
@@ -528,11 +539,12 @@ class RequestQueue:
         """Wait for a reply.
 
         Args:
-            request_id: of a request.
-            timeout: seconds to wait at most.
+            request_id: id of the request.
+            timeout: maximum number of seconds to wait.
 
         Returns:
-            The reply; `Pending`: none within the timeout; None: unknown, or fetched long ago.
+            The reply; `Pending`: there is none within the timeout; None: the request is unknown, or was fetched long
+                ago.
         """
         owner, _, number = request_id.rpartition(":")
         if not number.isdecimal():
@@ -569,7 +581,7 @@ class RequestQueue:
         return reply
 
     def stats(self) -> QueueStats:
-        """Return what the queue holds and has done."""
+        """Return the queue's current state and its counters."""
         ledger, thread = self._ledger, self._thread
         checkpoints = self._journal.count_checkpoints()
         with ledger.lock:
@@ -587,11 +599,12 @@ class RequestQueue:
     # ------------------------------------------------------------------ what runs out, in the engine thread
 
     def _failed(self, message: str) -> Reply:
-        """The reply of a request that its client has got wrong."""
+        """Return the reply for a client's mistake."""
         return self._codec.encode(Failure(message=message, category="user"))
 
     def _tidy(self) -> None:
-        """Look at what has run out; called in the engine thread about twice a second."""
+        """Do periodic work: gaps, silent sessions, expired replies and checkpoints. The engine thread calls it twice a
+        second."""
         try:
             self._journal.try_again()
             self._fail_gaps()
@@ -612,7 +625,7 @@ class RequestQueue:
                 missing = lane.missing if early else None
                 if missing != lane.gap:
                     lane.gap, lane.gap_seconds, lane.gap_since = missing, 0.0, now
-                elif missing is not None and not lane.receiving:  # a call in chunks is sent with the first one last
+                elif missing is not None and not lane.receiving:  # a call in chunks sends the first one last
                     lane.gap_seconds += elapsed
                 most = self._ledger.limits.gap_seconds
                 if missing is not None and (lane.gap_seconds >= most or now - lane.gap_since >= MOST_GAPS * most):
@@ -631,7 +644,7 @@ class RequestQueue:
                         owner=lane.id, seq=number, session=lane.session, kind=MISSING, digest=b"", state="failed"
                     )
                     absent.append(Entry(row=row))
-                    lane.add(absent[-1])  # one that arrives now is a repetition
+                    lane.add(absent[-1])  # a request that arrives now is a repetition
         try:
             self._commit_gap(absent, early, given_up, reply)
         except BaseException:
@@ -664,7 +677,7 @@ class RequestQueue:
             self.finish(session.id)
 
     def _note_retrieved(self) -> None:
-        """Enter in the journal which replies were fetched."""
+        """Note in the journal which replies were fetched."""
         with self._ledger.lock:
             keys = [*self._ledger.fetched]
         if keys:
@@ -680,8 +693,9 @@ class RequestQueue:
                     sampler.entries.pop(seq, None)
 
     def _drop_expired(self) -> None:
-        """Delete checkpoints that have expired, unless a load waits, which may be of one of them; weights that a
-        sampling session has stay.
+        """Delete expired checkpoints, unless a load is waiting, which may need one of them.
+
+        Weights that a sampling session uses are kept.
         """
         with self._ledger.lock:
             kinds = {entry.row.kind for lane in self._ledger.lanes.values() for entry in lane.open.values()}

@@ -1,21 +1,21 @@
-"""The ranks of a service: their processes, what they compute together, and a base model sharded over them (FSDP2).
+"""The ranks of a service: their processes, their collective operations, and a base model sharded over them (FSDP2).
 
     rank 0   row 0   row 2   row 4 ┐
-    rank 1   row 1   row 3         ┘ one sum of the gradients, when the last row has run; results go to all ranks
+    rank 1   row 1   row 3         ┘ gradients are summed once, after the last row; results go to all ranks
 
-Every rank has the same plan and computes its rows. Objects go over a process group of its own: gloo, whatever the
+Every rank has the same plan and computes its rows. Objects go over a separate process group, which uses gloo on all
 devices.
 
-    rank 0 ──stdin──▶ rank 1      its end of the pipe closes with rank 0, however that ends: then rank 1 ends too
-           ◀──exit──              a rank that fails ends rank 0, whose state is on the disk
+    rank 0 ──stdin──▶ rank 1      the pipe closes when rank 0 ends, however it ends; then rank 1 ends too
+           ◀──exit──              if a rank fails, rank 0 ends; its state is on disk
 
-Rank 0 starts the others of its machine, or torchrun starts all, whose agent does the same: none outlives another.
+Rank 0 starts the other ranks of its machine. Or torchrun starts all ranks, and its agent does the same. No rank
+outlives another.
 
-Of a sharded base model each rank keeps its part of every layer; a rank that computes a layer gathers it first, and
-frees it after. So all ranks run the same passes in the same order: forward, and backward if every rank has one. A rank
-without a row runs an idle one, of one token that does not count. Adapters are not sharded: they are small. An error in
-the midst of a pass leaves the others waiting for the rank that raised it, so that the service ends; its state is on the
-disk.
+With a sharded base model, each rank keeps its shard of every layer. To compute a layer, a rank gathers it, and frees it
+afterwards. So all ranks must run the same passes in the same order: a forward pass, and a backward pass if every rank
+has one. A rank without a row runs an idle row with one token that does not count. Adapters are small and not sharded.
+If one rank fails during a pass, the others wait for it forever; so the service ends, and its state is on disk.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from vlmpack.families.family import Family
 from vlmpack.service.clients import Gradients
 
 IDLE = timedelta(days=3650)
-"""Longest time that a rank blocks until there is work."""
+"""Maximum time that a rank waits for work."""
 BUCKET = 2**24
-"""Numbers that are summed in one call."""
+"""Number of elements that are summed in one call."""
 FAILED = 1
-"""Exit status of a rank that cannot go on."""
+"""Exit status of a rank that cannot continue."""
 
 Result = TypeVar("Result")
 
 
 @final
 class Ranks:
-    """The ranks of a data-parallel engine, of which this is one."""
+    """The ranks of a data-parallel engine, seen from this rank."""
 
     def __init__(self) -> None:
-        """Join the default process group, which has been initialised."""
+        """Join the default process group, which must be initialized."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._control: Any = dist.new_group(backend="gloo", timeout=IDLE)
 
@@ -65,10 +65,10 @@ class Ranks:
         dist.broadcast_object_list([value], src=0, group=self._control)
 
     def receive(self) -> Any:
-        """Receive what rank 0 sends; blocks until then.
+        """Wait for an object from rank 0 and return it.
 
         Raises:
-            ConnectionError: rank 0 is gone.
+            ConnectionError: the connection to rank 0 is lost.
         """
         values = [None]
         try:
@@ -78,24 +78,24 @@ class Ranks:
         return values[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """The objects of all ranks, on every rank."""
+        """Return the objects of all ranks, on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
 
     def spread(self, value: Result) -> Result:
-        """The value of rank 0, on every rank."""
+        """Return the value of rank 0, on every rank."""
         if self.rank:
             return self.receive()
         self.send(value)
         return value
 
     def together(self, call: Callable[[], Result], *, name: str) -> Result:
-        """Make a call that every rank makes, and return this rank's result if all succeeded.
+        """Make a call that every rank makes, and return this rank's result if all ranks succeeded.
 
         Raises:
-            Exception: what all ranks raised alike.
-            RuntimeError: some failed.
+            Exception: all ranks raised the same error.
+            RuntimeError: some ranks failed.
         """
         result: Any = None
         error: Exception | None = None
@@ -111,11 +111,13 @@ class Ranks:
         raise RuntimeError(f"{name} failed: " + "; ".join(f"rank {r}: {m}" for r, m in enumerate(messages) if m))
 
     def sum(self, gradients: Gradients | None, parameters: Sequence[torch.Tensor]) -> Gradients | None:
-        """The sum of a gradient over the ranks; of a parameter without one on every rank there is none.
+        """Return the sum of the ranks' gradients.
+
+        A parameter without a gradient on any rank has none in the sum.
 
         Args:
-            gradients: this rank's; None: it computed none.
-            parameters: of the model, whose shapes gradients have.
+            gradients: this rank's gradients; None: this rank computed none.
+            parameters: parameters of the model; they give the gradients' shapes.
         """
         mine = [gradient is not None for gradient in gradients or [None] * len(parameters)]
         there = [any(rank) for rank in zip(*self.gather(mine), strict=True)]
@@ -135,7 +137,7 @@ class Ranks:
 
 
 def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Neighbours of one type, of about `BUCKET` numbers."""
+    """Group adjacent tensors of the same dtype into buckets of at most `BUCKET` elements, or one tensor."""
     buckets: list[list[torch.Tensor]] = []
     for tensor in tensors:
         last = buckets[-1] if buckets else []
@@ -147,7 +149,10 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def end(status: int) -> NoReturn:
-    """End this process at once. All is on the disk; process groups whose other ranks are gone cannot be destroyed."""
+    """End this process at once.
+
+    The state is on disk, and a process group cannot be destroyed when its other ranks are gone.
+    """
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
@@ -159,24 +164,24 @@ def end(status: int) -> NoReturn:
 log = logging.getLogger("vlmpack.service")
 
 LAUNCHED = "VLMPACK_LAUNCHED"
-"""Variable of processes that `launch` started, whose standard input is a pipe from rank 0."""
+"""Environment variable of processes that `Launched` started. Their standard input is a pipe from rank 0."""
 LAST_SECONDS = 10.0
-"""Time that ranks which rank 0 stopped have to end."""
+"""Seconds for ranks to end after rank 0 stopped them."""
 
 
 @final
 class Launched:
-    """The other ranks of this machine, which this process started; it ends if one of them fails."""
+    """The other ranks of this machine, started by this process. If one of them fails, this process ends."""
 
     def __init__(self, workers: int, arguments: Sequence[str]) -> None:
-        """Start them; this process goes on as rank 0.
+        """Start the other ranks; this process continues as rank 0.
 
         Args:
-            workers: ranks, this one included.
-            arguments: of the `vlmpack` command that the others run too, such as `sys.argv[1:]`.
+            workers: number of ranks, including this one.
+            arguments: arguments of the `vlmpack` command that the others run too, e.g. `sys.argv[1:]`.
         """
         self.store = TCPStore("127.0.0.1", 0, workers, is_master=True, wait_for_workers=False)
-        """Where the ranks find each other."""
+        """The store through which the ranks find each other."""
         threads = str(max(1, (os.cpu_count() or 1) // workers))
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(int(threads))
@@ -184,7 +189,7 @@ class Launched:
         environment = {"OMP_NUM_THREADS": threads, **os.environ, **shared, LAUNCHED: "1"}
         self._watches = []
         for rank in range(1, workers):
-            # a session of its own: Ctrl-C is for rank 0, which stops the others
+            # a separate session: Ctrl-C only reaches rank 0, which stops the others
             other = subprocess.Popen(
                 [sys.executable, "-m", "vlmpack.cli", *arguments],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -197,18 +202,19 @@ class Launched:
         os.environ.update(shared, RANK="0", LOCAL_RANK="0")
 
     def wait(self) -> None:
-        """Wait until they have ended; rank 0 has stopped them."""
+        """Wait until the other ranks have ended, after rank 0 stopped them."""
         for watch in self._watches:
             watch.join(LAST_SECONDS)
 
 
 def join(launched: Launched | None = None) -> Ranks | None:
-    """Join the other ranks, if this process launched them, or was launched by one or by torchrun; None: it is alone.
+    """Join the other ranks; None: this process runs alone.
 
-    A GPU is chosen by the local rank.
+    There are other ranks if this process launched them, or was itself launched by rank 0 or torchrun. The local rank
+    selects the GPU.
 
     Args:
-        launched: the others, if this process started them.
+        launched: the other ranks, if this process started them.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
@@ -224,10 +230,10 @@ def join_at(store: TCPStore | None, *, rank: int, size: int, gpu: int) -> Ranks:
     """Join the other ranks.
 
     Args:
-        store: where they find each other; None: where the variables of torchrun say.
-        rank: of this process.
+        store: the store through which the ranks find each other; None: use torchrun's environment variables.
+        rank: rank of this process.
         size: number of ranks.
-        gpu: number of this rank's GPU, if there are any.
+        gpu: index of this rank's GPU, if there are GPUs.
     """
     has_gpus = torch.cuda.is_available()
     if has_gpus:
@@ -238,14 +244,14 @@ def join_at(store: TCPStore | None, *, rank: int, size: int, gpu: int) -> Ranks:
 
 
 def _end_with(rank: int, other: subprocess.Popen[bytes]) -> None:
-    """End this process if another rank fails; one that rank 0 stopped ends with 0."""
+    """End this process if another rank fails. A rank that rank 0 stopped exits with status 0."""
     if status := other.wait():
         log.error("rank %d ended with status %d, so the service ends; its state is kept: start it again", rank, status)
         end(FAILED)
 
 
 def _end_with_rank_0() -> None:
-    """End this process when rank 0 is gone, whose end of the pipe closes then."""
+    """End this process when rank 0 is gone, because its end of the pipe closes then."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     end(FAILED)
@@ -255,21 +261,21 @@ def _end_with_rank_0() -> None:
 
 
 LEAST_TORCH = (2, 13)
-"""The first PyTorch whose FSDP2 can forget a forward pass without a backward pass."""
+"""The first PyTorch version whose FSDP2 can discard a forward pass that has no backward pass."""
 
 
 @final
 class Sharding:
-    """The sharded base model of this rank."""
+    """This rank's view of the sharded base model."""
 
     def __init__(self, model: Any, family: Family, ranks: Ranks, *, device: str) -> None:
         """Shard a model in place, layer by layer, and move it to its device.
 
         Args:
             model: frozen, with packing enabled for several ranks.
-            family: of the model.
-            ranks: over which it is sharded.
-            device: type of the ranks' devices.
+            family: family of the model.
+            ranks: the ranks to shard over.
+            device: device type of the ranks.
 
         Raises:
             ConfigError: PyTorch is too old.
@@ -277,7 +283,7 @@ class Sharding:
         if tuple(int(part) for part in torch.__version__.split(".")[:2]) < LEAST_TORCH:
             least = ".".join(map(str, LEAST_TORCH))
             raise ConfigError(f"--shard needs PyTorch {least} or newer, not {torch.__version__}; leave it out")
-        # in-place changes of a pass's outputs would be wrong; nothing here makes any
+        # the warning is about in-place changes of a pass's outputs, and nothing here makes any
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         self._model, self._ranks = model, ranks
         mesh = init_device_mesh(device, (ranks.size,))
@@ -286,9 +292,10 @@ class Sharding:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Passes that all ranks run alike; what FSDP2 keeps of a forward pass without a backward pass is freed.
+        """Enclose passes that all ranks run alike. Afterwards, free what FSDP2 keeps of forward passes without backward
+        passes.
 
-        An error other than of the library's own, which every rank raises before its passes, ends the process.
+        A `VlmpackError` is raised on every rank before its passes, so it propagates. Any other error ends the process.
         """
         try:
             yield
@@ -305,6 +312,6 @@ class Sharding:
 
 
 def _blocks(model: Any, family: Family) -> Iterator[Any]:
-    """Layers of the text model, and blocks of the vision tower."""
+    """Yield the layers of the language model and the blocks of the vision tower."""
     yield from family.language_model(model).get_submodule("layers").children()
     yield from family.vision_blocks(model)

@@ -1,19 +1,19 @@
-"""Training requests that run together: planned into rows, run a row at a time, results split by request again.
+"""Training requests that run together: planned into packed rows, run row by row, and split into results per request.
 
-    requests of one model     [a b c] [d e]        plan: rows by two budgets, tokens and patches
+    requests of one model     [a b c] [d e]        plan: rows with two budgets, tokens and patches
     row 0   a a a d d         forward, backward
-    row 1   b b c e e e       forward, backward    after the last one the gradient reaches the model, all of it
+    row 1   b b c e e e       forward, backward    after the last row, the model gets the whole gradient
     results [a b c] [d e]
 
     datums  P a   P b   P c   d        P: a prompt with an image, a to c: its completions
-    row     P a b c | d                tokens that are computed; the budget limits these
+    row     P a b c | d                computed tokens; the token budget limits these
 
-Rows depend on the requests alone. Requests that want no gradient have rows of their own, computed without one: half of
-what a row costs, and more, is its backward pass.
+Rows depend only on the requests. Requests without a gradient get separate rows, which run without a backward pass: it
+would be more than half of a row's cost.
 
-The losses see log-probabilities alone: `slopes`, dL / dlogprob of each token, are where the backward pass begins. What
-routers of experts would add (a load-balancing loss) is not computed: a gradient is that of the datums' losses, summed,
-and so the same in whatever rows they are.
+Losses depend on log-probabilities only: the backward pass starts from `slopes`, dL / dlogprob of each token. Auxiliary
+losses of expert routers (load balancing) are not computed. So a gradient is exactly the sum of the datums' losses'
+gradients, however the datums are packed.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ from vlmpack.service.ranks import Ranks, Sharding
 log = logging.getLogger(__name__)
 
 SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
-"""Budgets that are tried for rows of like size, as parts of their mean."""
+"""Token budgets to try for rows of similar size, as multiples of their mean."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """Budgets of a row, and how it is computed. A datum beyond a budget has a row of its own."""
+    """Budgets of a row, and how to compute it. A datum beyond a budget gets its own row."""
 
     tokens: int
-    """Most tokens that are computed."""
+    """Maximum number of computed tokens."""
     patches: int
-    """Most patches of images."""
+    """Maximum number of image patches."""
     recomputes: bool = False
-    """True if layers are computed again in the backward pass (gradient checkpointing)."""
+    """Recompute layers in the backward pass (gradient checkpointing)."""
     min_shared: int | None = None
-    """Tokens from which a beginning that datums have in common is computed once; None: each computes its own."""
+    """Compute a prefix that datums share only once if it has at least this many tokens; None: never share prefixes."""
     image_token: int | None = None
-    """Placeholder of images; None: the model takes none."""
+    """Image placeholder id; None: the model takes no images."""
 
 
 @final
@@ -79,15 +79,15 @@ class WorkCount:
     """Counts of computed rows."""
 
     rows: int = 0
-    """Packed rows."""
+    """Number of packed rows."""
     datums: int = 0
-    """Datums."""
+    """Number of datums."""
     tokens: int = 0
-    """Tokens of datums."""
+    """Number of tokens of the datums."""
     computed: int = 0
-    """Tokens that went through the model; what datums of a row begin with is computed once."""
+    """Number of tokens that went through the model; a shared prefix counts once."""
     patches: int = 0
-    """Patches that went through the vision tower."""
+    """Number of patches of the datums' images."""
 
     def __add__(self, other: WorkCount) -> WorkCount:
         return WorkCount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -97,20 +97,20 @@ class WorkCount:
 
 
 def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ranks: int = 1) -> list[list[int]]:
-    """Numbers of the sequences that share each row, in the order of the rows; inside a row they keep their order.
+    """Return the indices of the sequences in each row, in the order of the rows. Within a row, indices increase.
 
-    The rows are as few as the budgets allow, rounded up to a multiple of the ranks, and of like size: ranks wait for
-    the largest one, and a row that is nearly empty costs more than it computes.
+    There are as few rows as the budgets allow, rounded up to a multiple of the ranks. Rows have similar sizes, because
+    ranks wait for the largest row, and a nearly empty row costs more than its share.
 
     Args:
-        sequences: of one model.
+        sequences: sequences of one model.
         settings: the budgets.
-        ranks: that compute rows at the same time.
+        ranks: number of ranks that compute rows at the same time.
     """
     lengths = np.array([sequence.length for sequence in sequences])
     patches = np.array([sequence.patches for sequence in sequences])
     tree = None
-    if settings.min_shared is not None:  # of all sequences, as one row would have it
+    if settings.min_shared is not None:  # of all sequences, as if they were one row
         images = content_numbers([image.pixel_values for sequence in sequences for image in sequence.images])
         row = tokens_row(sequences, settings.image_token)
         tree = find_prefix_tree(row, images=images, min_shared=settings.min_shared)
@@ -135,7 +135,7 @@ def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ra
 
 
 def _groups_of(tree: PrefixTree) -> PrefixGroups:
-    """Nodes of a tree that several samples have in common, as groups of samples."""
+    """Convert the nodes of a tree that several samples share to groups of samples."""
     samples_of = np.zeros(len(tree.parents), np.int64)
     for leaf in tree.leaves:
         samples_of[list(tree.path(leaf))] += 1
@@ -151,7 +151,7 @@ def _groups_of(tree: PrefixTree) -> PrefixGroups:
 
 
 def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, image_token: int | None) -> np.ndarray:
-    """int64 [K]: patches of the images in each prefix, which holds them whole."""
+    """Return the number of image patches in each shared prefix, int64 [K]. A prefix holds whole images only."""
     found = np.zeros(len(groups), np.int64)
     for sequence, innermost in zip(sequences, groups.of_samples, strict=True):
         if sequence.images:
@@ -168,7 +168,7 @@ def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, imag
 
 
 def tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) -> PackedRow:
-    """Sequences one after the other as a row without gaps, its images' grids but not their pixels."""
+    """Pack sequences into a row without gaps. The row has the grids of the images, but not their pixels."""
     ids = torch.from_numpy(np.concatenate([sequence.input_ids for sequence in sequences]))[None]
     lengths = tuple(sequence.length for sequence in sequences)
     segments = Segments.from_lengths(lengths)
@@ -187,7 +187,7 @@ def tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) ->
 
 
 def row_of(sequences: Sequence[EncodedSequence], family: Family, config: Any) -> PackedRow:
-    """The same with pixels, for a model of this family and configuration; no token has a label."""
+    """Pack sequences into a row with pixels for a model of this family and configuration. No token has a label."""
     row = tokens_row(sequences, config.image_token_id if family.has_vision else None)
     assert row.metadata is not None
     images, media = [image for sequence in sequences for image in sequence.images], Media()
@@ -204,13 +204,13 @@ class RowItem:
     """A datum in a row."""
 
     request: int
-    """Number of its request in the work."""
+    """Index of the request in the `RowWork`."""
     number: int
-    """Its number in that request."""
+    """Index of the datum in its request."""
     datum: EncodedDatum
     """The datum."""
     loss: BoundLoss
-    """Its loss."""
+    """The loss."""
 
 
 @final
@@ -221,9 +221,9 @@ class Row:
     client: ClientModel
     """The model."""
     items: tuple[RowItem, ...]
-    """Its datums in order."""
+    """The datums, in order."""
     backward: bool
-    """True if its gradient is wanted."""
+    """Whether the gradient is needed."""
 
 
 @final
@@ -234,9 +234,9 @@ class DatumResult:
     logprobs: np.ndarray
     """float32 [N] or [N, K]."""
     loss: float
-    """Summed over its tokens; NaN if it is not finite."""
+    """Sum over the tokens; NaN if a loss or derivative is not finite."""
     is_finite: bool
-    """True if the loss and its derivatives are."""
+    """Whether log-probabilities, losses and derivatives are all finite."""
 
 
 @final
@@ -245,9 +245,9 @@ class ComputedRow:
     """The results of one row."""
 
     results: list[DatumResult]
-    """Of its datums, in order."""
+    """Results of the datums, in order."""
     tokens: int
-    """Tokens that went through the model."""
+    """Number of tokens that went through the model."""
 
 
 def compute_row(
@@ -258,16 +258,19 @@ def compute_row(
     min_shared: int | None = None,
     agree: Callable[[bool], bool] = bool,
 ) -> ComputedRow:
-    """Compute one row; if its gradient is wanted, it is added to `.grad` of the model's parameters.
+    """Compute one row, and add its gradient, if needed, to `.grad` of the model's parameters.
 
     If a loss is not finite, there is no backward pass.
 
     Args:
         row: the row.
         adapters: the hooks on the base model.
-        recomputes: whether layers are computed again in the backward pass.
-        min_shared: tokens from which a beginning that datums share is computed once; None: it is not.
-        agree: whether a backward pass that this row can have is made, because those of other ranks can have theirs.
+        recomputes: recompute layers in the backward pass.
+        min_shared: compute a prefix that datums share only once if it has at least this many tokens; None: do not
+            share.
+        agree: called with whether this row can have a backward pass; returns whether to run it. With a sharded base
+            model,
+            all ranks have to agree.
     """
     model, items = row.client.model, row.items
     if recomputes:
@@ -288,14 +291,17 @@ def compute_row(
 
 
 def _set_recomputing(model: Any, *, recomputes: bool) -> None:
-    """Layers in training mode are computed again; their parts stay in evaluation mode, without dropout."""
+    """Switch gradient checkpointing by the layers' training mode.
+
+    Layers in training mode are recomputed. Their submodules stay in evaluation mode, without dropout.
+    """
     family = packing_state(model).family
     for layer in family.language_model(model).get_submodule("layers").children():
         layer.training = recomputes
 
 
 def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
-    """[T, D]: what the head is given, of each token of a row of these sequences."""
+    """Return the final hidden states [T, D], the input of the head, for a row of these sequences."""
     return _hidden_of(model, row_of(sequences, packing_state(model).family, model.config))
 
 
@@ -307,7 +313,10 @@ def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:
 
 
 def _logprobs(model: Any, hidden_TD: torch.Tensor, items: Sequence[RowItem], tree: PrefixTree | None) -> torch.Tensor:
-    """float32 [M]: log-probability of every target; what datums share, targets too, goes through the head once."""
+    """Return the log-probability of every target, float32 [M].
+
+    Equal (position, target) pairs of a shared prefix go through the head once.
+    """
     state = packing_state(model)
     head, chunk, device = state.family.to_logits(model), state.config.head_chunk, hidden_TD.device
     targets_M = np.concatenate([item.datum.targets for item in items])
@@ -328,13 +337,16 @@ def _logprobs(model: Any, hidden_TD: torch.Tensor, items: Sequence[RowItem], tre
 def _several_logprobs(
     hidden_TD: torch.Tensor, rows_M: np.ndarray, places_M: np.ndarray, targets_M: np.ndarray, head: Any, *, chunk: int
 ) -> torch.Tensor:
-    """The same where places have several targets: the logits of a place are computed once, for all of its targets."""
+    """Return the log-probabilities where positions may have several targets.
+
+    The logits of a position are computed once for all of its targets.
+    """
     device = hidden_TD.device
     if not len(rows_M):
         return hidden_TD[:0].float().sum(-1)
     _, first, place_M, counts = np.unique(places_M, return_index=True, return_inverse=True, return_counts=True)
     place_M = place_M.reshape(-1)
-    number_M = np.empty_like(place_M)  # of a target among those of its place
+    number_M = np.empty_like(place_M)  # index of each target among the targets of its position
     number_M[np.argsort(place_M, kind="stable")] = np.arange(len(place_M)) - np.repeat(
         np.cumsum(counts) - counts, counts
     )
@@ -355,7 +367,7 @@ def _several_logprobs(
 
 
 def _token_losses(logprobs: torch.Tensor, items: Sequence[RowItem]) -> torch.Tensor:
-    """float32 [M]: what each target adds; neighbors with the same loss are computed together."""
+    """Return the loss of each target, float32 [M]. Adjacent datums with the same loss are computed together."""
     parts, pieces = [], iter(logprobs.split([len(item.datum.targets) for item in items]))
     for loss, same in groupby(items, lambda item: item.loss):
         group = list(same)
@@ -374,7 +386,7 @@ def _token_losses(logprobs: torch.Tensor, items: Sequence[RowItem]) -> torch.Ten
 def _split(
     logprobs: torch.Tensor, losses: torch.Tensor, slopes: torch.Tensor, items: Sequence[RowItem]
 ) -> list[DatumResult]:
-    """By datum, on the host."""
+    """Split results by datum, on the host."""
     bounds = np.cumsum([len(item.datum.targets) for item in items])[:-1]
     columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
     results = []
@@ -392,7 +404,7 @@ def _split(
 
 @final
 class RowWork:
-    """Training requests that run together. Their models change when the last row has run."""
+    """Training requests that run together. Their models change only when the last row has run."""
 
     def __init__(
         self,
@@ -408,13 +420,13 @@ class RowWork:
         """Plan the rows.
 
         Args:
-            requests: that run together.
-            clients: their models by id.
+            requests: requests that run together.
+            clients: models of the requests, by id.
             adapters: the hooks on the base model.
-            settings: what a row may hold.
-            count: is called with what each row computed.
-            ranks: that each compute some of the rows; None: this process computes all.
-            sharding: of the base model over these ranks; None: each has all of it.
+            settings: budgets of a row.
+            count: called with the counts of each computed row.
+            ranks: ranks that share the rows; None: this process computes all rows.
+            sharding: sharding of the base model over these ranks; None: each rank has the full model.
         """
         self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
         self._count, self._ranks, self._sharding = count, ranks, sharding
@@ -426,14 +438,14 @@ class RowWork:
 
     @property
     def rows_left(self) -> int:
-        """Rows that have not run."""
+        """Number of rows that have not run."""
         return len(self._rows)
 
     def run_row(self) -> None:
-        """Compute the next row; with several ranks the next rows, one on each.
+        """Compute the next row; with several ranks, the next rows, one per rank.
 
         Raises:
-            Exception: whatever the model raises. Nothing has changed then, and `cancel` ends the work.
+            Exception: any error of the model. No model has changed then, and `cancel` must be called.
         """
         if self._ranks is None:
             row = self._rows[0]
@@ -442,12 +454,12 @@ class RowWork:
             self._run_on(self._ranks)
 
     def cancel(self) -> None:
-        """Forget everything: no model has changed."""
+        """Discard all work. No model has changed."""
         self._rows.clear()
         self._gradients.clear()
 
     def results(self) -> list[ForwardBackwardResult | Failure]:
-        """One for each request, in order; all rows have to have run."""
+        """Return one result per request, in order. All rows must have run."""
         assert not self._rows
         return [self._failures.get(at) or self._result(at, request) for at, request in enumerate(self._requests)]
 
@@ -472,7 +484,7 @@ class RowWork:
             return compute_row(row, self._adapters, recomputes=settings.recomputes, min_shared=settings.min_shared)
 
     def _compute_alike(self, rows: Sequence[Row], rank: int, sharding: Sharding) -> ComputedRow | None:
-        """Compute this rank's row, or an idle one, as all ranks run the same passes."""
+        """Compute this rank's row, or an idle one, because all ranks run the same passes."""
         row, is_idle = rows[min(rank, len(rows) - 1)], rank >= len(rows)
         if is_idle:
             row = replace(row, items=(_idle_item(),))
@@ -481,7 +493,7 @@ class RowWork:
         return None if is_idle else computed
 
     def _run_on(self, ranks: Ranks) -> None:
-        """Compute a row on each rank; every rank gets all results, and so the same state but for gradients."""
+        """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients."""
         rows = [self._rows[at] for at in range(min(ranks.size, len(self._rows)))]
         if self._sharding is not None:
             rows = [row for row in rows if row.backward == rows[0].backward]
@@ -491,7 +503,7 @@ class RowWork:
                 outcome = self._compute_alike(rows, ranks.rank, self._sharding)
             elif ranks.rank < len(rows):
                 outcome = self._compute(rows[ranks.rank])
-        except Exception as error:  # the other ranks wait for what this one says
+        except Exception as error:  # the other ranks wait for this one's outcome
             log.exception("rank %d failed in a row", ranks.rank)
             outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
         outcomes = ranks.gather(outcome)
@@ -501,7 +513,10 @@ class RowWork:
             self._take(row, computed)
 
     def _take(self, row: Row, computed: ComputedRow) -> None:
-        """Count a row and keep its results; without the requests whose datums are not finite, the work begins again."""
+        """Count a row and keep its results.
+
+        If datums are not finite, fail their requests, and restart the work without them.
+        """
         sequences = [item.datum.sequence for item in row.items]
         self._count(
             WorkCount(
@@ -512,7 +527,7 @@ class RowWork:
                 patches=sum(sequence.patches for sequence in sequences),
             )
         )
-        if row not in self._rows:  # of another rank, and the work has begun again
+        if row not in self._rows:  # a row of another rank, and the work was restarted
             return
         results = list(zip(row.items, computed.results, strict=True))
         if bad := [item for item, result in results if not result.is_finite]:
@@ -542,7 +557,7 @@ class RowWork:
 
     @contextmanager
     def _lent(self, client: ClientModel) -> Iterator[None]:
-        """Lay what the work has accumulated where a backward pass adds to it, and take it up again."""
+        """Put the work's accumulated gradients into `.grad` for a backward pass to add to, then take them back."""
         gradients = self._gradients.get(client) or [None] * len(client.parameters)
         for parameter, gradient in zip(client.parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -563,7 +578,7 @@ class RowWork:
 
 
 def _idle_item() -> RowItem:
-    """The only item of a row that computes nothing that counts."""
+    """Return the item of an idle row: one token with weight 0."""
     inputs = LossInputs(arrays={TARGETS: np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}, shape=(1,))
     datum = EncodedDatum(sequence=EncodedSequence(input_ids=np.zeros(1, np.int64)), inputs=inputs)
     return RowItem(request=0, number=0, datum=datum, loss=bind_loss("cross_entropy", {}))

@@ -1,10 +1,10 @@
-"""The built-in sampling engine, which batches continuously on the model that is trained.
+"""The built-in sampling engine: continuous batching on the model that is trained.
 
     add ──▶ waiting requests of each snapshot ──prefill──▶ running batches ──decode──▶ results
-                 └── one slice of work a `step`: some prompts, or a few tokens of one batch ──┘
+                 └── one slice of work per `step`: some prompts, or a few tokens of one batch ──┘
 
-Snapshots take turns. Within one, prompts and decoding take turns, so that requests join while others run. A snapshot is
-read when its turn comes, and the least recently used one goes when there are too many.
+Snapshots take turns. Within a snapshot, prompts and decoding take turns, so that requests join while others run. A
+snapshot is loaded when its turn comes. If too many are loaded, the least recently used one is dropped.
 """
 
 from __future__ import annotations
@@ -32,54 +32,54 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SampledModel:
-    """Properties of the model that the built-in engine needs beside its weights."""
+    """Properties of the model that sampling engines need besides its weights."""
 
     max_context: int
-    """Longest sequence that the model reads."""
+    """Maximum length of a sequence that the model reads."""
     eos_token_ids: tuple[int, ...]
-    """Ids that end a sequence, unless a request has an empty list of stops."""
+    """Ids that end a sequence, unless the request has an empty `stop` list."""
     decode: Callable[[Sequence[int]], str] | None = None
-    """Token ids to text, special tokens included; None: stop strings are refused."""
+    """Converts token ids to text, special tokens included; None: stop strings are refused."""
 
 
 @final
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """One request and its sequences."""
+    """A sampling request and its sequences."""
 
     key: str
-    """Of the request."""
+    """Key of the request."""
     session_id: str
-    """Of its sampling session."""
+    """Id of the sampling session."""
     prompt: EncodedSequence
-    """The prompt that it samples after."""
+    """The prompt that the sequences continue."""
     request: Sample
     """The request."""
     waiting: deque[Growing] = field(default_factory=deque)
-    """Sequences that have not begun."""
+    """Sequences that have not started."""
     sequences: tuple[Growing, ...] = ()
-    """All of them, in the order of their seeds."""
+    """All sequences, in the order of their seeds."""
     scores: PromptScores | None = None
-    """Of its prompt; None: not wanted, or not yet computed."""
+    """Scores of the prompt; None: not requested, or not yet computed."""
     is_cached: bool = False
-    """True if another request had its prompt computed."""
+    """Whether the prompt had been computed for another request."""
     unfinished: int = 0
-    """Sequences that are not done."""
+    """Number of unfinished sequences."""
     is_alone: bool = False
-    """True if it runs by itself, as it failed together with others."""
+    """Whether the request runs by itself, because it failed together with others."""
 
     @property
     def needs_scores(self) -> bool:
-        """Return whether the log-probabilities of its prompt are still to be computed."""
+        """Return whether the prompt's log-probabilities still have to be computed."""
         return self.request.wants_scores and self.scores is None
 
     @property
     def ends_at_once(self) -> bool:
-        """Return whether each sequence is one token."""
+        """Return whether each sequence has only one token."""
         return self.sequences[0].ending.max_tokens == 1
 
     def begin(self, ending: Ending) -> None:
-        """Make its sequences anew, none of them begun."""
+        """Create the sequences anew, none of them started."""
         params = self.request.params
         seed = randbits(63) if params.seed is None else params.seed
         self.sequences = tuple(
@@ -98,7 +98,7 @@ class Job:
         self.unfinished = len(self.sequences)
 
     def outcome(self) -> SampleResult | Failure:
-        """Its result."""
+        """Return the result of the request."""
         for sequence in self.sequences:
             if sequence.error is not None:
                 return Failure(message=sequence.error, category="server")
@@ -111,7 +111,7 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
     """Return when sequences of a request end.
 
     Raises:
-        RequestError: the model's context has no room for it.
+        RequestError: the model's context has no room for the request, or the request does not fit the prompt.
     """
     if (last := request.prompt_logprobs_last_n) is not None and not last < prompt.length:
         raise RequestError(f"prompt_logprobs_last_n is {last}; the prompt has {prompt.length} tokens, so send 1 less")
@@ -142,36 +142,36 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
 
 
 Finished = tuple[str, SampleResult | Failure]
-"""Key of a request, and what has become of it."""
+"""Key of a request, and its outcome."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """Settings of the built-in engine."""
+    """Settings of the built-in sampling engine."""
 
     prefill_tokens: int = 8192
-    """Tokens of prompts, and of canonical computations, in one slice; one prompt at least."""
+    """Token budget of a slice for prompts and canonical computations; a slice takes at least one prompt."""
     decode_steps: int = 8
-    """Tokens of each sequence of a batch in one slice."""
+    """Number of tokens that a slice decodes for each sequence of a batch."""
     check_tokens: int = 64
-    """Tokens of a sequence that one canonical computation checks."""
+    """Number of tokens of a sequence that one canonical computation checks."""
     max_sequences: int = 64
-    """Most sequences of a snapshot that run at once."""
+    """Maximum number of running sequences per snapshot."""
     max_cached_tokens: int = 131072
-    """Most tokens in the key-value caches of a snapshot, with those that running sequences may still grow by; one
-    request runs whatever it takes."""
+    """Maximum number of tokens in the key-value caches of a snapshot, counting running sequences at their maximum
+    length. One request may exceed it to run alone."""
     prompt_tokens: int = 16384
-    """Tokens of prompts whose key-value caches are kept for later requests, over all snapshots; 0: none are."""
+    """Total tokens of prompts whose key-value caches are kept for later requests, over all snapshots; 0: keep none."""
     max_snapshots: int = 16
-    """Most snapshots in memory."""
+    """Maximum number of snapshots in memory."""
     rounding: float | None = None
-    """Largest error of a logit, as a part of the largest one's size: choices that are closer are checked. 0: none
-    is, infinity: all are. None: 2**-13 for float32, 2**-7 where its products are rounded (TF32), 2**-8 for float16,
-    2**-5 for bfloat16."""
+    """Largest error of a logit, as a fraction of the largest absolute logit. Choices that are closer than this are
+    checked. 0: check none; infinity: check all. None: 2**-13 for float32, 2**-7 for float32 with rounded products
+    (TF32), 2**-8 for float16, 2**-5 for bfloat16."""
 
     def rounding_of(self, model: nn.Module) -> float:
-        """The setting, or its default for this model's weights."""
+        """Return the setting, or its default for the model's dtype."""
         if self.rounding is not None:
             return self.rounding
         dtype = next(model.parameters()).dtype
@@ -182,10 +182,10 @@ class SamplingSettings:
 
 @final
 class PrefilledPrompts:
-    """Prompts that went through the model, by snapshot and digest, as many as a number of tokens allows.
+    """Least recently used (LRU) cache of prefilled prompts, by snapshot and digest.
 
     Args:
-        tokens: of all of them; the least recently used ones go.
+        tokens: maximum total number of tokens.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -196,12 +196,12 @@ class PrefilledPrompts:
         return key in self._kept
 
     def take(self, key: tuple[Path | None, bytes]) -> Prefilled:
-        """Return a prompt, which stays."""
+        """Return a cached prompt, which stays in the cache."""
         self._kept.move_to_end(key)
         return self._kept[key]
 
     def put(self, key: tuple[Path | None, bytes], prompt: Prefilled) -> None:
-        """Keep a prompt, unless it is longer than all of them may be."""
+        """Add a prompt, unless it alone exceeds the maximum. Drops the least recently used prompts to make room."""
         if prompt.length <= self._most:
             self._kept[key] = prompt
             self._tokens += prompt.length
@@ -209,7 +209,7 @@ class PrefilledPrompts:
             self._remove(next(iter(self._kept)))
 
     def drop(self, folder: Path | None) -> None:
-        """Forget the prompts of a snapshot."""
+        """Drop the prompts of a snapshot."""
         for key in [key for key in self._kept if key[0] == folder]:
             self._remove(key)
 
@@ -226,28 +226,28 @@ class _Lane:
     """The requests of one snapshot."""
 
     folder: Path | None
-    """Of the snapshot; None: the base model."""
+    """Folder of the snapshot; None: the base model."""
     waiting: deque[Job] = field(default_factory=deque)
-    """Requests of which sequences have not begun, in order of arrival."""
+    """Requests with sequences that have not started, in order of arrival."""
     batches: deque[Batch] = field(default_factory=deque)
-    """Running sequences."""
+    """Batches of running sequences."""
     decodes_next: bool = False
-    """True if it is the running sequences' turn."""
+    """Whether the next slice decodes running sequences."""
 
     @property
     def is_idle(self) -> bool:
-        """Return whether it has nothing to do."""
+        """Return whether there is nothing to do."""
         return not self.waiting and not self.batches
 
     @property
     def running(self) -> int:
-        """Sequences that run."""
+        """Number of running sequences."""
         return sum(len(batch.sequences) for batch in self.batches)
 
 
 @final
 class BatchedSampling:
-    """The built-in engine: continuous batching on the model that is trained."""
+    """The built-in sampling engine: continuous batching on the model that is trained."""
 
     def __init__(
         self,
@@ -257,33 +257,34 @@ class BatchedSampling:
         *,
         agree: Agree = itself,
     ) -> None:
-        """Sample from weights.
+        """Create an engine without open sessions.
 
         Args:
-            open_weights: reads them out of a snapshot's folder; None: those of the base model.
-            model: what is sampled from.
+            open_weights: loads the weights from a snapshot's folder; with None, the base model's.
+            model: properties of the model.
             settings: None: the defaults.
-            agree: is called with each list of choices, and returns those that count: with a sharded model every rank
-                makes the same calls, and rounding must not part them.
+            agree: called with each list of choices; returns the choices that count. If the base model is sharded, every
+                rank
+                makes the same calls, and rounding must not lead ranks to different choices.
         """
         self._open_weights = open_weights
         self._model = model
         self._settings = settings or SamplingSettings()
         self._agree = agree
         self._folders: dict[str, Path | None] = {}
-        self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one's turn is next
-        self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one goes first
+        self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one has the next turn
+        self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one is dropped first
         self._jobs: dict[str, Job] = {}
         self._finished: list[Finished] = []
         self._prompts = PrefilledPrompts(self._settings.prompt_tokens)
         self.sampled_tokens = 0
-        """Tokens sampled so far, those that checks took back included."""
+        """Number of tokens sampled so far, including tokens that checks discarded."""
         self.canonical_tokens = 0
-        """Tokens that canonical computations have read so far."""
+        """Number of tokens that canonical computations have read so far."""
         self.begun_again = 0
-        """Requests that failed together with others and began again alone."""
+        """Number of requests that failed together with others and were restarted alone."""
         self.forgotten_tokens = 0
-        """Tokens that checks have taken back so far."""
+        """Number of tokens that checks have discarded so far."""
 
     @property
     def is_idle(self) -> bool:
@@ -291,11 +292,11 @@ class BatchedSampling:
         return not self._jobs and not self._finished
 
     def open(self, session_id: str, folder: Path | None) -> None:
-        """Begin a sampling session; sessions of one folder share its weights and its batches."""
+        """Open a sampling session. Sessions of the same folder share weights and batches."""
         self._folders[session_id] = folder
 
     def close(self, session_id: str) -> None:
-        """End a sampling session, and free its snapshot if no other session has it."""
+        """Close a sampling session, and free its snapshot if no other session uses it. Unfinished requests fail."""
         folder = self._folders.pop(session_id, None)
         closed = RequestError("the sampling session was closed before the request was done; open another one")
         self._fail([job for job in self._jobs.values() if job.session_id == session_id], closed)
@@ -304,7 +305,7 @@ class BatchedSampling:
             self._prompts.drop(folder)
 
     def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """Take up a request."""
+        """Add a request."""
         job = Job(key=key, session_id=session_id, prompt=prompt, request=request)
         try:
             if session_id not in self._folders:
@@ -320,7 +321,8 @@ class BatchedSampling:
 
     @torch.no_grad()
     def step(self) -> list[Finished]:
-        """Do one slice of work: prompts of one snapshot, or a few tokens of one of its batches."""
+        """Do one slice of work (prompts of one snapshot, or a few tokens of one of its batches), and return what is
+        finished."""
         for folder in [folder for folder, lane in self._lanes.items() if lane.is_idle]:
             del self._lanes[folder]
         if self._lanes:
@@ -343,7 +345,7 @@ class BatchedSampling:
                     self._prefill(lane, taken, reader)
                 else:
                     self._decode(lane, batch, reader)
-        except Exception as error:  # whatever it is, other requests go on
+        except Exception as error:  # whatever the error, other requests continue
             joined = set() if batch is None else {sequence.key for sequence in batch.sequences}
             jobs = [job for key, job in self._jobs.items() if key in keys | joined]
             if len(jobs) > 1:
@@ -352,7 +354,7 @@ class BatchedSampling:
                 self._fail(jobs, error)
 
     def _admitted(self, lane: _Lane) -> list[tuple[Job, list[Growing]]]:
-        """Take sequences that wait, in order of arrival, as far as there is room."""
+        """Take waiting sequences, in order of arrival, as long as there is room."""
         settings, taken, tokens = self._settings, [], 0
         running = lane.running
         cached = sum(sequence.reserved for batch in lane.batches for sequence in batch.sequences)
@@ -377,11 +379,15 @@ class BatchedSampling:
         return taken
 
     def _prefill(self, lane: _Lane, taken: Sequence[tuple[Job, list[Growing]]], reader: Reader) -> None:
-        """Compute prompts: in packed rows what is scored or ends at once, with a cache what goes on."""
+        """Compute prompts.
+
+        Prompts that need scores, or whose sequences have only one token, go into a packed row. Prompts of longer
+        sequences are prefilled into a cache. A prompt may need both.
+        """
         scored = [(job, group) for job, group in taken if job.needs_scores or job.ends_at_once]
         drawing = [[(job, group)] for job, group in scored if job.request.prompt_alt_tokens_k]
         together = [(job, group) for job, group in scored if not job.request.prompt_alt_tokens_k]
-        for jobs in [together, *drawing]:  # tokens that are drawn may depend on nothing else in a row
+        for jobs in [together, *drawing]:  # drawn tokens must not depend on other prompts in a row
             if jobs:
                 self._score(lane, jobs, reader)
         going_on: dict[bytes, list[Growing]] = {}
@@ -422,7 +428,7 @@ class BatchedSampling:
             self._settle(lane, batch, reader)
 
     def _decode(self, lane: _Lane, batch: Batch, reader: Reader) -> None:
-        """A few tokens of a batch, or the choices that are open in it."""
+        """Decode a few tokens of a batch, or check its open choices."""
         lane.batches.rotate(-1)
         used, budget = 0, self._settings.prefill_tokens
         for _ in range(self._settings.decode_steps):
@@ -436,14 +442,17 @@ class BatchedSampling:
 
     @staticmethod
     def _join(lane: _Lane, batch: Batch) -> None:
-        """Take in other batches of the snapshot."""
+        """Merge other batches of the snapshot into this one."""
         for other in [other for other in lane.batches if other is not batch]:
             if batch.can_join(other):
                 batch.join(other)
                 lane.batches.remove(other)
 
     def _settle(self, lane: _Lane, batch: Batch, reader: Reader, *, tokens: int = 0) -> int:
-        """Check open choices, at most about so many tokens of them; finished sequences leave, others begin again."""
+        """Check open choices, up to about `tokens` tokens, and return the number of tokens computed.
+
+        Then finished sequences leave the batch, and sequences with discarded tokens restart.
+        """
         before = batch.forgotten
         used = batch.settle(reader, tokens=tokens)
         self.canonical_tokens += used
@@ -474,7 +483,7 @@ class BatchedSampling:
             self._finished.append((job.key, failure))
 
     def _again(self, lane: _Lane, jobs: Sequence[Job]) -> None:
-        """Let requests that failed together begin again, each alone, so that only the one whose fault it is fails."""
+        """Restart requests that failed together, each alone, so that only the request at fault fails."""
         self._withdraw(jobs)
         self.begun_again += len(jobs)
         for job in reversed(jobs):
@@ -483,7 +492,7 @@ class BatchedSampling:
             lane.waiting.appendleft(job)
 
     def _withdraw(self, jobs: Sequence[Job]) -> None:
-        """Take requests out of whatever they are in."""
+        """Remove requests from the waiting lists and from all batches."""
         keys = {job.key for job in jobs}
         for lane in self._lanes.values():
             lane.waiting = deque(job for job in lane.waiting if job.key not in keys)
@@ -494,9 +503,9 @@ class BatchedSampling:
 
     @contextmanager
     def _weights(self, folder: Path | None) -> Iterator[Reader]:
-        """The model with a snapshot's weights, in evaluation mode."""
+        """Yield a reader of the model with a snapshot's weights, in evaluation mode."""
         with self._weights_of(folder).applied() as model:
-            training = [module for module in model.modules() if module.training]  # single layers may be
+            training = [module for module in model.modules() if module.training]  # some layers may be in training mode
             try:
                 for module in training:
                     module.training = False
@@ -508,7 +517,7 @@ class BatchedSampling:
                     module.training = True
 
     def _weights_of(self, folder: Path | None) -> Weights:
-        """The weights of a snapshot; they are read if they are not in memory."""
+        """Return the weights of a snapshot; load them if they are not in memory."""
         if folder not in self._loaded:
             while len(self._loaded) >= self._settings.max_snapshots:
                 self._prompts.drop(self._loaded.popitem(last=False)[0])

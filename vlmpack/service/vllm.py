@@ -1,10 +1,11 @@
-"""Sampling by vLLM, behind the interface of the built-in engine: `LLM.generate` with a `LoRARequest` a snapshot.
+"""Sampling with vLLM, behind the interface of the built-in engine: `LLM.generate` with one `LoRARequest` per snapshot.
 
-    add ──▶ waiting ──all of them──▶ LLM.generate, in a thread of its own ──▶ step
+    add ──▶ waiting ──all of them──▶ LLM.generate, in its own thread ──▶ step
 
-vLLM is faster, and has its own memory, kernels and image processor. So two promises of the built-in engine do not hold:
-tokens of a seed may change with what runs beside, and log-probabilities differ from training's by what two sets of
-kernels differ. An image of which vLLM makes another number of tokens is refused.
+vLLM is faster, and has its own memory, kernels and image processor. So two guarantees of the built-in engine do not
+hold. The tokens of a seed may depend on what runs at the same time, and log-probabilities differ from those of training
+because the kernels differ. If vLLM makes another number of tokens from a prompt with images than the model's processor,
+the request fails.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
 
 ADAPTER = "adapter_config.json"
-"""The file by which a folder is an adapter's."""
+"""File that marks a folder as an adapter."""
 
 SAMPLERS = ("exact", "fast", "vllm")
-"""Ways to sample: the built-in engine, with every choice as alone or without; vLLM."""
+"""The samplers: "exact" and "fast" use the built-in engine, and "vllm" uses vLLM. "exact" samples the same tokens
+whatever else runs; "fast" does not guarantee this."""
 
 PATIENCE = 0.005
 """Seconds that a `step` waits for vLLM."""
 
 NEVER = -100.0
-"""Added to logits of tokens that are never sampled: the least that vLLM takes."""
+"""Logit bias of tokens that are never sampled: the lowest that vLLM accepts."""
 
 
 @final
@@ -57,48 +59,49 @@ class VllmSettings:
     """Settings of vLLM."""
 
     max_context: int
-    """Longest sequence."""
+    """Maximum length of a sequence."""
     max_rank: int = 64
-    """Largest rank of an adapter."""
+    """Maximum rank of an adapter."""
     max_snapshots: int = 16
-    """Most adapters in memory."""
+    """Maximum number of adapters in memory."""
     max_images: int = 16
-    """Most images of a prompt."""
+    """Maximum number of images in a prompt."""
     memory: float = 0.4
-    """Share of the device's memory, beside the model that is trained."""
+    """Share of the device's memory for vLLM, next to the model that is trained."""
 
 
 def open_vllm(model: str, settings: VllmSettings, **more: Any) -> Any:
     """Load a model into vLLM.
 
     Args:
-        model: a folder, or a name on the hub.
+        model: folder or hub name.
         settings: settings.
-        **more: further arguments of `vllm.LLM`, which win.
+        **more: further arguments of `vllm.LLM`; they take precedence.
 
     Raises:
         ConfigError: vLLM is not installed.
     """
     check_extra("vllm", "vllm", needed_by="sampling by vLLM")
     arguments = {
-        "max_model_len": settings.max_context + 1,  # what is sampled last is not read again
+        "max_model_len": settings.max_context + 1,  # the last sampled token is not read again
         "gpu_memory_utilization": settings.memory,
         "enable_lora": True,
         "max_lora_rank": settings.max_rank,
         "max_loras": settings.max_snapshots,
         "limit_mm_per_prompt": {"image": settings.max_images},
-        "logprobs_mode": "raw_logprobs",  # of the whole distribution, before temperature, top-k and top-p
+        "logprobs_mode": "raw_logprobs",  # of the full distribution, before temperature, top-k and top-p
     }
     return import_module("vllm").LLM(model=model, **(arguments | more))
 
 
 def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
-    """Let an engine sample in one of the ways of `SAMPLERS`.
+    """Make an engine use one of the `SAMPLERS`.
 
     Args:
-        engine: of the service, which has just been made.
-        kind: "exact": the same tokens whatever else runs. "fast": without that promise, and in 16 bits several times
-            faster. "vllm": by vLLM, which loads the model a second time.
+        engine: engine of the service, newly created.
+        kind: "exact": the same tokens whatever else runs. "fast": without this guarantee, and several times faster in
+            16
+            bits. "vllm": with vLLM, which loads the model a second time.
         source: folder or hub name of the model, for vLLM.
 
     Raises:
@@ -118,36 +121,36 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Job:
-    """One request."""
+    """A sampling request."""
 
     key: str
-    """Of the request."""
+    """Key of the request."""
     session_id: str
-    """Of its sampling session."""
+    """Id of the sampling session."""
     prompt: EncodedSequence
-    """Its prompt as the model that is trained reads it."""
+    """The prompt as the trained model reads it."""
     request: Sample
     """The request."""
     ending: Ending
-    """When its sequences end."""
+    """When the sequences end."""
     folder: Path | None
-    """Of its snapshot."""
+    """Folder of the snapshot; None: the base model."""
 
 
 @final
 class VllmSampling:
-    """A sampling engine that hands everything to vLLM."""
+    """A sampling engine that passes all requests to vLLM."""
 
     def __init__(
         self, llm: Any, model: SampledModel, *, image_token_id: int | None, forbidden: Sequence[int] = ()
     ) -> None:
-        """Sample with `open_vllm`'s model.
+        """Sample with a model that `open_vllm` loaded.
 
         Args:
-            llm: what `open_vllm` returned.
-            model: what else is known of the model.
-            image_token_id: placeholder of an image, of which vLLM makes as many as it needs; None: a text model.
-            forbidden: ids that are never sampled, such as placeholders.
+            llm: result of `open_vllm`.
+            model: properties of the model.
+            image_token_id: the image placeholder, which vLLM repeats as often as it needs; None: a text model.
+            forbidden: ids that are never sampled, e.g. placeholders.
         """
         self._llm = llm
         self._model = model
@@ -159,7 +162,7 @@ class VllmSampling:
         self._running: Future[list[Finished]] | None = None
         self._finished: list[Finished] = []
         self.sampled_tokens = 0
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vllm")
 
     @property
@@ -168,11 +171,11 @@ class VllmSampling:
         return not (self._waiting or self._running or self._finished)
 
     def open(self, session_id: str, folder: Path | None) -> None:
-        """Begin a sampling session."""
+        """Open a sampling session."""
         self._folders[session_id] = folder
 
     def close(self, session_id: str) -> None:
-        """End a sampling session; those of its requests that have not begun fail."""
+        """Close a sampling session. Its requests that have not started fail."""
         self._folders.pop(session_id, None)
         for job in [job for job in self._waiting if job.session_id == session_id]:
             self._waiting.remove(job)
@@ -180,7 +183,7 @@ class VllmSampling:
             self._finished.append((job.key, Failure(message=message, category="user")))
 
     def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """Take up a request."""
+        """Add a request."""
         try:
             if session_id not in self._folders:
                 raise RequestError(f"sampling session {session_id!r} is not open; create one")
@@ -201,7 +204,7 @@ class VllmSampling:
         self._waiting.append(job)
 
     def step(self) -> list[Finished]:
-        """Hand waiting requests over if vLLM is free, and return what is finished."""
+        """Pass waiting requests to vLLM if it is free, and return what is finished."""
         if self._running is None and self._waiting:
             jobs, self._waiting = self._waiting, []
             self._running = self._thread.submit(self._generate, jobs)
@@ -218,7 +221,7 @@ class VllmSampling:
     # ------------------------------------------------------------------ in the thread
 
     def _generate(self, jobs: Sequence[_Job]) -> list[Finished]:
-        """Run requests together; if vLLM refuses them, each alone, so that only the one whose fault it is fails."""
+        """Run requests together. If vLLM fails, run each alone, so that only the request at fault fails."""
         try:
             return self._together(jobs)
         except Exception as error:  # whatever vLLM raises
@@ -239,7 +242,7 @@ class VllmSampling:
         return [(job.key, self._result(job, [next(outputs) for _ in range(job.request.num_samples)])) for job in jobs]
 
     def _prompt(self, job: _Job) -> dict[str, Any]:
-        """The prompt as vLLM takes it: one placeholder for each image, beside the pictures."""
+        """Return the prompt in vLLM's format: one placeholder per image, and the decoded images."""
         ids: list[int] = []
         pictures = []
         for chunk in job.request.prompt:
@@ -251,7 +254,7 @@ class VllmSampling:
         return {"prompt_token_ids": ids} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
 
     def _params(self, job: _Job, index: int) -> Any:
-        """Settings of sequence `index` of a request."""
+        """Return the settings of sequence `index` of a request."""
         params, first = job.request.params, index == 0
         seed = None if params.seed is None else (params.seed + index) % 2**63
         return import_module("vllm").SamplingParams(
@@ -262,7 +265,7 @@ class VllmSampling:
             max_tokens=job.ending.max_tokens,
             stop=list(params.stop_strings) or None,
             stop_token_ids=sorted(job.ending.stop_tokens),
-            ignore_eos=True,  # the ids that end a sequence are all in stop_token_ids
+            ignore_eos=True,  # stop_token_ids has all ids that end a sequence
             include_stop_str_in_output=True,
             skip_special_tokens=False,
             detokenize=bool(params.stop_strings),
@@ -293,7 +296,7 @@ class VllmSampling:
 
 
 def _scores(output: Any, request: Sample) -> PromptScores:
-    """What vLLM says of the tokens of a prompt."""
+    """Return the scores of the prompt tokens from vLLM's output."""
     ids, tables = output.prompt_token_ids, [{}, *output.prompt_logprobs[1:]]
     logprobs = np.array([np.nan, *_of_tokens(ids[1:], tables[1:])], np.float32)
     scores = PromptScores(logprobs=logprobs, top=_likeliest(tables, request.topk_prompt_logprobs))
@@ -301,7 +304,7 @@ def _scores(output: Any, request: Sample) -> PromptScores:
 
 
 def _likeliest(tables: Sequence[Mapping[int, Any]], count: int) -> TopTokens:
-    """The most likely tokens of each place; beside them vLLM returns the place's own token."""
+    """Return the most likely tokens at each position. vLLM's tables also contain the position's actual token."""
     found = no_tokens(len(tables), count)
     for at, table in enumerate(tables):
         best = sorted(table.items(), key=lambda entry: -entry[1].logprob)[:count]
@@ -311,7 +314,7 @@ def _likeliest(tables: Sequence[Mapping[int, Any]], count: int) -> TopTokens:
 
 
 def _sequence(completion: Any, top: int) -> SampledSequence:
-    """One sequence as vLLM returns it."""
+    """Convert one sequence from vLLM's output."""
     ids = list(completion.token_ids)
     return SampledSequence(
         tokens=np.asarray(ids, np.int32),
@@ -322,5 +325,5 @@ def _sequence(completion: Any, top: int) -> SampledSequence:
 
 
 def _of_tokens(ids: Sequence[int], tables: Sequence[Mapping[int, Any]]) -> list[float]:
-    """The log-probability of each token out of what vLLM says of each place."""
+    """Return the log-probability of each token from vLLM's tables, one per position."""
     return [table[token].logprob for token, table in zip(ids, tables, strict=True)]
