@@ -42,8 +42,7 @@ class BodyReader:
 
         Raises:
             Rejected: status 408: the body arrived too slowly; 413: it is too large; 415: it is compressed; 429: too
-                many bodies
-                are being received.
+                many bodies are being received.
         """
         if encoding not in ("", "identity"):
             raise Rejected(f"Content-Encoding {encoding!r:.40}: send the body as it is", status=415)

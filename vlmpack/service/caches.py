@@ -131,7 +131,7 @@ def _change(cache: Any, change: Change) -> None:
 def _change_columns(cache: Any, count: int, change: Callable[[torch.Tensor, _Kind, int], torch.Tensor]) -> None:
     """Change the number of columns before all sequences by `count`.
 
-    A sliding-window layer has fewer columns to change.
+    A sliding-window layer may change by fewer columns, because it holds at most W - 1 tokens.
     """
     holders = [(vars(cache), _SHARED), *((vars(layer), _KINDS) for layer in cache.layers)]
     for attributes, kinds in holders:

@@ -72,7 +72,7 @@ def choose(
     Returns:
         The choices. A log-probability that is not finite means that the logits are not finite.
     """
-    if logits_BV.device.type != "cuda":  # identical numbers on all such devices, and float64
+    if logits_BV.device.type != "cuda":  # the same numbers on all other devices, and float64
         logits_BV = logits_BV.cpu()
     logits_BV = logits_BV.float()
     error_B = rounding * logits_BV.abs().amax(1).double()

@@ -117,7 +117,7 @@ class Adapter:
 
         Args:
             y: [..., out], the output of the target for `x`.
-            name: of the target.
+            name: name of the target.
             x: [..., in].
         """
         a, b = self.weights[name]
@@ -167,7 +167,7 @@ def new_adapter(lora: LoraConfig, names: Sequence[str], model: nn.Module) -> Ada
 
     Args:
         lora: settings of the adapter; without a seed the weights are random.
-        names: of the targets.
+        names: names of the targets.
         model: the model that has the targets.
     """
     generator = torch.Generator(device="cpu")
@@ -366,13 +366,11 @@ class ClientModel:
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
     def load(self, folder: Path, *, optimizer: bool) -> None:
-        """Read the weights, and the optimizer's moments if requested; otherwise reset the optimizer. Drops the
-        gradient.
+        """Read the weights, and either read or reset the optimizer's moments. The gradient is dropped.
 
         Raises:
             RequestError: the checkpoint has another rank or other targets, or its files are missing or damaged. The
-                model then
-                stays unchanged.
+                model then stays unchanged.
         """
         state = self._checked_state(read_tensors(folder / OPTIMIZER)) if optimizer else {}
         if self.adapter is None:

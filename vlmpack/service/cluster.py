@@ -51,10 +51,10 @@ KEY_VARIABLE = "VLMPACK_API_KEY"
 @final
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Arguments of the application, together with all fields of `ServiceSettings` and `ServiceLimits`, e.g.
-    `row_tokens`.
+    """Arguments of the application.
 
-    `serve run` passes them as strings.
+    All fields of `ServiceSettings` and `ServiceLimits`, e.g. `row_tokens`, are arguments too. `serve run` passes them
+    as strings.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
@@ -179,8 +179,10 @@ def replica(settings: ClusterSettings) -> ASGIApp:
 
 
 def _start_others(settings: ClusterSettings) -> Ranks:
-    """Start an actor for each other rank. The actors end with this process, and this process ends if one of them
-    fails."""
+    """Start an actor for each other rank.
+
+    The actors end with this process, and this process ends if one of them fails.
+    """
     import ray
 
     address = ray.util.get_node_ip_address()

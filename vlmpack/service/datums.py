@@ -37,8 +37,10 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_
 
 
 def not_served(family: Family) -> str | None:
-    """Return why requests for a family cannot be served; None: they can. Text models and Qwen's vision models are
-    served."""
+    """Return why requests for a family cannot be served; None: they can.
+
+    Text models and Qwen's vision models can be served.
+    """
     if family.has("query_scale"):
         return (
             "it scales queries by places that its own code counts from the padding of sequences decoded together; "

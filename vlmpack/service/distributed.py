@@ -125,6 +125,8 @@ class Mirror:
 
 
 def lead(engine: Engine, ranks: Ranks) -> Any:
-    """Return rank 0's engine for the queue. Methods that change a model run on every rank; other ranks call
-    `follow`."""
+    """Return rank 0's engine for the queue; the other ranks call `follow`.
+
+    Methods that change a model run on every rank.
+    """
     return Mirror(Rank(engine, ranks), "engine", engine, ENGINE)

@@ -47,8 +47,8 @@ class EngineConfig:
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
     min_shared: int | None = MIN_SHARED
-    """Compute a prefix that datums of a row share only once (prefix tree) if it has at least this many tokens; None:
-    never share prefixes. A sharded base model never shares them."""
+    """Minimum number of tokens of a prefix that is computed only once for the datums of a row that share it (prefix
+    tree); None: prefixes are not shared. They are never shared with a sharded base model."""
     shard_on: str | None = None
     """Shard the base model over the ranks, on devices of this type (FSDP2); None: each rank holds the full model."""
 
@@ -119,8 +119,7 @@ class Engine:
             tokenizer_id: where clients find the tokenizer.
             config: settings; None: the defaults.
             ranks: the process group that computes rows together, in which every rank makes the same calls; None: this
-                process
-                runs alone.
+                process runs alone.
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
@@ -195,8 +194,7 @@ class Engine:
 
         Raises:
             RequestError: the rank or the targets are invalid, there are too many models, or `lora` is None and this
-                service
-                does not train all weights.
+                service does not train all weights.
         """
         self._clients[model_id] = self._new(lora)
 
@@ -254,8 +252,10 @@ class Engine:
     # ------------------------------------------------------------------ training
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
-        """Prepare the packed rows of requests that run together: all requests up to the next barrier of their
-        models."""
+        """Plan the packed rows of requests that run together.
+
+        These are all requests up to the next barrier of their models.
+        """
         clients = {request.model_id: self.client(request.model_id) for request in requests}
         limits = self.config.limits
         settings = RowSettings(

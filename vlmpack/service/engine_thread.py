@@ -1,5 +1,6 @@
-"""The thread that owns the engine. It alternates between models and sampling, one row, operation or sampling slice at a
-time.
+"""The thread that owns the engine.
+
+It runs one row, operation or sampling slice at a time, and alternates between models and sampling.
 
 models       A ▣▣▣   B ▣   C ▣▣          rows of their running groups, or their next operation
 turns        A B C sample A C sample ...  the least recently served model; a sampling slice between two rows
@@ -521,8 +522,10 @@ class EngineThread:
     def _finish(
         self, outcomes: Sequence[tuple[Entry, Outcome]], *, group: int | None = None, done: Done | None = None
     ) -> None:
-        """Commit replies, and the writes of an operation, together. Skips requests of ended sessions, which are already
-        done."""
+        """Commit replies, and the writes of an operation, together.
+
+        Skips requests of ended sessions, which are already done.
+        """
         replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
         if not replies:
             return

@@ -106,8 +106,7 @@ def read(kind: Any, value: Any, place: str) -> Any:
 
     Args:
         kind: a scalar type, a tuple of one type, a `Literal`, a `Mapping` (metadata), or a dataclass of settings; one
-            of
-            these or None; or one of these `Annotated` with `Between` or with a function that reads the value.
+            of these or None; or one of these `Annotated` with `Between` or with a function that reads the value.
         value: the value, not null.
         place: name of the value in the body.
 

@@ -418,8 +418,7 @@ class Batch:
         return done
 
     def fall_behind(self) -> list[Growing]:
-        """Remove and return sequences whose cache holds tokens that a check discarded. They have to be prefilled
-        again."""
+        """Remove and return the sequences whose cache holds discarded tokens. They have to be prefilled again."""
         held = zip(self.sequences, self.lengths, strict=True)
         is_behind = [sequence.prompt.length + len(sequence.tokens) <= length for sequence, length in held]
         behind = [sequence for sequence, is_late in zip(self.sequences, is_behind, strict=True) if is_late]

@@ -1,5 +1,4 @@
-"""The journal of the service, a SQLite database (WAL): accepted requests, their outcomes, and where model states are
-stored.
+"""The journal of the service: accepted requests, their outcomes, and where model states are stored. SQLite, WAL.
 
     sessions ── models ── requests ── bodies            (owner, seq): operations of a model; 0 is its creation
         └────── sampling_sessions ── requests ── bodies (owner, seq): samples
@@ -371,8 +370,10 @@ class Journal:
     # ------------------------------------------------------------------ sessions, models, checkpoints
 
     def put(self, row: SessionRow | ModelRow | SamplingRow | CheckpointRow) -> None:
-        """Insert a row, or replace the row with the same key. Fields are columns; lists and mappings are stored as
-        JSON."""
+        """Insert a row, or replace the row with the same key.
+
+        Fields are columns; lists and mappings are stored as JSON.
+        """
         values = {name: _to_sql(value) for name, value in asdict(row).items()}
         columns, marks = ", ".join(values), ", ".join("?" * len(values))
         statement = f"INSERT OR REPLACE INTO {TABLES[type(row)][0]} ({columns}) VALUES ({marks})"

@@ -9,8 +9,8 @@
                           done  ▲     early
 
 The journal is always written first, and holds everything else: replies, checkpoints, and the models' settings. On
-start, the ledger is read from the journal. One lock guards the ledger. The event loop takes it too, so nobody may wait
-for the disk while holding it.
+start, the ledger is read from the journal. One lock guards the ledger. The event loop takes it too, so no thread may
+wait for the disk while holding it.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Lane:
     gap: int | None = None
     """First missing number that later requests wait for, as of the last check; None: there is none."""
     gap_seconds: float = 0.0
-    """Seconds that they have waited, without the time in which a request of the model was being received."""
+    """Seconds that the gap has lasted, without the time in which a request of the model was being received."""
     gap_since: float = 0.0
     """Monotonic time at which the gap was first seen."""
     receiving: int = 0

@@ -47,8 +47,8 @@ class ServiceLimits:
     pixel_bytes: int = 8 * 2**30
     """Maximum bytes of the patches of a request's images, computed from their headers before decoding."""
     soft_targets: int = 2**25
-    """Maximum of tokens times targets per token, summed over the datums with soft targets in a request. The reply has
-    one number for each."""
+    """Maximum number of targets (tokens times targets per token) in a request with soft targets. The reply has one
+    number for each target."""
     fields: int = 500_000
     """Maximum number of protobuf fields in a request: empty fields take far more memory than bytes on the wire."""
     context: int | None = None

@@ -57,8 +57,7 @@ def ppo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
 
 
 def gspo(lp: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
-    """Clipped objective with a sequence-level ratio and token gradients (Zheng et al., 2025, GSPO, equations 7 and
-    13)."""
+    """Clipped objective of a datum's ratio, with token gradients (Zheng et al., 2025, GSPO, equations 7 and 13)."""
     mask, lengths = (inputs["sequence_ratio_mask"] != 0).to(lp.dtype), inputs[LENGTHS]
     sums, counts = (
         torch.segment_reduce(x, "sum", lengths=lengths) for x in (mask * (lp.detach() - inputs["logprobs"]), mask)
@@ -213,8 +212,7 @@ def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix
 
     Raises:
         RequestError: an input is missing or not read by the loss; its shape is not [N] ([N, K] for soft targets); or
-            its
-            values are not finite numbers.
+            its values are not finite numbers.
     """
     needed, clips = (TARGETS, *LOSSES[loss.name].needs), {key: value for key, value in loss.settings if key in _CLIP}
     allowed = (*needed, "weights", *clips)

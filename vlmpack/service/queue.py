@@ -146,8 +146,9 @@ class RequestQueue:
         self._thread.start()
 
     def close(self, *, drain: float | None = None) -> None:
-        """Stop after the current row, operation or sampling slice. Accepted requests are not lost, and long polls
-        return at once.
+        """Stop after the current row, operation or sampling slice.
+
+        Accepted requests are not lost, and long polls return at once.
 
         Args:
             drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
@@ -200,8 +201,9 @@ class RequestQueue:
             self._touch(session_id)
 
     def finish(self, session_id: str) -> None:
-        """End a session. Its models, replies and unnamed saves are deleted; its checkpoints stay. A second call does
-        nothing.
+        """End a session.
+
+        Its models, replies and unnamed saves are deleted; its checkpoints stay. A second call does nothing.
 
         Raises:
             Rejected: status 429: the disk is full.
@@ -242,13 +244,13 @@ class RequestQueue:
     def create_sampling_session(
         self, session_id: str, sampling_session_seq_id: int, *, path: str | None, base_model: str | None
     ) -> str:
-        """Open a sampling session from a checkpoint or the base model, and return its id. A repetition returns the same
-        id.
+        """Open a sampling session from a checkpoint or the base model, and return its id.
+
+        A repeated call returns the same id.
 
         Raises:
             Rejected: status 400: the model is missing or wrong, or the number is in use; 404: there is no such
-                checkpoint; 410:
-                the session has ended or never existed; 429: the disk is full.
+                checkpoint; 410: the session has ended or never existed; 429: the disk is full.
         """
         name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
         if base_model != self._base_name and (path is None or base_model is not None):
@@ -369,8 +371,7 @@ class RequestQueue:
 
         Raises:
             RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
-                disk
-                fails.
+                disk fails.
         """
         row = self._journal.checkpoint(path)
         self._written(lambda: self._journal.drop_checkpoint(row))
@@ -381,8 +382,7 @@ class RequestQueue:
 
         Raises:
             RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
-                disk
-                fails.
+                disk fails.
         """
         row = self._journal.checkpoint(path)
         self._written(lambda: self._journal.set_expiry(row, None if seconds is None else time.time() + seconds))
@@ -419,8 +419,7 @@ class RequestQueue:
 
         Raises:
             Rejected: status 400: other content already uses its number; 404, 410: the model or session does not exist
-                (any
-                more); 429: there is no room now, or the disk is full.
+                (any more); 429: there is no room now, or the disk is full.
         """
         owner, seq = request.owner
         seed = secrets.randbits(31) if lacks_seed(request) else None
@@ -603,8 +602,10 @@ class RequestQueue:
         return self._codec.encode(Failure(message=message, category="user"))
 
     def _tidy(self) -> None:
-        """Do periodic work: gaps, silent sessions, expired replies and checkpoints. The engine thread calls it twice a
-        second."""
+        """Clear what has timed out: gaps, silent sessions, fetched replies and expired checkpoints.
+
+        The engine thread calls it about twice a second.
+        """
         try:
             self._journal.try_again()
             self._fail_gaps()

@@ -292,10 +292,10 @@ class Sharding:
 
     @contextmanager
     def passes(self) -> Iterator[None]:
-        """Enclose passes that all ranks run alike. Afterwards, free what FSDP2 keeps of forward passes without backward
-        passes.
+        """Enclose passes that all ranks run alike.
 
-        A `VlmpackError` is raised on every rank before its passes, so it propagates. Any other error ends the process.
+        On exit, free what FSDP2 keeps of forward passes that had no backward pass. A `VlmpackError` is raised on every
+        rank before its passes, so it propagates. Any other error ends the process.
         """
         try:
             yield

@@ -68,7 +68,7 @@ class RowSettings:
     recomputes: bool = False
     """Recompute layers in the backward pass (gradient checkpointing)."""
     min_shared: int | None = None
-    """Compute a prefix that datums share only once if it has at least this many tokens; None: never share prefixes."""
+    """Minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not shared."""
     image_token: int | None = None
     """Image placeholder id; None: the model takes no images."""
 
@@ -266,11 +266,9 @@ def compute_row(
         row: the row.
         adapters: the hooks on the base model.
         recomputes: recompute layers in the backward pass.
-        min_shared: compute a prefix that datums share only once if it has at least this many tokens; None: do not
-            share.
+        min_shared: minimum number of tokens of a shared prefix that is computed only once; None: no sharing.
         agree: called with whether this row can have a backward pass; returns whether to run it. With a sharded base
-            model,
-            all ranks have to agree.
+            model, all ranks have to agree.
     """
     model, items = row.client.model, row.items
     if recomputes:

@@ -264,8 +264,7 @@ class BatchedSampling:
             model: properties of the model.
             settings: None: the defaults.
             agree: called with each list of choices; returns the choices that count. If the base model is sharded, every
-                rank
-                makes the same calls, and rounding must not lead ranks to different choices.
+                rank makes the same calls, and rounding must not lead ranks to different choices.
         """
         self._open_weights = open_weights
         self._model = model
@@ -321,8 +320,10 @@ class BatchedSampling:
 
     @torch.no_grad()
     def step(self) -> list[Finished]:
-        """Do one slice of work (prompts of one snapshot, or a few tokens of one of its batches), and return what is
-        finished."""
+        """Do one slice of work, and return finished requests.
+
+        A slice is some prompts of one snapshot, or a few tokens of one of its batches.
+        """
         for folder in [folder for folder, lane in self._lanes.items() if lane.is_idle]:
             del self._lanes[folder]
         if self._lanes:

@@ -243,8 +243,10 @@ class Service:
             await asyncio.to_thread(self._drainer.join)
 
     def drain(self) -> None:
-        """Stop taking requests, let work in progress finish, and save the state. Returns at once; a thread does the
-        work."""
+        """Stop taking requests, let work in progress finish, and save the state.
+
+        Returns at once; a thread does the work.
+        """
         if self._draining.is_set():
             return
         self._draining.set()

@@ -100,8 +100,7 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
     Args:
         engine: engine of the service, newly created.
         kind: "exact": the same tokens whatever else runs. "fast": without this guarantee, and several times faster in
-            16
-            bits. "vllm": with vLLM, which loads the model a second time.
+            16 bits. "vllm": with vLLM, which loads the model a second time.
         source: folder or hub name of the model, for vLLM.
 
     Raises:

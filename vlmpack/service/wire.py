@@ -1,5 +1,7 @@
-"""Decode bodies into requests and encode outcomes into bodies: JSON from the annotations in `messages`; protobuf.py
-does the rest."""
+"""Decode bodies into requests, and encode outcomes into bodies.
+
+JSON follows the annotations in `messages`; protobuf.py handles protobuf.
+"""
 
 from __future__ import annotations
 
