@@ -303,6 +303,8 @@ def test_router_losses_leave_padding_out() -> None:
     torch.testing.assert_close(losses.aux_loss, load_balancing_loss_func(real, 6, 2))
     torch.testing.assert_close(losses.z_loss, torch.cat(real).logsumexp(-1).square().mean())
     assert losses.expert_counts.sum(1).tolist() == [2 * 17] * 3
+    nothing = masked_router_losses(poisoned, torch.ones_like(padding), top_k=2)
+    assert nothing.aux_loss == nothing.z_loss == 0
 
 
 # ---------------------------------------------------------------------- what is refused

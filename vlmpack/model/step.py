@@ -660,7 +660,7 @@ def _main_output(output: Any, inputs: ThdInputs, labels: torch.Tensor) -> tuple[
             require(agrees, "the loss mask that the model returned is not that of the row's targets", LayoutError)
     tokens = (labels if held is None else held).numel()
     if isinstance(output, torch.Tensor) and output.is_floating_point():
-        if output.numel() == tokens and labels is not None:
+        if output.numel() == tokens:
             return output.reshape(1, tokens), aux_loss
         if output.ndim >= 2 and output.numel() == tokens * output.shape[-1]:
             return output.reshape(1, tokens, -1), aux_loss
@@ -731,7 +731,8 @@ def masked_router_losses(
     stacked_LTE = torch.stack([logits.flatten(0, -2).float() for logits in router_logits])
     probabilities_LTE = stacked_LTE.softmax(-1)
     chosen_LTE = torch.zeros_like(stacked_LTE).scatter(-1, probabilities_LTE.topk(top_k, -1).indices, 1.0)
-    chosen_LE, tokens = torch.einsum("lte,t->le", chosen_LTE, real_T), real_T.sum() * len(stacked_LTE)
+    chosen_LE = torch.einsum("lte,t->le", chosen_LTE, real_T)
+    tokens = real_T.sum().clamp(min=1) * len(stacked_LTE)  # a row of padding alone has losses of 0
     probability_E = torch.einsum("lte,t->e", probabilities_LTE, real_T) / tokens
     return RouterLosses(
         aux_loss=stacked_LTE.shape[-1] * (chosen_LE.sum(0) / tokens * probability_E).sum(),
