@@ -4,7 +4,7 @@
 
     trainer = Trainer(model=enable_packing(model), data_collator=VLMCollator(processor, layout="packed"), ...)
 
-Names are loaded when they are first used, so `import vlmpack` is quick and does not import transformers.
+Each name is imported on first use, so `import vlmpack` is quick and does not import transformers.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _HOME = {name: f"vlmpack.{package}" for package, names in _NAMES.items() for nam
 
 
 def __getattr__(name: str) -> Any:
-    """Import the package of a public name when the name is first used."""
+    """Import the package of a public name on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'vlmpack' has no attribute {name!r}; it has {', '.join(__all__)}")
     value = vars(import_module(_HOME[name]))[name]

@@ -1,4 +1,4 @@
-"""Which samples share a row: lengths in, bins out; numpy, never torch."""
+"""Bin packing: choose from the lengths alone which samples share a row. Uses numpy, never torch."""
 
 from __future__ import annotations
 

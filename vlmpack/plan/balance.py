@@ -1,6 +1,6 @@
-"""The compute cost of samples, and rows balanced over data parallel ranks so that no rank blocks long on another.
+"""Estimate the compute cost of samples, and balance rows over data parallel ranks so that ranks wait little.
 
-steps S = 2, ranks R = 2, accumulation A = 2:      rows[step, rank] are added up before ranks synchronise
+steps S = 2, ranks R = 2, accumulation A = 2:      gradients of rows[step, rank] are summed before ranks synchronize
 
      step 0                    step 1
      rank 0: rows 4, 1         rank 0: rows 7, 3
@@ -19,10 +19,10 @@ from vlmpack.errors import ConfigError, check_choice
 from vlmpack.plan.lengths import check_seed, checked_capacity
 
 EMPTY = -1
-"""A place in a schedule without a row: its rank computes a row without loss there, or nothing."""
+"""Marks an unused entry of a schedule: the rank computes an empty row without loss there, or nothing."""
 
 ROWS_EXCHANGED = 32
-"""Rows a rank among which steps of similar rows are found, by default."""
+"""Default size of the exchange window, in rows per rank."""
 
 Method = Literal["karmarkar_karp", "as_given"]
 
@@ -32,21 +32,21 @@ LastStep = Literal["empty", "drop"]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Which rank computes which row when; every rank has the same number of steps."""
+    """Which rank computes which row in which step. Every rank has the same number of steps."""
 
     rows: np.ndarray
-    """int64 [S, R, A]: rows, or `EMPTY`; those of one rank and step from dear to cheap."""
+    """int64 [S, R, A]: row indices or `EMPTY`; the rows of one rank and step are sorted by falling cost."""
     costs: np.ndarray
     """float [G]: the cost of each row."""
 
     @property
     def load(self) -> np.ndarray:
-        """float [S, R]: what each rank computes in each step."""
+        """float [S, R]: cost of each rank in each step."""
         return np.append(self.costs, 0.0)[self.rows].sum(2)
 
     @property
     def imbalance(self) -> float:
-        """Time of all steps over the time that a perfect balance needs: worst rank / mean, 1 or more."""
+        """Cost of the slowest rank over the mean of all ranks, summed over steps; 1 is perfect balance."""
         load = self.load
         return float(load.max(1).sum() / load.mean(1).sum()) if load.sum() else 1.0
 
@@ -61,22 +61,22 @@ def balance_rows(
     remainder: LastStep = "empty",
     seed: int | None = None,
 ) -> Schedule:
-    """Hand G rows out, `ranks` times `accumulation` a step.
+    """Distribute G rows over steps of `ranks` times `accumulation` rows.
 
     Args:
-        costs: [G] cost of each row, in any unit, not negative: `plan.sums(model.of_samples(...))`.
-        ranks: R.
-        accumulation: A, rows that a rank computes in one step.
-        window: steps that may exchange rows: the rows of so many steps are sorted by cost and cut into steps of similar
-            ones. 1: a step keeps its rows; None: steps with `ROWS_EXCHANGED` rows a rank. With A = 1 it is the only way
-            to balance.
-        method: how the rows of one step are shared out: by Karmarkar-Karp differencing, or as given.
-        remainder: rows that do not fill a last step share it with empty places, or are dropped.
-        seed: shuffles rows before, and the steps of a window after; None: both in the order of the rows given.
+        costs: [G]: cost of each row, in any unit, not negative: `plan.sums(model.of_samples(...))`.
+        ranks: number of ranks, R.
+        accumulation: rows that a rank computes per step, A.
+        window: number of consecutive steps that may exchange rows. The rows of a window are sorted by cost and cut into
+            steps of similar rows. 1: each step keeps its rows; None: as many steps as give `ROWS_EXCHANGED` rows per
+            rank. With A = 1 this is the only way to balance.
+        method: how to distribute the rows of one step over ranks: by Karmarkar-Karp differencing, or as given.
+        remainder: what to do with rows that do not fill a last step: fill it up with `EMPTY`, or drop the rows.
+        seed: shuffles rows first, and the steps of each window afterwards. None: the order given.
 
     Raises:
-        ConfigError: a number that is not whole or below 1, a seed below 0, a method that does not exist, or costs that
-            are negative or not finite.
+        ConfigError: a number is not whole or is below 1, the seed is below 0, a setting is unknown, or a cost is
+            negative or not finite.
     """
     costs = _checked_costs(costs)
     ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
@@ -98,10 +98,11 @@ def balance_rows(
 
 
 def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
-    """Join groups of one row a rank until one group is left; the rows of rank 0, then of rank 1, ...
+    """Distribute the rows of one step over ranks; return the rows of rank 0, then of rank 1, ...
 
-    A group counts by the difference between its dearest and its cheapest share. The two groups with the largest
-    differences are joined, dear shares of one with cheap shares of the other. All shares keep the same number of rows.
+    Start with groups of one row per rank. A group's key is the difference between its most and its least expensive
+    share. Repeatedly merge the two groups with the largest differences, expensive shares of one with cheap shares of
+    the other, until one group is left. All shares keep the same number of rows.
     """
     dear_first = sorted(rows, key=lambda row: (-costs[row], row))
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
@@ -117,7 +118,7 @@ def karmarkar_karp(rows: list[int], costs: np.ndarray, ranks: int) -> list[int]:
 
 
 def _steps(rows: np.ndarray, per_step: int, remainder: LastStep) -> np.ndarray:
-    """int64 [S, per_step]."""
+    """Cut rows into steps, int64 [S, per_step]."""
     over = len(rows) % per_step
     if over and remainder == "drop":
         rows = rows[: len(rows) - over]
@@ -127,9 +128,9 @@ def _steps(rows: np.ndarray, per_step: int, remainder: LastStep) -> np.ndarray:
 
 
 def _similar_steps(steps: np.ndarray, costs: np.ndarray, window: int, random: np.random.Generator | None) -> np.ndarray:
-    """Exchange rows between the steps of each window, so that a step has rows of similar cost.
+    """Exchange rows between the steps of each window, so that each step has rows of similar cost.
 
-    The last step keeps its rows where some of its places are empty.
+    A last step with unused entries keeps its rows.
     """
     whole = steps if not (steps == EMPTY).any() else steps[:-1]
     out = [steps[:0]]
@@ -151,26 +152,26 @@ def _checked_costs(costs: np.ndarray) -> np.ndarray:
     return costs
 
 
-# ---------------------------------------------------------------------- what a sample costs
+# ---------------------------------------------------------------------- cost of samples
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """FLOPs of one forward pass: tokens + tokens² + patches + Σ patches² of each image, each with its factor.
+    """FLOPs of a forward pass: weighted sum of tokens, tokens², patches and each image's patches².
 
-    The backward pass costs twice as much again, so that shares stay the same. Only ratios of factors matter for a
-    balance.
+    The backward pass costs twice the forward pass, so relative costs stay the same. Only ratios of the factors matter
+    for the balance.
     """
 
     token: float
-    """A token, through the linear layers of the language model."""
+    """Cost of a token in the linear layers of the language model."""
     token_pair: float = 0.0
-    """A pair of tokens that attend to each other, over n² pairs of a sample of n tokens."""
+    """Attention cost per pair of tokens; a sample of n tokens counts n² pairs."""
     patch: float = 0.0
-    """A vision patch, through the linear layers of the vision tower."""
+    """Cost of a vision patch in the linear layers of the vision tower."""
     patch_pair: float = 0.0
-    """A pair of patches of one image."""
+    """Attention cost per pair of patches of one image."""
 
     @classmethod
     def from_sizes(
@@ -184,20 +185,21 @@ class CostModel:
         vision_layers: int = 0,
         vision_intermediate: int = 0,
     ) -> CostModel:
-        """The factors of a dense vision-language model, from its configuration.
+        """Compute the factors of a dense vision-language model from its configuration.
 
-        Language model: 2 (2h² + 2hk + 3hf) a token and layer (query and output, key and value, gated MLP), and 2h a
-        pair and layer: 4h for scores and values, half of it under the causal mask. Vision tower: 2 (4v² + 2vg) a patch
-        and block, and 4v a pair.
+        Language model, per layer: 2 (2h² + 2hk + 3hf) per token (query and output, key and value, gated MLP), and 2h
+        per pair: 4h for scores and values, half of it under the causal mask. Vision tower, per block: 2 (4v² + 2vg) per
+        patch, and 4v per pair.
 
         Args:
-            hidden: h, width of the language model.
-            layers: of the language model.
-            intermediate: f, width of its MLP; of a mixture of experts, that of the experts which one token meets.
-            kv_hidden: k, key-value heads times head dimension; None: as `hidden`.
-            vision_hidden: v, width of the vision tower.
-            vision_layers: its blocks.
-            vision_intermediate: g, width of its MLP.
+            hidden: h, hidden size of the language model.
+            layers: layers of the language model.
+            intermediate: f, intermediate size of its MLP; for a mixture of experts, summed over the experts active per
+                token.
+            kv_hidden: k, key-value heads times head dimension; None: same as `hidden`.
+            vision_hidden: v, hidden size of the vision tower.
+            vision_layers: blocks of the vision tower.
+            vision_intermediate: g, intermediate size of its MLP.
         """
         key_value = hidden if kv_hidden is None else kv_hidden
         linear = 2 * hidden**2 + 2 * hidden * key_value + 3 * hidden * intermediate
@@ -211,19 +213,19 @@ class CostModel:
     def of_samples(
         self, lengths: np.ndarray, patches: np.ndarray | None = None, patch_pairs: np.ndarray | None = None
     ) -> np.ndarray:
-        """float [N]: the cost of each sample.
+        """Compute the cost of each sample, float [N].
+
+        For samples that share prefixes, also call this with the tokens and patches of the prefixes, [K]:
+        `plan.sums(costs, of_groups)` is then the cost of each row. A branch costs its own tokens, its pairs with the
+        prefix, and the pairs within the branch.
 
         Args:
-            lengths: [N] tokens.
-            patches: [N] vision patches of all images of a sample; None: text only.
-            patch_pairs: [N] patches² summed over the images of a sample; None: as if it were one image.
-
-        Of groups of samples that share prefixes it is called with the tokens and patches of their prefixes, [K]: what a
-        row of such samples costs is `plan.sums(costs, of_groups)`. A branch then costs its own tokens, and its pairs
-        with the prefix besides those among themselves.
+            lengths: [N]: tokens of each sample.
+            patches: [N]: vision patches of all images of each sample; None: text only.
+            patch_pairs: [N]: patches² summed over the images of each sample; None: as if each sample had one image.
 
         Raises:
-            ConfigError: as many patches, or pairs, are needed as there are lengths.
+            ConfigError: `patches` or `patch_pairs` has another length than `lengths`.
         """
         tokens = np.asarray(lengths, np.float64)
         cost = self.token * tokens + self.token_pair * tokens**2

@@ -1,9 +1,9 @@
-"""Placing algorithms: exact fill, best fit decreasing over runs of equal bins, and a lower bound.
+"""Bin packing algorithms: exact fill, best-fit-decreasing, next fit, and a lower bound.
 
-A *run* is a stretch of neighboring bins with the same room left. Samples of one length go to a whole run at once, so
-that the work depends on how many lengths and runs there are, hardly on how many samples.
+Best fit works on *runs*: neighboring bins with the same free space. Samples of one length go to a whole run at once,
+so run time depends on the number of different lengths and runs, hardly on the number of samples.
 
-Exact fill takes the longest sample left, and the subset of the others that fills its row to the last token.
+Exact fill takes the longest remaining sample and the subset of the others that fills its row to the last token.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from vlmpack.plan.lengths import divided_up
 
 
 def place_sorted(sizes: np.ndarray, counts: np.ndarray, capacity: int) -> Placements:
-    """Place samples by best fit: each in the open bin with the least room that is enough, or in a new one.
+    """Place samples by best fit: each goes to the fullest open bin that has room for it, or to a new bin.
 
     Args:
-        sizes: int64 [K]: the different lengths, falling.
-        counts: int64 [K]: samples of each.
-        capacity: of a bin, in tokens.
+        sizes: int64 [K]: distinct lengths, descending.
+        counts: int64 [K]: number of samples of each length.
+        capacity: tokens of a bin.
     """
     fitting: list[tuple[int, int, int]] = []
-    """Heap of the runs with room for the current length: (room of each bin, first bin, bins)."""
+    """Heap of the runs that have room for the current length: (free space of each bin, first bin, number of bins)."""
     fuller: list[tuple[int, int, int]] = []
-    """Heap of the others, with the room negated."""
+    """Heap of the other runs, with negated free space."""
     placements, at = Placements(), 0
     for length, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         while fuller and -fuller[0][0] >= length:
@@ -44,7 +44,7 @@ def place_sorted(sizes: np.ndarray, counts: np.ndarray, capacity: int) -> Placem
                 room, first, bins = capacity, placements.bins, divided_up(end - at, capacity // length)
             each = room // length
             full = min(bins, (end - at) // each)
-            over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next one
+            over = end - at - full * each if full < bins else 0  # too few to fill a bin: they all go to the next bin
             if full:
                 placements.add(at, first_bin=first, per_bin=each, bins=full)
                 heappush(fuller, (each * length - room, first, full))
@@ -61,27 +61,27 @@ def place_sorted(sizes: np.ndarray, counts: np.ndarray, capacity: int) -> Placem
 
 @final
 class Placements:
-    """Stretches of sorted samples and the bins they went to."""
+    """Slices of the sorted samples, and the bins they went to."""
 
     def __init__(self) -> None:
         self.bins = 0
-        """Bins that hold something."""
+        """Number of bins in use."""
         self._rows: list[tuple[int, int, int, int]] = []
 
     def add(self, at: int, *, first_bin: int, per_bin: int, bins: int) -> None:
-        """The sorted samples from `at` on go to `bins` neighboring bins, `per_bin` to each."""
+        """Place sorted samples from index `at` on into `bins` neighboring bins, `per_bin` in each."""
         self._rows.append((at, first_bin, per_bin, per_bin * bins))
         if first_bin + bins > self.bins:
             self.bins = first_bin + bins
 
     def copy(self) -> Placements:
-        """The same placements, to which nothing is added."""
+        """Return an independent copy."""
         same = Placements()
         same.bins, same._rows = self.bins, list(self._rows)
         return same
 
     def assign(self, order: np.ndarray) -> np.ndarray:
-        """int64 [N]: the bin of each sample where `order` holds the sorted samples; -1 for one that was not placed."""
+        """Return the bin of each sample, int64 [N], given the sorted sample indices; -1 for unplaced samples."""
         bin_of = np.full(len(order), -1)
         if self._rows:
             at, first_bin, per_bin, count = np.asarray(self._rows).T
@@ -92,9 +92,9 @@ class Placements:
 
 
 def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """int64 [N]: indices that sort `lengths` from long to short, equal ones in the order given.
+    """Return the indices that sort `lengths` in descending order, int64 [N]; equal lengths keep the order given.
 
-    Length and index share one int64, which numpy sorts several times as fast as it sorts indices.
+    Packing length and index into one int64 lets numpy sort values, which is several times as fast as argsort.
     """
     bits = len(lengths).bit_length()
     keys = (lengths.max() - lengths << bits) | np.arange(len(lengths))
@@ -103,36 +103,36 @@ def longest_first(lengths: np.ndarray) -> np.ndarray:
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Place samples by best-fit-decreasing: at most 11/9 of the fewest bins possible, plus one.
+    """Place samples by best-fit-decreasing, which needs at most 11/9 of the optimal number of bins, plus one.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
-        capacity: of a bin, in tokens.
+        capacity: tokens of a bin.
 
     Returns:
-        int64 [N]: the bin of each sample, from 0.
+        int64 [N]: the bin of each sample, counted from 0.
     """
     order = longest_first(lengths)
     return place_sorted(*_counted(lengths[order]), capacity).assign(order)
 
 
 def _counted(sorted_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 [K]: the different lengths, int64 [K]: how many there are of each)."""
+    """Return (distinct lengths, number of samples of each), both int64 [K]."""
     edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1))
     return sorted_lengths[edges[:-1]], np.diff(edges)
 
 
 def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Cut the samples, in the order given, into bins.
+    """Fill bins with samples in the order given, and open a new bin when a sample does not fit.
 
-    Where each bin would end is looked up for all possible starts at once; then only the starts that occur are walked.
+    One vectorized search finds where a bin would end for every possible start; only the starts that occur are walked.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
-        capacity: of a bin, in tokens.
+        capacity: tokens of a bin.
 
     Returns:
-        int64 [N]: the bin of each sample, from 0, never falling.
+        int64 [N]: the bin of each sample, counted from 0, never decreasing.
     """
     ends = np.cumsum(lengths)
     following = np.searchsorted(ends, ends - lengths + capacity, side="right").tolist()
@@ -146,30 +146,30 @@ def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 MOST_PARTS = 16
-"""Parts of a bin that the lower bound counts, at most."""
+"""Largest k for which the lower bound divides a bin into k parts."""
 
 
 def lower_bound(sizes: np.ndarray, capacity: int) -> int:
-    """No packing needs fewer bins: the best of two bounds.
+    """Compute a lower bound of the number of bins: the better of two bounds.
 
-    L2 of Martello and Toth (1990): for a threshold t, samples above `capacity - t` can share with none of size t or
-    more; those above half the capacity need a bin each; what the others of size t or more have over after filling these
-    bins needs bins of its own. The best of all thresholds counts, t = 0 (everything together over the capacity)
-    included.
+    L2 of Martello and Toth (1990): for a threshold t, a sample above `capacity - t` cannot share a bin with a sample of
+    size t or more, and samples above half the capacity need a bin each. The other samples of size t or more first fill
+    the free space of the bins that they may share; the rest needs further bins. The maximum over all thresholds counts,
+    including t = 0 (total size over capacity).
 
-    Parts: in k parts of a bin, a sample of n tokens needs ((k + 1) n - 1) // capacity of them, rounded down in favor of
-    the packing, since these add up to less than k + 1 in every bin. So two samples above a third share a bin, three do
-    not.
+    Parts: if a bin has k parts, count ((k + 1) n - 1) // capacity parts for a sample of n tokens. This rounds down in
+    favor of the packing, because these counts sum to less than k + 1 in every bin. For example, two samples above a
+    third of the capacity fit into one bin, but three do not.
 
     Args:
         sizes: int64 [N], each from 0 to `capacity`; zeros need nothing.
-        capacity: of a bin, in the same unit.
+        capacity: size of a bin, in the same unit.
     """
     return _lower_bound(*np.unique(sizes[sizes > 0], return_counts=True), capacity)
 
 
 def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
-    """`lower_bound` of the different sizes [K], rising, and the samples of each."""
+    """Compute `lower_bound` from distinct sizes [K], ascending, and the number of samples of each."""
     if not len(rising):
         return 0
     number, sums = (np.concatenate([[0], np.cumsum(of_each)]) for of_each in (counts, counts * rising))
@@ -189,28 +189,28 @@ def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
 
 
 def best_subset(lengths: Iterable[int], room: int) -> list[int]:
-    """Choose lengths whose sum is as near to `room` as any subset's, and never above.
+    """Choose lengths whose sum is as close to `room` as possible, without exceeding it.
 
-    Bit t of `reachable` says that some subset of the lengths so far sums to t. One more length is one shift and one OR
-    over all sums at once. Earlier lengths are preferred: the search stops at the first one that fills the room
-    exactly, and on the way back a length is used only where those before it do not suffice. Of equal lengths no more
-    are looked at than fit into the room together: further ones make no sum possible.
+    Bit t of `reachable` is set if some subset of the lengths so far sums to t. Adding a length is one shift and one OR
+    over all sums at once. Earlier lengths are preferred: the search stops at the first length that makes the full sum
+    possible, and backtracking uses a length only if the earlier ones do not suffice. Equal lengths beyond those that
+    fit into `room` together are skipped, because they make no new sum possible.
 
     Args:
-        lengths: each at least 1, in tokens; read no further than needed.
-        room: in tokens, at least 0.
+        lengths: lengths in tokens, each at least 1; consumed no further than needed.
+        room: free space in tokens, at least 0.
 
     Returns:
-        Indices into `lengths`, rising.
+        Indices into `lengths`, ascending.
     """
-    room = as_int(room)  # numpy's ints have 64 bits, and cannot hold sums
+    room = as_int(room)  # numpy's 64-bit ints cannot hold the bit set
     if not room:
         return []
     within = (2 << room) - 1
     full = 1 << room
     reachable = 1
     steps: list[tuple[int, int, int]] = []
-    """(index, length, sums before) of lengths that made a sum possible."""
+    """(index, length, sums before) of each length that made a new sum possible."""
     useful: dict[int, int] = {}
     for index, size in enumerate(lengths):
         length = as_int(size)
@@ -236,34 +236,34 @@ def best_subset(lengths: Iterable[int], room: int) -> list[int]:
 
 
 CANDIDATES = 64
-"""Samples drawn as possible company of the longest one."""
+"""Number of samples drawn as candidates to share a row with the longest one."""
 
 TRIES = 8
-"""Draws without success after which a length is left to best fit."""
+"""Number of failed draws after which a length is left to best fit."""
 
 SLACK = 1024
-"""A row counts as full with less than a part in this many left over."""
+"""A row counts as full if at most 1/SLACK of the capacity is left."""
 
 NEGLIGIBLE = 10_000
-"""Best fit is good enough where less than one bin in this many could be saved."""
+"""Best fit is good enough if at most one bin in this many could be saved."""
 
 MIN_DRAWS = 256
-"""Draws without a gain after which the search ends, or more: fewer gain too little in a small set to be seen."""
+"""Minimum number of draws without a gain before the search ends. In a small set, gains are too rare to stop earlier."""
 
 
 def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Fill rows exactly, many alike at a time, for as long as that saves rows; best-fit-decreasing places the rest.
+    """Fill rows exactly, many equal rows at a time, while that saves rows; best-fit-decreasing places the rest.
 
-    From time to time the samples left over are placed on trial, which gives the number of bins if the search ended
-    there. It ends where that number has stopped falling, and goes back to where it was lowest. So there are never more
-    bins than best fit needs, and where nothing can be gained the search costs little more than best fit itself.
+    Now and then a trial run of best fit on the remaining samples tells how many bins would result if the search ended
+    there. The search ends when that number stops falling, and goes back to the point where it was lowest. So there are
+    never more bins than with best fit alone, and if nothing can be gained, the search costs little more than best fit.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
-        capacity: of a bin, in tokens.
+        capacity: tokens of a bin.
 
     Returns:
-        int64 [N]: the bin of each sample, from 0.
+        int64 [N]: the bin of each sample, counted from 0.
     """
     order = longest_first(lengths)
     sizes, counts = _counted(lengths[order])
@@ -281,17 +281,17 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _fill_rows(stock: Stock, capacity: int, *, best_fit: int, bound: int) -> Placements:
-    """Make full rows around the longest lengths, up to where best fit of the rest gives the fewest bins in all.
+    """Fill rows around the longest lengths, up to the point where best fit of the rest gives the fewest bins in total.
 
     Args:
         stock: all samples.
-        capacity: of a bin, in tokens.
-        best_fit: bins that best fit needs for all of them.
-        bound: no packing needs fewer bins.
+        capacity: tokens of a bin.
+        best_fit: number of bins that best fit needs for all samples.
+        bound: lower bound of the number of bins.
     """
     placements = Placements()
     best, fewest, best_draws, useless = placements.copy(), best_fit, 0, 0
-    # draws before the first trial take about as long as the trial itself, a best fit of what is left
+    # the draws before the first trial take about as long as the trial itself, a best fit of the remaining samples
     first_trial = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
     next_trial, left = first_trial, True
     while left and fewest > bound:
@@ -309,7 +309,7 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: int, bound: int) -> Pla
 
 
 def _fill_rows_of_longest(stock: Stock, placements: Placements, capacity: int) -> None:
-    """Make full rows around the longest length that is left, or leave it to best fit."""
+    """Fill rows around the longest remaining length, or leave that length to best fit."""
     room = capacity - stock.longest
     for _ in range(TRIES):
         company = stock.draw(room)
@@ -324,16 +324,16 @@ def _fill_rows_of_longest(stock: Stock, placements: Placements, capacity: int) -
 
 @final
 class Stock:
-    """Counts of the samples of each length that are left.
+    """Number of remaining samples of each length.
 
     Args:
-        sizes: int64 [K]: the different lengths, falling.
-        counts: int64 [K]: samples of each.
+        sizes: int64 [K]: distinct lengths, descending.
+        counts: int64 [K]: number of samples of each length.
     """
 
     def __init__(self, sizes: np.ndarray, counts: np.ndarray) -> None:
         self.sizes = sizes
-        """int64 [K]: the different lengths, falling."""
+        """int64 [K]: distinct lengths, descending."""
         self._negated = -sizes
         self._next = np.cumsum(counts) - counts
         self._left = counts.copy()
@@ -341,34 +341,34 @@ class Stock:
         self._used = 0
         self._top = 0
         self.draws = 0
-        """Times that samples were drawn."""
+        """Number of draws so far."""
         self._random = np.random.default_rng(0)
 
     @property
     def longest(self) -> int:
-        """The longest length that is left and was not skipped, after `seek_longest`."""
+        """The longest remaining length that was not skipped; valid after `seek_longest`."""
         return int(self.sizes[self._top])
 
     def seek_longest(self) -> bool:
-        """Go on to the longest length that has samples left; False: there is none."""
+        """Advance to the longest length with samples left; return False if there is none."""
         while self._top < len(self.sizes) and not self._left[self._top]:
             self._top += 1
         return self._top < len(self.sizes)
 
     @property
     def left(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int64 [k]: lengths, falling, int64 [k]: samples of each that are left)."""
+        """(remaining lengths, descending, int64 [k]; number of samples of each, int64 [k])."""
         kinds = np.flatnonzero(self._left)
         return self.sizes[kinds], self._left[kinds]
 
     def skip_longest(self) -> None:
-        """Leave the longest length alone from now on, except as company of shorter ones."""
+        """Make no more rows around the longest length; it can still join rows of shorter ones."""
         self._top += 1
 
     def draw(self, room: int) -> np.ndarray:
-        """Indices into `sizes`, falling lengths: samples of at most `room` tokens, drawn as often as they occur."""
+        """Draw samples of at most `room` tokens, in proportion to their number; return indices into `sizes`, rising."""
         self.draws += 1
-        if self._used >= CANDIDATES // 8:  # the shares are good enough for a while
+        if self._used >= CANDIDATES // 8:  # refresh the cumulative counts only now and then
             self._shares, self._used = self._left.cumsum(), 0
         fitting = int(self._negated.searchsorted(-room))
         below = int(self._shares[fitting - 1]) if fitting else 0
@@ -377,11 +377,11 @@ class Stock:
         drawn = self._random.integers(below, self._shares[-1], CANDIDATES)
         drawn.sort()
         kinds = self._shares.searchsorted(drawn, side="right")
-        nth = np.arange(CANDIDATES) - kinds.searchsorted(kinds)  # of its length, from 0
+        nth = np.arange(CANDIDATES) - kinds.searchsorted(kinds)  # rank within its length, from 0
         return kinds[nth < self._left[kinds] - (kinds == self._top)]
 
     def use(self, company: np.ndarray, placements: Placements) -> None:
-        """Make as many rows as there are samples for, each of the longest length and this company."""
+        """Make as many rows of the longest length and this company as there are samples for."""
         times = Counter([self._top, *company.tolist()])
         rows = min(int(self._left[kind]) // per_row for kind, per_row in times.items())
         first_bin = placements.bins

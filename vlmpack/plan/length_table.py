@@ -1,14 +1,14 @@
 """The length table: tokens, media and targets of every sample, measured before training.
 
-    sample        0    1    2    3        four were measured, sample 1 was refused
+    sample        0    1    2    3        four measured, sample 1 refused
     sample_ids    0    2    3
     text         12   20    7
     image         0  256   64
     tokens       12  276   71             text + image + video
 
-    by_place(tokens)   12   0  276   71   as `plan_bins(table, ...)` plans them: by their places in the data set
+    by_place(tokens)   12   0  276   71   what `plan_bins(table, ...)` plans: one entry per sample of the data set
 
-N samples that can be used.
+N usable samples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vlmpack.plan.plan import read_archive, write_archive
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 
 ROUND = (1, 2, 5)
-"""Widths of bins, times a power of ten."""
+"""Round bin widths: these, times a power of ten."""
 
 
 @final
@@ -39,7 +39,7 @@ class Summary:
     mean: float
     median: float
     p95: float
-    """95 % of the samples have at most this many (interpolated between two samples)."""
+    """95 % of the samples have at most this many (interpolated between samples)."""
     p99: float
     """99 % of the samples have at most this many."""
     max: int
@@ -47,7 +47,7 @@ class Summary:
 
 
 def summary(values: np.ndarray) -> Summary:
-    """Summarize int64 [N]; without samples, everything is 0."""
+    """Summarize int64 [N]; without samples, every number is 0."""
     values = values if len(values) else np.zeros(1, np.int64)
     median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
     mean, most, total = float(values.mean()), int(values.max()), int(values.sum())
@@ -57,23 +57,23 @@ def summary(values: np.ndarray) -> Summary:
 @final
 @dataclass(frozen=True, kw_only=True)
 class HistogramBin:
-    """Samples from `start` (included) to `stop` (not included)."""
+    """Histogram bin from `start` (included) to `stop` (excluded)."""
 
     start: int
     stop: int | None
-    """None: the last bin, which has everything from `start` on."""
+    """None: the last bin, open to the right."""
     count: int
-    """Samples in it."""
+    """Number of samples in the bin."""
 
 
 def histogram(values: np.ndarray, *, most: int = 12) -> tuple[HistogramBin, ...]:
-    """Bins of one round width, from the one with the smallest value to the one with the 99th percentile.
+    """Count samples in bins of one round width, from the smallest value to the 99th percentile.
 
-    What lies beyond is in one open bin at the end, so that a few long samples do not push all others together.
+    One open bin at the end holds larger values, so that a few long samples do not squeeze all others together.
 
     Args:
         values: int64 [N], not negative.
-        most: bins at most, the open one included.
+        most: maximum number of bins, including the open one.
     """
     if not len(values):
         return ()
@@ -89,7 +89,7 @@ def histogram(values: np.ndarray, *, most: int = 12) -> tuple[HistogramBin, ...]
 
 
 def _width(smallest: int, largest: int, most: int) -> int:
-    """The smallest round width with which `most` bins hold both."""
+    """Return the smallest round width with which `most` bins hold both values."""
     widths = (factor * 10**power for power in count() for factor in ROUND)
     return next(width for width in widths if largest // width - smallest // width < most)
 
@@ -100,47 +100,47 @@ FORMAT = "vlmpack.lengths"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """One sample that cannot be used."""
+    """A sample that cannot be used."""
 
     index: int
-    """Its place in the data set."""
+    """Index in the data set."""
     sample_id: int | str | None
-    """Its own id, where it has one."""
+    """The sample's own id, if it has one."""
     reason: str
-    """The slug under which it is counted."""
+    """Slug under which refusals are counted."""
     detail: str
-    """The fault, and the remedy."""
+    """What is wrong, and what to do."""
 
     def error(self) -> SampleError:
-        """Return the refusal as the error that names its sample."""
+        """Return the refusal as an error that names the sample."""
         return SampleError(self.detail, index=self.index, reason=self.reason, sample_id=self.sample_id)
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LengthTable:
-    """Tokens and media of N samples."""
+    """Tokens, media and targets of N samples."""
 
     sample_ids: np.ndarray
-    """int64 [N]: the place of each in the data set, rising; refused samples have no entry."""
+    """int64 [N], ascending: index of each sample in the data set; refused samples have no entry."""
     text_tokens: np.ndarray
-    """int64 [N]: tokens that are not placeholders of images or videos; those of audio are among them."""
+    """int64 [N]: tokens that are not image or video placeholders; audio placeholders are included."""
     image_tokens: np.ndarray
-    """int64 [N]: placeholders of images."""
+    """int64 [N]: image placeholders."""
     video_tokens: np.ndarray
-    """int64 [N]: placeholders of videos."""
+    """int64 [N]: video placeholders."""
     images: np.ndarray
-    """int64 [N]: how many images."""
+    """int64 [N]: number of images."""
     videos: np.ndarray
-    """int64 [N]: how many videos."""
+    """int64 [N]: number of videos."""
     patches: np.ndarray
-    """int64 [N]: patches that go into the vision tower."""
+    """int64 [N]: patches for the vision tower."""
     targets: np.ndarray
-    """int64 [N]: tokens that are trained on."""
+    """int64 [N]: tokens trained on."""
     refused: tuple[Refused, ...] = ()
-    """Samples that cannot be used, by their places."""
+    """Samples that cannot be used, ordered by index."""
     groups: PrefixGroups | None = None
-    """The N samples by the prefixes that they share; None: they were not looked for."""
+    """The N samples grouped by shared prefixes; None: shared prefixes were not measured."""
 
     def __post_init__(self) -> None:
         if self.groups is not None:
@@ -154,34 +154,34 @@ class LengthTable:
                 )
 
     def __len__(self) -> int:
-        """Samples N that can be used."""
+        """Return the number of usable samples, N."""
         return len(self.sample_ids)
 
     @classmethod
     def from_rows(
         cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = (), groups: PrefixGroups | None = None
     ) -> LengthTable:
-        """Make the table from one mapping a sample, with the names of the columns as keys."""
+        """Make a table from one mapping per sample, whose keys are the column names."""
         entries = [[row[name] for name in COLUMNS] for row in rows]
         table = np.array(entries, np.int64).reshape(-1, len(COLUMNS))
         return cls(**dict(zip(COLUMNS, table.T.copy(), strict=True)), refused=tuple(refused), groups=groups)
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [N]: the length of each sample."""
+        """int64 [N]: length of each sample."""
         return self.text_tokens + self.image_tokens + self.video_tokens
 
     def by_place(self, values: np.ndarray) -> np.ndarray:
-        """Something that each sample of the table has, [N], by the places in the data set: 0 for those refused."""
+        """Spread a per-sample array [N] over all samples of the data set; refused samples get 0."""
         spread = np.zeros(self._places, values.dtype)
         spread[self.sample_ids] = values
         return spread
 
     def groups_by_place(self, groups: PrefixGroups) -> PrefixGroups:
-        """Return groups of the N samples by the places in the data set, where refused ones share nothing.
+        """Spread groups of the N samples over all samples of the data set; refused samples share nothing.
 
         Raises:
-            ConfigError: they are of another number of samples.
+            ConfigError: the groups have another number of samples.
         """
         groups.check_samples(self.tokens)
         of_samples = np.full(self._places, ALONE)
@@ -194,20 +194,20 @@ class LengthTable:
 
     @property
     def measured(self) -> int:
-        """Samples that were measured, refused ones included."""
+        """Number of samples measured, including refused ones."""
         return len(self) + len(self.refused)
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Samples refused for each reason, the most frequent first."""
+        """Number of refused samples per reason, most frequent first."""
         return dict(Counter(sample.reason for sample in self.refused).most_common())
 
     def budgets(self, *, patches: int | None = None, images: int | None = None) -> tuple[Budget, ...]:
-        """Limits of a row besides tokens, for `plan_bins(table, capacity, budgets=...)`.
+        """Make row limits besides tokens, for `plan_bins(table, capacity, budgets=...)`.
 
         Args:
-            patches: most patches of the vision tower in a row; None: no limit.
-            images: most images and videos in a row; None: no limit.
+            patches: maximum vision patches of a row; None: no limit.
+            images: maximum images and videos of a row; None: no limit.
         """
         shared = (None, None) if self.groups is None else (self.groups.patches, self.groups.images)
         needs = {"patches": (self.patches, patches), "images": (self.images + self.videos, images)}
@@ -220,18 +220,18 @@ class LengthTable:
     # ------------------------------------------------------------------ on disk
 
     def save(self, path: str | Path) -> None:
-        """Write the table to one file, whole or not at all; the same table gives the same bytes."""
+        """Write the table to one file, atomically; the same table always gives the same bytes."""
         groups = {} if self.groups is None else self.groups.arrays()
         content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
         write_archive(path, content, {**self._columns(), **groups}, kind=FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> LengthTable:
-        """Read back what `save` wrote.
+        """Read a table that `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, it is no table, or it is of another version.
-            LayoutError: it was changed since it was written.
+            ConfigError: there is no such file, it is not a length table, or it has another version.
+            LayoutError: the file was changed after it was written.
         """
         with read_archive(path, kind=FORMAT) as (manifest, arrays):
             refused = tuple(Refused(**fields) for fields in manifest["refused"])

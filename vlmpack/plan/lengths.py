@@ -1,4 +1,4 @@
-"""Lengths and budgets as they come in: checked once, so that no algorithm has to."""
+"""Lengths and budgets: validated here once, so that packing algorithms can trust them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def divided_up(number: Whole, by: int) -> Whole:
 
 
 def round_up(number: Whole, multiple: int) -> Whole:
-    """The least multiple of `multiple` that is not below `number`."""
+    """Return the smallest multiple of `multiple` that is at least `number`."""
     return divided_up(number, multiple) * multiple
 
 
@@ -27,25 +27,25 @@ Oversize = Literal["error", "drop", "own_row"]
 OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "own_row")
 
 LARGEST = 2**31 - 1
-"""Lengths, capacities and numbers of samples stay below: two of them then fit one int64, which sorts fast."""
+"""Limit of lengths, capacities and sample counts: two such numbers fit one int64, which sorts fast."""
 
 SHOWN = 10
-"""Samples that a message lists."""
+"""How many samples an error message lists."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Budget:
-    """Something besides tokens that a row may hold only so much of: vision patches, images."""
+    """A limit of a row besides tokens, such as vision patches or images."""
 
     name: str
-    """Name of the counted thing, for messages and the manifest."""
+    """What is counted, for messages and the manifest."""
     costs: np.ndarray
-    """int64 [N]: how much of it each sample needs, 0 or more."""
+    """int64 [N]: cost of each sample, 0 or more."""
     limit: int
-    """The most that a row may hold."""
+    """Maximum sum of the costs in a row."""
     shared: np.ndarray | None = None
-    """int64 [K]: how much of it the prefix of each group of samples needs; None: samples share none of it."""
+    """int64 [K]: cost of each group's prefix; None: samples share none of the cost."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "limit", checked_capacity(self.limit, f"the limit of budget {self.name!r}"))
@@ -56,10 +56,10 @@ class Budget:
             object.__setattr__(self, "shared", whole_numbers(self.shared, f"{self.name} of a prefix"))
 
     def of_groups(self, count: int) -> np.ndarray:
-        """int64 [K]: what the prefix of each of `count` groups needs.
+        """Return the cost of the prefix of each of `count` groups, int64 [K].
 
         Raises:
-            ConfigError: it is of another number of groups.
+            ConfigError: the budget has shared costs for another number of groups.
         """
         shared = np.zeros(count, np.int64) if self.shared is None else self.shared
         if len(shared) != count:
@@ -68,11 +68,11 @@ class Budget:
 
 
 def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The lengths as int64 [N], each at least 1.
+    """Return the lengths as int64 [N], each at least 1.
 
     Raises:
-        ConfigError: not one-dimensional, no samples, or not numbers.
-        SampleError: a length is not finite, not whole, zero or negative; names the first.
+        ConfigError: the lengths are not one-dimensional, empty, or not numbers.
+        SampleError: a length is not finite, not whole, zero or negative; names the first such sample.
     """
     checked = whole_numbers(lengths, "length of a sample")
     if not len(checked):
@@ -85,11 +85,11 @@ def checked_lengths(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
-    """`values` as an int64 vector of numbers below 2^31.
+    """Return `values` as an int64 vector of numbers below 2^31.
 
     Raises:
-        ConfigError: not one-dimensional, or not numbers.
-        SampleError: a value is not finite, not whole or too large; names the first.
+        ConfigError: the values are not one-dimensional, or not numbers.
+        SampleError: a value is not finite, not whole or too large; names the first such sample.
     """
     try:
         numbers = np.asarray(values) if len(values) else np.zeros(0, np.int64)
@@ -97,7 +97,7 @@ def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
         TypeError,
         ValueError,
         RuntimeError,
-    ) as error:  # of several widths; a tensor on a device, or with a gradient
+    ) as error:  # ragged lists; a tensor on a device, or one that requires grad
         raise ConfigError(
             f"the {what} must be one whole number: expected a list or vector of integers, got a "
             f"{type(values).__name__} ({error})"
@@ -118,13 +118,13 @@ def checked_capacity(capacity: int, what: str = "the capacity of a row") -> int:
     """Return `capacity` as an int.
 
     Raises:
-        ConfigError: not a whole number of at least 1 and below 2^31.
+        ConfigError: it is not a whole number of at least 1 and below 2^31.
     """
     return check_whole_number(what, capacity, at_most=LARGEST)
 
 
 def check_seed(seed: int | None) -> None:
-    """Refuse `seed` unless it is a whole number of at least 0, or None.
+    """Check that `seed` is None or a whole number of at least 0.
 
     Raises:
         ConfigError: it is something else.
@@ -134,7 +134,7 @@ def check_seed(seed: int | None) -> None:
 
 
 def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> np.ndarray:
-    """bool [N]: samples that exceed the capacity or a budget all by themselves."""
+    """bool [N]: samples that exceed the capacity or a budget on their own."""
     over = lengths > capacity
     for budget in budgets:
         over = over | (budget.costs > budget.limit)
@@ -142,10 +142,10 @@ def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> 
 
 
 def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> None:
-    """Refuse samples that are too large.
+    """Raise if any sample is too large for a row.
 
     Raises:
-        SampleError: names the first such sample and lists the next ones with their sizes.
+        SampleError: names the first such sample, and lists the first ones with their sizes.
     """
     if not over.any():
         return

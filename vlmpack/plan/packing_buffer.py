@@ -1,4 +1,4 @@
-"""A packing buffer (look-ahead): each row is made around the oldest sample in it, so that none stays for long."""
+"""A packing buffer (look-ahead): each row is filled around the oldest buffered sample, so that no sample waits long."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from vlmpack.plan.exact_fill import best_subset
 from vlmpack.plan.lengths import Budget, checked_capacity
 
 SHARPNESS = 8
-"""Power of a limit's share of the highest demand that is its weight: limits that do not bind hardly count."""
+"""A limit's weight is its demand relative to the highest demand, to this power: slack limits hardly count."""
 
 ENOUGH = 0.995
-"""A row this full (by weighted limits) needs no further exchanges."""
+"""Fill (by weighted limits) from which a row needs no further exchanges."""
 
 LEAST_GAIN = 1e-3
-"""An exchange must gain at least this much, as a part of a full row."""
+"""Minimum gain of an exchange, as a fraction of a full row."""
 
 EXCHANGES = 8
-"""Exchanges tried on one row."""
+"""Maximum exchanges per row."""
 
 OUTSIDERS = 64
-"""Buffered samples, the oldest, that an exchange examines."""
+"""How many buffered samples, oldest first, an exchange considers."""
 
 
 def fill_row(costs: np.ndarray, limits: np.ndarray) -> list[int]:
-    """Choose buffered samples for one row, the first of them among these.
+    """Choose buffered samples for one row; the oldest one is always among them.
 
-    The limit with the highest demand in the buffer decides: it is filled exactly by subset sums. Where that
-    exceeds another limit, samples are taken out again. Then samples are exchanged one for one with buffered ones while
-    the row gets fuller, and what still fits is put in.
+    The limit with the highest demand in the buffer dominates: subset sums fill it exactly. If the result exceeds
+    another limit, samples are removed again. Then samples are exchanged one for one with buffered ones while that makes
+    the row fuller, and samples that still fit are added.
 
     Args:
-        costs: int64 [W, K], what each of W buffered samples, the oldest first, needs of K things; each fits a row.
-        limits: int64 [K], what a row may hold.
+        costs: int64 [W, K]: costs of W buffered samples under K limits, oldest first; each sample fits a row.
+        limits: int64 [K]: limits of a row.
 
     Returns:
-        Indices into `costs`, rising, 0 among them.
+        Indices into `costs`, ascending, including 0.
     """
     shares = costs / limits
     demand = shares.sum(0)
@@ -60,12 +60,12 @@ def fill_row(costs: np.ndarray, limits: np.ndarray) -> list[int]:
 
 @final
 class RowDraft:
-    """A row while its samples are chosen; sample 0 stays in it.
+    """A row while its samples are being chosen; sample 0 stays in it.
 
     Args:
         costs: int64 [W, K].
         limits: int64 [K].
-        weights: float [K], how much each thing counts.
+        weights: float [K]: weight of each limit.
     """
 
     def __init__(self, costs: np.ndarray, limits: np.ndarray, *, weights: np.ndarray) -> None:
@@ -79,17 +79,17 @@ class RowDraft:
         self.inside[0] = True
 
     def add(self, samples: np.ndarray | int) -> None:
-        """Put samples in."""
+        """Add samples."""
         self.inside[samples] = True
         self._left = self._left - self._costs[samples].reshape(-1, len(self._limits)).sum(0)
 
     def remove(self, sample: int) -> None:
-        """Take one out."""
+        """Remove one sample."""
         self.inside[sample] = False
         self._left = self._left + self._costs[sample]
 
     def repair(self, dominant: int) -> None:
-        """While a limit is exceeded, take out the sample with most of what is over for what it gives of `dominant`."""
+        """Remove samples until no limit is exceeded: each time the one with the most excess per share of `dominant`."""
         while (over := self._left < 0).any():
             others = np.flatnonzero(self.inside)[1:]
             excess = (self._costs[others][:, over] / self._limits[over]).sum(1)
@@ -97,7 +97,7 @@ class RowDraft:
             self.remove(int(others[(excess / benefit).argmax()]))
 
     def exchange(self) -> None:
-        """Exchange one sample of the row, or none, for a buffered one, while that makes the row fuller."""
+        """Add a buffered sample, or swap one in, while that makes the row fuller."""
         for _ in range(EXCHANGES):
             if self._worth[self.inside].sum() >= self._enough:
                 return
@@ -118,29 +118,29 @@ class RowDraft:
             self.add(int(outside[joins]))
 
     def top_up(self) -> None:
-        """Put in every buffered sample that still fits, the oldest first."""
+        """Add every buffered sample that still fits, oldest first."""
         for sample in np.flatnonzero(~self.inside & (self._costs <= self._left).all(1)).tolist():
             if (self._costs[sample] <= self._left).all():
                 self.add(sample)
 
 
 STEPS = 64
-"""Samples examined before those that may be of use are counted."""
+"""How many samples to examine before counting how many can still be useful."""
 
 
 @final
 class PackingBuffer:
-    """Buffer samples one by one and make rows: the oldest sample, and those that fill its row exactly.
+    """Buffer samples one by one, and make rows of the oldest sample and the samples that fill its row exactly.
 
-    No randomness: what comes out depends on what came in and when rows were taken, and on nothing else. To continue
-    somewhere else, give `buffered` to a new buffer, line by line.
+    The buffer is deterministic: rows depend only on the samples added and on when rows were taken. To continue
+    elsewhere, `add` each entry of `buffered` to a new buffer.
 
     Args:
-        capacity: of a row, in tokens.
-        limits: of whatever else a row holds, in the order of the costs given with each sample.
+        capacity: maximum tokens of a row.
+        limits: further limits of a row, in the order of the costs given with each sample.
 
     Raises:
-        ConfigError: a capacity or limit that is no whole number of at least 1.
+        ConfigError: the capacity or a limit is not a whole number of at least 1.
     """
 
     def __init__(self, capacity: int, limits: Sequence[int] = ()) -> None:
@@ -149,32 +149,32 @@ class PackingBuffer:
         self.tokens = 0
         """Tokens in the buffer."""
         self._buffered: OrderedDict[int, tuple[int, ...]] = OrderedDict()
-        """(id, length, *costs) by the number under which a sample came in, the oldest first."""
+        """Insertion number -> (id, length, *costs), oldest first."""
         self._lengths: Counter[int] = Counter()
         """Number of buffered samples of each length."""
         self._added = 0
         self._table = np.zeros((0, len(self.limits)), np.int64)
-        """int64 [W, K]: what the samples need, in their order; those that came since it was last used have no line."""
+        """int64 [W, K]: costs of the buffered samples, in order; samples added since its last use are missing."""
 
     def __len__(self) -> int:
         return len(self._buffered)
 
     @property
     def buffered(self) -> list[tuple[int, ...]]:
-        """(id, length, *costs) of each buffered sample, the oldest first: what `add` takes."""
+        """(id, length, *costs) of each buffered sample, oldest first: the arguments of `add`."""
         return list(self._buffered.values())
 
     def add(self, sample_id: int, length: int, *costs: int) -> None:
         """Add a sample.
 
         Args:
-            sample_id: what `take` will give back.
-            length: in tokens, at least 1.
-            costs: what else it needs, one number a limit, 0 or more.
+            sample_id: the id that `take` will return.
+            length: tokens, at least 1.
+            costs: one whole number of at least 0 per further limit.
 
         Raises:
-            SampleError: it can never fit a row, has no tokens, or has a length or cost that is no whole number, or a
-                negative one.
+            SampleError: the sample can never fit a row, has no tokens, or has a length or cost that is negative or not
+                a whole number.
             ConfigError: there are more or fewer costs than limits.
         """
         needs = whole_needs((length, *costs), sample_id)
@@ -200,7 +200,7 @@ class PackingBuffer:
         self.tokens += needs[0]
 
     def take_oldest(self) -> tuple[int, ...]:
-        """Take out the oldest sample by itself: (id, length, *costs)."""
+        """Remove the oldest sample and return its (id, length, *costs)."""
         sample = self._buffered[next(iter(self._buffered))]
         self._remove([0], [next(iter(self._buffered))])
         return sample
@@ -211,7 +211,11 @@ class PackingBuffer:
         return next(iter(self._buffered.values()))[0]
 
     def take(self, *, at_least: float = 0) -> list[int]:
-        """Take out one row: ids, the oldest first. Empty if the buffer is, or if the row would hold fewer tokens."""
+        """Take one row: ids, oldest first.
+
+        Returns an empty list, and takes nothing, if the buffer is empty or the row would hold fewer than `at_least`
+        tokens.
+        """
         if not self._buffered:
             return []
         places, chosen = self._choose()
@@ -222,7 +226,7 @@ class PackingBuffer:
         return [sample[0] for sample in row]
 
     def _remove(self, places: Sequence[int], numbers: Sequence[int]) -> None:
-        """Take samples out; `places` in the table are used where there is one."""
+        """Remove samples by `numbers`, and their lines in the table by `places`, as far as the table has them."""
         self._table = np.delete(self._table, [at for at in places if at < len(self._table)], axis=0)
         for number in numbers:
             length = self._buffered.pop(number)[1]
@@ -232,7 +236,7 @@ class PackingBuffer:
                 del self._lengths[length]
 
     def _choose(self) -> tuple[list[int], list[int]]:
-        """(places in the buffer, numbers) of the samples of one row; no places under one limit alone."""
+        """Return (indices in the buffer, numbers) of one row's samples; no indices if tokens are the only limit."""
         if len(self.limits) == 1:
             return [], self._fullest()
         new = [needs for _, *needs in islice(self._buffered.values(), len(self._table), None)]
@@ -241,16 +245,16 @@ class PackingBuffer:
         return places, [numbers[at] for at in places]
 
     def _fullest(self) -> list[int]:
-        """Numbers of the oldest sample, and of those that fill its row best."""
+        """Return the numbers of the oldest sample and of the samples that fill its row best."""
         oldest, first = next(iter(self._buffered.items()))
         room, numbers = self.limits[0] - first[1], list[int]()
         return [oldest, *(numbers[at] for at in best_subset(self._candidates(room, numbers), room))]
 
     def _candidates(self, room: int, numbers: list[int]) -> Iterator[int]:
-        """Lengths of the samples that may share a row with the oldest, the oldest first; their numbers go to a list.
+        """Yield the lengths of samples that may share a row with the oldest, oldest first, and append their numbers.
 
-        Of equal lengths, no more than fit together. The walk ends after the last such sample. Their number is only
-        counted after some steps: most rows are full by then.
+        Of equal lengths, only as many are yielded as fit together. The walk stops after the last useful sample. The
+        number of useful samples is counted only after `STEPS` steps, because most rows are full by then.
         """
         more: dict[int, int] = {}
         end: int | None = None
@@ -267,10 +271,10 @@ class PackingBuffer:
 
 
 def whole_needs(needs: tuple[int, ...], sample_id: int | None = None) -> tuple[int, ...]:
-    """Convert (length, *costs) of a sample to Python ints, from those of numpy or torch too: subset sums shift by them.
+    """Convert (length, *costs) of a sample from numpy or torch to Python ints, which subset sums can shift.
 
     Raises:
-        SampleError: one of them is no whole number.
+        SampleError: one of them is not a whole number.
     """
     try:
         return tuple(map(as_int, needs))
@@ -280,10 +284,10 @@ def whole_needs(needs: tuple[int, ...], sample_id: int | None = None) -> tuple[i
 
 
 LOOK_AHEAD = 64
-"""Samples among which a row is chosen ..."""
+"""Fill the buffer until it holds this many samples ..."""
 
 ROWS_BUFFERED = 4
-"""... and at least this many rows' worth of tokens."""
+"""... and this many rows' worth of tokens."""
 
 
 def rolling_fill(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget] = ()) -> np.ndarray:
@@ -291,11 +295,11 @@ def rolling_fill(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget] =
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
-        capacity: of a bin, in tokens.
-        budgets: what else a bin may hold only so much of; no sample exceeds one alone.
+        capacity: tokens of a bin.
+        budgets: further limits of a bin; no sample exceeds one alone.
 
     Returns:
-        int64 [N]: the bin of each sample, in the order in which rows came out.
+        int64 [N]: the bin of each sample; bins are numbered in the order in which the buffer made them.
     """
     buffer = PackingBuffer(capacity, [budget.limit for budget in budgets])
     columns = [lengths.tolist(), *(budget.costs.tolist() for budget in budgets)]

@@ -8,7 +8,7 @@ Lengths [5, 3, 4, 2, 6] at a capacity of 10, in two rows:
     sample_ids  [0, 1, 3, 2, 4]        row after row
     bounds      [0, 3, 5]              where each row starts in `sample_ids`
 
-N samples, D of them dropped; G rows.
+N samples, D of them dropped, in G rows.
 """
 
 from __future__ import annotations
@@ -40,42 +40,43 @@ NO_SAMPLES = np.zeros(0, np.int64)
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Rows of sample ids. A sample's id is its place in `lengths`: in the data set, if a table was planned.
+    """Rows of sample ids.
 
-    Samples lie in a row in the order in which they were planned: as given, or shuffled by the seed.
+    A sample id is an index into `lengths`; for a plan made from a length table, it is the index in the data set.
+    Within a row, samples keep the order in which they were planned: as given, or shuffled by the seed.
     """
 
     sample_ids: np.ndarray
-    """int64 [N - D]: the rows, one after the other."""
+    """int64 [N - D]: the samples of all rows, one row after the other."""
     bounds: np.ndarray
-    """int64 [G + 1]: where each row starts in `sample_ids`, and where the last one ends."""
+    """int64 [G + 1]: where each row starts in `sample_ids`, and where the last row ends."""
     lengths: np.ndarray
-    """int64 [N]: tokens of every sample that was to be planned; 0 for one that a table refuses."""
+    """int64 [N]: tokens of every sample to plan; 0 for samples that the length table refused."""
     dropped: np.ndarray
-    """int64 [D]: samples in no row, because they exceed a row alone or were refused before, rising."""
+    """int64 [D], ascending: samples in no row, because they are too large for a row or were refused earlier."""
     capacity: int
-    """Tokens that a row may hold."""
+    """Maximum tokens of a row."""
     budgets: tuple[Budget, ...] = ()
     """Further limits of a row: patches, images."""
     oversize: Oversize = "error"
-    """Treatment of samples that exceed a row alone: refused, dropped, or each in a row of its own."""
+    """What happened to samples that are too large for a row: refused, dropped, or each placed in its own row."""
     strategy: str = "exact_fill"
-    """Placement of samples, see `plan_bins`."""
+    """Bin packing strategy, see `plan_bins`."""
     seed: int | None = None
-    """Of the shuffle; None: samples and rows are in the order given."""
+    """Seed of the shuffle; None: samples and rows are in the order given."""
     groups: PrefixGroups | None = None
-    """Samples that share prefixes, each of which a row computes once; None: nothing is shared."""
+    """Groups of samples that share a prefix, which a row computes once; None: nothing is shared."""
 
     @classmethod
     def from_assignment(cls, bin_of: np.ndarray, order: np.ndarray | None = None, **fields: Any) -> Plan:
-        """Make the plan from the bin of each sample, -1 for one that is dropped.
+        """Make a plan from the bin of each sample.
 
-        Rows are put in the order of their first samples.
+        Rows are ordered by their first samples.
 
         Args:
-            bin_of: int64 [N]: bins 0 to G - 1, none of them empty.
-            order: int64 [N]: a permutation of the samples, in which they lie in their rows; None: as given.
-            fields: the plan's other fields.
+            bin_of: int64 [N]: bins 0 to G - 1, none of them empty; -1 for a dropped sample.
+            order: int64 [N]: a permutation that gives the order of samples within rows; None: as given.
+            fields: the other fields of the plan.
         """
         order = np.arange(len(bin_of)) if order is None else order
         placed = order[bin_of[order] >= 0]
@@ -94,21 +95,21 @@ class Plan:
         return replace(self, sample_ids=self.sample_ids[at], bounds=bounds)
 
     def renamed(self, stand_in: np.ndarray) -> Plan:
-        """Return this plan with other samples in the places of these, of the same length and costs.
+        """Return this plan with each sample replaced by another one of the same length and costs.
 
         Args:
-            stand_in: int64 [N]: a permutation, the sample that takes the place of each.
+            stand_in: int64 [N]: a permutation; entry i is the sample that replaces sample i.
         """
         return replace(self, sample_ids=stand_in[self.sample_ids])
 
     # ------------------------------------------------------------------ rows
 
     def __len__(self) -> int:
-        """Rows G."""
+        """Return the number of rows, G."""
         return len(self.bounds) - 1
 
     def __getitem__(self, row: int) -> np.ndarray:
-        """int64: the samples of one row; negative numbers count from the end.
+        """Return the samples of one row, int64; negative indices count from the end.
 
         Raises:
             IndexError: there is no such row.
@@ -121,20 +122,20 @@ class Plan:
 
     @cached_property
     def bins(self) -> tuple[tuple[int, ...], ...]:
-        """The samples of each row, as python ints."""
+        """The samples of each row, as Python ints."""
         ids, bounds = self.sample_ids.tolist(), self.bounds.tolist()
         return tuple(tuple(ids[a:b]) for a, b in pairwise(bounds))
 
     def sums(self, values: np.ndarray, of_groups: np.ndarray | None = None) -> np.ndarray:
-        """[G]: something that each sample has, summed over the samples of each row.
+        """Sum a per-sample quantity over the samples of each row, [G].
 
         Args:
-            values: [N].
-            of_groups: [K], of the prefix of each group, from the start of a sample: a row then has it once, in place of
-                once a sample. None: every sample counts in full.
+            values: [N]: the quantity of each sample.
+            of_groups: [K]: the quantity of each group's prefix, counted from the start of a sample. The row then counts
+                a shared prefix once instead of once per sample. None: every sample counts in full.
 
         Raises:
-            ConfigError: `of_groups` is of another number of groups than the plan has.
+            ConfigError: `of_groups` does not have one entry per group of the plan.
         """
         if of_groups is None:
             return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
@@ -152,17 +153,17 @@ class Plan:
 
     @property
     def tokens(self) -> np.ndarray:
-        """int64 [G]: tokens of the samples of each row."""
+        """int64 [G]: tokens of each row, with every sample counted in full."""
         return self.sums(self.lengths)
 
     @cached_property
     def tree_tokens(self) -> np.ndarray:
-        """int64 [G]: tokens that each row computes, every shared prefix once; without groups, those of its samples."""
+        """int64 [G]: tokens that each row computes, with every shared prefix counted once."""
         return self.sums(self.lengths, None if self.groups is None else self.groups.tokens)
 
     @property
     def attended_pairs(self) -> np.ndarray:
-        """int64 [G]: pairs of a query and a key that each row computes, every shared prefix once."""
+        """int64 [G]: query-key pairs that each row computes, with every shared prefix counted once."""
         of_groups = None if self.groups is None else attended_pairs(self.groups.tokens)
         return self.sums(attended_pairs(self.lengths), of_groups)
 
@@ -170,18 +171,18 @@ class Plan:
 
     @property
     def fill(self) -> float:
-        """Tokens computed per token of row, 0 to 1; a row above the capacity counts as full."""
+        """Computed tokens over row capacity, 0 to 1; a row above the capacity counts as full."""
         tokens = self.tree_tokens
         return float(tokens.sum() / np.maximum(tokens, self.capacity).sum()) if len(self) else 0.0
 
     @property
     def waste(self) -> int:
-        """Tokens of row that no sample fills."""
+        """Unused tokens of row capacity."""
         return int(np.maximum(self.capacity - self.tree_tokens, 0).sum())
 
     @cached_property
     def lower_bound(self) -> int:
-        """Rows that these samples need at the very least, however they are placed and groups are cut."""
+        """Number of rows that these samples need at least, however they are placed and groups are split."""
         kept = np.ones(len(self.lengths), bool)
         kept[self.dropped] = False
         alone = too_large(self.lengths, self.capacity, self.budgets) & kept
@@ -202,7 +203,7 @@ class Plan:
         """Check every row, and return the plan.
 
         Raises:
-            LayoutError: a sample is missing, twice there or unknown; a row is empty or holds more than it may.
+            LayoutError: a sample is missing, planned twice or unknown; a row is empty or exceeds a limit.
         """
         times = Counter([*self.sample_ids.tolist(), *self.dropped.tolist()])
         if wrong := sorted(times.keys() ^ set(range(len(self.lengths)))) or [at for at in times if times[at] > 1]:
@@ -227,7 +228,7 @@ class Plan:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Summarize the plan without its rows, as JSON has it."""
+        """Summary of the plan without its rows, ready for JSON."""
         segments, tree_tokens = np.diff(self.bounds), self.tree_tokens
         trees = {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
         return {
@@ -254,20 +255,20 @@ class Plan:
         return digest_of_archive(self.manifest, self._arrays())
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to one file: there is all of it or none, whenever the process dies.
+        """Write the plan to one file, atomically: a crash never leaves a partial file.
 
-        The file is a zip of `manifest.json`, for people and other programs, and one `.npy` an array. The same plan
-        gives the same bytes.
+        The file is a zip of `manifest.json`, for people and other programs, and one `.npy` per array. The same plan
+        always gives the same bytes.
         """
         write_archive(path, self.manifest, self._arrays(), kind=FORMAT)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read back what `save` wrote, and check it.
+        """Read a plan that `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, it is not a plan, or it is of another version.
-            LayoutError: it was changed since it was written.
+            ConfigError: there is no such file, it is not a plan, or it has another version.
+            LayoutError: the file was changed after it was written.
         """
         with read_archive(path, kind=FORMAT) as (manifest, arrays):
             return cls(
@@ -303,9 +304,9 @@ class Plan:
 
 
 def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(samples row after row, bounds): bins in the order of their first samples, samples rising within each.
+    """Return (samples row by row, bounds): bins ordered by their first samples, samples ascending within each.
 
-    Row and sample share one int64, which numpy sorts several times as fast as it sorts indices.
+    Packing row and sample into one int64 lets numpy sort values, which is several times as fast as argsort.
     """
     if not len(bin_of):
         return NO_SAMPLES, np.zeros(1, np.int64)
@@ -327,14 +328,14 @@ def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 FORMAT, VERSION = "vlmpack.plan", 2
 MANIFEST = "manifest.json"
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
-"""The date of every file in an archive, so that its bytes are the same every time."""
+"""Date of every file in an archive, fixed so that equal content gives equal bytes."""
 
 
 def write_archive(path: str | Path, content: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str) -> None:
-    """Write a zip of `manifest.json`, with a digest of all of it, and one `.npy` an array; whole, or not at all.
+    """Write a zip of `manifest.json`, which includes a digest of everything, and one `.npy` per array, atomically.
 
     Raises:
-        ConfigError: it cannot be written: rights, a full disk, a file where a folder should be.
+        ConfigError: the file cannot be written: permissions, a full disk, a file where a folder should be.
     """
     path = Path(path)
     manifest = {"format": kind, "version": VERSION, **content, "digest": digest_of_archive(content, arrays)}
@@ -347,11 +348,13 @@ def write_archive(path: str | Path, content: Mapping[str, Any], arrays: Mapping[
 
 @contextmanager
 def read_archive(path: str | Path, *, kind: str) -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
-    """Yield (manifest, arrays) of a file that `write_archive` made; what fails in the block is damage too.
+    """Yield (manifest, arrays) of a file that `write_archive` made.
+
+    An exception in the `with` block counts as damage, too.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, it is not of this kind, or it is of another version.
-        LayoutError: it is damaged.
+        ConfigError: there is no such file, it cannot be read, it is not of this kind, or it has another version.
+        LayoutError: the file is damaged.
     """
     try:
         content = Path(path).read_bytes()
@@ -376,13 +379,13 @@ def read_archive(path: str | Path, *, kind: str) -> Iterator[tuple[dict[str, Any
         yield manifest, arrays
     except VlmpackError:
         raise
-    except Exception as error:  # zipfile, json, numpy and what is made of their results: errors of every kind
+    except Exception as error:  # zipfile, json, numpy and the caller's block raise errors of every kind
         fault = f"it has no {error}" if type(error) is KeyError else str(error) or type(error).__name__
         raise LayoutError(f"{path} is damaged ({fault:.200}); write it again") from error
 
 
 def digest_of_archive(content: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> str:
-    """SHA-256 of a manifest and of arrays with their names."""
+    """Compute the SHA-256 of a manifest and of named arrays."""
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
     for name, array in arrays.items():
         digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())

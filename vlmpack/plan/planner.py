@@ -1,4 +1,4 @@
-"""Plan rows: lengths in, a plan out."""
+"""plan_bins: from lengths to a plan."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "rolling_fill": rolling_fill,
     "next_fit": next_fit,
 }
-"""name -> a function from lengths int64 [N] and a capacity to the bin of each sample, int64 [N]."""
+"""Strategy name -> function of lengths int64 [N] and a capacity that returns the bin of each sample, int64 [N]."""
 
 
 def split_rows(plan: Plan, multiple: int) -> Plan:
-    """Split rows of many samples in two until their number is a multiple, by the fewest splits.
+    """Split the rows with the most samples in two until the number of rows is a multiple of `multiple`.
 
-    No sample is dropped, repeated or made up, which is what other ways to end together do. A cut row is followed by its
-    second half.
+    This makes as few splits as possible, and drops, repeats or invents no sample. The second half of a split row
+    follows the first.
 
     Raises:
-        ConfigError: there are fewer samples than rows are needed.
+        ConfigError: there are fewer samples than rows needed.
     """
     missing = -len(plan) % checked_capacity(multiple, "a number of rows")
     if len(plan.sample_ids) < len(plan) + missing:
@@ -62,13 +62,13 @@ def split_rows(plan: Plan, multiple: int) -> Plan:
 
 
 def middle(lengths: Sequence[int] | np.ndarray) -> int:
-    """Where to cut a row of two samples or more: after this many, both parts have about as many tokens."""
+    """Return how many samples to keep in the first half, so that both halves have about as many tokens (n >= 2)."""
     before = np.cumsum(lengths)[:-1]
     return 1 + int(np.abs(2 * before - np.sum(lengths)).argmin())
 
 
 WITH_BUDGETS = ("exact_fill", "rolling_fill")
-"""Strategies for multi-constraint bin packing; with budgets, both fill rows through a packing buffer."""
+"""Strategies for multi-constraint bin packing. With budgets, both fill rows through a packing buffer."""
 
 
 def plan_bins(
@@ -84,23 +84,23 @@ def plan_bins(
     """Choose which samples share a row.
 
     Args:
-        lengths: N whole numbers, tokens of each sample, at least 1; or the table of a data set of N samples, whose
-            places there are then the sample ids of the plan. Samples that the table refuses are dropped.
-        capacity: tokens that a row may hold.
-        strategy: one of `STRATEGIES`; the default makes no more rows than best fit.
-        budgets: what else a row may hold only so much of; with a table, `table.budgets(...)`.
-        oversize: what to do with a sample that exceeds a row by itself: refuse to plan, leave it out, or give it a row
-            of its own.
-        seed: shuffles samples first and rows last; None: samples keep the order given, and rows that of their first
-            samples. The same seed gives the same plan.
-        groups: samples that share prefixes, each of which a row computes once (`VLMCollator(share_prefixes=True)`); of
-            a table `table.groups`. Capacity and budgets then limit what is computed. A group shares a row, or is cut
-            into pieces that fit one, its longest branches first. None: nothing is shared.
+        lengths: N whole numbers of at least 1, the tokens of each sample; or the length table of a data set. With a
+            table, sample ids in the plan are indices in the data set, and samples that the table refuses are dropped.
+        capacity: maximum tokens of a row.
+        strategy: one of `STRATEGIES`. Without budgets, the default never makes more rows than best-fit-decreasing.
+        budgets: further limits of a row; with a table, `table.budgets(...)`.
+        oversize: what to do with a sample that is too large for a row: raise an error, drop it, or give it its own row.
+        seed: shuffles the samples first and the rows last. None: samples keep the order given, and rows are ordered by
+            their first samples. The same seed gives the same plan.
+        groups: groups of samples that share a prefix, which a row computes once (`VLMCollator(share_prefixes=True)`);
+            with a table, `table.groups`. Capacity and budgets then limit the computed tokens and costs. A group is
+            placed in one row, or split into pieces that fit a row, longest branches first. None: nothing is shared.
 
     Raises:
-        SampleError: a length that is not finite, whole and positive, a sample shorter than the prefix that it shares,
-            or, with `oversize="error"`, samples that are too long; names the first, and lists those that are too long.
-        ConfigError: no samples, a capacity that is no whole number of at least 1, or a setting that does not exist.
+        SampleError: a length is not finite, whole and positive; a sample is shorter than the prefix it shares; or, with
+            `oversize="error"`, samples are too large. Names the first such sample, and lists the ones that are too
+            large.
+        ConfigError: there are no samples, the capacity is not a whole number of at least 1, or a setting is unknown.
     """
     capacity = checked_capacity(capacity)
     sizes = checked_lengths(lengths.tokens if isinstance(lengths, LengthTable) else lengths)
@@ -126,7 +126,7 @@ def plan_bins(
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
     settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": strategy}
     settings["groups"] = groups
-    settings["seed"] = None if seed is None else int(seed)  # JSON has no numbers of numpy's
+    settings["seed"] = None if seed is None else int(seed)  # JSON cannot hold numpy's numbers
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
     return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
 
@@ -134,7 +134,7 @@ def plan_bins(
 def _place(
     lengths: np.ndarray, capacity: int, strategy: str, budgets: Sequence[Budget], samples: np.ndarray
 ) -> np.ndarray:
-    """The bin of each of `samples`, which are placed in this order."""
+    """Return the bin of each of `samples`, which are placed in this order."""
     if not budgets:
         return STRATEGIES[strategy](lengths[samples], capacity)
     needs = [Budget(name=budget.name, costs=budget.costs[samples], limit=budget.limit) for budget in budgets]
@@ -142,11 +142,11 @@ def _place(
 
 
 def _needs(groups: PrefixGroups, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> Needs:
-    """Tokens and budgets of samples and prefixes, checked.
+    """Collect and check the tokens and budgets of samples and prefixes.
 
     Raises:
-        ConfigError: groups of another number of samples, or a budget of another number of groups.
-        SampleError: a sample has less than the prefix that it shares.
+        ConfigError: the groups have another number of samples, or a budget has another number of groups.
+        SampleError: a sample needs less than the prefix it shares.
     """
     shared = [(budget.name, budget.costs, budget.of_groups(len(groups))) for budget in budgets]
     groups.check_samples(lengths, shared)
@@ -159,7 +159,7 @@ def _needs(groups: PrefixGroups, lengths: np.ndarray, capacity: int, budgets: Se
 
 
 def _place_groups(needs: Needs, strategy: str, samples: np.ndarray) -> np.ndarray:
-    """The bin of each of `samples`: groups, or pieces of them, are placed as samples are without groups."""
+    """Return the bin of each of `samples`. Whole groups, or pieces of them, are packed as single items."""
 
     place = partial(_place_costs, strategy=strategy)
     item_of = make_items(needs, samples, place)
@@ -167,9 +167,10 @@ def _place_groups(needs: Needs, strategy: str, samples: np.ndarray) -> np.ndarra
 
 
 def _place_costs(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.ndarray:
-    """int64 [U]: the bin of each unit, by its costs [U, D] of what is limited to [D], tokens first.
+    """Return the bin of each item, int64 [U], from its costs [U, D] and the limits [D], tokens first.
 
-    A branch of no tokens, a sample that is its prefix, counts as one; a limit that a prefix uses up, as 1.
+    An item without tokens (a sample that equals its prefix) counts as one token, and a limit of 0 (used up by the
+    prefix) counts as 1, because the strategies need positive numbers.
     """
     lengths, least = np.maximum(costs[:, 0], 1), np.maximum(limits, 1).tolist()
     budgets = [Budget(name=str(at), costs=costs[:, at], limit=least[at]) for at in range(1, len(least))]
@@ -177,15 +178,15 @@ def _place_costs(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.
 
 
 def cut_group(needs: Sequence[tuple[int, ...]], prefix: tuple[int, ...], limits: tuple[int, ...]) -> list[list[int]]:
-    """Cut samples that share one prefix into pieces that fit a row each, the longest branches first.
+    """Split samples that share one prefix into pieces that each fit a row, longest branches first.
 
     Args:
-        needs: n times (tokens, and what else is limited) of a sample, which fits a row alone.
-        prefix: the same of the prefix.
-        limits: of a row.
+        needs: n tuples (tokens, *costs), one per sample; each sample fits a row alone.
+        prefix: (tokens, *costs) of the prefix.
+        limits: (tokens, *costs) that a row may hold.
 
     Returns:
-        The samples of each piece, rising, by their places in `needs`; pieces in the order of their first samples.
+        The samples of each piece as indices into `needs`, ascending. Pieces are ordered by their first samples.
     """
     samples = np.arange(len(needs))
     group = PrefixGroups(

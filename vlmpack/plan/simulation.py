@@ -1,6 +1,6 @@
-"""Simulate packing: rows, fill and waste of a capacity, and the accumulation that keeps the samples per update.
+"""Simulate packing: rows, fill and waste for a capacity, and the accumulation that keeps the samples per update.
 
-    padded    8 ranks x 4 samples x 4 accumulated                   = 128 samples an update
+    padded    8 ranks x 4 samples x 4 accumulated                   = 128 samples per update
     packed    8 ranks x 1 row of 9.72 samples x 2 accumulated       = 155.5
               accumulation = ceil(128 / (9.72 x 8 x 1)) = ceil(1.65) = 2
 
@@ -36,26 +36,26 @@ class Padding:
 
     @property
     def fill(self) -> float:
-        """Tokens of samples per token computed, 0 to 1."""
+        """Real tokens over computed tokens, 0 to 1."""
         return self.tokens / self.computed if self.computed else 0.0
 
     @property
     def waste(self) -> float:
-        """Padding per token computed, 0 to 1."""
+        """Padding over computed tokens, 0 to 1."""
         return 1 - self.fill if self.computed else 0.0
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PaddedRecipe:
-    """A recipe of padded batches."""
+    """Batch settings of padded training."""
 
     world_size: int = 1
-    """Ranks."""
+    """Number of ranks."""
     per_device_batch: int = 8
-    """Samples of a batch, on each rank."""
+    """Samples per batch, on each rank."""
     accumulation: int = 1
-    """Batches that are added up before an update."""
+    """Batches accumulated per update."""
 
     def __post_init__(self) -> None:
         for name, number in asdict(self).items():
@@ -63,10 +63,10 @@ class PaddedRecipe:
 
     @classmethod
     def reaching(cls, samples_per_update: int, *, world_size: int = 1, per_device_batch: int = 8) -> PaddedRecipe:
-        """The recipe whose accumulation gives this many samples an update.
+        """Make the recipe whose accumulation gives this many samples per update.
 
         Raises:
-            ConfigError: no whole accumulation does.
+            ConfigError: no whole number of accumulated batches gives it.
         """
         per_step = cls(world_size=world_size, per_device_batch=per_device_batch).samples_per_update
         accumulation, rest = divmod(checked_capacity(samples_per_update, "samples_per_update"), per_step)
@@ -79,19 +79,19 @@ class PaddedRecipe:
 
     @property
     def samples_per_update(self) -> int:
-        """Samples that all ranks see between two updates of the weights."""
+        """Samples that all ranks see per update of the weights."""
         return self.world_size * self.per_device_batch * self.accumulation
 
     def updates(self, samples: int) -> int:
-        """Updates of the weights in an epoch; the last one may see fewer samples."""
+        """Number of weight updates in an epoch; the last update may see fewer samples."""
         return divided_up(divided_up(samples, self.world_size * self.per_device_batch), self.accumulation)
 
     def padding(self, lengths: np.ndarray, *, to: PadTo = "longest") -> Padding:
         """Count the tokens that an epoch computes, in batches of neighboring samples.
 
         Args:
-            lengths: int64 [N] tokens of each sample, in the order of training.
-            to: every batch is padded to its own longest sample, or all of them to the longest of all.
+            lengths: int64 [N]: tokens of each sample, in training order.
+            to: "longest" pads every batch to its own longest sample, "max" pads all batches to the longest of all.
         """
         starts = np.arange(0, len(lengths), self.per_device_batch)
         sizes = np.diff(np.append(starts, len(lengths)))
@@ -102,90 +102,90 @@ class PaddedRecipe:
 
 
 CAPACITIES = (12_000, 16_000, 20_000)
-"""Capacities that are tried by default, in tokens."""
+"""Capacities tried by default, in tokens."""
 
 MIXING = "rolling_fill"
-"""The strategy that mixes samples of every length in a row; those by falling length end with rows of short ones."""
+"""Strategy that mixes long and short samples in a row; strategies that sort by length end with rows of short ones."""
 
 CLOSE = 1.1
-"""Up to this ratio of packed to padded samples per update, the recipes count as equal."""
+"""Recipes count as equal if packed training sees at most this many times the samples per update."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Simulation:
-    """Packing simulated for one capacity, and the recipe that keeps the samples of an update."""
+    """Result of a packing simulation for one capacity, with the accumulation that keeps the samples per update."""
 
     capacity: int
-    """Tokens that a row may hold."""
+    """Maximum tokens of a row."""
     recipe: PaddedRecipe
-    """Whose samples per update are to be kept; its ranks are those of the packed one."""
+    """Padded recipe whose samples per update are to be kept. Packed training has the same ranks."""
     samples: int
     """Samples in rows."""
     tokens: int
-    """Their tokens."""
+    """Tokens of these samples, counted in full."""
     rows: int
-    """Rows G."""
+    """Number of rows, G."""
     least_rows: int
-    """Lower bound: no packing needs fewer rows."""
+    """Lower bound of the number of rows."""
     most_samples: int
-    """Samples of the row that has the most."""
+    """Number of samples in the row that has most."""
     longest: int
-    """Tokens of the longest sample in a row."""
+    """Length of the longest sample in a row."""
     oversize: Mapping[int, int]
-    """Samples that exceed a row by themselves, and are left out: place in the data set -> tokens."""
+    """Samples dropped because they are too large for a row: index in the data set -> tokens."""
     samples_deviation: float = 0.0
-    """Standard deviation of the samples of a row."""
+    """Standard deviation of the number of samples per row."""
     strategy: str = "exact_fill"
-    """Placement of samples, see `plan_bins`."""
+    """Bin packing strategy, see `plan_bins`."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """Further limits of a row: of "patches", of "images"."""
+    """Further limits of a row, by name: "patches", "images"."""
     rows_per_device: int = 1
-    """Rows of a batch, on each rank."""
+    """Rows per batch, on each rank."""
     patch_skew: float | None = None
-    """Patches of the rank that has most over the mean of all ranks, 1 or more; None: one rank, or no images."""
+    """Patches of the busiest rank over the mean of all ranks, 1 or more; None: one rank, or no images."""
     balanced_patch_skew: float | None = None
-    """The same if rows are handed out by `balance_rows`."""
+    """`patch_skew` if `balance_rows` distributes the rows."""
     computed: Mapping[str, int] | None = None
-    """Tokens, vision patches and attended pairs of all rows, shared prefixes once a row; None: not counted."""
+    """Tokens, vision patches and attended pairs of all rows, shared prefixes counted once per row; None: unknown."""
 
     # ------------------------------------------------------------------ rows
 
     @property
     def fill(self) -> float:
-        """Tokens computed per token of row, 0 to 1."""
+        """Computed tokens over row capacity, 0 to 1."""
         tokens = self.tokens if self.computed is None else self.computed["tokens"]
         return tokens / (self.rows * self.capacity) if self.rows else 0.0
 
     @property
     def samples_per_row(self) -> float:
-        """Mean samples per row."""
+        """Mean number of samples per row."""
         return self.samples / self.rows if self.rows else 0.0
 
     # ------------------------------------------------------------------ the packed recipe
 
     @property
     def accumulation(self) -> int:
-        """Batches of rows to add up before an update, so that it sees the padded recipe's samples or more.
+        """Batches of rows to accumulate so that an update sees at least as many samples as with the padded recipe.
 
-        `ceil(target / (samples per row x ranks x rows of a batch))`, in whole numbers: no rounding enters.
+        `ceil(target / (samples per row x ranks x rows of a batch))`, in whole numbers, so no rounding error enters.
         """
         target = self.recipe.samples_per_update
         return max(1, divided_up(target * self.rows, self.samples * self._rows_per_step)) if self.samples else 1
 
     @property
     def samples_per_update(self) -> float:
-        """Samples that an update sees with this accumulation, on average."""
+        """Mean number of samples per update with this accumulation."""
         return self.samples_per_row * self._rows_per_step * self.accumulation
 
     @property
     def steps(self) -> int:
-        """Forward and backward passes of a rank in an epoch."""
+        """Forward and backward passes per rank and epoch."""
         return divided_up(self.rows, self._rows_per_step)
 
     @property
     def updates(self) -> int:
-        """Updates of the weights in an epoch."""
+        """Weight updates per epoch."""
         return divided_up(self.steps, self.accumulation)
 
     @property
@@ -195,7 +195,7 @@ class Simulation:
     # ------------------------------------------------------------------ in words
 
     def explain(self) -> tuple[str, ...]:
-        """Say what one may want to change: updates of many more samples, uneven rows or ranks, samples left out."""
+        """List what one may want to change: many more samples per update, uneven rows or ranks, dropped samples."""
         said, ratio = [], self.samples_per_update / self.recipe.samples_per_update
         if ratio > CLOSE:
             said.append(
@@ -219,7 +219,7 @@ class Simulation:
         return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every number, as JSON has it."""
+        """Return every number, ready for JSON."""
         return {
             **{name: value for name, value in asdict(self).items() if name not in ("recipe", "oversize")},
             "fill": self.fill,
@@ -251,20 +251,21 @@ def simulate(
     max_images: int | None = None,
     share_prefixes: bool = False,
 ) -> Simulation:
-    """Pack the samples of a table into rows, as `plan_bins` does it.
+    """Simulate packing the samples of a length table with `plan_bins`.
 
     Args:
-        table: what is known of the samples.
-        capacity: tokens that a row may hold.
-        recipe: the padded recipe whose samples per update are to be kept.
-        rows_per_device: rows of a batch, on each rank.
-        strategy: how samples are placed, see `plan_bins`.
-        max_patches: most patches of the vision tower in a row; None: no limit.
-        max_images: most images and videos in a row; None: no limit.
-        share_prefixes: a row computes each prefix that samples share once, by the groups of the table.
+        table: lengths of the samples.
+        capacity: maximum tokens of a row.
+        recipe: padded recipe whose samples per update are to be kept.
+        rows_per_device: rows per batch, on each rank.
+        strategy: bin packing strategy, see `plan_bins`.
+        max_patches: maximum vision patches of a row; None: no limit.
+        max_images: maximum images and videos of a row; None: no limit.
+        share_prefixes: compute each shared prefix once per row, by the groups of the table.
 
     Raises:
-        ConfigError: a number that is not whole or below 1, a table without samples, or one without groups to share.
+        ConfigError: a number is not whole or is below 1, the table has no samples, or `share_prefixes` is set and the
+            table has no groups.
     """
     if share_prefixes and table.groups is None:
         raise ConfigError("the table has no groups: measure_lengths(..., min_shared=64) finds them")
@@ -299,7 +300,7 @@ def simulate(
 
 
 def _patch_skews(patches: np.ndarray, ranks: int) -> tuple[float, float] | None:
-    """(rows as planned, rows as balanced): worst rank over mean; None where there is nothing to balance."""
+    """Return the patch skew (as planned, as balanced), worst rank over mean; None: there is nothing to balance."""
     if ranks == 1 or len(patches) < ranks or not patches.any():
         return None
     as_planned = balance_rows(patches, ranks=ranks, window=1, method="as_given", remainder="drop")
