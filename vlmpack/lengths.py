@@ -1,10 +1,10 @@
-"""Measure how long every sample is, from its text and the headers of its images: no pixel is decoded.
+"""Measure the length of every sample from its text and image headers, without decoding a pixel.
 
 dataset ──▶ part of 32 samples ──key──▶ in the cache? ──yes──▶ Entry ──▶ LengthTable
                   │                            │ no              ▲
                   └─── a worker process: measure ────────────────┘
 
-Keys are those of `collate.digests`: of an image its size counts, and its bytes where shared prefixes are looked for.
+Keys come from `collate.digests`. They include the size of each image, or its bytes if shared prefixes are looked for.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from vlmpack.workers import Executor, Start, in_order
 __all__ = ["LengthCache", "measure_lengths"]
 
 PART = 32
-"""Samples that go to a worker at a time."""
+"""Number of samples sent to a worker at a time."""
 LISTED = 3
-"""Refused samples that a warning names."""
+"""How many refused samples a warning names."""
 WRITE_EVERY = 2.0
-"""Seconds after which new entries are written to the cache: at most this much is lost."""
+"""Seconds between writes of new entries to the cache; a killed process loses at most this much."""
 BUSY_SECONDS = 60.0
-"""Time for which another process may be writing to the cache before an access fails."""
+"""Seconds to wait while another process writes to the cache, before an access fails."""
 NO_COLUMNS = "no_columns"
-"""Reason of a row without known columns: a bad sample, unless all rows are so."""
+"""Reason of a row without known columns. It is a bad sample, unless all rows have this reason."""
 
 
 def measure_lengths(
@@ -74,34 +74,33 @@ def measure_lengths(
     min_shared: int | None = None,
     start: Start | None = None,
 ) -> LengthTable:
-    """Measure all samples exactly as `collator.collate` will make them, in a small part of the time.
+    """Measure the length that `collator.collate` will give each sample, in a fraction of the time.
 
-    Text is rendered and tokenized; of an image the header is read, and the processor's resize rule gives its tokens.
-    `max_length` and `overlength` of the collator apply. Its log and limit of skipped samples do not: samples that
-    cannot be used are listed in `LengthTable.refused`, the too long ones among them; a `SkippedWarning` names the first
-    of them, but for those that `overlength="drop"` leaves out. Damage behind a header is not found.
+    Text is rendered and tokenized. Only the headers of images are read; the processor's resize rule gives the number of
+    image tokens, so damage behind a header is not found. The collator's `max_length` and `overlength` apply, but its
+    log and limit of skipped samples do not. Samples that cannot be used, including too long ones, are listed in
+    `LengthTable.refused`. A `SkippedWarning` names the first of them, except samples that `overlength="drop"` drops.
 
-    A `datasets.Dataset` that has no format of its own is read without decoding its images.
+    A `datasets.Dataset` without a custom format is read without decoding its images.
 
     Args:
-        dataset: samples as the collator takes them; with `len` and `[i]`, or else anything to iterate over, which is
-            measured in this process whatever `workers` is.
-        collator: the one that will be used for training.
-        workers: processes; 0: this one alone.
-        executor: "ray" measures as tasks of Ray Data instead of by `workers`.
-        cache: a file that keeps lengths between calls, see `LengthCache`; None: none.
-        progress: is called with (samples done, samples in all or None) now and then.
-        min_shared: find samples that share a prefix of so many tokens or more, `LengthTable.groups`; images and videos
-            are compared by their bytes, which are read whole. None: groups are not looked for.
+        dataset: samples as the collator takes them, either map-style (`len` and `[i]`) or any iterable. An iterable is
+            measured in this process, whatever `workers` is.
+        collator: the collator used for training.
+        workers: number of processes; 0: this process only.
+        executor: "ray" measures as Ray Data tasks, and ignores `workers`.
+        cache: file that keeps lengths between calls, see `LengthCache`; None: no cache.
+        progress: called now and then with (samples done, total number of samples or None).
+        min_shared: find samples that share a prefix of at least this many tokens (`LengthTable.groups`). Images and
+            videos are compared by their bytes, so their files are read whole. None: do not look for shared prefixes.
         start: how processes are started; None: Python's default on this system.
 
     Returns:
-        One entry a sample, in the order of the data set, the same whatever the number of workers.
+        One entry per usable sample, in the order of the data set, independent of the number of workers.
 
     Raises:
-        ConfigError: something else than samples (a path) and a collator, or no sample can be measured so, such as all
-            without a known column; the collator shares only longer prefixes than `min_shared`; the workers or the
-            cache fail.
+        ConfigError: an argument has the wrong type (such as a path), no sample has a known column, `min_shared` is
+            given for samples that may have audio or is below the collator's, or the workers or the cache fail.
     """
     check_samples(dataset)
     check_kind("collator", collator, VLMCollator, "VLMCollator(processor)")
@@ -134,7 +133,7 @@ def measure_lengths(
 
 
 def undecoded(dataset: Any) -> Any:
-    """Read a `datasets.Dataset` without a format of its own as plain values, images encoded; else return `dataset`."""
+    """Read a `datasets.Dataset` without a custom format as plain values, images encoded; return others unchanged."""
     datasets = sys.modules.get("datasets")
     if datasets is None or not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:
         return dataset
@@ -142,7 +141,7 @@ def undecoded(dataset: Any) -> Any:
 
 
 def why_no_marks(collator: VLMCollator) -> str | None:
-    """Return the reason why shared prefixes of a collator's samples are not found, in words; None: they are."""
+    """Explain why shared prefixes cannot be found for a collator's samples; return None if they can."""
     if not collator.metadata.has_audio:
         return None
     return f"samples of a {type(collator.processor).__name__} may have audio, whose content is not summed up"
@@ -176,10 +175,10 @@ def _table_of(samples: Sequence[_Measured], min_shared: int | None) -> LengthTab
 
 
 def check_refused(table: LengthTable, collator: VLMCollator) -> None:
-    """Raise the first refused sample of a table, unless the collator goes on without such samples.
+    """Raise the first refused sample of a table, unless the collator skips such samples.
 
     Raises:
-        SampleError: `on_bad` of the collator is "raise".
+        SampleError: a sample was refused, and the collator's `on_bad` is "raise".
     """
     bad = [each for each in table.refused if not collator.leaves_out(each.reason)]
     if bad and collator.on_bad == "raise":
@@ -189,10 +188,10 @@ def check_refused(table: LengthTable, collator: VLMCollator) -> None:
 
 
 def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
-    """Raise if no row has known columns: then the data set's names are at fault, and not its rows.
+    """Check that some row has known columns; otherwise the column names are wrong, rather than the rows.
 
     Raises:
-        ConfigError: so it is, and bad samples are not to be skipped; names the first row.
+        ConfigError: no row has known columns, and `on_bad` is "raise"; names the first row.
     """
     read = [refused for refused in table.refused if refused.reason != "row_unreadable"]
     if collator.on_bad == "raise" and not len(table) and read and {refused.reason for refused in read} == {NO_COLUMNS}:
@@ -200,7 +199,7 @@ def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
 
 
 def _about_refused(refused: Sequence[Refused], total: int) -> str:
-    """Return a warning of refused samples: how many there are, the first ones, and where all are."""
+    """Write a warning about refused samples: how many, the first ones, and where all are listed."""
     listed = "; ".join(f"{each.error()} ({each.reason})" for each in refused[:LISTED])
     more = f"; and {len(refused) - LISTED:,} more" if len(refused) > LISTED else ""
     return (
@@ -213,7 +212,7 @@ def _about_refused(refused: Sequence[Refused], total: int) -> str:
 
 
 class Entry(NamedTuple):
-    """The lengths of one sample, a row of a `LengthTable`, or a refusal."""
+    """Lengths of one sample, a row of a `LengthTable`, or a refusal."""
 
     text_tokens: int = 0
     image_tokens: int = 0
@@ -223,15 +222,15 @@ class Entry(NamedTuple):
     patches: int = 0
     targets: int = 0
     reason: str | None = None
-    """The slug of its refusal; None: it can be used."""
+    """Slug of the refusal; None: the sample can be used."""
     detail: str | None = None
-    """The fault, and the remedy."""
+    """What is wrong, and what to do."""
     marks: bytes | None = None
-    """Of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
+    """Result of `PrefixMarks.to_bytes`; None: shared prefixes are not looked for."""
 
     @classmethod
     def of(cls, sample: Encoded, marks: bytes | None = None) -> Entry:
-        """Count tokens, media, patches and targets of a sample, cut into patches or only measured."""
+        """Count tokens, media, patches and targets of a sample, either encoded or only measured."""
         text, image, video, audio = np.bincount(sample.types, minlength=4).tolist()
         return cls(
             text_tokens=text + audio,
@@ -246,28 +245,28 @@ class Entry(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One sample, measured or read from the cache."""
+    """A sample that was measured or read from the cache."""
 
     entry: Entry
     sample_id: int | str | None
     new_key: bytes | None = None
-    """Key under which it is to be cached; None: it has no key, or is in the cache already."""
+    """Key to cache it under; None: it has no key, or is already cached."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Measurer:
-    """Measures parts of a data set; pickles to workers."""
+    """Measures parts of a data set. Can be pickled to workers."""
 
     dataset: Any
-    """Samples by place, or a stream of them."""
+    """Map-style data set, or iterable of samples."""
     collator: VLMCollator
     has_marks: bool
-    """Entries have marks of what samples begin with."""
+    """Whether entries contain prefix marks."""
     cache: LengthCache | None
-    """Is read here and written by the caller."""
+    """Read here, written by the caller."""
     settings: bytes
-    """Of `settings_key`; empty without a cache."""
+    """Result of `settings_key`; empty without a cache."""
 
     def __call__(self, part: int) -> list[_Measured]:
         """Measure one part of a map-style data set."""
@@ -275,14 +274,14 @@ class _Measurer:
         return self.measure([sample_at(self.dataset, place) for place in places], places.start)
 
     def stream(self) -> Generator[list[_Measured]]:
-        """Measure a data set without places, some samples at a time."""
+        """Measure an iterable data set, a few samples at a time."""
         samples, start = iter(self.dataset), 0
         while part := list(islice(samples, PART)):
             yield self.measure(part, start)
             start += len(part)
 
     def measure(self, samples: Sequence[Any], start: int) -> list[_Measured]:
-        """Measure samples, or the refusals that a data set raised in their place; `start`: place of the first."""
+        """Measure samples, or SampleErrors that the data set raised instead; `start` is the index of the first."""
         keys: list[bytes | None] = [None] * len(samples)
         cached: Mapping[bytes, Entry] = {}
         if self.cache is not None:
@@ -309,26 +308,26 @@ class _Measurer:
             refusal = error.__cause__
             if not isinstance(refusal, Refusal) or refusal.reason != NO_COLUMNS:
                 raise
-            return Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have columns
+            return Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have known columns
 
 
 # ---------------------------------------------------------------------- the cache
 
 _TABLE = "lengths_4"
-"""Its number is raised with every change of `Entry`; a file may have tables of several versions."""
+"""Increment the number with every change of `Entry`. A file may hold tables of several versions."""
 
 
 @final
 class LengthCache:
-    """Lengths that were measured before, by key, in one SQLite file that several processes may use at a time.
+    """Cache of measured lengths by key, in one SQLite file that several processes may use at the same time.
 
-    Every access opens the file anew. It can be deleted at any time.
+    Every access opens the file anew. The file can be deleted at any time.
 
     Args:
-        path: the file, made with its folders if it is not there.
+        path: the file; it is created, with its folders, if it does not exist.
 
     Raises:
-        ConfigError: the file is damaged, no such file at all, or cannot be written.
+        ConfigError: the file is damaged, is not an SQLite file, or cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -340,13 +339,13 @@ class LengthCache:
             connection.execute(f"CREATE TABLE IF NOT EXISTS {_TABLE} (key BLOB PRIMARY KEY, {columns})")
 
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Entry]:
-        """Read the entries that are there, by key."""
+        """Read the cached entries among `keys`."""
         with self._connected() as connection:
             query = f"SELECT * FROM {_TABLE} WHERE key IN ({', '.join('?' * len(keys))})"
             return {key: Entry(*values) for key, *values in connection.execute(query, keys)}
 
     def put(self, entries: Mapping[bytes, Entry]) -> None:
-        """Write entries, all or none of them; a process that is killed meanwhile leaves the file as it was."""
+        """Write entries in one transaction; if the process is killed meanwhile, the file stays unchanged."""
         with self._connected() as connection:
             query = f"INSERT OR REPLACE INTO {_TABLE} VALUES (?{', ?' * len(Entry._fields)})"
             connection.executemany(query, ((key, *entry) for key, entry in entries.items()))
@@ -357,7 +356,7 @@ class LengthCache:
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:
-        """Open the file for one transaction; SQLite's errors become a ConfigError that names it."""
+        """Open the file for one transaction, and turn SQLite errors into a ConfigError that names the file."""
         try:
             with closing(sqlite3.connect(self.path, timeout=BUSY_SECONDS)) as connection, connection:
                 yield connection
@@ -369,7 +368,7 @@ class LengthCache:
 
 
 def _saved(parts: Iterable[list[_Measured]], cache: LengthCache) -> Generator[list[_Measured]]:
-    """Yield parts, and write their new entries every few seconds, at the end, and before an error leaves."""
+    """Yield parts, and write their new entries every few seconds, at the end, and before an error propagates."""
     pending, due = {}, time.monotonic() + WRITE_EVERY
     try:
         for part in parts:
@@ -385,25 +384,25 @@ def _saved(parts: Iterable[list[_Measured]], cache: LengthCache) -> Generator[li
 
 # ---------------------------------------------------------------------- shared prefixes
 #
-# input_ids    a b <image> <image> <image> c d          placeholders of every image are the same id
-# symbols      a b 7f03..  7f03..  7f03..  c d          a number of the image's bytes and its grid
+# input_ids    a b <image> <image> <image> c d          placeholders of all images have the same id
+# symbols      a b 7f03..  7f03..  7f03..  c d          a hash of the image's bytes and grid
 
 STRIDE = 61
-"""Of the values of pixels that came cut into patches, every so manieth is summed up."""
+"""Stride with which pixel values of already encoded images are sampled for a hash."""
 
 
 def num_patches(visual: Visual) -> int:
-    """Patches of an image or video; its tokens, of families that are measured by these."""
+    """Number of patches of an image or video; its number of tokens in families that describe media by `runs`."""
     return sum(visual.runs) if visual.grid is None or visual.runs else prod(visual.grid)
 
 
 def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int) -> PrefixTree | None:
-    """Find the prefix tree of the row of some samples, without their pixels; None: they share nothing.
+    """Find the prefix tree of a row of samples, without their pixels; None: they share nothing.
 
     Args:
-        samples: of a row without padding, in its order; sources of their media are read whole.
-        limits: caps for images.
-        min_shared: of `SharePrefixes`.
+        samples: samples of a row without padding, in row order; their media files are read whole.
+        limits: limits for reading images.
+        min_shared: see `SharePrefixes`.
     """
     if not samples:
         return None
@@ -419,12 +418,12 @@ def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int)
 
 
 def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) -> PrefixMarks:
-    """Mark what a sample begins with, for `groups_of_marks`.
+    """Hash the prefixes of a sample, for `groups_of_marks`.
 
     Args:
-        sample: cut into patches or only measured; sources of its media are read whole.
-        metadata: of the processor.
-        limits: caps for images.
+        sample: a sample, either encoded or only measured; its media files are read whole.
+        metadata: metadata of the processor.
+        limits: limits for reading images.
     """
     symbols = np.array(sample.input_ids, np.int64)
     ends, patches = [], []
@@ -444,11 +443,11 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
 
 
 def media_numbers(visuals: Sequence[Visual], limits: ImageLimits) -> list[int]:
-    """Return a number of 63 bits for the content and grid of each image or video, which is far above all token ids.
+    """Return a 63-bit hash of the content and grid of each image or video, far above all token ids.
 
     Args:
-        visuals: cut into patches or only measured; their sources are read whole.
-        limits: caps for images.
+        visuals: images or videos, either encoded or only measured; their files are read whole.
+        limits: limits for reading images.
     """
     numbers = []
     for visual in visuals:
@@ -462,7 +461,7 @@ def media_numbers(visuals: Sequence[Visual], limits: ImageLimits) -> list[int]:
             values = visual.pixels.detach().reshape(-1)[::STRIDE].double().numpy().tobytes()
             content = [len(values), zlib.crc32(values), zlib.adler32(values)]
         content = [content, visual.grid, visual.seconds, visual.timestamps]
-        content += [visual.runs] if visual.runs else []  # an image beside others may have other tokens than alone
+        content += [visual.runs] if visual.runs else []  # the tokens of an image may depend on the images beside it
         numbers.append(_number(json.dumps(content).encode()))
     return numbers
 

@@ -1,25 +1,25 @@
-"""Rows written ahead of training: planned, tokenized and written to Parquet files once, read by every run.
+"""Rows packed ahead of training: planned, tokenized and written to Parquet files once, then read by every run.
 
     samples ──measure──▶ lengths.zip ──plan──▶ plan.zip, left_out.jsonl ──write──▶ rows-*.parquet ──▶ manifest.json
 
-A file gets its name when all of it is on disk. A run that was killed is started again, goes on behind the last of them,
-and ends with the same bytes.
+A file gets its final name once it is complete on disk. A run that was killed can be started again: it continues after
+the last complete file and ends with the same bytes.
 
-    OUT/.work/lock             held by the one process that writes; the system frees it when that process dies
-    OUT/.work/lengths.sqlite   cache of lengths, unless another one is named
-    OUT/.work/manifest.json    without the shards: until it is there, settings and samples may change
-    OUT/.work/unfinished/      files that are being written; those that a killed run left are removed by the next one
+    OUT/.work/lock             held by the one process that writes; the system releases it when that process dies
+    OUT/.work/lengths.sqlite   cache of lengths, unless another cache file is named
+    OUT/.work/manifest.json    manifest without shards; until it exists, settings and samples may change
+    OUT/.work/unfinished/      files being written; the next run removes files that a killed run left behind
 
-A row of a file, which is a row group: reading one touches no byte of another.
+Each row of a file is one row group, so reading a row touches no byte of another.
 
     samples       a: text, image, text (5)     b: text (3)
-    input_ids     a a a a a b b b              without padding: slots are laid out when the row is read
+    input_ids     a a a a a b b b              without padding: padding is added when the row is read
     labels        . . . a a . b b              not shifted, -100 where nothing is trained on
-    cu_seqlens    0 5 8                        where samples start and end
-    sample_ids    "\\"receipt-17\\"", "4"        their ids as JSON, or else their places in the data set
-    samples       JSON: place and digest of each sample; grid, options and number of its images and videos
-    images        bytes, as files have them: compressed already, never pixels; each image of a row once
-    videos        the encoded frames of each video, or its file alone
+    cu_seqlens    0 5 8                        sample boundaries
+    sample_ids    "\\"receipt-17\\"", "4"        sample ids as JSON, or else indices in the data set
+    samples       JSON: index and digest of each sample; grid, options and number of its images and videos
+    images        encoded bytes, as in image files, never pixels; each distinct image of a row once
+    videos        the encoded frames of each video, or its file
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
 
 FORMAT, VERSION = "vlmpack.rows", 5
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
-"""Files beside the shards."""
+"""Files besides the shards."""
 WORK, UNFINISHED = ".work", "unfinished"
-"""Folders of what is not finished."""
+"""Folders for unfinished work."""
 SAMPLES = "vlmpack.samples"
-"""Key of a shard's footer: the digest of its samples."""
+"""Metadata key in a shard's footer that holds the digest of its samples."""
 NAMED = 5
-"""Changed samples that a refusal lists."""
+"""How many changed samples an error message lists."""
 
 
 def is_packed(folder: str | Path) -> bool:
-    """Return whether finished rows lie in a folder."""
+    """Return whether a folder holds finished rows."""
     return (Path(folder) / NAME).is_file()
 
 
@@ -109,24 +109,24 @@ def _pyarrow() -> Any:
 @final
 @dataclass(frozen=True, kw_only=True)
 class StoreSettings:
-    """Settings of the plan and of the files of stored rows."""
+    """Settings of the plan and of the files of packed rows."""
 
     capacity: int
-    """Tokens that a row may hold."""
+    """Maximum tokens of a row."""
     max_patches: int | None = None
-    """Most patches of the vision tower in a row; None: no limit."""
+    """Maximum vision patches of a row; None: no limit."""
     max_images: int | None = None
-    """Most images and videos in a row; None: no limit."""
+    """Maximum images and videos of a row; None: no limit."""
     strategy: str = "exact_fill"
-    """Placement of samples: see `plan_bins`."""
+    """Bin packing strategy, see `plan_bins`."""
     oversize: Oversize = "error"
-    """Treatment of a sample that exceeds a row by itself: "error", "drop" (listed) or "own_row"."""
+    """What to do with a sample that is too large for a row: "error", "drop" (and list it) or "own_row"."""
     seed: int | None = None
-    """Shuffles samples and rows; None: samples keep their order."""
+    """Seed that shuffles samples and rows; None: samples keep their order."""
     rows_multiple: int = 1
-    """Rows of many samples are cut in two until the number of rows is a multiple of this: ranks times accumulation."""
+    """Split rows with many samples until the number of rows is a multiple of this (ranks times accumulation)."""
     shard_rows: int = 128
-    """Rows of a file. A kill costs the work on one file."""
+    """Rows per file. A killed run loses the work on at most one file per worker."""
 
     def __post_init__(self) -> None:
         limits = [name for name in ("max_patches", "max_images") if getattr(self, name) is not None]
@@ -140,45 +140,45 @@ class StoreSettings:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Samples, rows, and totals over all rows."""
+    """Number of samples and rows, and totals over all rows."""
 
     total: int
-    """Samples of the data set."""
+    """Samples in the data set."""
     refused: int
-    """Samples that cannot be used, or are longer than the collator's `max_length`."""
+    """Samples that cannot be used, including those longer than the collator's `max_length`."""
     dropped: int
-    """Samples that exceed a row by themselves."""
+    """Samples that are too large for a row."""
     samples: int
-    """Samples in rows: those that are left."""
+    """Samples in rows: all the others."""
     rows: int
     """Rows."""
     tokens: int
-    """Tokens of all samples."""
+    """Tokens of all samples in rows."""
     targets: int
-    """Tokens that are trained on."""
+    """Tokens trained on."""
     images: int
     """Images."""
     videos: int
     """Videos."""
     patches: int
-    """Patches that go into the vision tower."""
+    """Patches for the vision tower, shared prefixes counted once per row."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """Largest sizes of any row: they are allocated, or captured in a CUDA graph, once for all rows."""
+    """Maximum sizes over all rows, for buffers that are allocated, or captured in a CUDA graph, once for all rows."""
 
     longest_row: int
-    """Tokens of the longest row, what slots and rows are rounded up by included."""
+    """Tokens of the longest row, including rounding of samples and rows."""
     longest_segment: int
     """Tokens of the longest sample."""
     most_segments: int
-    """Samples."""
+    """Samples of the row that has most."""
     most_images: int
-    """Images and videos."""
+    """Images and videos of the row that has most."""
     most_patches: int
-    """Patches."""
+    """Patches of the row that has most."""
 
 
 @final
@@ -187,51 +187,51 @@ class Shard:
     """One Parquet file of rows."""
 
     file: str
-    """Its name in the folder."""
+    """File name."""
     rows: int
-    """Rows in it."""
+    """Number of rows."""
     bytes: int
-    """Its size."""
+    """File size."""
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
     samples: str
-    """Digest of the digests of its samples, which its footer has too: no other file is taken for it."""
+    """Digest of the file's samples. The footer holds it, too, so that no other file is mistaken for this one."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about stored rows that can be read without them. It names no path and no time."""
+    """Everything about packed rows that can be known without reading them. Holds no paths and no times."""
 
     settings: Mapping[str, Any]
-    """Data set, collator and capacity that the rows were made with."""
+    """Settings of the data set, the collator and the plan."""
     processor: Mapping[str, Any]
-    """The processor's fingerprint."""
+    """Fingerprint of the processor."""
     plan: str
     """SHA-256 of the plan."""
     counts: Counts
     """Samples, rows, tokens."""
     reasons: Mapping[str, int]
-    """Number of samples left out, by reason; each of them is in `left_out.jsonl`."""
+    """Number of samples left out per reason; `left_out.jsonl` lists each of them."""
     fill_ratio: float
-    """Tokens of samples per token of row, 0 to 1, rows as wide as the capacity."""
+    """Computed tokens over row capacity, 0 to 1."""
     sizes: FixedSizes
-    """Largest sizes of any row, which CUDA graphs need."""
+    """Maximum sizes over all rows, for CUDA graphs."""
     shards: tuple[Shard, ...] = ()
-    """The files, in the order of their rows; (): they are not finished."""
+    """The files, in row order; (): the rows are not finished."""
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row may hold."""
+        """Maximum tokens of a row."""
         return self.settings["capacity"]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all shards."""
+        """Total size of all shards."""
         return sum(shard.bytes for shard in self.shards)
 
     def save(self, folder: Path, *, unfinished: Path) -> None:
-        """Write the manifest to a folder; it lies in another one until it is whole."""
+        """Write the manifest to `folder`, by way of a temporary file in `unfinished`."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["digest"] = digest_of(content)
         write_text(folder / NAME, json.dumps(content, indent=2) + "\n", folder=unfinished)
@@ -241,7 +241,7 @@ class Manifest:
         """Read the manifest of a folder of rows.
 
         Raises:
-            ConfigError: the folder holds no finished rows, or some of another version, or the file is damaged.
+            ConfigError: the folder holds no finished rows, or rows of another version, or the file is damaged.
         """
         path = Path(folder) / NAME
         if not path.is_file():
@@ -262,7 +262,7 @@ class Manifest:
         """Read the plan of the rows.
 
         Raises:
-            ConfigError: it is not there, damaged, or of other rows.
+            ConfigError: the plan is missing, damaged, or belongs to other rows.
         """
         plan = Plan.load(folder / PLAN)
         if plan.digest != self.plan:
@@ -270,10 +270,10 @@ class Manifest:
         return plan
 
     def check_files(self, folder: Path, *, others: Sequence[str] = (), verify: bool = False) -> None:
-        """Refuse a folder that has lost a file, or in which a shard has another size; with `verify` another SHA-256.
+        """Check that all files exist and that every shard has its size (with `verify`, also its SHA-256).
 
         Raises:
-            ConfigError: it has; names the file.
+            ConfigError: a file is missing or differs; names the file.
         """
         for name in (*others, *(shard.file for shard in self.shards)):
             if not (folder / name).is_file():
@@ -297,12 +297,12 @@ def _damaged(path: object, what: str) -> ConfigError:
     return ConfigError(f"{path} is damaged: {what}; restore it, or remove the folder and pack again")
 
 
-# ---------------------------------------------------------------------- samples to a row, and back
+# ---------------------------------------------------------------------- encode and decode rows
 
 MEDIA = ("images", "videos")
 COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
 PNG_EFFORT = 3
-"""Compression level of PNG, 0 to 9: higher ones take much longer and save little."""
+"""PNG compression level, 0 to 9; higher levels take much longer and save little."""
 
 
 def _schema(*, has_media: bool) -> Any:
@@ -315,13 +315,13 @@ def _schema(*, has_media: bool) -> Any:
 
 
 def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence[str], collator: VLMCollator) -> dict:
-    """Make the columns of one row.
+    """Encode one row as Parquet columns.
 
     Raises:
-        SampleError: an image cannot be read; names its sample's place.
-        ConfigError: a sample brought patches instead of images.
+        SampleError: an image cannot be read; names the index of its sample.
+        ConfigError: a sample has patches instead of images.
     """
-    media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> its number in the row
+    media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> number within the row
     described = []
     for sample, place, digest in zip(samples, places, digests, strict=True):
         weights = [] if sample.weights is None else sample.weights.tolist()
@@ -337,14 +337,14 @@ def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence
         "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
         "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
         "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
-        "samples": json.dumps(described, default=lambda number: number.item()),  # of numpy
+        "samples": json.dumps(described, default=lambda number: number.item()),  # numpy scalars
         "images": [_stored(data) for (data,) in media["images"]],
         "videos": [list(map(_stored, frames)) for frames in media["videos"]],
     }
 
 
 def _describe(visual: Visual, kind: str, media: dict[tuple[bytes, ...], int], collator: VLMCollator) -> dict[str, Any]:
-    """Describe an image or a video, and put its content into `media` unless it is there."""
+    """Describe an image or a video, and add its content to `media` unless it is already there."""
     if visual.source is None:
         fault = "a sample brings patches (pixel_values), and rows are stored with encoded images, never with pixels"
         raise ConfigError(f"{fault}; give samples as messages with images")
@@ -364,7 +364,7 @@ def _describe(visual: Visual, kind: str, media: dict[tuple[bytes, ...], int], co
 
 
 def _encoded(source: Any, collator: VLMCollator) -> bytes:
-    """Read an image as its file has it; a PIL image as PNG, upright and RGB, as the collator converts it."""
+    """Return the encoded bytes of an image file; encode a PIL image as upright RGB PNG, as the collator converts it."""
     if not isinstance(source, Image.Image):
         return read_encoded(source, limits=collator.limits)
     file = io.BytesIO()
@@ -377,9 +377,9 @@ def _stored(data: bytes) -> dict[str, Any]:
 
 
 def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encoded]]:
-    """Return (place in the data set, sample) of every sample of a row, a pyarrow table.
+    """Decode a row (a pyarrow table) to (index in the data set, sample) pairs.
 
-    Without the columns `MEDIA`, samples have grids and no sources, and cannot be trained on.
+    If the columns `MEDIA` were not read, samples have grids but no sources, and cannot be trained on.
     """
     lists = (table[name].combine_chunks().values for name in ("input_ids", "labels", "cu_seqlens"))
     ids, labels, bounds = (each.to_numpy().astype(np.int64) for each in lists)
@@ -417,14 +417,14 @@ def _opened(folder: Path, shard: Shard) -> Any:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Raise any error of a damaged file as a ConfigError, and a missing right to read it as another."""
+    """Turn any error caused by a damaged file into a ConfigError, and a missing file or permission into another."""
     try:
         yield
     except (FileNotFoundError, PermissionError) as error:
         raise unreadable(name, error) from error
     except MemoryError:
         raise
-    except Exception as error:  # on damaged bytes pyarrow raises errors of every kind; OSError: a page's checksum
+    except Exception as error:  # on damaged bytes pyarrow raises errors of every kind; OSError: a wrong page checksum
         raise _damaged(name, f"it cannot be read: {error}") from error
 
 
@@ -442,34 +442,33 @@ def write_rows(
     cache: str | Path | None = None,
     progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
 ) -> Manifest:
-    """Plan the rows of a data set and write them to a folder, images encoded, never as pixels.
+    """Plan the rows of a data set and write them to a folder, with encoded images, never pixels.
 
-    What was written before by the same call is kept: run it again after it was interrupted. The files do not depend
-    on `workers`, `executor` or interruptions. A sample's digest is stored with its row, and compared when rows are
-    continued or asked for again: samples that were changed since are refused by their places.
+    An interrupted run can be continued with the same call, which keeps all finished work. The files do not depend on
+    `workers`, `executor` or interruptions. The digest of each sample is stored and compared when the call is repeated,
+    so that samples changed since then are reported by their indices.
 
     Args:
-        dataset: map-style, of samples that the collator takes.
-        out: the folder; what is in it must be of the same call.
-        collator: with `layout="packed"`. Its `slots` decide what samples are rounded up to, which the plan counts. With
-            `share_prefixes` samples with a common prefix share rows.
-        settings: of the plan and the files.
-        workers: processes that measure and write; 0: this one alone.
-        executor: "ray" measures and writes as tasks of Ray Data, on machines that all see `out`, instead of by
-            `workers`.
-        cache: file that keeps lengths between calls; None: as long as this one is not finished (on Ray: none).
-        progress: is called with the stage ("measure" samples, "compare" or "write" files), how many are done, and of
-            how many.
+        dataset: map-style data set of samples that the collator takes.
+        out: output folder; it must be empty, or hold the result of the same call.
+        collator: a collator with `layout="packed"`. Its `slots` give the padded lengths, which the plan counts. With
+            `share_prefixes`, samples with a common prefix share rows.
+        settings: settings of the plan and the files.
+        workers: number of processes that measure and write; 0: this process only.
+        executor: "ray" measures and writes as Ray Data tasks, on machines that all see `out`, and ignores `workers`.
+        cache: file that keeps lengths between calls; None: a temporary one until the rows are finished (none on Ray).
+        progress: called with the stage ("measure" for samples, "compare" or "write" for files), the number done and the
+            total number.
 
     Returns:
-        The manifest, with the sizes that CUDA graphs need.
+        The manifest, which includes the sizes that CUDA graphs need.
 
     Raises:
-        SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or one exceeds a row and
-            `oversize` is "error".
-        ConfigError: something of another kind (a path, a processor), settings that contradict each other or what is in
-            the folder, samples that were changed since they were packed, finished rows that lost a file, too many bad
-            samples, a full disk, a worker that died, or an extra that is missing.
+        SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or a sample is too large for a row
+            and `oversize` is "error".
+        ConfigError: an argument has the wrong type (a path, a processor), settings contradict each other or the
+            existing folder, samples changed since they were packed, finished rows have lost a file, too many samples
+            are bad, the disk is full, a worker died, or an optional dependency is missing.
     """
     check_kind("collator", collator, VLMCollator, 'VLMCollator(processor, layout="packed")')
     check_kind("settings", settings, StoreSettings, "StoreSettings(capacity=4096)")
@@ -483,7 +482,7 @@ def write_rows(
         workers=workers, executor=executor, cache=cache, progress=progress,
     )  # fmt: skip
     manifest = run.finished()
-    if manifest is None or (run.out / WORK).exists():  # the run before may have been killed just before it removed it
+    if manifest is None or (run.out / WORK).exists():  # the previous run may have been killed just before removing it
         with _locked(run.out) as work:
             manifest = run.finished() or run.write(work)
             with writing(work):
@@ -492,11 +491,12 @@ def write_rows(
 
 
 def _check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
-    """Refuse the collator unless its rows can be stored.
+    """Check that rows made by this collator can be stored.
 
     Raises:
-        ConfigError: its samples may have audio, or prompts whose tokens attend to each other both ways; it pads, fixes
-            sizes that are fixed when rows are read, or has slots that do not fit the capacity.
+        ConfigError: samples may have audio; the family needs to know where bidirectional prompts end; the collator
+            pads, fixes sizes that are fixed when rows are read, or rounds lengths to a unit that does not divide the
+            capacity.
     """
     metadata, name, slots = collator.metadata, type(collator.processor).__name__, collator.slots
     more = f"samples of a {name} may have audio" if metadata.has_audio else None
@@ -516,14 +516,14 @@ def _check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
 
 @contextmanager
 def _locked(out: Path) -> Iterator[Path]:
-    """Make, lock and yield the work folder, without unfinished files of a killed run.
+    """Create, lock and yield the work folder, and remove unfinished files of a killed run.
 
-    Not by `flock`, which a forked worker would go on holding.
+    Uses `lockf` instead of `flock`, because a forked worker would keep holding a `flock`.
 
     Raises:
-        ConfigError: the folder is a file or holds something else, cannot be made, or another process writes to it.
+        ConfigError: the folder is a file, holds something else or cannot be created, or another process writes to it.
     """
-    import fcntl  # not on every system, and needed for writing only
+    import fcntl  # missing on some systems, and only needed for writing
 
     work = out / WORK
     with writing(out):
@@ -551,7 +551,7 @@ def _check_holds_only(out: Path, *names: str) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """One call of `write_rows`, with its arguments; pickles to workers."""
+    """One call of `write_rows` with its arguments. Can be pickled to workers."""
 
     dataset: MapStyle
     out: Path
@@ -566,10 +566,10 @@ class _Run:
         return {**vars(self), "progress": None}
 
     def finished(self) -> Manifest | None:
-        """Return the manifest of a folder in which this very call was finished before; None: there is none.
+        """Return the manifest if this very call was finished in the folder before; None: the folder is not finished.
 
         Raises:
-            ConfigError: another one was finished there (names the differences), or the folder has lost a file since.
+            ConfigError: a different call was finished there (names the differences), or the folder has lost a file.
         """
         if not is_packed(self.out):
             return None
@@ -579,7 +579,7 @@ class _Run:
         return manifest
 
     def write(self, work: Path) -> Manifest:
-        """Write whatever is not written yet."""
+        """Write all missing files."""
         is_planned = is_packed(work)
         manifest = self._same(Manifest.load(work)) if is_planned else self._plan(work)
         table, plan = LengthTable.load(self.out / LENGTHS), manifest.load_plan(self.out)
@@ -609,10 +609,10 @@ class _Run:
     def _write_shard(
         self, paths: Sequence[Path], plan: Plan, measured: np.ndarray, columns: Any, missing: Sequence[int], part: int
     ) -> Shard:
-        """Write one shard, each row as a row group; an error that the data set raises is no error of the file.
+        """Write one shard, with one row group per row. Only errors of writing are reported as errors of the file.
 
         Raises:
-            SampleError: a sample is not what was measured, or its image cannot be read; names its place.
+            SampleError: a sample differs from what was measured, or its image cannot be read; names its index.
             ConfigError: a sample cannot be stored, or the disk is full.
         """
         path, size, samples = paths[missing[part]], self.settings.shard_rows, hashlib.sha256()
@@ -630,7 +630,7 @@ class _Run:
         return replace(cast(Shard, shard), file=path.name)
 
     def _record(self, places: Sequence[int], measured: np.ndarray) -> dict[str, Any]:
-        """Make the columns of one row."""
+        """Encode one row, and check that its samples are still as measured."""
         samples, digests = [], []
         for place in places:
             feature = self.dataset[place]
@@ -643,10 +643,10 @@ class _Run:
             digests.append(sample_digest(feature, self.collator))
         return _record(samples, places, digests, self.collator)
 
-    # ------------------------------------------------------------------ the same call as before
+    # ------------------------------------------------------------------ compare with an earlier call
 
     def _description(self) -> dict[str, Any]:
-        """Describe everything besides the samples that decides the bytes of the files, as JSON has it."""
+        """Return everything besides the samples that determines the bytes of the files, ready for JSON."""
         names = ("slots", "share_prefixes", "max_length", "overlength", "train_on", "on_bad", "markers", "add_stop")
         decided = {name: getattr(self.collator, name) for name in (*names, "ignored_keys", "limits")}
         decided["sampling"] = self.collator.file_rules.sampling
@@ -655,7 +655,7 @@ class _Run:
         return json.loads(json.dumps(content, default=_json_value))
 
     def _same(self, manifest: Manifest) -> Manifest:
-        """Return the manifest of rows that were made as this call makes them."""
+        """Check that the existing rows were made with the same settings, and return their manifest."""
         stored = {"settings": manifest.settings, "processor": manifest.processor}
         if lines := list(differences(stored, self._description())):
             fault = f"{self.out} holds rows that were made otherwise: {'; '.join(lines)}"
@@ -663,10 +663,10 @@ class _Run:
         return manifest
 
     def _compare(self, shards: Sequence[Shard]) -> None:
-        """Compare the samples that shards hold, or that are listed as left out, with the data set.
+        """Check that samples in finished shards, or listed as left out, have not changed in the data set.
 
         Raises:
-            ConfigError: a sample was changed; lists places. A file is damaged.
+            ConfigError: samples changed (lists their indices), or a file is damaged.
         """
         changed = []
         with self._in_order(partial(self._changed, shards), len(shards) + 1) as parts:
@@ -679,7 +679,7 @@ class _Run:
             raise ConfigError(f"{fault} they were packed (at {places}). Pack into another folder, or remove this one")
 
     def _changed(self, shards: Sequence[Shard], part: int) -> list[int]:
-        """Return the places of the changed samples of a shard, or behind the last shard of those left out."""
+        """Return indices of changed samples in a shard; the part after the last shard is `left_out.jsonl`."""
         path = self.out / (shards[part].file if part < len(shards) else LEFT_OUT)
         with _reading(str(path)):
             if part < len(shards):
@@ -695,10 +695,10 @@ class _Run:
     # ------------------------------------------------------------------ the plan
 
     def _plan(self, work: Path) -> Manifest:
-        """Measure, plan and list what is left out; a sample that stopped the run before may have been corrected."""
+        """Measure, plan, and list samples left out. A bad sample that stopped an earlier run may have been fixed."""
         _check_holds_only(self.out, WORK, LENGTHS, PLAN, LEFT_OUT)
         sharing = self.collator.share_prefixes
-        with skipped_are_reported():  # by an error, or in the list of samples in no row
+        with skipped_are_reported():  # by an error, or in `left_out.jsonl`
             cache = work / "lengths.sqlite" if self.cache is None and self.executor == "local" else self.cache
             where = {"workers": self.workers, "executor": self.executor, "cache": cache}
             options = {"min_shared": None if sharing is None else sharing.min_shared, **where}
@@ -725,12 +725,12 @@ def _json_value(value: Any) -> Any:
 
 
 def _finished_shard(path: Path) -> Shard | None:
-    """Describe a file that is whole; None: there is none."""
+    """Describe a complete file; return None if there is none."""
     try:
         metadata = _pyarrow().parquet.read_metadata(path)
         samples, sha256 = metadata.metadata[SAMPLES.encode()].decode(), _sha256(path)
         return Shard(file=path.name, rows=metadata.num_rows, bytes=path.stat().st_size, sha256=sha256, samples=samples)
-    except (OSError, ValueError, KeyError):  # not there, or damaged: it is written anew
+    except (OSError, ValueError, KeyError):  # missing or damaged: it is written again
         return None
 
 
@@ -738,11 +738,11 @@ def _finished_shard(path: Path) -> Shard | None:
 
 
 def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
-    """Raise unless the collator would go on with the samples that are left.
+    """Check that the collator's settings allow going on without the refused samples.
 
     Raises:
         SampleError: a sample was refused, and `on_bad` is "raise".
-        ConfigError: more were refused than the collator's limit of skipped samples allows, or all.
+        ConfigError: more samples were refused than the collator's skip limit allows, or all of them.
     """
     check_refused(table, collator)
     errors = [refusal.error() for refusal in table.refused]
@@ -757,14 +757,14 @@ def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
 
 
 def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
-    """Plan which samples share a row; a sample's id in the plan is its place in the data set.
+    """Plan which samples share a row; sample ids in the plan are indices in the data set.
 
-    Samples count as long as their slots are, and prefixes that a table has groups of once a row. The data set is read
-    for the id of a sample that is refused.
+    Samples count with their padded lengths, and shared prefixes (if the table has groups) once per row. The data set is
+    read only for the id of a sample that is refused.
 
     Raises:
-        SampleError: samples exceed a row by themselves, and `oversize` is "error"; lists their places.
-        ConfigError: there are too few samples for `rows_multiple`.
+        SampleError: samples are too large for a row, and `oversize` is "error"; lists their indices.
+        ConfigError: all samples are too large, or there are too few for `rows_multiple`.
     """
     budgets = table.budgets(patches=settings.max_patches, images=settings.max_images)
     if slots.max_segments is not None:
@@ -784,9 +784,9 @@ def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dat
 
 
 def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]:
-    """Count samples, rows and what is in them: `counts`, `sizes` and `fill_ratio` of the manifest."""
+    """Compute `counts`, `sizes` and `fill_ratio` of the manifest."""
     place, groups = table.by_place, plan.groups
-    tokens = plan.sums(place(table.tokens), getattr(groups, "tokens", None))  # of each row, shared prefixes once
+    tokens = plan.sums(place(table.tokens), getattr(groups, "tokens", None))  # per row, shared prefixes once
     patches = plan.sums(place(table.patches), getattr(groups, "patches", None))
     media = plan.sums(place(table.images + table.videos), getattr(groups, "images", None))
     names = ("tokens", "targets", "images", "videos")
@@ -812,7 +812,7 @@ def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]
 
 
 def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
-    """List the samples that are in no row by their places; the data set is read for the ids of those too large."""
+    """List the samples in no row, by index. The data set is read for the ids of those that are too large."""
     entries = {refusal.index: asdict(refusal) for refusal in table.refused}
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in set(plan.dropped.tolist()) - entries.keys():
@@ -829,35 +829,35 @@ DECIDED = (
     *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers"),
     *("vocab_size", "sampling", "add_stop", "ignored_keys"),
 )
-"""Settings of a collator that were decided when the rows were packed."""
+"""Collator settings that are fixed when the rows are packed."""
 MOST_OPEN = 64
-"""Shards that are open at a time, of those used last: there may be more than a process may open."""
+"""Maximum number of open shards, so that the process does not run out of file descriptors."""
 
 
 @final
 class PackedDataset(Dataset[dict[str, Any]]):
-    """Rows that were written ahead: `dataset[row]` is a batch for `model(**batch)`, `dataset.row(row)` the same as an
-    object.
+    """Rows packed ahead: `dataset[row]` is a batch for `model(**batch)`, `dataset.row(row)` the same row as an object.
 
-    Equal to what `VLMCollator(layout="packed")` makes of the same samples: images are decoded and cut into patches when
-    a row is read. Each process opens files at its first access.
+    Rows equal those that `VLMCollator(layout="packed")` makes of the same samples. Images are decoded and cut into
+    patches when a row is read. Each process opens files at its first access.
 
     `pad_to_max_length` and `pad_cu_seqlens` are names and rules of Megatron-Bridge's offline packing. There, real
-    lengths end before a final end-of-text token; here they are stored, so that a target counts whatever its id is.
+    lengths end before a final end-of-text token; here, real lengths are stored, so a target counts whatever its id is.
 
     Args:
-        path: the folder that `write_rows` or `vlmpack pack` wrote.
-        processor: as for `VLMCollator`, with the settings that it had when packing; None: rows are read by `measured`
-            and not be trained on.
-        pad_to_max_length: make every row as wide as the capacity.
-        pad_cu_seqlens: give every row as many boundaries, the last one repeated; needs `pad_to_max_length`.
-        verify: compare the SHA-256 of every file now, which reads all of them. Without it, sizes are compared now, and
-            pages by their checksums when a row is read.
+        path: folder written by `write_rows` or `vlmpack pack`.
+        processor: processor for `VLMCollator`, with the same settings as when packing. None: rows can be read with
+            `measured`, but not trained on.
+        pad_to_max_length: pad every row to the capacity.
+        pad_cu_seqlens: give every row the same number of boundaries by repeating the last one; needs
+            `pad_to_max_length`.
+        verify: compare the SHA-256 of every file now, which reads all of them. Otherwise sizes are compared now, and
+            page checksums when a row is read.
         settings: further settings of `VLMCollator`: `on_bad`, `skip_log`, `skip_limit`, `limits`, `pixel_dtype`, ...
 
     Raises:
-        ConfigError: no finished rows, files that are missing or damaged, a processor that differs from the one that
-            packed (names the differences), or settings that contradict each other.
+        ConfigError: there are no finished rows, files are missing or damaged, the processor differs from the one used
+            for packing (names the differences), or settings contradict each other.
     """
 
     def __init__(
@@ -872,21 +872,21 @@ class PackedDataset(Dataset[dict[str, Any]]):
     ) -> None:
         self.path = Path(path).absolute()
         self.manifest = Manifest.load(path)
-        """Counts, and the fixed sizes that CUDA graphs need."""
+        """The manifest, with counts and the fixed sizes that CUDA graphs need."""
         sharing = self.manifest.settings["collator"]["share_prefixes"]
         self.share_prefixes = None if sharing is None else SharePrefixes(**sharing)
-        """Settings by which samples of a row share prefixes; None: they share nothing."""
+        """How samples of a row share prefixes; None: they share nothing."""
         self.slots = self._slot_rule(pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens)
-        """The rule by which samples lie in the rows."""
+        """How samples are padded in rows."""
         self.manifest.check_files(self.path, verify=verify)
         self.collator = None if processor is None else self._collator(processor, settings)
-        """Cuts images into patches, and counts samples in its log of skipped samples; None: without a processor."""
+        """Collator that cuts images into patches and keeps the log of skipped samples; None: no processor was given."""
         self._files: dict[tuple[int, int], Any] = {}
-        """Open shards by process, as a fork opens its own, and number; the last used at the end."""
+        """Open shards by (process id, shard number), because a forked process opens its own; last used at the end."""
         self._starts = [0, *accumulate(shard.rows for shard in self.manifest.shards)]
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return self.manifest.counts.rows
 
     def __repr__(self) -> str:
@@ -902,7 +902,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Return a row as a dictionary for `model(**batch)`.
 
         Raises:
-            TypeError: rows have numbers, and this is none (the name of a column).
+            TypeError: the row number is not an integer (it may be a column name).
             IndexError: there is no such row.
             SampleError: an image cannot be used, and `on_bad` is "raise"; names file, row and sample.
             ConfigError: a file is damaged, or there is no processor.
@@ -910,7 +910,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return self.row(row).to_hf()
 
     def row(self, row: SupportsIndex) -> PackedRow:
-        """Return a row as an object; raises as `dataset[row]`."""
+        """Return a row as an object. Raises the same errors as `dataset[row]`."""
         samples = self._read(row)
         try:
             packed = self._needed_collator.decode([sample for _, sample in samples])
@@ -922,7 +922,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return packed
 
     def measured(self, row: SupportsIndex) -> tuple[Encoded, ...]:
-        """Return the samples of a row without their images: token ids, labels, grids. Needs no processor.
+        """Return a row's samples without images: token ids, labels and grids. Needs no processor.
 
         Raises:
             IndexError: there is no such row.
@@ -931,11 +931,11 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
 
     def segments(self, row: SupportsIndex) -> Segments:
-        """Return the boundaries of the samples of a row; raises as `measured`."""
+        """Return a row's sample boundaries. Raises the same errors as `measured`."""
         return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
 
     def tree(self, row: SupportsIndex) -> PrefixTree | None:
-        """Return the prefix tree of a row, without its pixels; None: its samples share nothing. Needs no processor.
+        """Return a row's prefix tree, without pixels; None: its samples share nothing. Needs no processor.
 
         Raises:
             IndexError: there is no such row.
@@ -948,12 +948,12 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return tree_of([sample for _, sample in self._read(row)], limits=limits, min_shared=least)
 
     def collate(self, rows: Sequence[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
-        """Return the one row of a list, or a step of loss 0 for an empty list: the `collate_fn` of a loader of rows.
+        """Return the only row of a list, or a step of loss 0 for an empty list: the `collate_fn` for a loader of rows.
 
-        A loader with `batch_size=None` gives a row by itself, which is returned as it is.
+        A loader with `batch_size=None` passes a single row, which is returned unchanged.
 
         Raises:
-            ConfigError: several rows; a row is a whole batch.
+            ConfigError: there are several rows; each row is already a whole batch.
         """
         if not isinstance(rows, dict) and len(rows) > 1:
             remedy = "per_device_train_batch_size=1 (or DataLoader(batch_size=None)) and accumulate gradients instead"
@@ -962,9 +962,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     @cached_property
     def plan(self) -> Plan:
-        """Plan each row as one sample: for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty")`.
+        """A plan with one sample per row, for `PackedBatchSampler(dataset.plan, ranks=..., remainder="empty")`.
 
-        A row is as long as what it computes, shared prefixes once.
+        The length of a row is the number of tokens it computes, with shared prefixes counted once.
         """
         packed, rows = self.manifest.load_plan(self.path), np.arange(len(self))
         lengths, capacity = packed.tree_tokens, max(packed.capacity, int(packed.tree_tokens.max()))
@@ -989,10 +989,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return collator
 
     def _slot_rule(self, *, pad_to_max_length: bool, pad_cu_seqlens: bool) -> SlotRule:
-        """Return the rule by which samples lie in the rows.
+        """Return how samples are padded in rows.
 
         Raises:
-            ConfigError: the settings contradict each other, or what the rows were planned for.
+            ConfigError: the settings contradict each other, or the rows were planned for something else.
         """
         sizes, capacity = self.manifest.sizes, self.manifest.capacity
         if self.share_prefixes is not None and (pad_to_max_length or pad_cu_seqlens):
@@ -1009,7 +1009,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         return SlotRule(**{**self.manifest.settings["collator"]["slots"], **fixed})
 
     def _read(self, row: SupportsIndex, *, without: Sequence[str] = ()) -> list[tuple[int, Encoded]]:
-        """Return (place in the data set, sample) of every sample of a row."""
+        """Return (index in the data set, sample) for each sample of a row."""
         number, at = self._where(row)
         shard, key, tokens = self.manifest.shards[number], (os.getpid(), number), self.manifest.processor["tokens"]
         with _reading(f"row {at} of {self.path / shard.file}"):
@@ -1022,7 +1022,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             return _samples_of(table, (tokens["image_token_id"], tokens["video_token_id"]))
 
     def _where(self, row: SupportsIndex) -> tuple[int, int]:
-        """Return the number of the shard of a row, and the row's number in there."""
+        """Return (shard number, row number within the shard) of a row."""
         at = index(row)
         if not -len(self) <= at < len(self):
             raise IndexError(f"row {at} of {len(self)}")

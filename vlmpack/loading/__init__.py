@@ -1,4 +1,4 @@
-"""Rows for a training loop: dealt from a plan, or packed from a stream of samples as they come."""
+"""Rows for a training loop: the rows of a plan, or rows packed from a stream of samples."""
 
 from __future__ import annotations
 

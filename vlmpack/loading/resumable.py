@@ -1,4 +1,4 @@
-"""Sources of samples: one part of a source, read from any position on; and checks of the states of loading."""
+"""Sources of samples: read one part of a source from any position on, and check saved states."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from torch.utils.data import IterableDataset, _utils
 from vlmpack.errors import ConfigError, SampleError
 
 END = object()
-"""After the last sample."""
+"""Marks the end of the samples."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A source with a state: an iterable data set of `datasets`, or of one's own."""
+    """A source with a state: an iterable data set of `datasets`, or a custom one."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -35,29 +35,31 @@ class Resumable(Protocol):
 
 @final
 class Place:
-    """Pass after pass of a source, the first of them from a place that was loaded.
+    """Reads pass after pass of a source, the first one possibly from a loaded position.
 
-    The source may count its passes, so each begins by the source's own means. Only a source that was sent to a place is
-    compared in the pass after that. There are three kinds:
+    The source may count its passes, so each pass begins by iterating over the source again. After a pass that began at
+    a loaded position, the next pass shows which of three ways the source behaves in:
 
-        yields the next pass                             nothing to do
-        was sent to its own end, so it yields nothing    read once more, it yields the next pass
-        starts at that place ever after, as data sets    sent to where it was before it was first read
-        of `datasets` do: the same first sample
+        yields the next pass                          nothing to do
+        was sent to its own end, so it yields         iterate once more, and it yields the next pass
+        nothing
+        restarts at the loaded position every time,   send it to the position it had before it was first read
+        as data sets of `datasets` do (recognized
+        by the state after the first sample)
     """
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self._begin = self.state_dict()
         self._after_first: dict[str, Any] | None = None
-        """The state of the source after its first sample from that place, until the next pass is compared with it."""
+        """State of the source after the first sample of a pass from a loaded position, until the next pass begins."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the source's state: the place of the next sample."""
+        """Return a copy of the source's state: the position of the next sample."""
         return deepcopy(self._source.state_dict())
 
     def samples(self, state: dict[str, Any] | None, *, is_new_pass: bool) -> Iterator[Any]:
-        """Read the remaining samples of a pass from a state of the source on; None: a new pass."""
+        """Yield the remaining samples of a pass from a state of the source; None: a new pass."""
         if state is None:
             yield from whole_source(self._source) if self._after_first is None else self._anew()
             return
@@ -72,7 +74,7 @@ class Place:
             yield from self._anew()
 
     def _anew(self) -> Iterator[Any]:
-        """A new pass of a source that was sent to a place in the pass before."""
+        """Yield a new pass after one that began at a loaded position."""
         previous, self._after_first = self._after_first, None
         samples = whole_source(self._source)
         first = next(samples, END)
@@ -86,19 +88,19 @@ class Place:
 
 @runtime_checkable
 class MapStyle(Protocol):
-    """A data set whose samples can be had by their places: a list, a `datasets.Dataset`."""
+    """A data set whose samples can be read by index: a list, a `datasets.Dataset`."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
 
 
 def has_numbers(source: object) -> bool:
-    """Return whether samples can be had by their numbers, and the source has no state of its own to go by."""
+    """Return whether a source's samples can be read by index and it has no state to resume from."""
     return isinstance(source, MapStyle) and not isinstance(source, IterableDataset | Resumable)
 
 
 def sample_at(dataset: Any, place: int) -> Any:
-    """Return a sample, or the SampleError of one that cannot be read: collators refuse it under its own name."""
+    """Return a sample, or the SampleError if it cannot be read, which the collator then raises or skips."""
     try:
         return dataset[place]
     except SampleError as error:
@@ -106,10 +108,10 @@ def sample_at(dataset: Any, place: int) -> Any:
 
 
 def check_samples(dataset: object) -> None:
-    """Raise unless the argument is one data set: not several, and no path, of whose letters samples would be made.
+    """Check that the argument is one data set, rather than several or a path (whose letters would become samples).
 
     Raises:
-        ConfigError: it is a path, or a mapping.
+        ConfigError: the argument is a path or a mapping.
     """
     if isinstance(dataset, str | bytes | os.PathLike):
         raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.data.open_dataset(path)")
@@ -121,16 +123,16 @@ def check_samples(dataset: object) -> None:
 
 
 def other_data(fault: str) -> ConfigError:
-    """Return the error where a state is of another source."""
+    """Return the error for a state that belongs to another source."""
     remedy = "give the data set of the run that is continued, read anew with the same samples"
     return ConfigError(f"the state is of another source: {fault}; {remedy}")
 
 
 def whole_source(source: Iterable[Any]) -> Iterator[Any]:
-    """All samples of a source.
+    """Yield all samples of a source.
 
-    Data sets yield only their share in a worker process, and a `Part` is dealt from all of them: while the source is
-    read, `get_worker_info` hides the worker from it.
+    In a worker process, data sets yield only their share, but a `Part` needs all samples. So `get_worker_info` hides
+    the worker from the source while it is read.
     """
     with _no_worker():
         samples = iter(source)
@@ -144,7 +146,7 @@ def whole_source(source: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _no_worker() -> Iterator[None]:
-    """Make `get_worker_info` return None, in this process alone. PyTorch has no public way to do it."""
+    """Make `get_worker_info` return None, in this process only. PyTorch has no public way to do this."""
     before = _utils.worker._worker_info
     _utils.worker._worker_info = None
     try:
@@ -158,31 +160,31 @@ def _no_worker() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Mark:
-    """A position in a part of a source from which reading can go on."""
+    """A position in a source from which reading can continue."""
 
     position: int
-    """Samples of the source before it."""
+    """Number of samples of the source before it."""
     groups: int = 0
-    """Groups of neighbors with one key that began before it; a sample without a key is a group."""
+    """Number of groups (neighbors with one key) that began before it; a sample without a key is its own group."""
     key: str | None = None
-    """Of the last sample before it."""
+    """Key of the last sample before it."""
     source: dict[str, Any] | None = None
-    """The state of a source that has one."""
+    """State of the source, if it has one."""
 
 
 @final
 class Part:
-    """The samples that one of several processes packs. Together, the parts of a source are all its samples, once.
+    """The samples that one of several processes packs. Together, the parts contain every sample exactly once.
 
-    Of a streaming data set of `datasets`, a process opens file shards of its own, if their number divides by the parts.
-    Of other sources, samples are dealt in turn: those with numbers are read only where they are needed, the others by
-    all. With keys, neighbors of one key stay together.
+    If the source is a streaming data set of `datasets` whose number of shards is divisible by the number of parts, each
+    process opens only its own file shards. Otherwise samples are distributed in turn: samples with indices are read
+    only by their process, other samples by all processes. With keys, neighbors with one key stay together.
 
     Args:
         source: all samples, the same in every process.
-        index: of the part.
-        parts: how many there are.
-        key: of a sample's group; None: samples are dealt one by one.
+        index: index of the part.
+        parts: number of parts.
+        key: function that returns the key of a sample's group; None: samples are distributed one by one.
     """
 
     def __init__(self, source: Any, index: int, parts: int, key: Callable[[Any], str | None] | None) -> None:
@@ -197,23 +199,23 @@ class Part:
         self._key = None if parts == 1 else key
         self._place = Place(self._source) if isinstance(source, Resumable) else None
         self.size = len(source) if has_numbers(source) else None  # pyright: ignore
-        """Samples of a source whose samples have numbers; None: it has none."""
+        """Number of samples of a source that can be read by index; None: it cannot."""
         self.mark = Mark(0)
-        """After the last sample that was read, but for the state of the source."""
+        """Position after the last sample read, without the state of the source."""
 
     def marked(self) -> Mark | None:
-        """Return where reading can go on; None: the source can only be read from its start."""
+        """Return the position where reading can continue; None: the source can only be read from its start."""
         if self._place is not None:
             return replace(self.mark, source=self._place.state_dict())
         return self.mark if self.size is not None or not self.mark.position else None
 
     def samples(self, since: Mark | None = None, *, wanted: Collection[int] = (), read: int = 0) -> Iterator[Any]:
-        """Read (position, sample) of this part to the end of the pass.
+        """Yield (position, sample) of this part until the end of the pass.
 
         Args:
-            since: go on there; None: a new pass.
-            wanted: positions below `read` of the samples that are read again.
-            read: samples of the source that were read before: of these, the others are skipped.
+            since: position to continue from; None: a new pass.
+            wanted: positions below `read` whose samples are read again.
+            read: number of samples of the source read before; those not in `wanted` are skipped.
 
         Raises:
             ConfigError: the source ends before `read`.
@@ -233,7 +235,7 @@ class Part:
             raise other_data(f"it ends after {self.mark.position} samples, and {read} were read before")
 
     def _from(self, since: Mark | None) -> Iterator[Any]:
-        """Read all samples of the source from a mark on."""
+        """Return all samples of the source from a mark on."""
         if self._place is not None:
             if self._whole is not self._source:
                 self._source.set_epoch(self._whole.epoch)
@@ -243,7 +245,7 @@ class Part:
         return whole_source(self._source)
 
     def _is_mine(self, sample: Any) -> bool:
-        """Count a sample that was read, and return whether it is of this part."""
+        """Count a sample that was read, and return whether it belongs to this part."""
         key = None if self._key is None else self._key(sample)
         groups = self.mark.groups + (key is None or key != self.mark.key)
         self.mark = Mark(self.mark.position + 1, groups, key)
@@ -254,20 +256,20 @@ class Part:
 
 
 def digest_of(value: Any) -> str:
-    """Compute the digest of any value of plain data: 32 hexadecimal digits.
+    """Compute a digest of plain data: 32 hexadecimal digits.
 
-    Mappings count in any order and tuples as lists, as loaders hand them back. Of an image its size counts, and of what
-    has no content that could be read, its type.
+    The order of mappings does not matter, and tuples count as lists, because loaders may change both. Images count only
+    with mode and size, and values whose content cannot be read only with their type.
     """
     try:
         text = json.dumps(_sorted(value), default=_content)
-    except (TypeError, ValueError, RecursionError):  # lists in themselves
+    except (TypeError, ValueError, RecursionError):  # for example lists that contain themselves
         text = type(value).__qualname__
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _sorted(value: Any) -> Any:
-    """Mappings as lists of pairs, whose names may be of any type."""
+    """Convert mappings to sorted lists of pairs, because keys may be of any type."""
     if isinstance(value, Mapping):
         return {"pairs": sorted(([repr(name), _sorted(one)] for name, one in value.items()), key=itemgetter(0))}
     if not isinstance(value, list | tuple) or {*map(type, value)} <= {
@@ -280,7 +282,7 @@ def _sorted(value: Any) -> Any:
 
 
 def _content(value: Any) -> Any:
-    """What JSON has no type for: [type, content]."""
+    """Convert values that JSON has no type for to [type, content]."""
     content: Any = None
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         plain = value.detach().cpu().contiguous()
@@ -303,13 +305,13 @@ def _content(value: Any) -> Any:
 # ---------------------------------------------------------------------- states
 
 LOAD_ANOTHER = "load another state, or begin the epoch anew"
-"""The remedy where a state is refused."""
+"""What to do when a state is refused."""
 
 
 def sealed(fields: Mapping[str, Any], *, of: str) -> dict[str, Any]:
-    """Return a state of the fields: plain data, with a digest of it all and of whose state it is.
+    """Return a state: the fields plus a digest of all of them and of the owner's class name.
 
-    A state inside it has a digest of its own, which stands for it.
+    A state nested inside has its own digest, which represents it.
     """
     own = {
         name: value["seal"] if isinstance(value, dict) and "seal" in value else value for name, value in fields.items()
@@ -318,7 +320,7 @@ def sealed(fields: Mapping[str, Any], *, of: str) -> dict[str, Any]:
 
 
 def check_seal(state: Mapping[str, Any], *, of: str) -> None:
-    """Refuse anything but a state of that class whose fields are what they were when it was made.
+    """Check that a state belongs to that class and that its fields were not changed.
 
     Raises:
         ConfigError: it is something else.

@@ -1,4 +1,4 @@
-"""PackedBatchSampler: the rows of a plan, dealt to ranks, in another order every epoch."""
+"""PackedBatchSampler: distributes the rows of a plan over ranks, in another order every epoch."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ Remainder = Literal["split", "empty", "drop"]
 
 @final
 class PackedBatchSampler(Sampler[list[int]]):
-    """Yield rows, each a list of sample ids: the `batch_sampler` of a DataLoader over a map-style dataset.
+    """Yield rows, each a list of sample ids: the `batch_sampler` of a DataLoader over a map-style data set.
 
-    It goes under `DataLoader(dataset, batch_sampler=...)`, and not under `sampler=`, which indexes the data set by a
-    list of samples as if that were a place ("list indices must be integers").
+    Pass it as `DataLoader(dataset, batch_sampler=...)`. As `sampler=`, it fails with "list indices must be integers",
+    because the DataLoader then uses each list of samples as one index.
 
-    Every rank gets the same number of rows, and every epoch has as many. Each epoch shuffles which rows meet in a step,
-    and exchanges samples of equal length between rows, so that no row gets longer. Samples that share a prefix are
-    exchanged within their group only.
+    Every rank gets the same number of rows, and every epoch has the same number. Each epoch shuffles which rows share a
+    step, and exchanges samples of equal length between rows, so that no row gets longer. Samples that share a prefix
+    are only exchanged within their group.
 
     Args:
-        plan: from `plan_bins`.
-        ranks: processes that train together.
-        rank: whose rows to yield: that of this process, which may be left out if there is one only; "all": those of
-            all ranks in turn, for a loader that deals batches out itself, as accelerate's does.
-        accumulation: rows that a rank computes before ranks synchronise; they are balanced together.
-        costs: [N] what each sample costs to compute, for the balance: `CostModel.of_samples`; None: its length.
-        group_costs: [K] what the prefix of each group costs, where the plan has groups:
-            `CostModel.of_samples(plan.groups.tokens, plan.groups.patches)`; None: its tokens, without `costs` only.
-        remainder: what becomes of rows that do not fill the last step: "split" cuts rows of many samples in two until
-            there are enough, "empty" fills up with rows of no samples, "drop" leaves rows out, others every epoch.
-        seed: of all shuffles; None: the plan's order, every epoch.
+        plan: a plan from `plan_bins`.
+        ranks: number of processes that train together.
+        rank: rank whose rows to yield, that of this process; optional if there is only one rank. "all" yields the rows
+            of all ranks in turn, for loaders that distribute batches themselves, such as accelerate's.
+        accumulation: rows that a rank computes before ranks synchronize; they are balanced together.
+        costs: [N]: compute cost of each sample, for balancing: `CostModel.of_samples`; None: its length.
+        group_costs: [K]: compute cost of each group's prefix, if the plan has groups:
+            `CostModel.of_samples(plan.groups.tokens, plan.groups.patches)`; required with `costs`. None: its tokens.
+        remainder: what to do with rows that do not fill the last step. "split" splits rows with many samples in two
+            until there are enough, "empty" adds rows without samples, "drop" drops rows, different ones every epoch.
+        seed: seed of all shuffles; None: every epoch keeps the order of the plan.
 
     Raises:
-        ConfigError: no plan, a number that is not whole or below 1, a seed below 0, costs that are negative or not
-            finite, a rank or remainder that does not exist, too few samples to split, or too few rows for a single
-            step.
+        ConfigError: `plan` is not a Plan, a number is not whole or is below 1, the seed is below 0, costs are negative
+            or not finite, the rank or remainder does not exist, or there are too few samples to split or too few rows
+            for a single step.
     """
 
     batch_size = None
@@ -74,7 +74,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.rank: int | Literal["all"] = "all" if rank == "all" else checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
         self.plan = split_rows(plan, ranks * accumulation) if remainder == "split" else plan
-        """The dealt rows: those of the plan, split where that was needed."""
+        """The plan whose rows are distributed, with rows split if necessary."""
         self._costs = np.asarray(plan.lengths if costs is None else costs, np.float64)
         if len(self._costs) != len(plan.lengths):
             raise ConfigError(
@@ -85,7 +85,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         kinds = [plan.lengths, *(budget.costs for budget in plan.budgets), self._costs]
         self._twins = _kinds(kinds if plan.groups is None else [*kinds, plan.groups.of_samples + 1])
         self.epoch = 0
-        """The epoch that is yielded, or will be next."""
+        """The current epoch, or the next one between epochs."""
         self._done = self._start = 0
         self._rows_an_epoch = self._order(self.schedule(0)).size
         if not self._rows_an_epoch:
@@ -95,7 +95,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             )
 
     def __len__(self) -> int:
-        """Rows of a whole epoch, wherever this one was continued."""
+        """Return the number of rows of a whole epoch, even if the current one was resumed."""
         return self._rows_an_epoch
 
     def __repr__(self) -> str:
@@ -107,12 +107,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; nothing happens if it is the current one, so that a resumed epoch continues."""
+        """Go to the start of an epoch. Does nothing if it is the current one, so that a resumed epoch continues."""
         if epoch != self.epoch:
             self.epoch, self._done, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The rows of the epoch, or those left of it after a state was loaded; the last one ends the epoch."""
+        """Yield the rows of the epoch (the remaining ones after `load_state_dict`), and advance to the next epoch."""
         start, self._start = self._start, 0
         plan, order = self.epoch_plan(self.epoch), self._order(self.schedule(self.epoch))
         for at in range(start, len(order)):
@@ -121,7 +121,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.epoch, self._done = self.epoch + 1, 0
 
     def epoch_plan(self, epoch: int) -> Plan:
-        """The plan of an epoch: the same rows with samples of equal length (and budgets and costs) exchanged."""
+        """Return the plan of an epoch: the same rows, with samples of equal length, budgets and costs exchanged."""
         if self.seed is None:
             return self.plan
         order = np.argsort(self._twins, kind="stable")
@@ -131,7 +131,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return self.plan.renamed(stand_in)
 
     def schedule(self, epoch: int) -> Schedule:
-        """Which rank computes which row when."""
+        """Return the schedule of an epoch: which rank computes which row in which step."""
         seed = None if self.seed is None else int(np.random.default_rng([self.seed, epoch, 1]).integers(2**31))
         return balance_rows(
             self.plan.sums(self._costs, self._group_costs),
@@ -142,22 +142,22 @@ class PackedBatchSampler(Sampler[list[int]]):
         )
 
     def _order(self, schedule: Schedule) -> np.ndarray:
-        """int64: rows in the order in which they are yielded."""
+        """Return row indices in the order in which they are yielded, int64."""
         if self.rank != "all":
             return schedule.rows[:, self.rank].reshape(-1)
         return schedule.rows.transpose(0, 2, 1).reshape(-1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and the number of its rows that were yielded.
+        """Return the epoch and the number of its rows yielded so far.
 
-        A DataLoader with workers reads rows ahead of those that it has handed out; `StatefulDataLoader` accounts for
-        that. Otherwise put the number of rows that were trained on in here.
+        A DataLoader with workers prefetches rows before it hands them out. `StatefulDataLoader` accounts for that; with
+        another loader, set `rows` to the number of rows trained on.
         """
         return {"epoch": self.epoch, "rows": self._done, "of": self._identity}
 
     @cached_property
     def _identity(self) -> str:
-        """Return the settings that must be equal to continue; the rank is not among them."""
+        """Settings that must be equal to continue; the rank is not among them."""
         ranks = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
         deal = f"seed {self.seed}, {ranks}, accumulation {self.accumulation}, remainder {self.remainder!r}"
         priced = self._costs if self._group_costs is None else np.append(self._costs, self._group_costs)
@@ -165,10 +165,10 @@ class PackedBatchSampler(Sampler[list[int]]):
         return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {deal}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; nothing that is skipped is loaded.
+        """Continue from a state. Skipped rows are not loaded.
 
         Raises:
-            ConfigError: the state is of another plan, was dealt in another way, or is damaged.
+            ConfigError: the state belongs to another plan or to other settings, or it is damaged.
         """
         if not isinstance(state, Mapping) or state.keys() != {"epoch", "rows", "of"}:
             raise ConfigError(f"this is no state of a PackedBatchSampler, a dict of epoch, rows and of; {LOAD_ANOTHER}")
@@ -182,10 +182,11 @@ class PackedBatchSampler(Sampler[list[int]]):
 
 
 def checked_rank(rank: int | None, ranks: int) -> int:
-    """This process's rank; 0 where there is no other.
+    """Return this process's rank; 0 if there is only one.
 
     Raises:
-        ConfigError: it is not among the ranks, or it was left out, so that all of them would train on the same rows.
+        ConfigError: the rank does not exist, or it was left out although there are several ranks, which would then all
+            train on the same rows.
     """
     if rank is None and ranks > 1:
         raise ConfigError(
@@ -198,10 +199,10 @@ def checked_rank(rank: int | None, ranks: int) -> int:
 
 
 def _group_costs(plan: Plan, costs: np.ndarray | None, group_costs: np.ndarray | None) -> np.ndarray | None:
-    """[K]: what the prefix of each group costs; None: a plan without groups.
+    """Return the compute cost of each group's prefix, [K]; None: the plan has no groups.
 
     Raises:
-        ConfigError: it is missing beside `costs`, or given where it has no meaning.
+        ConfigError: only one of `costs` and `group_costs` was given, or the plan has no groups to give costs for.
     """
     if plan.groups is None:
         if group_costs is not None:
@@ -222,7 +223,7 @@ def _group_costs(plan: Plan, costs: np.ndarray | None, group_costs: np.ndarray |
 
 
 def _kinds(columns: list[np.ndarray]) -> np.ndarray:
-    """int64 [N]: equal numbers for samples that are equal in every column."""
+    """Number samples so that samples that are equal in every column get equal numbers, int64 [N]."""
     kinds = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         _, values = np.unique(column, return_inverse=True)

@@ -1,13 +1,13 @@
-"""PackedStream: an iterable of samples as a stream of rows; StreamLoader: its batches, as many on every rank.
+"""PackedStream: packs an iterable of samples into rows; StreamLoader: loads equally many batches on every rank.
 
-Ranks and workers each read, measure and pack a part of the source of their own:
+Each rank and each of its workers reads, measures and packs its own part of the source:
 
     source     0  1  2  3  4  5  6  7  8  9 ...
     rank 0     0     2     4     6     8            worker 0: 0 4 8 ...     worker 1: 2 6 ...
     rank 1        1     3     5     7     9         worker 0: 1 5 9 ...     worker 1: 3 7 ...
 
-How many rows a part makes shows at its end only. There ranks agree: one that has no more rows trains on empty ones
-until all have ended.
+The number of rows of a part is only known at its end. So ranks agree on the end together: a rank that has run out of
+rows trains on empty ones until all ranks have ended.
 """
 
 from __future__ import annotations
@@ -43,29 +43,32 @@ from vlmpack.plan.lengths import checked_capacity
 
 @final
 class PackedStream(IterableDataset[list[Any]]):
-    """Rows, each a list of samples, for a `StreamLoader`, or `DataLoader(stream, batch_size=None)` on one rank.
+    """Rows, each a list of samples, for a `StreamLoader`, or for `DataLoader(stream, batch_size=None)` on one rank.
 
-    Every rank, and every worker of its loader, packs a part of the source: file shards of its own where the source can
-    be split into as many (data sets of `datasets`), every n-th sample otherwise. Of a source without numbered samples
-    it then reads the others too, so reading should be cheap: leave decoding to the collator. The source must yield the
-    same samples in the same order in every process: seed its shuffle, and leave splitting it to the stream.
+    Every rank, and every worker of its loader, packs its own part of the source: file shards if the source (a streaming
+    data set of `datasets`) can be split evenly, otherwise every n-th sample. In the latter case, processes also read the
+    samples of others unless samples can be read by index, so reading should be cheap: leave decoding to the collator.
+    The source must yield the same samples in the same order in every process: seed its shuffle, and let the stream do
+    the splitting.
 
-    A sample that the source cannot read (a SampleError) takes up one token of a row, so that it comes to the collator,
-    which raises or skips and counts it.
+    A sample that the source cannot read (a SampleError) counts as one token of a row. So it reaches the collator, which
+    raises it, or skips and counts it.
 
     Args:
-        source: the samples; iterated anew every epoch.
-        settings: of the rows.
-        length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
-        costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbors of the same key too: they go to one rank and share a row,
-            and a collator that shares prefixes computes it once. None: samples share nothing.
-        ranks: processes that train together.
-        rank: this one, which may be left out if there is no other.
-        repeat: start over when the source ends, for ever: for trainers that count steps instead of epochs.
+        source: the samples; it is iterated anew every epoch.
+        settings: settings of the rows.
+        length: function that returns the tokens of a sample; for samples that are not tokenized yet, pass
+            `VLMCollator.length`.
+        costs: function that returns further costs of a sample, by the names of `settings.limits`.
+        prefix: function that returns the prefix a sample shares with its neighbors. Neighbors with the same key go to
+            one rank and share a row, and a collator with `share_prefixes` computes the prefix once. None: samples share
+            nothing.
+        ranks: number of processes that train together.
+        rank: rank of this process; optional if there is only one.
+        repeat: start over at the end of the source, forever, for trainers that count steps instead of epochs.
 
     Raises:
-        ConfigError: a source or settings of another kind (a path), or a rank that does not exist.
+        ConfigError: the source or the settings have the wrong type (such as a path), or the rank does not exist.
     """
 
     def __init__(
@@ -96,15 +99,15 @@ class PackedStream(IterableDataset[list[Any]]):
         self.ranks, self.rank = ranks, checked_rank(rank, ranks)
         self.repeat = repeat
         self.agrees = False
-        """Whether a `StreamLoader` makes ranks end together."""
+        """Whether a `StreamLoader` makes all ranks end together."""
         self._packing: dict[str, Any] = {"length": length, "costs": costs, "prefix": prefix}
         self._packer: StreamPacker[Any] = StreamPacker(settings, **self._packing)
         self._loaded: Mapping[str, Any] | None = None
         self._last_part: Part | None = None
         self._last: tuple[int, Any] | None = None
-        """Position and sample that were read last."""
+        """Position and sample read last."""
         self._next: Mark | None = None
-        """Where the next pass begins, after the state of a pass without rows left was loaded."""
+        """Where the next pass begins, set when the loaded state belongs to a finished pass."""
         self._iteration: object = None
 
     def __repr__(self) -> str:
@@ -115,20 +118,20 @@ class PackedStream(IterableDataset[list[Any]]):
 
     @property
     def dropped(self) -> int:
-        """Samples of this pass that were too long for a row and left out."""
+        """Samples of this pass that were too large for a row and dropped."""
         return self._packer.dropped
 
     @property
     def left_out(self) -> int:
-        """Samples of this pass whose rows were not full enough at the end."""
+        """Samples of this pass that were left out at the end because their rows were not full enough."""
         return self._packer.left_out
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """This rank's and worker's rows, from where `load_state_dict` put it, or from the start.
+        """Yield the rows of this rank and worker, from the loaded state on, or from the start.
 
         Raises:
-            ConfigError: another iteration of this stream began meanwhile, and has the rows that would come; the stream
-                is to repeat a source that makes no row; or ranks that compute together would end apart.
+            ConfigError: another iteration of this stream has begun meanwhile and takes the remaining rows; the stream
+                should repeat a source that makes no row; or ranks that compute together would end at different times.
         """
         if not (self.repeat or self.agrees) and self.ranks > 1 and distributed.is_initialized():
             raise ConfigError(
@@ -150,7 +153,7 @@ class PackedStream(IterableDataset[list[Any]]):
                 )
 
     def _pass(self) -> Iterator[list[Any]]:
-        """The rows of a pass, or those that are left of it after a state was loaded."""
+        """Yield the rows of a pass, or the remaining ones after a state was loaded."""
         if self._loaded is None:
             since, self._next = self._next, None
             samples = self._begin(self._part, since).samples(since)
@@ -170,7 +173,7 @@ class PackedStream(IterableDataset[list[Any]]):
 
     @property
     def _part(self) -> Part:
-        """The part of the source that this process packs."""
+        """Part of the source that this process packs."""
         worker = get_worker_info()
         at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         index, parts = at * self.ranks + self.rank, workers * self.ranks
@@ -181,7 +184,7 @@ class PackedStream(IterableDataset[list[Any]]):
         return part
 
     def _begin(self, part: Part, since: Mark | None = None) -> Part:
-        """Go to the start of a pass; `since`: of the source there, None: it is there."""
+        """Go to the start of a pass. `since` is the position of the source; None: the source is already there."""
         part.mark = Mark(0)
         self._packer = StreamPacker(self.settings, **self._packing)
         self._start, self._marks, self._ended = since or part.marked() or part.mark, list[Mark](), False
@@ -194,30 +197,30 @@ class PackedStream(IterableDataset[list[Any]]):
 
     @property
     def _needed(self) -> int:
-        """The first sample that is read again to continue here: the oldest in the buffer, at most the last one read."""
+        """First sample to read again when continuing here: the oldest in the buffer, or else the last one read."""
         numbers = [*self._packer.buffered] if self._last is None else [*self._packer.buffered, self._last[0]]
         return min(numbers, default=0)
 
     def _mark(self) -> None:
-        """Keep where reading can go on from here, and of earlier such marks those that may be needed."""
+        """Store the current position as a mark to resume from, and discard earlier marks that are no longer needed."""
         if (mark := self._part.marked()) is not None:
             needed = self._needed
             passed = [mark for mark in self._marks if mark.position <= needed]
             self._marks = [*passed[-1:], *self._marks[len(passed) :], mark]
 
-    # ------------------------------------------------------------------ to continue elsewhere
+    # ------------------------------------------------------------------ save and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all there is to continue bit for bit, as plain data.
+        """Return everything needed to continue bit for bit, as plain data.
 
-        These are positions in the source and digests of the samples in the buffer, which are read again to continue,
-        and states of the source where it has any.
+        The state holds positions in the source and digests of the buffered samples, which are read again to continue,
+        and the source's own states, if it has any.
         """
         if self._loaded is not None:
             return dict(self._loaded)
         part, needed = self._part, self._needed
         near = [mark for mark in (self._start, *self._marks) if mark.position <= needed][-1]
-        if self._ended and not self._packer.buffered:  # nothing is read again
+        if self._ended and not self._packer.buffered:  # no sample has to be read again
             near = self._next or Mark(0, source=(part.marked() or near).source)
         fields = {
             "part": [part.index, part.parts],
@@ -231,11 +234,11 @@ class PackedStream(IterableDataset[list[Any]]):
         return sealed(fields, of="PackedStream")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there when next iterated.
+        """Continue from a state at the next iteration.
 
         Raises:
-            ConfigError: the state is of other ranks or workers, of other settings, of a source of another size, or it
-                was changed. Samples are compared when they are read again.
+            ConfigError: the state belongs to other ranks, workers or settings, or to a source of another size, or it
+                was changed. Samples themselves are compared when they are read again.
         """
         check_seal(state, of="PackedStream")
         part, (index, parts) = self._part, state["part"]
@@ -250,7 +253,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self._loaded = state
 
     def _resume(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        """Fill the buffer as it was; the samples that follow are returned."""
+        """Restore the buffer, and return an iterator over the samples that follow."""
         start, near = (Mark(*mark) for mark in state["marks"])
         if state["ended"] and not state["packer"]["samples"]:
             self._begin(self._part, start).mark = Mark(state["read"])
@@ -274,10 +277,10 @@ class PackedStream(IterableDataset[list[Any]]):
         return samples
 
     def _read_again(self, state: Mapping[str, Any], since: Mark) -> Iterator[Any]:
-        """Read the samples of the buffer, and the last one, from a mark on.
+        """Read the buffered samples and the last one again, starting at a mark.
 
         Raises:
-            ConfigError: the source has others.
+            ConfigError: the source yields other samples than before.
         """
         part = self._begin(self._part)
         last = [] if state["last"] is None else [state["last"]]
@@ -292,23 +295,23 @@ class PackedStream(IterableDataset[list[Any]]):
         return samples
 
 
-# ---------------------------------------------------------------------- batches, as many on every rank
+# ---------------------------------------------------------------------- equally many batches on every rank
 
 
 @final
 class StreamLoader(DataLoader[Any]):
-    """A DataLoader of a stream: batches of its rows, as many on every rank, and a state to continue from.
+    """A DataLoader for a stream: yields equally many batches on every rank, and has a state to continue from.
 
-    A rank that has no more rows gets batches of empty ones until all ranks have ended, so that none waits for ever in
-    a collective. To agree, ranks exchange one number for each row (by gloo), unless the stream repeats.
+    A rank that has run out of rows gets batches of empty rows until all ranks have ended, so that no rank hangs in a
+    collective. To agree on this, ranks exchange one number per row (through gloo), unless the stream repeats.
 
     Args:
         stream: the rows of this rank.
-        collate_fn: makes a batch of a row; on several ranks of an empty row too, as `VLMCollator` does.
-        settings: others of DataLoader: `num_workers`, `pin_memory`.
+        collate_fn: makes a batch of a row. With several ranks, it must also accept an empty row, as `VLMCollator` does.
+        settings: further DataLoader settings, such as `num_workers` and `pin_memory`.
 
     Raises:
-        ConfigError: something else than a stream was given.
+        ConfigError: `stream` is not a PackedStream.
     """
 
     def __init__(self, stream: PackedStream, *, collate_fn: Callable[[list[Any]], Any] = list, **settings: Any) -> None:
@@ -321,11 +324,11 @@ class StreamLoader(DataLoader[Any]):
         self._states: list[Any] = [None] * self._parts
         self._turn = 0
         self._goes_on = False
-        """Whether the next iteration begins by the states: after one was loaded, and after an epoch."""
+        """Whether the next iteration begins from stored states: after loading a state, and after an epoch."""
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """This rank's batches, from where `load_state_dict` put it; otherwise those of the next epoch.
+        """Yield this rank's batches, from the loaded state on, or those of the next epoch.
 
         Raises:
             ConfigError: a stream that repeats has no sample for this rank.
@@ -341,7 +344,7 @@ class StreamLoader(DataLoader[Any]):
         self._turn, self._ended, self._goes_on = 0, True, True
 
     def _own_batches(self) -> Iterator[Any]:
-        """Those of this rank's rows; workers take turns, those without further rows too."""
+        """Yield the batches of this rank's rows. Workers take turns, even those that have run out of rows."""
         ended: set[int] = set()
         for at, (batch, state, has_ended) in enumerate(super().__iter__()):
             part = at % self._parts
@@ -356,7 +359,7 @@ class StreamLoader(DataLoader[Any]):
             raise ConfigError(f"the source has no sample for rank {self.stream.rank} of {self.stream.ranks} to repeat")
 
     def _in_step(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """As many on every rank."""
+        """Yield equally many batches on every rank, filling up with empty ones."""
         group: Any = distributed.new_group(backend="gloo")
         try:
             while True:
@@ -371,15 +374,15 @@ class StreamLoader(DataLoader[Any]):
                 distributed.destroy_process_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to continue after the last batch, as plain data."""
+        """Return everything needed to continue after the last batch, as plain data."""
         return {"states": list(self._states), "turn": self._turn, "ended": self._ended}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue there when next iterated.
+        """Continue from a state at the next iteration.
 
         Raises:
-            ConfigError: the state is of another number of workers, each of which packs a part of the source, or it is
-                none of a loader. Workers refuse those of another stream.
+            ConfigError: this is not a state of a loader, or it has another number of workers (each worker packs a part
+                of the source). Workers refuse the state of another stream.
         """
         if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
             raise ConfigError(f"this is no state of a StreamLoader; {LOAD_ANOTHER}")
@@ -389,16 +392,16 @@ class StreamLoader(DataLoader[Any]):
                 "the source: continue with as many as before"
             )
         self._states, self._turn, self._ended = list(state["states"]), state["turn"], state["ended"]
-        self._goes_on, self._iterator = True, None  # workers that persist begin anew
+        self._goes_on, self._iterator = True, None  # restart persistent workers
 
 
 class _Worker(IterableDataset[Any]):
-    """What a worker yields: (row, state of the stream after it, False); at the end (None, state, True), for ever."""
+    """Yield (row, state of the stream after it, False) in a worker; after the end, (None, state, True) forever."""
 
     def __init__(self, stream: PackedStream) -> None:
         self.stream = stream
         self.start: dict[str, Any] | None = None
-        """The state of the loader; None: the worker persists, and the stream goes on to its next pass."""
+        """State of the loader; None: the worker persists, and the stream goes on to its next pass."""
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, Any, bool]]:
         start, self.start = self.start, None
@@ -409,9 +412,9 @@ class _Worker(IterableDataset[Any]):
             if state is not None:
                 self.stream.load_state_dict(state)
                 if start["ended"]:
-                    list(self.stream)  # no rows are left, and the next pass begins
+                    list(self.stream)  # no rows are left; this moves on to the next pass
             if part < start["turn"]:
-                yield None, state, False  # its turn was before the stop
+                yield None, state, False  # this worker had its turn before the state was saved
         for row in self.stream:
             yield row, self.stream.state_dict(), False
         while True:

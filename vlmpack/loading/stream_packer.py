@@ -1,4 +1,4 @@
-"""StreamPacker: samples in, one after the other; rows of samples out.
+"""StreamPacker: add samples one by one, and get rows of samples.
 
 Neighbors that share a prefix are buffered as one item, and share a row:
 
@@ -25,20 +25,20 @@ from vlmpack.plan.planner import cut_group
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """Settings of rows made from a stream of samples."""
+    """Settings for packing a stream of samples into rows."""
 
     capacity: int
-    """Tokens that a row may hold."""
+    """Maximum tokens of a row."""
     limits: Mapping[str, int] = field(default_factory=dict)
-    """Further limits of a row, by name: vision patches, images."""
+    """Further limits of a row, by name, such as vision patches or images."""
     buffer_tokens: int | None = None
-    """Rows are made while at least this many tokens are buffered; None: four rows' worth."""
+    """Make rows only while at least this many tokens are buffered; None: four rows' worth."""
     min_fill: float = 0.0
-    """Share of the capacity, 0 to 1, below which a row is held back once for more samples."""
+    """Fraction of the capacity, 0 to 1; a row below it is held back once to wait for more samples."""
     drop_last: bool = False
     """At the end, leave out rows below `min_fill`."""
     oversize: Oversize = "error"
-    """A sample that exceeds a row by itself: refuse it, leave it out and count it, or give it a row of its own."""
+    """What to do with a sample that is too large for a row: raise an error, drop it, or give it its own row."""
 
     def __post_init__(self) -> None:
         checked_capacity(self.capacity)
@@ -53,26 +53,26 @@ class RowSettings:
 
     @property
     def enough_buffered(self) -> int:
-        """Tokens that have to be buffered before a row is made."""
+        """Tokens that must be buffered before a row is made."""
         return ROWS_BUFFERED * self.capacity if self.buffer_tokens is None else self.buffer_tokens
 
     @property
     def least_tokens(self) -> float:
-        """Tokens of a row that is full enough."""
+        """Tokens from which a row counts as full enough."""
         return self.min_fill * self.capacity
 
 
 Sample = TypeVar("Sample")
 Row = list[Sample]
 LENGTH = "length=collator.length of the VLMCollator that will make the rows, or a function of your own"
-"""The remedy where samples have no length."""
+"""What to do if samples have no length."""
 
 
 def token_count(sample: Mapping[str, Any]) -> int:
-    """Tokens of a sample dict: its `length`, or else the number of its `input_ids`, which are [n] or [1, n].
+    """Return the tokens of a sample dict: its `length`, or else the number of its `input_ids`, shaped [n] or [1, n].
 
     Raises:
-        ConfigError: it has neither, or is no dict.
+        ConfigError: the sample has neither, or is not a dict.
         SampleError: its `input_ids` have another shape.
     """
     if isinstance(sample, Mapping):
@@ -87,7 +87,7 @@ def token_count(sample: Mapping[str, Any]) -> int:
 
 
 def _number_of(ids: Any) -> int:
-    """n of token ids of shape [n] or [1, n]."""
+    """Return n for token ids of shape [n] or [1, n]."""
     shape = _shape(ids)
     if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
         return shape[-1]
@@ -99,50 +99,50 @@ def _number_of(ids: Any) -> int:
 
 
 def _shape(ids: Any) -> tuple[int, ...]:
-    """The shape of an array, a tensor or a list, of which only the first items are read: lists are slow to convert."""
+    """Return the shape of an array, tensor or list. Looks only at first items, because lists are slow to convert."""
     if isinstance(ids, list | tuple):
         return (len(ids), *(_shape(ids[0]) if ids else ()))
     return tuple(np.shape(ids))
 
 
-# ---------------------------------------------------------------------- groups that arrive
+# ---------------------------------------------------------------------- groups of samples that share a prefix
 
 Needs = tuple[int, ...]
-"""Tokens, and what else is limited."""
+"""(tokens, *costs), costs in the order of the further limits."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SharedPrefix:
-    """The beginning of a sample, which its neighbors of the same key have too."""
+    """The prefix that a sample shares with neighbors of the same key."""
 
     key: Hashable
-    """Equal for samples with this prefix, such as the number of a prompt; other keys are other prefixes."""
+    """Equal for all samples with this prefix (such as the number of a prompt), and different for other prefixes."""
     tokens: int
-    """Tokens of it."""
+    """Tokens of the prefix."""
     costs: Mapping[str, int] = field(default_factory=dict)
-    """Its further needs, by the names of the limits; others count in full for every sample."""
+    """Further costs of the prefix, by the names of the limits; costs not listed count in full for every sample."""
 
     def needs(self, limits: Mapping[str, int]) -> Needs:
-        """Return (tokens, and what else is limited) of the prefix.
+        """Return (tokens, *costs) of the prefix.
 
         Raises:
-            SampleError: one of them is no whole number.
+            SampleError: one of them is not a whole number.
         """
         return whole_needs((self.tokens, *(self.costs.get(name, 0) for name in limits)))
 
 
 @dataclass
 class _Group:
-    """Samples that share a prefix: those of one key that are arriving, until another key comes; or those of an item."""
+    """Samples that share a prefix, either still arriving or already an item."""
 
     key: Hashable = None
     prefix: Needs = ()
     members: dict[int, Needs] = field(default_factory=dict)
-    """Needs of the whole samples, by their numbers in the stream."""
+    """(tokens, *costs) of each whole sample, by its number in the stream."""
 
     def needs(self, numbers: Sequence[int]) -> Needs:
-        """Of some of them, their prefix counted once."""
+        """Return (tokens, *costs) of some members together, with the prefix counted once."""
         columns = zip(*(self.members[number] for number in numbers), strict=True)
         repeats = len(numbers) - 1
         return tuple(sum(column) - repeats * shared for column, shared in zip(columns, self.prefix, strict=True))
@@ -152,10 +152,10 @@ class _Group:
         return self.needs([*self.members])[0] if self.members else 0
 
     def add(self, number: int, needs: Needs, key: Hashable, prefix: Needs) -> None:
-        """Take a sample in.
+        """Add a sample.
 
         Raises:
-            SampleError: its prefix is another one than that of the group, or longer than the sample.
+            SampleError: its prefix differs from the group's, or is longer than the sample.
         """
         first = self.prefix if self.members else prefix
         short = any(need < shared for need, shared in zip(needs, prefix, strict=True))
@@ -175,23 +175,26 @@ class _Group:
 
 @final
 class StreamPacker(Generic[Sample]):
-    """Keep a few samples buffered and make rows of them, each around the oldest and filled exactly.
+    """Buffer a few samples and make rows of them, each filled exactly around the oldest sample.
 
-    Samples stay whole, are never read, and come out once. No randomness: the same samples give the same rows.
-    Neighbors that share a prefix share a row, which counts it once; a group too large for a row is cut into several.
+    Samples stay whole and opaque, and come out once. Packing is deterministic: the same samples give the same
+    rows. Neighbors that share a prefix share a row, which counts the prefix once; a group that is too large for a row
+    is split into several.
 
-    Two ways to use it. Sample by sample: `add`, and `rows` after each; at the end `flush`. Call by call, as for
-    rollouts in a trainer: `pack` takes all there is and returns rows that are full enough; the rest stays buffered.
+    There are two ways to use it. Sample by sample: call `add`, and `rows` after each; at the end `flush`. Call by call,
+    for example for rollouts in a trainer: `pack` takes a list of samples and returns the rows that are full enough; the
+    rest stays buffered.
 
     Args:
-        settings: of the rows.
-        length: tokens of a sample; of one that is not tokenized yet, `VLMCollator.length` counts them.
-        costs: what else a sample needs, by the names of `settings.limits`.
-        prefix: what a sample begins with, and its neighbors of the same key too; None: nothing that they share. The
-            rows are for a collator that shares prefixes.
+        settings: settings of the rows.
+        length: function that returns the tokens of a sample; for samples that are not tokenized yet, pass
+            `VLMCollator.length`.
+        costs: function that returns further costs of a sample, by the names of `settings.limits`.
+        prefix: function that returns the prefix a sample shares with its neighbors, for rows that are collated with
+            `share_prefixes`. None: samples share nothing.
 
     Raises:
-        ConfigError: settings of another kind, or limits without a function of costs.
+        ConfigError: `settings` has the wrong type, or there are limits but no `costs`.
     """
 
     def __init__(
@@ -207,26 +210,26 @@ class StreamPacker(Generic[Sample]):
             raise ConfigError(f"limits of {', '.join(settings.limits)} need a function `costs` that returns them")
         self.settings = settings
         self.received = 0
-        """Samples taken in."""
+        """Samples added so far."""
         self.dropped = 0
-        """Samples that were too long for a row and left out."""
+        """Samples that were too large for a row and dropped."""
         self.left_out = 0
-        """Samples of rows that were not full enough at the end and left out."""
+        """Samples that were left out at the end because their rows were not full enough."""
         self.buffered: dict[int, Sample] = {}
-        """Samples that are in no row yet, by number: what `load_state_dict` needs beside a state."""
+        """Samples that are in no row yet, by number; `load_state_dict` needs them beside a state."""
         self._length, self._costs, self._prefix = length, costs, prefix
         self._digests: dict[int, str] = {}
         self._fill = PackingBuffer(self.settings.capacity, list(self.settings.limits.values()))
         self._items: dict[int, list[int]] = {}
-        """Numbers of the samples of each item, by the first of them, under which it is in the packing buffer."""
+        """Sample numbers of each item, by the number of its first sample, which is its id in the packing buffer."""
         self._arriving = _Group()
         self._alone: list[int] = []
-        """Samples that get rows of their own."""
+        """Samples that get their own rows."""
         self._carried = 0
-        """Items whose number is below have been held back once."""
+        """Items with a number below this have been held back once."""
 
     def __len__(self) -> int:
-        """Buffered samples, those with a row of their own included."""
+        """Return the number of buffered samples, including those that get their own row."""
         return len(self.buffered)
 
     def __repr__(self) -> str:
@@ -237,21 +240,21 @@ class StreamPacker(Generic[Sample]):
 
     @property
     def tokens(self) -> int:
-        """Buffered tokens of samples that will share a row, prefixes counted once."""
+        """Buffered tokens of samples that will share a row, with prefixes counted once."""
         return self._fill.tokens + self._arriving.tokens
 
     def add(self, sample: Sample, *, number: int | None = None) -> None:
-        """Take a sample in.
+        """Add a sample.
 
         Args:
-            sample: it.
-            number: under which errors and states name it, rising; None: how many came before.
+            sample: the sample.
+            number: number that errors and states use for it, rising; None: the number of samples added before.
 
         Raises:
-            SampleError: its length or a cost is no whole number, it has no tokens, its `input_ids` are no row of
-                numbers, its prefix is not that of its group, or it exceeds a row by itself and `oversize` is "error";
-                names it by its number.
-            ConfigError: `costs` does not return everything that is limited.
+            SampleError: its length or a cost is not a whole number, it has no tokens, its `input_ids` have another
+                shape than [n] or [1, n], its prefix differs from its group's, or it is too large for a row and
+                `oversize` is "error"; gives its number.
+            ConfigError: `costs` does not return all limited costs.
         """
         number = self.received if number is None else number
         self.received += 1
@@ -267,17 +270,17 @@ class StreamPacker(Generic[Sample]):
         self.buffered[number] = sample
 
     def _join(self, number: int, needs: Needs, prefix: SharedPrefix | None) -> None:
-        """Buffer a sample by itself, or let it wait for the others of its group, up to some rows' worth of them."""
+        """Buffer a sample alone, or let it wait for the rest of its group, up to some rows' worth of tokens."""
         key, most = prefix and prefix.key, max(self.settings.enough_buffered, ROWS_BUFFERED * self.settings.capacity)
         if key != self._arriving.key or self._arriving.tokens >= most:
             self._close_group()
-        if prefix is None or needs[0] < 1:  # of no tokens: the buffer refuses it
+        if prefix is None or needs[0] < 1:  # the buffer refuses a sample without tokens
             self._buffer([number], needs)
         else:
             self._arriving.add(number, needs, key, prefix.needs(self.settings.limits))
 
     def _close_group(self) -> None:
-        """Buffer what has arrived of a group as an item, or as several that fit a row each and repeat the prefix."""
+        """Buffer the arriving group as one item, or as several pieces that each fit a row and repeat the prefix."""
         group, self._arriving = self._arriving, _Group()
         numbers = list(group.members)
         pieces = cut_group(list(group.members.values()), group.prefix, self._fill.limits) if numbers else []
@@ -290,7 +293,7 @@ class StreamPacker(Generic[Sample]):
         self._items[numbers[0]] = numbers
 
     def _prefix_of(self, number: int, sample: Sample) -> SharedPrefix | None:
-        """The prefix of a sample; None: it shares nothing, or could not be read."""
+        """Return the prefix of a sample; None: it shares nothing, or could not be read."""
         if self._prefix is None or isinstance(sample, SampleError):
             return None
         prefix = self._prefix(sample)
@@ -304,20 +307,20 @@ class StreamPacker(Generic[Sample]):
         return prefix
 
     def rows(self) -> Iterator[Row]:
-        """Rows that can be made while enough tokens are buffered."""
+        """Yield rows while enough tokens are buffered."""
         while self._alone:
             yield [self._out(self._alone.pop(0))]
         while len(self._fill) and self._fill.tokens >= self.settings.enough_buffered:
             yield self._take()
 
     def pack(self, samples: Iterable[Sample]) -> list[Row]:
-        """Take all these in and return every row that is full enough.
+        """Add samples, and return all rows that are full enough.
 
-        A sample whose best row is below `min_fill` is held back until the next call, but not until the one after it.
+        A sample whose best row is below `min_fill` is held back until the next call, but no longer.
 
         Raises:
-            SampleError, ConfigError: as `add`, or one sample was given and no list of them; then none of these samples
-                was taken in, and the packer is as it was.
+            SampleError, ConfigError: as in `add`, or a single sample was given instead of a list. None of the samples
+                is added then, and the packer is unchanged.
         """
         if isinstance(samples, Mapping | str):
             raise ConfigError(f"pack takes a list of samples, got a {type(samples).__name__}; of one give [sample]")
@@ -343,11 +346,11 @@ class StreamPacker(Generic[Sample]):
         return rows
 
     def flush(self) -> list[Row]:
-        """Return rows of all buffered samples; with `drop_last`, those below `min_fill` are left out and counted."""
+        """Return rows of all buffered samples; with `drop_last`, rows below `min_fill` are left out and counted."""
         return list(self.rest())
 
     def rest(self) -> Iterator[Row]:
-        """Yield the rows of `flush` one by one; those that were not asked for stay buffered."""
+        """Yield the rows of `flush` one by one; samples stay buffered until their row is requested."""
         self._close_group()
         yield from self.rows()
         while len(self._fill):
@@ -359,11 +362,11 @@ class StreamPacker(Generic[Sample]):
                 yield row
 
     def _needs(self, number: int, sample: Sample) -> Needs:
-        """(tokens, and what else is limited) of a sample; one that could not be read takes up one token.
+        """Return (tokens, *costs) of a sample; a sample that could not be read counts as one token.
 
         Raises:
-            ConfigError: `costs` does not return everything that is limited.
-            SampleError: one of them is no whole number, or `input_ids` are no row of numbers.
+            ConfigError: `costs` does not return all limited costs.
+            SampleError: one of them is not a whole number, or `input_ids` have another shape than [n] or [1, n].
         """
         limits = self.settings.limits
         if isinstance(sample, SampleError):
@@ -379,7 +382,7 @@ class StreamPacker(Generic[Sample]):
             raise SampleError(error.detail, index=number, reason=error.reason, sample_id=error.sample_id) from error
 
     def _take(self, *, at_least: float = 0.0) -> Row:
-        """One row, or nothing if it would hold fewer tokens."""
+        """Take one row; return an empty one if it would hold fewer than `at_least` tokens."""
         items = [self._items.pop(first) for first in self._fill.take(at_least=at_least)]
         return [self._out(number) for numbers in items for number in numbers]
 
@@ -387,12 +390,12 @@ class StreamPacker(Generic[Sample]):
         self._digests.pop(number, None)
         return self.buffered.pop(number)
 
-    # ------------------------------------------------------------------ to continue elsewhere
+    # ------------------------------------------------------------------ save and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it takes to continue bit for bit, beside the samples of `buffered`: plain data.
+        """Return everything needed to continue bit for bit, except the samples in `buffered`, as plain data.
 
-        These are the numbers and digests of the samples, the items that are buffered, the oldest first, and counts.
+        The state holds the numbers and digests of the samples, the buffered items, oldest first, and counts.
         """
         for number, sample in self.buffered.items():
             if number not in self._digests:
@@ -408,10 +411,10 @@ class StreamPacker(Generic[Sample]):
         return sealed(fields, of="StreamPacker")
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise unless a state is of such a packer.
+        """Check that a state belongs to a packer with these settings.
 
         Raises:
-            ConfigError: it is of other settings, or was changed.
+            ConfigError: the state belongs to other settings, or was changed.
         """
         check_seal(state, of="StreamPacker")
         if state["of"] != self._identity:
@@ -419,18 +422,18 @@ class StreamPacker(Generic[Sample]):
 
     @property
     def _identity(self) -> str:
-        """Return what must be equal to continue."""
+        """Settings that must be equal to continue."""
         return f"{self.settings!r} {'without' if self._prefix is None else 'with'} prefix="
 
     def load_state_dict(self, state: Mapping[str, Any], samples: Mapping[int, Sample]) -> None:
         """Continue where `state_dict` was called, with the same settings.
 
         Args:
-            state: of `state_dict`.
-            samples: by number, at least those that were in `buffered`.
+            state: result of `state_dict`.
+            samples: samples by number, at least those that were in `buffered`.
 
         Raises:
-            ConfigError: the state is of other settings or samples, or it was changed. The packer is then as it was.
+            ConfigError: the state belongs to other settings or samples, or was changed. The packer is unchanged then.
         """
         self.check_state(state)
         for number, digest in state["samples"]:
