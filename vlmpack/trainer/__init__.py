@@ -1,4 +1,4 @@
-"""HF Trainer and TRL on packed rows: planned rows, an exact loss of the evaluation set, GRPO, a check of settings."""
+"""HF Trainer and TRL on packed rows: planned rows, exact evaluation losses, GRPO, and a check of settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Evaluation", "PackedGRPOTrainer", "PackedTrainer", "check_trainer", 
 
 
 def __getattr__(name: str) -> Any:
-    """Import `PackedGRPOTrainer` when it is first used: TRL takes seconds, and need not be installed.
+    """Import `PackedGRPOTrainer` on first use: importing TRL takes seconds, and TRL is optional.
 
     Raises:
-        ConfigError: TRL is not installed, or another version than it was written for.
+        ConfigError: TRL is not installed, or is another version than vlmpack needs.
     """
     if name != "PackedGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")

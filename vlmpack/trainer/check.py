@@ -1,13 +1,13 @@
 """Check a Trainer's settings before the first step.
 
-What would mix samples, or read the wrong labels, is refused while training anyway, whether or not this is called.
-Called after the Trainer is made, it reports everything earlier and at once, with the settings that only change how the
-loss is weighted.
+Settings that would mix samples or read wrong labels are refused during training anyway. `check_trainer`, called after
+the Trainer is made, reports all of them at once and earlier, and also settings that only change how the loss is
+weighted.
 
-TRL's trainers patch the model's forward with a head of their own, which calls the backbone itself, by their own
-`compute_loss`; those of `vlmpack.trainer.trl` pack these calls. A subclass with Trainer's `compute_loss` leaves the
-model's forward as it was, and TRL's settings of the loss unread. TRL is not imported: its classes are recognised by
-module.
+TRL's trainers replace the model's forward with one that uses their own head, and call the backbone from their own
+`compute_loss`; the trainers of `vlmpack.trainer.trl` pack these calls. A subclass that uses Trainer's `compute_loss`
+leaves the model's forward unchanged and ignores TRL's loss settings. This module does not import TRL: it recognizes
+TRL's classes by their module.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from vlmpack.trainer.evaluation import LossMetrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (*READ_COLUMNS[1:], *PAIRS, *LABEL_COLUMNS[1:], "seq_lengths")
-"""Columns that our collators read and no model does."""
+"""Columns that vlmpack's collators read, but no model."""
 PACKED = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
-"""Trainers of TRL that `vlmpack.trainer.trl` has on packed rows."""
+"""TRL trainers that have a packed version in `vlmpack.trainer.trl`."""
 OF_TRL = (
     *("max_length", "completion_only_loss", "assistant_only_loss", "truncation_mode", "packing", "eval_packing"),
     *("padding_free", "pad_to_multiple_of", "dataset_text_field", "shuffle_dataset"),
 )
-"""Settings that TRL's collator or its preparation of text would read; images are not prepared."""
+"""Settings that TRL's collator or its preparation of text data sets reads; TRL does not prepare samples with images."""
 
 
 def check_trainer(trainer: Trainer) -> None:
-    """Look for settings under which a packed row is not the samples alone.
+    """Check that no setting makes packed rows differ from their samples alone.
 
     Raises:
-        ConfigError: every such setting, what it would do, and the remedy.
+        ConfigError: lists every such setting, its effect, and the remedy.
     """
     of_trl = (_loss_of_trl, packing_of_trl, _settings_of_trl)
     checks = (_settings, _collator, *of_trl, _ranks, _batches, _counted_samples, _evaluation)
@@ -92,7 +92,7 @@ def _collator(trainer: Trainer) -> Iterator[str]:
 
 
 def _processor(metadata: ProcessorMetadata, state: PackingState, config: Any) -> Iterator[str]:
-    """Yield what the collator's processor writes and the model reads otherwise."""
+    """Yield the differences between the collator's processor and the model."""
     family = state.family
     if not (metadata.has_vision and family.has_vision):
         return
@@ -124,13 +124,13 @@ def _ranks(trainer: Trainer) -> Iterator[str]:
 
 
 def shared_rows(state: PackingState) -> Iterator[str]:
-    """Yield why a Trainer cannot train a model whose ranks share rows."""
+    """Yield an error if the model's ranks share rows, which a Trainer does not support."""
     if state.parallel is not None and state.parallel.ranks > 1:
         yield "its ranks share rows, but a Trainer gives each its own: see examples/train_shared_rows.py for a loop"
 
 
 def _batches(trainer: Trainer) -> Iterator[str]:
-    """Yield what would cut collated batches, batch rows again, or train on samples twice."""
+    """Yield settings that would split collated batches, batch rows again, or train on samples twice."""
     args, data = trainer.args, trainer.train_dataset
     if args.n_gpu > 1:
         yield f"nn.DataParallel would cut each batch into {args.n_gpu} pieces: use torchrun, or show it one GPU"
@@ -151,7 +151,7 @@ def _batches(trainer: Trainer) -> Iterator[str]:
 
 
 def _counted_samples(trainer: Trainer) -> Iterator[str]:
-    """Yield where accelerate counts the places of the data set, and losses are of another number of samples."""
+    """Yield an error if accelerate counts data set entries, and the number of losses differs."""
     if isinstance(trainer, PackedTrainer) and trainer.eval_packing:
         return
     collator, at_once, ranks = trainer.data_collator, trainer.args.eval_batch_size, trainer.args.world_size
@@ -172,15 +172,15 @@ def _counted_samples(trainer: Trainer) -> Iterator[str]:
 
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
-    """Yield why the model refuses Trainer's own evaluation, or why its eval_loss is not replaced."""
+    """Yield an error if the model refuses Trainer's evaluation, or if `eval_loss` is not replaced by the exact one."""
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or _state(trainer) is None:
         return
-    if loss_of_trl(trainer) is not None:  # its evaluation computes the same loss
+    if loss_of_trl(trainer) is not None:  # TRL's evaluation computes the same loss
         return
     try:
         with torch.no_grad():
-            bool(trainer.model_accepts_loss_kwargs)  # as Trainer's evaluation reads it
+            bool(trainer.model_accepts_loss_kwargs)  # Trainer's evaluation reads it, too
     except ConfigError as error:
         yield str(error)
         return
@@ -196,7 +196,7 @@ def _evaluation(trainer: Trainer) -> Iterator[str]:
 
 
 def _loss_of_trl(trainer: Trainer) -> Iterator[str]:
-    """Yield what TRL's own loss does, if the trainer computes it past the packed forward."""
+    """Yield an error if TRL's own loss bypasses the packed forward."""
     if (owner := loss_of_trl(trainer)) is None or packs_backbone(trainer):
         return
     packed = [klass.__name__ for klass in type(trainer).__mro__ if klass.__name__ in PACKED]
@@ -208,7 +208,7 @@ def _loss_of_trl(trainer: Trainer) -> Iterator[str]:
 
 
 def loss_of_trl(trainer: Trainer) -> str | None:
-    """Return the class of TRL whose `compute_loss` the trainer's calls; None: Trainer's own comes first."""
+    """Return the name of the TRL class whose `compute_loss` the trainer uses; None: it uses Trainer's."""
     for klass in type(trainer).__mro__:
         method = vars(klass).get("compute_loss")
         if method is Trainer.compute_loss:
@@ -219,12 +219,12 @@ def loss_of_trl(trainer: Trainer) -> str | None:
 
 
 def packs_backbone(trainer: Trainer) -> bool:
-    """Return whether the trainer is one of `vlmpack.trainer.trl`, which packs the backbone's calls."""
+    """Return whether the trainer is one of `vlmpack.trainer.trl`, which pack the calls of the backbone."""
     return any(klass.__module__ == "vlmpack.trainer.trl" for klass in type(trainer).__mro__)
 
 
 def packing_of_trl(trainer: Trainer) -> Iterator[str]:
-    """Yield what becomes of rows that TRL packs itself, of text: they come with other boundaries, or with none."""
+    """Yield errors about rows of text that TRL packs itself: they have other boundaries, or none."""
     args = trainer.args
     has_other_loss = loss_of_trl(trainer) is not None and not packs_backbone(trainer)
     is_ours = isinstance(trainer.data_collator, VLMCollator | RowCollator)
@@ -248,17 +248,17 @@ def packing_of_trl(trainer: Trainer) -> Iterator[str]:
 
 
 def _settings_of_trl(trainer: Trainer) -> Iterator[str]:
-    """Yield the settings of TRL's `SFTConfig` that were set, and that neither the collator nor the loss reads."""
+    """Yield settings of TRL's `SFTConfig` that were changed although neither the collator nor the loss reads them."""
     args, collator, has_loss_of_trl = trainer.args, trainer.data_collator, loss_of_trl(trainer) is not None
     if has_loss_of_trl and not packs_backbone(trainer):
         return
     unread = []
     if not has_loss_of_trl and (loss_type := getattr(args, "loss_type", "nll")) != "nll":
         unread.append(f"loss_type={loss_type!r} (the model's own loss is computed, cross-entropy)")
-    skips = getattr(trainer, "_skip_prepare_dataset", None)  # TRL reads its settings where it prepares: not images
+    skips = getattr(trainer, "_skip_prepare_dataset", None)  # TRL's preparation reads its settings; images skip it
     is_prepared = "input_ids" in (_first_of(trainer.train_dataset) or ()) if skips is None else not skips
     if isinstance(collator, VLMCollator | RowCollator) and not is_prepared:
-        read: dict[str, tuple[Any, str]] = {}  # by name: the value that agrees with the collator's own, and that
+        read: dict[str, tuple[Any, str]] = {}  # name -> (value that agrees with the collator, collator's own setting)
         if isinstance(collator, VLMCollator):
             trains_on = (collator.train_on != "all", f" (the collator has train_on={collator.train_on!r})")
             read = dict.fromkeys(("completion_only_loss", "assistant_only_loss"), trains_on)
@@ -272,17 +272,17 @@ def _settings_of_trl(trainer: Trainer) -> Iterator[str]:
         yield f"it has settings that nothing reads: {'; '.join(unread)}: set them on the collator instead"
 
 
-# ---------------------------------------------------------------------- what a Trainer has
+# ---------------------------------------------------------------------- facts about a Trainer
 
 
 def _state(trainer: Trainer) -> PackingState | None:
-    """Return the packing state of its model; None: packing is not enabled."""
+    """Return the packing state of the trainer's model; None: packing is not enabled."""
     model: Any = trainer.model
     return packing_state(find_model(model)) if is_packing(model) else None
 
 
 def _has_rows(trainer: Trainer) -> bool:
-    """Return whether it trains on rows that accelerate neither makes nor deals."""
+    """Return whether the trainer makes and distributes its rows itself, without accelerate."""
     is_stream = isinstance(trainer.train_dataset, PackedStream)
     return isinstance(trainer, PackedTrainer) and (is_stream or trainer.plan is not None)
 
@@ -293,7 +293,7 @@ def _evaluation_sets(trainer: Trainer) -> list[Any]:
 
 
 def _first_of(dataset: Any) -> Mapping[str, Any] | None:
-    """Return the first sample; None: there is none, it cannot be used, or it is no mapping."""
+    """Return the first sample; None: there is none, it cannot be used, or it is not a mapping."""
     if isinstance(dataset, IterableDataset) or not dataset:
         return None
     try:

@@ -1,19 +1,19 @@
-"""Checkpoints of PackedTrainer: which are complete, and from which row they are resumed.
+"""Checkpoints of PackedTrainer: which are complete, and from which row to resume.
 
     checkpoint-3/  model.safetensors  ...  trainer_state.json  packed_plan.json or packed_stream_0.pt
 
-The last file of a checkpoint is ours, written atomically: a run that was killed while it saved left a checkpoint
-without it. `packed_plan.json` names the plan of the steps; `packed_stream_RANK.pt` is the state of a stream, plain data
-that `torch.load(weights_only=True)` reads: no code runs.
+vlmpack writes the last file of a checkpoint, atomically, so a checkpoint lacks that file if the run was killed while
+saving. `packed_plan.json` names the plan of the steps. `packed_stream_RANK.pt` is the state of a stream, as plain data
+that `torch.load(weights_only=True)` reads without running code.
 
-Weights: `save_pretrained` writes a model of many families under the names of its first release, and `from_pretrained`
-maps them:
+Weights: for many families, `save_pretrained` writes weights under the names of the first release, and `from_pretrained`
+maps them back:
 
-    model.language_model.layers.0.mlp.up_proj.weight    of the model
+    model.language_model.layers.0.mlp.up_proj.weight    in the model
     language_model.model.layers.0.mlp.up_proj.weight    in the file
 
-Trainer of transformers reads the file with `load_state_dict(strict=False)`, to resume and for the best model. Of such a
-file it takes only the names that are alike, logs the others, and trains on with the weights that the model had.
+To resume and to load the best model, transformers' Trainer reads the file with `load_state_dict(strict=False)`. It then
+loads only the weights whose names match, logs the others, and trains on with the weights that the model had.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from vlmpack.loading.stream import StreamLoader
 from vlmpack.trainer.loss import gathered
 
 PLAN_FILE = "packed_plan.json"
-"""In a checkpoint: the plan of its steps, and how its rows were dealt to ranks and steps."""
+"""File in a checkpoint that names the plan of its steps, and how its rows were distributed over ranks and steps."""
 _STATE_FILE = "trainer_state.json"
-"""The last file that Trainer writes by itself."""
+"""The last file that Trainer itself writes."""
 _NEW_RUN = "begin a new run, from its weights (from_pretrained(checkpoint)) if they are there"
 
 # ---------------------------------------------------------------------- complete checkpoints
 
 
 def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
-    """Raise unless a checkpoint was written to its end.
+    """Check that a checkpoint is complete.
 
     Args:
         checkpoint: the folder.
-        last_file: the name of the file of ours that is written last; None: Trainer's own is the last.
+        last_file: name of the file that vlmpack writes last; None: Trainer's own last file.
 
     Raises:
-        ConfigError: a file is missing or was not written to its end; names it, and the checkpoint to resume from.
+        ConfigError: a file is missing or incomplete; names it, and the checkpoint to resume from instead.
     """
     folder = Path(checkpoint)
     if lack := _lack(folder, last_file):
@@ -63,7 +63,7 @@ def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
 
 
 def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
-    """Find the newest checkpoint that all ranks wrote to its end; warn of newer ones.
+    """Find the newest checkpoint that is complete on all ranks; warn of newer, incomplete ones.
 
     Raises:
         ConfigError: there is none.
@@ -84,14 +84,14 @@ def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
 
 
 def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str]:
-    """Return what each checkpoint of a run lacks, by its step."""
+    """Return what each checkpoint of a run lacks, by step."""
     paths = [path for path in output_dir.glob("checkpoint-*") if path.is_dir()]
     numbered = [(path, path.name.removeprefix("checkpoint-")) for path in paths]
     return {int(step): _lack(path, last_file) for path, step in numbered if step.isdecimal()}
 
 
 def _lack(checkpoint: Path, last_file: str | None) -> str:
-    """Return what a checkpoint lacks, and why; "": nothing."""
+    """Return what a checkpoint lacks, and why; "" if it is complete."""
     state, stopped = checkpoint / _STATE_FILE, "the run was stopped while it was written"
     if not state.is_file():
         return f"{_STATE_FILE} is missing: {stopped}"
@@ -108,19 +108,19 @@ def _lack(checkpoint: Path, last_file: str | None) -> str:
 
 
 def save_plan(file: Path, dealt: str) -> None:
-    """Write which plan a checkpoint's steps were of; see `check_plan`."""
+    """Write the plan of a checkpoint's steps, see `check_plan`."""
     write_text(file, json.dumps({"of": dealt}))
 
 
 def check_plan(checkpoint: str | Path, dealt: str) -> None:
-    """Raise unless a checkpoint's steps were of these rows: Trainer skips as many rows as there were steps.
+    """Check that a checkpoint was trained on these rows. Trainer skips as many rows as there were steps.
 
     Args:
         checkpoint: the folder.
-        dealt: the plan and how its rows are dealt, as `PackedBatchSampler.state_dict()["of"]` writes them.
+        dealt: the plan and how its rows are distributed, from `PackedBatchSampler.state_dict()["of"]`.
 
     Raises:
-        ConfigError: the steps were of another plan, or dealt in another way.
+        ConfigError: the steps belong to another plan, or rows were distributed in another way.
     """
     file = Path(checkpoint) / PLAN_FILE
     try:
@@ -142,7 +142,7 @@ def check_plan(checkpoint: str | Path, dealt: str) -> None:
 
 
 def stream_file(rank: int) -> str:
-    """Return the name of the file with the state of one rank's stream."""
+    """Return the file name for the state of one rank's stream."""
     return f"packed_stream_{rank}.pt"
 
 
@@ -150,7 +150,7 @@ def save_stream(file: Path, loader: StreamLoader) -> None:
     """Write the state of a stream.
 
     Raises:
-        ConfigError: the source's own state is no plain data.
+        ConfigError: the source's own state is not plain data.
     """
     data = BytesIO()
     torch.save(loader.state_dict(), data)
@@ -166,10 +166,11 @@ def save_stream(file: Path, loader: StreamLoader) -> None:
 
 
 def load_stream(file: Path, loader: StreamLoader) -> None:
-    """Continue a loader where it was when the file was written.
+    """Restore a loader from a file that `save_stream` wrote.
 
     Raises:
-        ConfigError: the file is damaged, or of a loader with other workers, each of which packs a part of the source.
+        ConfigError: the file is damaged, or belongs to a loader with another number of workers (each worker packs a
+            part of the source).
     """
     try:
         state = torch.load(file, weights_only=True)
@@ -185,7 +186,7 @@ def load_stream(file: Path, loader: StreamLoader) -> None:
 
 
 class RenamedWeights(Trainer):
-    """A Trainer that loads the weights of its checkpoints as `from_pretrained` does, where names differ."""
+    """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         target = self.model if model is None else model
@@ -199,21 +200,21 @@ class RenamedWeights(Trainer):
 
     @property
     def _writes_own_names(self) -> bool:
-        """True if FSDP or DeepSpeed writes the checkpoints, with the names of the model."""
+        """Whether FSDP or DeepSpeed writes the checkpoints, under the model's own names."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
 
 def load_renamed(model: Any, checkpoint: str | Path) -> bool:
-    """Load the weights of a checkpoint whose names are not the model's; False: they are, and nothing was loaded.
+    """Load a checkpoint whose weight names differ from the model's; return False if they match and nothing was loaded.
 
-    They are read in float32 at least, which holds every value of lower precision, into a second model on the host.
+    Reads the weights into a second model on the host, in at least float32, which holds all values of lower precision.
 
     Args:
-        model: its weights are overwritten in place.
-        checkpoint: the folder that `save_pretrained` wrote.
+        model: the model, whose weights are overwritten in place.
+        checkpoint: folder written by `save_pretrained`.
 
     Raises:
-        ConfigError: a weight of the model is not in the checkpoint, even as `from_pretrained` names it.
+        ConfigError: the checkpoint lacks a weight of the model, even after `from_pretrained` mapped the names.
     """
     if not isinstance(model, PreTrainedModel) or stored_names(Path(checkpoint)) <= model.state_dict().keys():
         return False
@@ -228,7 +229,7 @@ def load_renamed(model: Any, checkpoint: str | Path) -> bool:
 
 
 def stored_names(checkpoint: Path) -> set[str]:
-    """Read the names of the weights in a checkpoint's safetensors files; none: it has adapters only, or other files."""
+    """Read the weight names in a checkpoint's safetensors files; empty if it has only adapters, or other files."""
     index, file = checkpoint / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_NAME
     if file.is_file():
         with safe_open(file, framework="pt") as weights:

@@ -1,11 +1,11 @@
 """Evaluate a data set in planned rows: the loss of every sample, each counted once on any number of ranks.
 
-    rows    [4 1] [0 5] [2] [3]      places in the data set, row after row
+    rows    [4 1] [0 5] [2] [3]      indices in the data set, row by row
     rank 0  [4 1] [2]                two ranks
     rank 1  [0 5] [3]
 
-Where there are fewer rows than ranks need, a rank computes one again and drops its losses: sharded models communicate
-in every forward pass, so every rank computes as many.
+If the rows do not divide evenly, some ranks compute a row again and drop its losses. Sharded models communicate in
+every forward pass, so all ranks must compute the same number of rows.
 """
 
 from __future__ import annotations
@@ -48,39 +48,39 @@ Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Losses of a model on N samples, in the order of their data set. Every rank has equal ones."""
+    """Losses of a model on N samples, in the order of the data set. Equal on all ranks."""
 
     sample_ids: np.ndarray
-    """int64 [N]: the place of each sample in the data set, rising; refused samples have no entry."""
+    """int64 [N], ascending: index of each sample in the data set; refused samples have no entry."""
     sample_losses: np.ndarray
-    """float64 [N]: cross-entropy (nats) times weight, over each sample's targets; 0 for a sample without any."""
+    """float64 [N]: mean over each sample's targets of cross-entropy (nats) times weight; 0 without targets."""
     sample_targets: np.ndarray
-    """int64 [N]: targets of each sample."""
+    """int64 [N]: number of targets of each sample."""
     refused: tuple[Refused, ...]
-    """Samples that could not be used, by their places."""
+    """Samples that could not be used, ordered by index."""
     rows: int
-    """Rows that were computed."""
+    """Number of rows computed."""
     work: Work
-    """The counts of all of them, on all ranks together."""
+    """Work counts, summed over all rows and ranks."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """`loss_metrics` of the whole set, and how many samples were refused."""
+        """`loss_metrics` of the whole set, and the number of refused samples."""
         return {**losses_of_set(self.sample_losses, self.sample_targets), "num_refused": float(len(self.refused))}
 
     @property
     def num_targets(self) -> int:
-        """Targets of the whole set."""
+        """Number of targets of the whole set."""
         return int(self.sample_targets.sum())
 
     @property
     def token_loss(self) -> float:
-        """Cross-entropy (nats) of all targets / number of targets."""
+        """Cross-entropy (nats) of all targets, divided by their number."""
         return self.metrics["token_loss"]
 
     @property
     def sample_loss(self) -> float:
-        """Mean over samples of each one's own mean; samples without targets are left out."""
+        """Mean over samples of each sample's mean loss; samples without targets are ignored."""
         return self.metrics["sample_loss"]
 
     @property
@@ -106,22 +106,23 @@ def evaluate(
 ) -> Evaluation:
     """Compute the loss of every sample, equal to that of the sample alone in the unmodified model.
 
-    Samples share rows, whole; one that exceeds a row has its own. Meanwhile the model is in evaluation mode, with
-    packing enabled; afterwards each of its modules is in the mode that it was in. Under torch.distributed each rank
-    computes its share of the rows, and all get the whole result.
+    Rows hold whole samples; a sample that is too large for a row gets its own. The model runs in evaluation mode with
+    packing enabled; afterwards each module is back in its previous mode. Under torch.distributed, each rank computes
+    its share of the rows, and all ranks get the whole result.
 
     Args:
         model: a Hugging Face model, or a wrapper around it (PEFT, DDP, FSDP2), on its device.
-        dataset: samples by number, the same on all ranks.
-        collator: a `VLMCollator`, of either layout; anything else that makes batches with host metadata needs a plan.
-        capacity: tokens of a row; lengths are then measured by `VLMCollator.measure`, from image headers.
+        dataset: map-style data set, the same on all ranks.
+        collator: a `VLMCollator` of either layout. Other collators must return batches with host metadata, and need a
+            plan.
+        capacity: maximum tokens of a row; `VLMCollator.measure` then measures lengths from text and image headers.
         plan: the rows, planned from the lengths of the whole data set.
-        workers: processes that load data.
+        workers: number of processes that load data.
 
     Raises:
-        ConfigError: neither capacity nor plan, or both; a plan of another data set; a collator that cannot measure, or
-            leaves samples out and does not name them.
-        SampleError: a sample cannot be used, and the collator's settings are to raise.
+        ConfigError: not exactly one of `capacity` and `plan` is given, the plan belongs to another data set, or the
+            collator cannot measure, or leaves samples out without naming the others.
+        SampleError: a sample cannot be used, and the collator's `on_bad` is "raise".
     """
     rows = EvaluationRows.of(dataset, collator, plan=plan, capacity=capacity, workers=workers)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
@@ -131,7 +132,7 @@ def evaluate(
     try:
         step = PackedStep(model)
         model.eval()
-        with torch.no_grad():  # not inference mode: autograd refuses parameters that FSDP2 gathers in it
+        with torch.no_grad():  # not inference mode: autograd refuses parameters that FSDP2 gathers in inference mode
             for batch in loader:
                 losses.add(batch, step(batch))
     finally:
@@ -148,27 +149,27 @@ def evaluate(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationRows:
-    """An evaluation set in rows."""
+    """The rows of an evaluation set."""
 
     rows: tuple[tuple[int, ...], ...]
-    """Places in the data set of the samples of each row."""
+    """Data set indices of the samples of each row."""
     tokens: np.ndarray
     """int64 [G]: tokens of each row."""
     refused: tuple[Refused, ...]
-    """Samples that are in no row, and why."""
+    """Samples in no row, and why."""
 
     @classmethod
     def of(
         cls, dataset: MapStyle, collator: Collator, *, plan: Plan | None, capacity: int | None, workers: int = 0
     ) -> EvaluationRows:
-        """Put an evaluation set in rows: those of a plan of all of it, or of the lengths that the collator measures.
+        """Arrange an evaluation set in rows: those of a plan, or rows planned from lengths that the collator measures.
 
-        Of a capacity, everything that can be used has a row; what exceeds one has its own, as without packing.
+        With a capacity, every usable sample gets a row; samples too large for a row get their own, as without packing.
 
         Raises:
-            ConfigError: neither plan nor capacity, or both; a plan of another number of samples; the collator cannot
-                measure; or no sample can be used.
-            SampleError: a sample cannot be used, and the collator's settings are to raise.
+            ConfigError: not exactly one of `plan` and `capacity` is given, the plan has another number of samples, the
+                collator cannot measure, or no sample can be used.
+            SampleError: a sample cannot be used, and the collator's `on_bad` is "raise".
         """
         check_samples(dataset)
         if (plan is None) == (capacity is None):
@@ -192,10 +193,10 @@ class EvaluationRows:
 
 
 def check_sharing(plan: Plan, collator: object) -> None:
-    """Refuse a plan whose rows share prefixes for a collator that does not share all of them: rows would be too long.
+    """Check that a collator shares all prefixes that the plan's rows share; otherwise rows would be too long.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: the collator does not share prefixes, or only longer ones.
     """
     if plan.groups is None:
         return
@@ -215,7 +216,7 @@ def check_sharing(plan: Plan, collator: object) -> None:
 
 
 def _dropped(plan: Plan) -> tuple[Refused, ...]:
-    """Return the samples that are in no row; those without a length were refused when they were measured."""
+    """Return the samples in no row; those with length 0 were refused when lengths were measured."""
     reasons = {
         True: (OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens"),
         False: ("refused_before", "it was refused when its length was measured: LengthTable.refused has the reason"),
@@ -226,7 +227,7 @@ def _dropped(plan: Plan) -> tuple[Refused, ...]:
 
 @final
 class NumberedCollator:
-    """Collate samples of a data set by their places, which are their ids in the batch."""
+    """Collates samples of a data set by their indices, which become the sample ids of the batch."""
 
     def __init__(self, dataset: MapStyle, collator: Collator) -> None:
         self._dataset, self._collator = dataset, collator
@@ -235,8 +236,8 @@ class NumberedCollator:
         """Return the batch.
 
         Raises:
-            SampleError: a sample cannot be used, by its place in the data set and the id that it has there. It is
-                raised in the worker: of a worker's error only the text arrives.
+            SampleError: a sample cannot be used; names its index in the data set and its own id. This happens in the
+                worker, because only the text of an error leaves a worker.
         """
         samples = [self._dataset[place] for place in places]
         try:
@@ -252,7 +253,7 @@ class NumberedCollator:
 
 @final
 class EvaluationLoader(DataLoader[Any]):
-    """The batches of one rank's rows. Its generator is separate, so that training goes on as without an evaluation."""
+    """Loads the batches of one rank's rows. Its separate generator keeps evaluation from changing training."""
 
     def __init__(
         self, dataset: MapStyle, collator: Collator, rows: EvaluationRows, *, rank: int, ranks: int, **settings: Any
@@ -261,13 +262,13 @@ class EvaluationLoader(DataLoader[Any]):
         counted = [at for at in dealt if at != EMPTY]
         repeated = (counted[:1] or [0]) * (len(dealt) - len(counted))
         settings |= {"collate_fn": NumberedCollator(dataset, collator), "generator": torch.Generator()}
-        places: Any = range(len(dataset))  # a data set of its own places
+        places: Any = range(len(dataset))  # a data set of indices
         super().__init__(places, batch_sampler=[list(rows.rows[at]) for at in counted + repeated], **settings)
         self.rows = rows
         self.counted = [rows.rows[at] for at in counted]
-        """The rows whose losses count, the first ones; another rank counts the rest."""
+        """Rows whose losses count (the first ones of the loader); losses of repeated rows are dropped."""
         self.names_samples = isinstance(collator, VLMCollator)
-        """A batch without sample ids holds no sample."""
+        """Whether batches name their samples; if so, a batch without sample ids has no samples."""
 
 
 # ---------------------------------------------------------------------- losses
@@ -275,7 +276,7 @@ class EvaluationLoader(DataLoader[Any]):
 
 @final
 class RowLosses:
-    """Losses of the samples of one rank's rows, in the order of the rows."""
+    """Losses of the samples in one rank's rows, in row order."""
 
     def __init__(self, loader: EvaluationLoader) -> None:
         self._loader = loader
@@ -287,7 +288,7 @@ class RowLosses:
         self._work: Counter[str] = Counter()
 
     def add(self, batch: Any, result: StepResult) -> None:
-        """Store the losses of the next row, unless another rank counts it.
+        """Store the losses of the next row, unless it is a repeated one.
 
         Raises:
             ConfigError: samples were left out, and the batch does not name the others.
@@ -313,10 +314,10 @@ class RowLosses:
             self._targets.append(result.sample_targets)
 
     def total(self) -> Evaluation:
-        """Gather what all ranks have computed; all of them have to call it.
+        """Gather the results of all ranks; every rank must call it.
 
         Raises:
-            ConfigError: losses of rows of this rank are missing.
+            ConfigError: losses of some rows of this rank are missing.
         """
         if row := next(self._rows, None):
             raise ConfigError(
@@ -339,17 +340,17 @@ class RowLosses:
 
 @final
 class BatchLosses:
-    """Losses of the samples of Trainer's own batches, as accelerate deals them, each sample counted once.
+    """Losses of the samples in Trainer's own batches, as accelerate distributes them, each sample counted once.
 
-    On several ranks accelerate fills the last batches with the first samples, and cuts what is gathered by the number
-    of samples that are left. Losses of samples can be cut so; the mean of a batch cannot.
+    On several ranks, accelerate fills up the last batches with the first samples, and truncates gathered values to the
+    number of samples left. That works for losses of samples, but not for the mean of a batch.
     """
 
     def __init__(self, accelerator: Any, batch_size: int, dataset: Any) -> None:
         """Begin an evaluation.
 
         Raises:
-            ConfigError: several ranks evaluate an iterable data set, whose last batch accelerate cannot cut.
+            ConfigError: several ranks evaluate an iterable data set, whose last batch accelerate cannot truncate.
         """
         self._gather, self._ranks, self._size = accelerator.gather_for_metrics, accelerator.num_processes, batch_size
         self._losses: list[torch.Tensor] = []
@@ -362,10 +363,10 @@ class BatchLosses:
             )
 
     def add(self, result: StepResult | SampleLosses | None) -> None:
-        """Store the losses of the next batch, None if it was not packed; all ranks have to call it.
+        """Store the losses of the next batch (None: it was not packed); every rank must call it.
 
         Raises:
-            ConfigError: on several ranks: the batch was not packed, or has other samples than were dealt out.
+            ConfigError: there are several ranks, and the batch was not packed or has another number of samples.
         """
         if self._ranks > 1 and (result is None or len(result.sample_targets) != self._size):
             fault = "is not packed" if result is None else f"has {len(result.sample_targets)} samples, not {self._size}"
@@ -382,7 +383,7 @@ class BatchLosses:
         self._targets.append(targets)
 
     def mean(self, loss: Loss) -> float | None:
-        """Return the loss of all samples; None: some batch was not packed, or there is no target."""
+        """Return the loss of all samples; None: some batch was not packed, or there are no targets."""
         sums, targets = _to_numpy(self._losses), _to_numpy(self._targets)
         return mean_loss(sums, targets, loss) if self._is_complete and targets.any() else None
 
@@ -392,32 +393,32 @@ def _to_numpy(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     return torch.cat(list(tensors)).double().numpy(force=True) if tensors else np.zeros(0)
 
 
-# ---------------------------------------------------------------------- metrics of HF Trainer
+# ---------------------------------------------------------------------- metrics for HF Trainer
 
 
 @final
 class LossMetrics:
-    """Compute losses of an evaluation set from HF Trainer's predictions, see `loss_metrics`."""
+    """Computes the losses of an evaluation set from HF Trainer's predictions, see `loss_metrics`."""
 
     def __init__(self, loss_count: LossCount) -> None:
         self._loss_count = loss_count
 
     def is_bound_to(self, model: Any) -> bool:
-        """Return whether `loss_metrics` was called with this model, or with a wrapper around it."""
+        """Return whether `loss_metrics` was called with this model or a wrapper around it."""
         return is_packing(model) and packing_state(find_model(model)).loss_count is self._loss_count
 
     def __call__(self, prediction: EvalPrediction, compute_result: bool | None = None) -> dict[str, float]:
         """Return the losses by name.
 
         Args:
-            prediction: what an enabled model's `PackedOutput` becomes in Trainer: `predictions` ends in
-                (sample_losses [B], sample_targets [B]) of the whole set, or is a list of such pairs, one a batch. Where
-                `Seq2SeqTrainer` generated, ids [B, S]: the losses are those that the model kept.
-            compute_result: given by Trainer only with `batch_eval_metrics=True`, which is refused.
+            prediction: what Trainer makes of an enabled model's `PackedOutput`: `predictions` ends with (sample_losses
+                [B], sample_targets [B]) of the whole set, or is a list of such pairs, one per batch. If
+                `Seq2SeqTrainer` generated, predictions are ids [B, S], and the losses are those that the model stored.
+            compute_result: Trainer passes it only with `batch_eval_metrics=True`, which is refused.
 
         Raises:
-            ConfigError: the predictions are not those of a model with packing enabled, come a batch at a time, or are
-                of fewer samples than were computed.
+            ConfigError: the predictions do not come from a model with packing enabled, come one batch at a time, or
+                have fewer samples than losses were computed.
         """
         unread = self._loss_count.take()
         if compute_result is not None:
@@ -444,20 +445,20 @@ class LossMetrics:
 def loss_metrics(model: nn.Module) -> LossMetrics:
     """Make HF Trainer's evaluation on one rank exact: `Trainer(model, ..., compute_metrics=loss_metrics(model))`.
 
-    Trainer's own `eval_loss` counts for each sample the mean over the targets of its whole batch, so it changes with
-    `per_device_eval_batch_size` and with the order of the samples. An enabled model refuses such an evaluation unless
-    these metrics are bound to it. They do not change with batches, and the first replaces `eval_loss`, also where
-    `Seq2SeqTrainer` generates (`predict_with_generate=True`):
+    In Trainer's own `eval_loss`, each sample counts with the mean over all targets of its batch, so the result changes
+    with `per_device_eval_batch_size` and with the order of the samples. A model with packing enabled refuses such an
+    evaluation unless these metrics are bound to it. They do not depend on batches, and `loss` replaces `eval_loss`,
+    even if `Seq2SeqTrainer` generates (`predict_with_generate=True`):
 
-        loss           the same as token_loss; Trainer reports it as `eval_loss`, and chooses the best model by it
-        token_loss     cross-entropy (nats), times weights if there are any, of all targets / number of targets
-        sample_loss    mean over samples of each sample's mean; samples without targets are left out
+        loss           same as token_loss; Trainer reports it as `eval_loss` and selects the best model by it
+        token_loss     cross-entropy (nats) times weight, summed over all targets, divided by their number
+        sample_loss    mean over samples of each sample's mean loss; samples without targets are ignored
         perplexity     exp(token_loss)
-        num_targets    targets of the whole set
-        num_samples    samples that have any
+        num_targets    number of targets of the whole set
+        num_samples    number of samples with targets
 
     Args:
-        model: the model that is evaluated, or a wrapper around it (PEFT, `torch.compile`, DDP), with packing enabled.
+        model: the evaluated model, or a wrapper around it (PEFT, `torch.compile`, DDP), with packing enabled.
 
     Raises:
         ConfigError: packing is not enabled on the model.
@@ -466,11 +467,11 @@ def loss_metrics(model: nn.Module) -> LossMetrics:
 
 
 def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
-    """Return the numbers of `loss_metrics` by name, without `loss`.
+    """Return the metrics of `loss_metrics` by name, without `loss`.
 
     Args:
         losses: float64 [B]: mean loss of each sample.
-        targets: [B]: targets of each sample.
+        targets: [B]: number of targets of each sample.
     """
     num_targets, learnt = float(targets.sum()), targets > 0
     token_loss = (losses * targets).sum() / max(num_targets, 1.0)
@@ -486,12 +487,12 @@ def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
 
 
 def _is_generated(batch: Any) -> bool:
-    """Return whether the predictions of a batch are generated ids [B, S], where Seq2SeqTrainer hands over no losses."""
+    """Return whether a batch's predictions are generated ids [B, S], for which Seq2SeqTrainer returns no losses."""
     return isinstance(batch, np.ndarray) and batch.ndim == 2 and np.issubdtype(batch.dtype, np.integer)
 
 
 def _pair(batch: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the last two entries of a batch's predictions; logits come before them where they were requested."""
+    """Return the last two entries of a batch's predictions; they follow the logits if logits were requested."""
     if isinstance(batch, tuple) and len(batch) >= 2:
         losses, targets = (np.asarray(values) for values in batch[-2:])
         if losses.ndim == 1 and losses.shape == targets.shape and np.issubdtype(targets.dtype, np.integer):

@@ -1,13 +1,14 @@
-"""How much each sample counts in the loss of an optimizer step, and the loss of each data set of a mix.
+"""Weight of each sample in the loss of an optimizer step, and the loss of each data set of a mix.
 
     loss = Σ_i r(n_i) Σ_t w_t · nll_t / Σ_i n_i · r(n_i)
 
-The sums are over the samples i of all rows, accumulated batches and ranks of the step, and over the n_i targets t of a
-sample; nll_t is a target's cross-entropy and w_t its weight (`weight` of a message or a text, 1 if there is none). A
-label of weight 0 is no target. A weight of 2 doubles a target's gradient: it does not count as two in the divisor, as
-in ms-swift, where a step's loss is the sum of loss_scale times cross-entropy over the number of labels.
+The sums run over the samples i of all rows, accumulated batches and ranks of the step, and over the n_i targets t of
+each sample. nll_t is the cross-entropy of a target, and w_t its weight (`weight` of a message or a text, 1 by default).
+A label of weight 0 is no target. A weight of 2 doubles the gradient of a target, but the target still counts as one in
+the divisor. ms-swift does the same: the loss of a step is the sum of loss_scale times cross-entropy, divided by the
+number of labels.
 
-| loss     | r(n)     | so that                                          | also in                        |
+| loss     | r(n)     | effect                                           | also in                        |
 |----------|----------|--------------------------------------------------|--------------------------------|
 | "token"  | 1        | each target counts the same                      | HF Trainer, ms-swift, axolotl  |
 | "sample" | 1 / n    | each sample counts the same                      | xtuner, verl's seq-mean        |
@@ -31,17 +32,17 @@ from vlmpack.layout.segments import Segments
 from vlmpack.model.forward import is_row_input
 
 Loss = Literal["token", "sample", "square"]
-"""What counts the same in the loss of a step: each target, each sample, or something in between."""
+"""What has equal weight in the loss of a step: each target, each sample, or something in between."""
 
 _POWERS: Mapping[Loss, float] = {"token": 0.0, "sample": -1.0, "square": -0.5}
 
 
 def mean_loss(sums: Any, targets: Any, loss: Loss) -> float:
-    """The loss of samples; 0 where none has targets.
+    """Compute the loss of samples; 0 if none has targets.
 
     Args:
-        sums: float64 [B]: weighted cross-entropies of each sample, summed.
-        targets: [B]: targets of each sample.
+        sums: float64 [B]: weighted cross-entropy of each sample, summed over its targets.
+        targets: [B]: number of targets of each sample.
         loss: how much each sample counts.
     """
     factors = np.maximum(targets, 1) ** _POWERS[loss]
@@ -50,11 +51,11 @@ def mean_loss(sums: Any, targets: Any, loss: Loss) -> float:
 
 
 def weighed(batch: Mapping[str, Any], loss: Loss) -> tuple[dict[str, Any], torch.Tensor]:
-    """Write how much each sample counts into the weights of a batch or row. No host-device sync.
+    """Multiply the label weights of a batch or row by each sample's weight r(n). No host–device sync.
 
     Returns:
-        The batch with weights w · r(n) of its labels; the scalar Σ n · r(n) of its samples, by which their loss, added
-        up over the whole step, is to be divided.
+        The batch with label weights w · r(n), and the scalar Σ n · r(n) over its samples. Divide the loss, summed over
+        the whole step, by the sum of these scalars.
     """
     if is_row_input(dict(batch)):
         row, name = PackedRow.from_hf(batch), "shift_weights"
@@ -77,7 +78,7 @@ def _factors(counts: torch.Tensor, loss: Loss) -> torch.Tensor:
 
 
 def _sample_of_tokens(segments: Segments, tokens: torch.Tensor) -> torch.Tensor:
-    """int64 [T]: the sample of each token of a row; padding, which has no targets, is given to the last one."""
+    """int64 [T]: sample index of each token of a row; padding, which has no targets, gets the last sample."""
     return segments.seq_idx(tokens.device).long().clamp(max=segments.num_samples - 1)
 
 
@@ -89,11 +90,11 @@ class SampleLosses:
     sample_loss_sums: torch.Tensor
     """float32 [B]: cross-entropy (nats) times weight, summed over each sample's targets."""
     sample_targets: torch.Tensor
-    """int64 [B]: targets of each sample."""
+    """int64 [B]: number of targets of each sample."""
 
     @classmethod
     def of(cls, logprobs: torch.Tensor, is_target: torch.Tensor, metadata: HostMetadata | None) -> SampleLosses:
-        """Sum log-probabilities [B, S - 1] of a padded batch, or [1, T - 1] of a row, by samples."""
+        """Sum log-probabilities per sample: [B, S - 1] of a padded batch, or [1, T - 1] of a row."""
         segments = None if metadata is None else metadata.segments
         if segments is None:
             return cls(sample_loss_sums=-logprobs.sum(1), sample_targets=is_target.sum(1))
@@ -104,8 +105,8 @@ class SampleLosses:
 
 
 def sample_losses_of(output: Any, metadata: HostMetadata | None) -> SampleLosses | None:
-    """Losses of the samples of a batch from the output of an enabled model, or of TRL's head; None: it has none."""
-    if getattr(output, "log_probs", None) is not None:  # TRL's
+    """Return the losses of a batch's samples from the output of an enabled model or TRL's head; None: it has none."""
+    if getattr(output, "log_probs", None) is not None:  # output of TRL's head
         return SampleLosses.of(output.log_probs.detach(), output.label_mask, metadata)
     if getattr(output, "sample_losses", None) is None:
         return None
@@ -121,19 +122,19 @@ def channels_of(batch: Mapping[str, Any]) -> Sequence[str | None] | None:
 
 @final
 class ChannelLosses:
-    """Losses of the samples of each channel (data set of a mix) since they were last read."""
+    """Losses of the samples of each channel (data set of a mix), accumulated since the last `take`."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss: Loss = loss
         self._seen: list[tuple[Sequence[str | None], SampleLosses]] = []
 
     def add(self, batch: Mapping[str, Any], output: Any) -> None:
-        """Keep the losses of a batch, on their device: those that it is trained by, as `weighed` scaled them."""
+        """Record the losses of a batch on their device, as trained on, including the scaling by `weighed`."""
         if (losses := sample_losses_of(output, batch[METADATA_KEY])) is not None:
             self._seen.append((batch[METADATA_KEY].channels, losses))
 
     def take(self) -> dict[str, float]:
-        """The loss of each channel's samples on all ranks, as the loss of a step; all ranks have to call it."""
+        """Return the loss per channel over all ranks, computed like the loss of a step; every rank must call it."""
         totals: defaultdict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
         for channels, losses in self._seen:
             targets = losses.sample_targets.double()

@@ -1,4 +1,4 @@
-"""PackedTrainer: HF Trainer on the rows of a plan or a stream, and evaluation in planned rows."""
+"""PackedTrainer: HF Trainer on the rows of a plan or a stream, with evaluation in planned rows."""
 
 from __future__ import annotations
 
@@ -39,33 +39,33 @@ from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, mean_loss, we
 
 
 class PackedTrainer(RenamedWeights):
-    """A Trainer whose batches are planned rows, one a step and rank and micro-batch.
+    """A Trainer whose batches are planned rows: one row per micro-batch on each rank.
 
         PackedTrainer(model=enable_packing(model), ..., train_dataset=rows, plan=plan_bins(lengths, 8192))
         PackedTrainer(model=enable_packing(model), ..., train_dataset=PackedStream(..., repeat=True))
 
-    Each rank takes its own rows; accelerate deals none out. `train(resume_from_checkpoint=...)` continues with the very
-    next row. `evaluate()` computes planned rows too.
+    Each rank loads its own rows; accelerate does not distribute them. `train(resume_from_checkpoint=...)` continues
+    with the very next row. `evaluate()` uses planned rows, too.
 
-    With another subclass of Trainer: `class PackedOther(PackedTrainer, Other)`, this one first.
+    To combine it with another subclass of Trainer, put this one first: `class PackedOther(PackedTrainer, Other)`.
 
     Args:
-        *args: Trainer's own; `data_collator` may be left out for a `PackedDataset`, which has one.
-        plan: rows of `train_dataset`, planned from the lengths of all its samples or their `LengthTable`; None: it is
-            a `PackedStream`, or batches are made as Trainer does and packed inside.
-        costs: [N] what each sample of the plan costs to compute, for the balance over ranks; None: its length.
-        group_costs: [K] what the prefixes of the plan's groups cost, beside `costs`.
-        remainder: what becomes of rows that do not fill the last step, see `PackedBatchSampler`.
-        eval_packing: evaluate in planned rows; False: in batches, as Trainer does, with the exact loss too. None: in
-            rows if their capacity is known: there is a plan, a stream, an `eval_plan` or an `eval_capacity`.
-        eval_plan: rows of `eval_dataset`, if it is a single one; None: its lengths are measured by the collator, once.
-        eval_capacity: tokens of a row of evaluation; None: as in training.
-        loss: what counts the same in the loss of a step, and of an evaluation: "token", each target; "sample", each
-            sample; "square", each sample by the square root of its number of targets (`vlmpack.trainer.loss`).
-        **kwargs: Trainer's own.
+        *args: arguments of Trainer; `data_collator` is optional for a `PackedDataset`, which brings its own.
+        plan: rows of `train_dataset`, planned from the lengths of all its samples or from their `LengthTable`. None:
+            `train_dataset` is a `PackedStream`, or Trainer makes batches as usual and the model packs them.
+        costs: [N]: compute cost of each sample of the plan, to balance ranks; None: its length.
+        group_costs: [K]: compute cost of the prefix of each of the plan's groups; required with `costs`.
+        remainder: what to do with rows that do not fill the last step, see `PackedBatchSampler`.
+        eval_packing: True evaluates in planned rows; False evaluates in Trainer's batches, also with the exact loss.
+            None: planned rows if their capacity is known from a plan, a stream, `eval_plan` or `eval_capacity`.
+        eval_plan: rows of `eval_dataset`, if it is a single data set; None: the collator measures lengths once.
+        eval_capacity: maximum tokens of an evaluation row; None: same as in training.
+        loss: what has equal weight in the loss of a step and of an evaluation: "token", each target; "sample", each
+            sample; "square", each sample by the square root of its number of targets (see `vlmpack.trainer.loss`).
+        **kwargs: keyword arguments of Trainer.
 
     Raises:
-        ConfigError: `plan` is no Plan; an `eval_plan` and several data sets to evaluate; another `loss`.
+        ConfigError: `plan` is not a Plan, `eval_plan` is combined with several evaluation sets, or `loss` is unknown.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class PackedTrainer(RenamedWeights):
         self.remainder: Remainder = remainder
         self.eval_plan, self.eval_capacity = eval_plan, eval_capacity
         self.eval_packing = self._row_capacity is not None if eval_packing is None else eval_packing
-        """True if an evaluation is in planned rows."""
+        """Whether evaluation uses planned rows."""
         self.evaluation: Evaluation | None = None
-        """Of the last evaluation in planned rows: the loss of every sample, in the data set's order."""
+        """Result of the last evaluation in planned rows: the loss of every sample, in the order of the data set."""
         self._losses: RowLosses | BatchLosses | None = None
         self.loss: Loss = loss
-        """What counts the same in the loss of a step."""
+        """What has equal weight in the loss of a step."""
         self._channel_losses = ChannelLosses(loss)
         self._warned_of_means = False
         self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
-        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # its own evaluation is exact
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # a plain bool refuses no evaluation: ours is exact
         if isinstance(self.train_dataset, PackedStream):
-            self.args.ignore_data_skip = True  # a stream continues by its state, without reading what lies before
+            self.args.ignore_data_skip = True  # a stream resumes from its state, without reading what came before
             self.add_callback(EpochBySteps)
         if eval_plan is not None and isinstance(sets := cast(Any, self.eval_dataset), dict):
             names = ", ".join(map(str, sets))
@@ -116,11 +116,11 @@ class PackedTrainer(RenamedWeights):
     # ------------------------------------------------------------------ training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as Trainer does; True resumes from the newest checkpoint that was written to its end.
+        """Train as Trainer does. `resume_from_checkpoint=True` resumes from the newest complete checkpoint.
 
         Raises:
-            ConfigError: the checkpoint was not, or has no rows that could be continued; or there is none. More
-                processes were launched than the trainer knows of.
+            ConfigError: the checkpoint is incomplete or has no rows to continue, there is none, or more processes were
+                launched than the trainer knows of.
         """
         if (launched := int(os.environ.get("WORLD_SIZE", 1))) != self.args.world_size:
             raise ConfigError(
@@ -133,13 +133,13 @@ class PackedTrainer(RenamedWeights):
             checkpoints.check_complete(resume_from_checkpoint, self._last_file)
         self._resumes_from = resume_from_checkpoint or None
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            # Set by an evaluation before: accelerate would wrap no DDP around the model, and ranks train apart.
+            # An earlier evaluation sets this: accelerate would not wrap the model in DDP, and ranks would train apart.
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @property
     def _last_file(self) -> str | None:
-        """The file that ends a checkpoint from which the rows can be continued; None: Trainer's own does."""
+        """Last file of a checkpoint from which the rows can be continued; None: it is Trainer's own last file."""
         if isinstance(self.train_dataset, PackedStream):
             return stream_file(self.args.process_index)
         return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
@@ -147,7 +147,8 @@ class PackedTrainer(RenamedWeights):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save as Trainer does, then write the plan or the state of the stream as the last file.
 
-        That of an older checkpoint of this step is removed first, so that no mixture of both looks complete.
+        The last file of an older checkpoint of the same step is removed first, so that a mix of both never looks
+        complete.
         """
         files: list[Path] = []
         if self.args.output_dir is not None and not self.args.save_only_model:
@@ -165,11 +166,12 @@ class PackedTrainer(RenamedWeights):
                 checkpoints.save_plan(files[0], loader.batch_sampler.state_dict()["of"])
 
     def get_train_dataloader(self) -> DataLoader:
-        """Return this rank's rows.
+        """Return a loader of this rank's rows.
 
         Raises:
-            ConfigError: the plan is of another data set, or the stream of other ranks; there is both; the stream ends,
-                or the checkpoint lacks its state, or is of another plan; several processes compute each batch together.
+            ConfigError: the plan belongs to another data set, or the stream to another rank; there are both a plan and
+                a stream; the stream ends; the checkpoint has no state of the stream, or another plan; or several
+                processes compute each batch together.
         """
         dataset: Any = self.train_dataset
         if not isinstance(dataset, PackedStream) and self.plan is None:
@@ -187,12 +189,13 @@ class PackedTrainer(RenamedWeights):
         return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Return the batches of a step and the divisor of its loss; none once all steps are done.
+        """Return the batches of a step and the divisor of its loss; no batches once all steps are done.
 
         Raises:
-            ConfigError: samples are to count otherwise than HF Trainer counts them, and nothing would do it.
+            ConfigError: `loss` is not "token", and packing is not enabled on the model, or
+                `average_tokens_across_devices` is False.
         """
-        if self.state.global_step >= self.state.max_steps:  # a finished run that is resumed would train one more
+        if self.state.global_step >= self.state.max_steps:  # resuming a finished run would train one more step
             return [], None
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self.loss == "token" or not batches:
@@ -211,7 +214,7 @@ class PackedTrainer(RenamedWeights):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as Trainer does; of training keep that of each channel of the samples."""
+        """Compute the loss as Trainer does, and record the loss of each channel during training."""
         if not model.training or channels_of(inputs) is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
@@ -219,7 +222,7 @@ class PackedTrainer(RenamedWeights):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as Trainer does, with `loss/NAME` for each channel of the samples that were trained on since."""
+        """Log as Trainer does, and add `loss/NAME` for each channel trained on since the last log."""
         if "loss" in logs and "learning_rate" in logs:
             logs |= {f"loss/{channel}": loss for channel, loss in self._channel_losses.take().items()}
         super().log(logs, *args, **kwargs)
@@ -254,10 +257,10 @@ class PackedTrainer(RenamedWeights):
         )
 
     def _stream_loader(self, stream: PackedStream) -> DataLoader[Any]:
-        """Return this rank's rows, collated, by a loader that has a state.
+        """Return a loader of this rank's collated rows that can save its state.
 
-        Its workers are seeded by a generator of their own, so that a resumed run draws as many random numbers as an
-        unbroken one.
+        Workers are seeded from a separate generator, so that a resumed run draws the same random numbers as an
+        uninterrupted one.
         """
         if self.plan is not None:
             raise ConfigError("a PackedStream packs by itself; leave plan= out")
@@ -277,7 +280,7 @@ class PackedTrainer(RenamedWeights):
 
     @property
     def _loading(self) -> dict[str, Any]:
-        """Settings of a DataLoader in TrainingArguments."""
+        """DataLoader settings from TrainingArguments."""
         return {
             "num_workers": self.args.dataloader_num_workers,
             "prefetch_factor": self.args.dataloader_prefetch_factor,
@@ -288,11 +291,11 @@ class PackedTrainer(RenamedWeights):
     # ------------------------------------------------------------------ evaluation
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Return this rank's share of the evaluation set, in rows.
+        """Return a loader of this rank's share of the evaluation set, in planned rows.
 
         Raises:
-            ConfigError: there is nothing to plan by, or metrics are asked for that rows do not give.
-            SampleError: a sample cannot be used, and the collator's settings are to raise.
+            ConfigError: there is no plan and no capacity, the data set has no length, or `batch_eval_metrics` is set.
+            SampleError: a sample cannot be used, and the collator's `on_bad` is "raise".
         """
         sets: Any = self.eval_dataset
         dataset = sets if eval_dataset is None else eval_dataset
@@ -305,7 +308,7 @@ class PackedTrainer(RenamedWeights):
         return EvaluationLoader(dataset, collate, rows, rank=rank, ranks=ranks, **settings)
 
     def _evaluation_rows(self, dataset: Any) -> EvaluationRows:
-        """Return the rows of a data set, planned at its first evaluation and when its length has changed."""
+        """Return the rows of a data set, planned at its first evaluation and again when its length changes."""
         if isinstance(dataset, IterableDataset) or self.args.batch_eval_metrics:
             raise ConfigError(
                 "evaluation in planned rows needs a data set with a length, and no batch_eval_metrics; set "
@@ -322,12 +325,12 @@ class PackedTrainer(RenamedWeights):
             )
         collate, workers = cast(Any, self.data_collator), self.args.dataloader_num_workers
         rows = EvaluationRows.of(dataset, collate, plan=plan, capacity=capacity, workers=workers)
-        self._planned_sets[id(dataset)] = (dataset, len(dataset), rows)  # kept, so that no other gets its id
+        self._planned_sets[id(dataset)] = (dataset, len(dataset), rows)  # keeps the data set alive, so its id is unique
         return rows
 
     @property
     def _row_capacity(self) -> int | None:
-        """Tokens of a row of evaluation; None: unknown."""
+        """Capacity of evaluation rows; None: unknown."""
         if self.eval_capacity is not None:
             return self.eval_capacity
         if isinstance(self.train_dataset, PackedStream):
@@ -343,10 +346,10 @@ class PackedTrainer(RenamedWeights):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluate as Trainer does, with the exact loss; that of planned rows is equal on every rank.
+        """Evaluate as Trainer does, with the exact loss. With planned rows, every rank gets the same loss.
 
         Raises:
-            ConfigError: over several ranks, in batches of which some samples may be counted twice.
+            ConfigError: several ranks evaluate in batches, and some samples may be counted twice.
         """
         in_rows = isinstance(dataloader, EvaluationLoader)
         size, data = self.args.eval_batch_size, dataloader.dataset
@@ -377,7 +380,7 @@ class PackedTrainer(RenamedWeights):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Compute a batch as Trainer does and store its samples' losses; a planned row leaves nothing to gather.
+        """Compute a batch as Trainer does, and store the losses of its samples. Planned rows return no predictions.
 
         Raises:
             ConfigError: packing is not enabled on the model.
@@ -407,7 +410,7 @@ class PackedTrainer(RenamedWeights):
 
 
 class RowLoader(DataLoader[Any]):
-    """The rows of a `PackedBatchSampler`; Trainer sets the epoch, also the one in which a run is resumed."""
+    """Loads the rows of a `PackedBatchSampler`. Trainer sets the epoch, even the one in which a run is resumed."""
 
     batch_sampler: PackedBatchSampler  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -417,22 +420,22 @@ class RowLoader(DataLoader[Any]):
 
     @cached_property
     def _planned(self) -> set[tuple[int, ...]]:
-        """The lengths of the samples of each row of the plan, rising; the same in every epoch."""
+        """Sorted sample lengths of each row of the plan; the same in every epoch."""
         plan = self.batch_sampler.plan
         return {tuple(sorted(plan.lengths[row].tolist())) for row in plan}
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The rows; the first one whose samples have other lengths than those of any row of the plan is warned of."""
+        """Yield the rows; warn of the first row whose sample lengths match no row of the plan."""
         plan, collator, batches = self.batch_sampler.plan, cast(Any, self.collate_fn), super().__iter__()
         if isinstance(self.dataset, PackedDataset) or (
             isinstance(collator, VLMCollator) and collator.on_bad != "raise"
         ):
-            yield from batches  # rows may lack samples that were planned for them
+            yield from batches  # rows may lack planned samples
             return
         has_warned = False
         for batch in batches:
             metadata: HostMetadata | None = batch.get(METADATA_KEY)
-            # an empty row has tokens, but no target
+            # an empty row has tokens, but no targets
             lengths = () if metadata is None or metadata.num_targets == 0 else metadata.lengths
             if lengths and not has_warned and tuple(sorted(lengths)) not in self._planned:
                 has_warned = True
@@ -450,8 +453,8 @@ def _shown(numbers: Sequence[int] | np.ndarray) -> str:
 
 
 class EpochBySteps(TrainerCallback):
-    """Count the epoch of a stream as the share of the steps done, resumed or not."""
+    """Compute the epoch of a stream as the fraction of steps done, whether or not the run was resumed."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Replace Trainer's count, which begins where the run was started."""
+        """Replace Trainer's count, which starts where the run was started."""
         state.epoch = state.global_step / state.max_steps

@@ -2,9 +2,9 @@
 
     samples ──TRL──▶ padded batch ──pack, share──▶ row ──the model──▶ hidden states ──TRL──▶ loss, metrics
 
-Each trainer of TRL computes hidden states in the model's backbone, and scores them by a head of its own. The calls of
-the backbone are packed (`pack_backbone`); samples, head, loss and metrics stay TRL's. So every setting means what it
-means there, and results are those of the padded trainer.
+TRL's trainers compute hidden states in the model's backbone and score them with their own head. The packed trainers
+pack only the calls of the backbone (`pack_backbone`); samples, head, loss and metrics stay TRL's. So every setting
+keeps its meaning, and results equal those of the padded trainer.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ __all__ = [
 
 
 class _PackedHead(RenamedWeights):
-    """Packs the calls that a trainer of TRL makes of the policy's backbone, and of the reference's.
+    """Packs a TRL trainer's calls of the backbones of the policy and of the reference model.
 
-    It logs `packing/computed`: tokens that went through the model, over those of the padded batch.
+    Logs `packing/computed`: tokens that went through the model, divided by the tokens of the padded batch.
 
     Args:
-        model: the policy, or a `PeftModel` of it; not a name, of which TRL would load it. Packing is enabled on it.
-        *args: those of TRL's trainer.
-        share_prefixes: compute what samples of a micro-batch begin with alike, images included, once. Where there is
-            dropout, they have one mask in common there. None: as is usual for this trainer.
-        **kwargs: those of TRL's trainer.
+        model: the policy, or a `PeftModel` around it; packing is enabled on it. The name of a model is refused.
+        *args: arguments of TRL's trainer.
+        share_prefixes: compute prefixes that samples of a micro-batch share, including images, only once. With dropout,
+            these samples then share one dropout mask there. None: the default of this trainer.
+        **kwargs: keyword arguments of TRL's trainer.
 
     Raises:
-        ConfigError: no model; or a setting whose results would not be TRL's, with the remedy.
+        ConfigError: `model` is not a model, or a setting would give other results than TRL; names the remedy.
     """
 
     shares_prefixes = False
-    """True if beginnings are shared where `share_prefixes` is None."""
+    """Whether prefixes are shared if `share_prefixes` is None."""
     model: Any
     _metrics: Any
 
@@ -89,7 +89,7 @@ class _PackedHead(RenamedWeights):
         if share_prefixes is None:
             share_prefixes = self.shares_prefixes
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
-        """Rule for sharing beginnings; None: they are not shared."""
+        """How prefixes are shared; None: they are not."""
         self._packed_calls = 0
         for name in (
             ("train_dataset", "eval_dataset") if not isinstance(kwargs.get("data_collator"), VLMCollator) else ()
@@ -103,7 +103,7 @@ class _PackedHead(RenamedWeights):
         self._pack(self.model)
 
     def _unprepared(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the data sets, by their arguments, that TRL is not to see."""
+        """Return the data sets that TRL must not see, by argument name."""
         return {}
 
     @property
@@ -113,7 +113,7 @@ class _PackedHead(RenamedWeights):
 
     @ref_model.setter
     def ref_model(self, model: Any) -> None:
-        # Packing is enabled as soon as TRL has loaded it: a moment later TRL replaces its forward.
+        # Enable packing as soon as TRL has loaded the model: a moment later TRL replaces its forward.
         if isinstance(model, nn.Module) and not is_packing(model):
             enable_packing(model, packing_state(find_model(self.model)).config)
             self._pack(model)
@@ -124,9 +124,9 @@ class _PackedHead(RenamedWeights):
         pack_backbone(model, min_shared=min_shared, report=self._count)
 
     def _count(self, work: Work, tokens: int) -> None:
-        """Count a call that was packed."""
+        """Count a packed call."""
         self._packed_calls += 1
-        if hasattr(self, "_metrics"):  # not while references are computed ahead
+        if hasattr(self, "_metrics"):  # missing while reference log-probabilities are precomputed
             mode = "train" if self.model.training else "eval"
             self._metrics[mode]["packing/computed"].append(work.physical_tokens / max(tokens, 1))
 
@@ -134,7 +134,7 @@ class _PackedHead(RenamedWeights):
         """Train on a micro-batch as TRL does.
 
         Raises:
-            ConfigError: nothing of it was packed.
+            ConfigError: no call was packed.
         """
         before = self._packed_calls
         loss = super().training_step(*args, **kwargs)
@@ -156,7 +156,7 @@ class _PackedHead(RenamedWeights):
 
 
 _STAND_IN = Dataset.from_list([{"input_ids": [0, 0], "labels": [0, 0]}])
-"""TRL refuses data sets of others than `datasets`, and tokenises what is not tokenised: it gets this in their place."""
+"""Passed to TRL in place of data sets it would refuse or tokenize: it only accepts those of `datasets`."""
 
 
 # ---------------------------------------------------------------------- preferences
@@ -184,11 +184,11 @@ class PackedRewardTrainer(_PackedHead, RewardTrainer):
     shares_prefixes = True
 
 
-# ---------------------------------------------------------------------- samples that are drawn
+# ---------------------------------------------------------------------- generated samples
 
 
 class _Sampling(_PackedHead):
-    """Samples without video placeholders, as TRL suppresses those of images: a sample of one is no video."""
+    """Suppress video placeholders in generation, as TRL suppresses image placeholders: a generated one has no video."""
 
     shares_prefixes = True
     generation_config: Any
@@ -204,17 +204,17 @@ class _Sampling(_PackedHead):
 
 
 class PackedGRPOTrainer(_Sampling, GRPOTrainer):
-    """TRL's GRPOTrainer on packed rows: samples of a prompt share its computation.
+    """TRL's GRPOTrainer on packed rows: completions of one prompt share its computation.
 
         PackedGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), ...)
 
-    TRL repeats the prompt of a group, with its images, for each of its samples. In the row they begin alike, and are
-    computed once: for the policy, the policy that drew the samples, and the reference.
+    TRL repeats the prompt of a group, with its images, for each completion. In the row this shared prefix is computed
+    once: for the policy, the policy that generated the completions, and the reference.
     """
 
 
 class PackedRLOOTrainer(_Sampling, RLOOTrainer):
-    """TRL's RLOOTrainer on packed rows: samples of a prompt share its computation."""
+    """TRL's RLOOTrainer on packed rows: completions of one prompt share its computation."""
 
 
 # ---------------------------------------------------------------------- supervised fine-tuning
@@ -227,19 +227,20 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         PackedSFTTrainer(model, ..., data_collator=VLMCollator(processor, layout="packed"), plan=plan_bins(...))
         PackedSFTTrainer(model, ..., data_collator=..., train_dataset=open_dataset("chats.jsonl"))
 
-    The first is TRL's run, with its settings and metrics, without computing padding. Arguments beyond TRL's are those
-    of `PackedTrainer`. `eval_loss` is exact on any number of ranks. Data sets that are not of `datasets` (opened, mixed
-    or stored ones, streams, lists) go to the collator as they are.
+    The first form is TRL's run with TRL's settings and metrics, but computes no padding. Arguments beyond TRL's are
+    those of `PackedTrainer`. `eval_loss` is exact on any number of ranks. Data sets that do not come from `datasets`
+    (opened, mixed or stored ones, streams, lists) go to the collator unchanged.
 
     Args:
-        *args: SFTTrainer's own.
-        eval_packing: evaluate in planned rows, which have no entropy and no token accuracy; None: if the collator is a
-            `VLMCollator`, and a row's capacity is known. False: in TRL's batches, with all of TRL's metrics.
-        **kwargs: SFTTrainer's own and those of `PackedTrainer`.
+        *args: arguments of SFTTrainer.
+        eval_packing: True evaluates in planned rows, without entropy and token accuracy; False in TRL's batches, with
+            all of TRL's metrics. None: planned rows if the collator is a `VLMCollator` and the capacity is known.
+        **kwargs: keyword arguments of SFTTrainer and `PackedTrainer`.
 
     Raises:
-        ConfigError: also, a data set that is not of `datasets` and no collator. When it trains or evaluates: TRL's own
-            packing (`packing`, `padding_free`, `eval_packing`), which `check_trainer` names as well.
+        ConfigError: as in `PackedTrainer`, or a data set does not come from `datasets` and there is no collator. Training and
+            evaluation also refuse TRL's own packing (`packing`, `padding_free`, `eval_packing`), which `check_trainer`
+            reports earlier.
     """
 
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
@@ -263,12 +264,12 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         return others
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does."""
+        """Train as TRL does, after refusing TRL's own packing."""
         self._refuse_packing_of_trl()
         return super().train(*args, **kwargs)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate as TRL does, which tokenises data sets of `datasets`; others go to the collator as they are."""
+        """Evaluate as TRL does. TRL tokenizes data sets of `datasets`; others go to the collator unchanged."""
         self._refuse_packing_of_trl()
         is_of_trl = eval_dataset is None or isinstance(eval_dataset, str) or _is_of_datasets(eval_dataset)
         base: Any = super() if is_of_trl else super(SFTTrainer, self)
@@ -277,11 +278,11 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Compute the loss as TRL does; of an evaluation in planned rows as Trainer does."""
+        """Compute the loss as TRL does; in an evaluation in planned rows, as Trainer does."""
         if isinstance(self._losses, RowLosses):
             return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         if METADATA_KEY in inputs and inputs.get("attention_mask") is None:
-            inputs = {**inputs, "attention_mask": (~inputs["moe_padding_mask"]).long()}  # TRL counts tokens by it
+            inputs = {**inputs, "attention_mask": (~inputs["moe_padding_mask"]).long()}  # TRL counts tokens with it
         if ignored := [name for name in WEIGHTS if inputs.get(name) is not None]:
             raise ConfigError(f"TRL's loss would ignore {ignored[0]} of the batch; {_WEIGH_BY}")
         if not model.training or channels_of(inputs) is None:
@@ -294,7 +295,7 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Any, Any, Any]:
-        """Compute a batch of an evaluation, or a planned row, and store its samples' losses."""
+        """Compute an evaluation batch or a planned row, and store the losses of its samples."""
         if not isinstance(self._losses, BatchLosses):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with _scored(model) as scored:
@@ -312,10 +313,10 @@ _WEIGH_BY = "use PackedTrainer of vlmpack.trainer, with data_collator=VLMCollato
 
 
 def _check_unweighed(name: str, data: Any) -> None:
-    """Refuse a data set of `datasets` whose messages have weights, which TRL would ignore as it tokenises them.
+    """Check that the messages of a data set of `datasets` have no weights, which TRL would ignore.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: a message has one.
     """
     for part in data.values() if isinstance(data, dict) else [data]:
         sample: Any = next(iter(part), {}) if isinstance(part, Dataset) else {}
@@ -329,7 +330,7 @@ def _check_unweighed(name: str, data: Any) -> None:
 
 
 def _turns(value: Any) -> list[Mapping[str, Any]]:
-    """The messages of a column and the parts of their contents; none of a column of something else."""
+    """Return the messages in a column, and the parts of their contents; empty for columns of another type."""
     turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
     return turns + [part for turn in turns for part in _turns(turn.get("content"))]
 
@@ -341,7 +342,7 @@ def _is_of_datasets(data: Any) -> bool:
 
 @contextmanager
 def _scored(model: nn.Module) -> Iterator[list[FusedCausalLMOutput]]:
-    """Collect what TRL's head gives meanwhile."""
+    """Collect the outputs of TRL's head while the block runs."""
     outputs: list[FusedCausalLMOutput] = []
 
     def collect(module: nn.Module, args: Any, output: Any) -> None:
