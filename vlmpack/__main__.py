@@ -1,4 +1,4 @@
-"""`python -m vlmpack` is the `vlmpack` command, also where the package is not installed."""
+"""`python -m vlmpack` runs the `vlmpack` command, even if the package is not installed."""
 
 from vlmpack.cli.app import main
 

@@ -1,9 +1,9 @@
-"""Write files atomically: whole, or not at all, whenever the process is stopped.
+"""Write files atomically: a file is complete or absent, whenever the process is stopped.
 
-FOLDER/.NAME.<32 digits>    while it is written; removed where that fails, left behind by a process that was killed
-FOLDER/NAME                 once all of it is on the disk
+FOLDER/.NAME.<32 digits>    while being written; removed on errors, left behind if the process is killed
+FOLDER/NAME                 once it is completely on disk
 
-Errors of the system become a ConfigError that names the file and the remedy.
+System errors become a ConfigError that names the file and the remedy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 @contextmanager
 def atomic_file(path: Path, *, folder: Path | None = None) -> Iterator[Path]:
-    """Yield a name to write to; the file gets the name `path` when the block ends.
+    """Yield a temporary name to write to; at the end of the block, the file is renamed to `path`.
 
     Args:
-        path: the file; one that is there already is replaced.
-        folder: where the file lies until then, on the same disk; None: the folder of `path`, made where there is none.
+        path: the file; an existing one is replaced.
+        folder: folder of the temporary file, on the same disk; None: the folder of `path`, created if necessary.
 
     Raises:
-        ConfigError: the disk is full, or the file cannot be written or renamed. Other errors of the block stay as they
-            are: they may be of what it reads. A block that only writes goes into `writing(path)`.
+        ConfigError: the disk is full, or the file cannot be written or renamed. Other errors of the block propagate
+            unchanged, because they may come from reading. Wrap code that only writes in `writing(path)`.
     """
-    # not `tempfile`, which makes files that other users cannot read
+    # `tempfile` would create a file that other users cannot read
     temporary = (folder or path.parent) / f".{path.name}.{uuid4().hex}"
     try:
         if folder is None:
@@ -50,7 +50,7 @@ def atomic_file(path: Path, *, folder: Path | None = None) -> Iterator[Path]:
             raise
         raise unwritable(path, error) from error
     finally:
-        with suppress(OSError):  # gone with its folder, or of another owner
+        with suppress(OSError):  # the folder is gone, or the file has another owner
             temporary.unlink(missing_ok=True)
 
 
@@ -66,10 +66,10 @@ def write_text(path: Path, text: str, *, folder: Path | None = None) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in errors of the system that stop it from being written.
+    """Turn system errors in the block into errors that name the file.
 
     Raises:
-        ConfigError: the disk is full, the folder may not be written to or is gone, or the disk fails.
+        ConfigError: the disk is full, the folder is not writable or is gone, or the disk fails.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    """Return the refusal of a file that cannot be written, with the remedy."""
+    """Return the error for a file that cannot be written, with the remedy."""
     remedy = "See to the disk and run it again: what is finished is kept"
     if error.errno in FULL:
         remedy = "Make room and run it again: what is finished is kept"
@@ -90,6 +90,6 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def unreadable(path: object, error: OSError) -> ConfigError:
-    """Return the refusal of a file that cannot be read although its content may be right, with the remedy."""
+    """Return the error for a file that cannot be read although its content may be intact, with the remedy."""
     remedy = "restore it" if isinstance(error, FileNotFoundError) else "get the right to read it, or see to the disk"
     return ConfigError(f"{path} cannot be read: {error}; {remedy}")

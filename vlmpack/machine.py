@@ -1,9 +1,9 @@
-"""Peak memory of a call, the same number every time; versions of installed packages, and the newest tested ones.
+"""Measure the peak memory of a call reproducibly, and look up package versions.
 
-On a CPU the resident size depends on what the allocator gave back to the system, so it is no measure. Here every
-operation's outputs are weighed as they come up, once a storage, and taken off when the storage is freed. That
-includes what the backward pass keeps, and leaves out what a kernel allocates for itself and frees before it returns.
-On CUDA the allocator's own record is read.
+On a CPU, the resident size depends on what the allocator returned to the system, so it is no reliable measure. Here,
+each storage of every operation's output is counted once when it appears, and subtracted when it is freed. This includes
+tensors saved for the backward pass, but not memory that a kernel allocates and frees internally. On CUDA, the
+allocator's own peak is read.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 NEWEST_TESTED = {"torch": "2.13", "transformers": "5.24"}
-"""The newest minor versions with which the tests were run; the oldest are those that `pip` insists on."""
+"""The newest minor versions that were tested; `pip` enforces the oldest ones."""
 
 
 def peak_bytes(function: Callable[[], object], *, held: Iterable[torch.Tensor] = (), device: str = "cpu") -> int:
-    """Measure the most bytes of tensors alive at one time in a call, with those in `held` (weights, the batch)."""
+    """Measure the peak bytes of tensors alive during a call, including those in `held` (weights, the batch)."""
     gc.collect()
     if torch.device(device).type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         function()
         return torch.cuda.max_memory_allocated(device)
     was_on = gc.isenabled()
-    gc.disable()  # it would run at an arbitrary time, and what it frees would be counted as freed by the call
+    gc.disable()  # it would run at arbitrary times, and memory it frees would count as freed by the call
     try:
         with LiveBytes(held) as live:
             function()
@@ -43,7 +43,7 @@ def peak_bytes(function: Callable[[], object], *, held: Iterable[torch.Tensor] =
 
 @final
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that operations touch, for as long as it lives."""
+    """Counts the bytes of all live storages that operations return, while active."""
 
     def __init__(self, held: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class LiveBytes(TorchDispatchMode):
             self._weigh(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the operation and weigh what comes out."""
+        """Run the operation, and count the storages of its outputs."""
         out = func(*args, **(kwargs or {}))
         for value in tree_iter(out):
             if isinstance(value, torch.Tensor):
@@ -78,9 +78,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def version_of(package: str) -> str | None:
-    """The version of an installed package; None: it is not installed.
+    """Return the version of an installed package; None: it is not installed.
 
-    `__version__` of an imported package comes first: the metadata may lack the build, such as "+cu132" of PyTorch.
+    `__version__` of an imported package comes first, because metadata may lack the build, such as PyTorch's "+cu132".
     """
     module = sys.modules.get(package.replace("-", "_"))
     build = getattr(module, "__version__", None)
@@ -93,7 +93,7 @@ def version_of(package: str) -> str | None:
 
 
 def is_newer_than_tested(package: str, installed: str) -> bool:
-    """Return whether a version of a package is newer than the newest that was tested; of others nothing is known."""
+    """Return whether a version is newer than the newest tested one; False for packages without a tested version."""
 
     def minor(version: str) -> tuple[int, ...]:
         return tuple(int(part) for part in version.split(".")[:2])

@@ -1,8 +1,8 @@
-"""Print tables, sentences and progress for people at a terminal, and plain lines for programs behind a pipe.
+"""Print tables, sentences and progress for people at a terminal, and plain lines for programs that read a pipe.
 
-At a terminal a table is as wide as the terminal: names wrap, numbers do not. In a pipe or a file it has one line a row,
-as wide as it needs, without colors and drawn lines: columns are two spaces or more apart. Progress is drawn on standard
-error, and only if that is a terminal:
+At a terminal, a table is as wide as the terminal: names wrap, numbers do not. In a pipe or a file, each table row is
+one line of any width, without colors and lines, and columns are at least two spaces apart. Progress is drawn on
+standard error, and only if that is a terminal:
 
     measuring samples             ━━━━━━━━━━──────────  512/1000  170/s  0:00:02 left
 """
@@ -22,9 +22,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 NEEDED = 100_000
-"""Width of a pipe in columns: more than any table takes."""
+"""Line width for pipes, in characters: more than any table needs."""
 GAP = 2
-"""Columns between two of a table."""
+"""Spaces between two columns of a table."""
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -32,8 +32,8 @@ def make_table(*columns: str | Column, header: bool = True) -> Table:
     """Make an empty table.
 
     Args:
-        columns: from the left; a plain title is that of names which stay whole.
-        header: print the titles, with a line below.
+        columns: columns from left to right; a plain string is the title of a column that does not wrap.
+        header: print the titles, with a line below them.
     """
     whole = [Column(each, no_wrap=True) if isinstance(each, str) else each for each in columns]
     lines = box.SIMPLE_HEAD if header else None
@@ -41,7 +41,7 @@ def make_table(*columns: str | Column, header: bool = True) -> Table:
 
 
 def number_columns(*titles: str) -> list[Column]:
-    """Make columns that are right-aligned and stay whole."""
+    """Make right-aligned columns that do not wrap."""
     return [Column(title, justify="right", no_wrap=True) for title in titles]
 
 
@@ -51,7 +51,7 @@ def text_column(title: str) -> Column:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """Print a table: wrapped at a terminal, or one line a row in a pipe."""
+    """Print a table: wrapped at a terminal, one line per row in a pipe."""
     if console.quiet:
         return
     if console.is_terminal:
@@ -65,7 +65,7 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
-    """Print a sentence: wrapped at a terminal, one line in a pipe. A string may have markup."""
+    """Print a sentence: wrapped at a terminal, one line in a pipe. A string may contain rich markup."""
     line = Text.from_markup(text) if isinstance(text, str) else text
     if console.is_terminal:
         console.print(Padding(line, (0, 0, 0, indent)) if indent else line, highlight=False)
@@ -74,12 +74,12 @@ def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
 
 
 def sample_name(index: int, sample_id: int | str | None) -> str:
-    """Name a sample by its index, and by its id where it has another one."""
+    """Name a sample by its index, and also by its id if that differs."""
     return f"{index}" if sample_id in (None, index) else f"{index} (id {sample_id!r})"
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes in the largest unit that it fills."""
+    """Format a number of bytes in the largest unit that gives at least 1."""
     value, unit = float(count), 0
     while value >= 1024 and unit < len(BYTE_UNITS) - 1:
         value, unit = value / 1024, unit + 1
@@ -91,15 +91,15 @@ def format_bytes(count: int) -> str:
 
 @contextmanager
 def progress_lines(title: str | None = None, *, quiet: bool) -> Iterator[Callable[..., None]]:
-    """Draw a line of progress for each stage of long work, from its first report on.
+    """Draw a progress line for each stage of a long task, from its first report on.
 
     Args:
         title: a stage that begins at once.
         quiet: draw nothing.
 
     Yields:
-        `report(stage, done=0, total=None, detail="")`: how many parts of a stage are done, and of how many (None: not
-            known); `detail` stands in place of the stage's name.
+        `report(stage, done=0, total=None, detail="")`: the parts of a stage that are done, and the total number (None:
+            unknown); `detail` replaces the name of the stage.
     """
     stage_column = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
     with Progress(
@@ -110,7 +110,7 @@ def progress_lines(title: str | None = None, *, quiet: bool) -> Iterator[Callabl
         transient=True,
         expand=True,
         disable=quiet or not sys.stderr.isatty(),
-        redirect_stdout=sys.stdout.isatty(),  # results that come meanwhile stand above; a pipe keeps what is its own
+        redirect_stdout=sys.stdout.isatty(),  # prints results above the progress lines; a pipe is left alone
     ) as progress:
         tasks: dict[str, TaskID] = {}
 
@@ -125,16 +125,16 @@ def progress_lines(title: str | None = None, *, quiet: bool) -> Iterator[Callabl
 
 
 class PaceColumn(ProgressColumn):
-    """Parts that are done, their rate, and the time that is left; of work without a known end the time passed."""
+    """Parts done, their rate, and the time left; the elapsed time if the total is unknown."""
 
     def render(self, task: Task) -> Text:
-        """Format them."""
+        """Format the column of a task."""
         parts = "" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}  "
         return Text(parts + pace(task.speed, task.time_remaining, task.elapsed), style="dim")
 
 
 def pace(speed: float | None, left: float | None, passed: float | None) -> str:
-    """Format parts per second, seconds left and seconds passed; None: not known.
+    """Format parts per second, seconds left and seconds passed; None: unknown.
 
     >>> pace(170.2, 2.9, 3.0), pace(0.2, 61.0, 3.0), pace(None, None, 3.0)
     ('170/s  0:00:02 left', '5.0 s each  0:01:01 left', '0:00:03')

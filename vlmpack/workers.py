@@ -1,4 +1,4 @@
-"""Run work on the parts of a data set and yield the results in order: in worker processes, or on Ray Data."""
+"""Run a function on the parts of a data set and yield results in order: in worker processes, or on Ray Data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 Start = Literal["fork", "spawn", "forkserver"]
 Executor = Literal["local", "ray"]
 MOST_BLOCKS = 1000
-"""Tasks of Ray that the parts are divided among at most."""
+"""Maximum number of Ray tasks that the parts are divided into."""
 
 
 def in_order(
@@ -29,18 +29,18 @@ def in_order(
     executor: Executor = "local",
     start: Start | None = None,
 ) -> Generator[Result]:
-    """Yield `work(0)`, `work(1)`, ... up to `parts`, in that order, wherever each of them is computed.
+    """Yield `work(0)`, `work(1)`, ..., `work(parts - 1)` in that order, wherever each of them is computed.
 
     Args:
-        work: the function; it goes to each process once, by fork or by pickle.
-        parts: how many parts there are.
-        workers: processes of a torch DataLoader, with one thread each; 0: everything runs in this one.
-        executor: "ray" computes the parts as tasks of Ray Data, on the cluster that is connected or that Ray finds, and
-            else on a local one; `workers` has no meaning then.
+        work: the function; it is sent to each process once, by fork or by pickle.
+        parts: number of parts.
+        workers: number of torch DataLoader processes, with one thread each; 0: run everything in this process.
+        executor: "ray" computes the parts as Ray Data tasks, on the connected cluster, a cluster that Ray finds, or a
+            local one, and ignores `workers`.
         start: how processes are started; None: Python's default on this system.
 
     Raises:
-        ConfigError: no such executor, a negative number of workers, work that cannot be sent to them, a worker that
+        ConfigError: the executor is unknown, `workers` is negative, the function cannot be sent to a worker, a worker
             died, or Ray is not installed or lost a task for good.
     """
     check_choice("executor", executor, ("local", "ray"))
@@ -61,11 +61,11 @@ def _in_processes(work: Callable[[int], Any], parts: int, workers: int, start: S
         num_workers=workers,
         worker_init_fn=_disable_tokenizer_threads,
         multiprocessing_context=start,
-        generator=torch.Generator(),  # else the loader would draw from the global generator
+        generator=torch.Generator(),  # otherwise the loader would draw from the global generator
     )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # the error below has the remedy
+            warnings.filterwarnings("ignore", "Got pickle error", UserWarning)  # our error below has the remedy
             results: Any = iter(loader)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ConfigError(
@@ -75,24 +75,23 @@ def _in_processes(work: Callable[[int], Any], parts: int, workers: int, start: S
     try:
         yield from results
     except RuntimeError as error:
-        if "DataLoader worker (pid" not in str(error):  # an error of the work itself, raised again by the loader
+        if "DataLoader worker (pid" not in str(error):  # an error of the function, raised again by the loader
             raise
         raise ConfigError(
             f"a worker process died ({error}); most often the memory is used up: start fewer workers, or none "
             "(workers=0) to see where it fails"
         ) from error
     finally:
-        results._shutdown_workers()  # an error's traceback keeps `results`; as garbage it takes five seconds a process
+        results._shutdown_workers()  # an error's traceback keeps `results`; left to GC, shutdown takes 5 s per process
 
 
 def _disable_tokenizer_threads(worker: int) -> None:
-    """Keep the tokenizer to one thread: its threads do not survive a fork, and take cores from other workers."""
+    """Disable tokenizer threads: they do not survive a fork, and take cores from other workers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _on_ray(work: Callable[[int], Any], parts: int) -> Generator[Any]:
-    """Compute the parts as tasks of Ray Data, which restarts those whose worker died; a Ray that was started here is
-    stopped again."""
+    """Compute the parts as Ray Data tasks, which Ray restarts if their worker dies. Stops Ray if started here."""
     check_extra("ray", "ray", needed_by="executor='ray'")
     if not parts:
         return
@@ -113,7 +112,7 @@ def _on_ray(work: Callable[[int], Any], parts: int) -> Generator[Any]:
             if isinstance(result, VlmpackError):
                 raise result
             yield result
-    except ray.exceptions.RayTaskError:  # an error of the work itself
+    except ray.exceptions.RayTaskError:  # an error of the function
         raise
     except ray.exceptions.RayError as error:
         raise ConfigError(f"Ray lost a task ({error}); run it again: what is finished is kept") from error
@@ -123,7 +122,7 @@ def _on_ray(work: Callable[[int], Any], parts: int) -> Generator[Any]:
 
 
 def _pickled(work: Callable[[int], Any], row: dict[str, int]) -> dict[str, Any]:
-    """Return the result of a part, or the refusal of one: Ray would raise that as an error of its own."""
+    """Return a part's result, or its VlmpackError, which Ray would wrap in an error of its own if it were raised."""
     try:
         result: Any = work(int(row["id"]))
     except VlmpackError as error:

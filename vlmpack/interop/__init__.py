@@ -1,1 +1,1 @@
-"""What other projects' names and rows map to."""
+"""Conversion to and from other projects: Megatron-Core batches, and SeqPacker's API."""

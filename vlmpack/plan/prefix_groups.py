@@ -1,4 +1,4 @@
-"""Groups of samples that share a prefix: what a row needs where each prefix is computed once (a prefix tree).
+"""Groups of samples that share a prefix, and what a row needs if it computes each prefix once (a prefix tree).
 
     samples      S P a    S P b    S Q c    d           S: system prompt, 40 tokens; P, Q: prompts of 60 and 160
     group        1        1        2        -1          the innermost group of each sample
@@ -10,27 +10,28 @@
     tokens of a row of all four     40 + 60 + 160 + a + b + c + d
     of samples 0 and 3              40 + 60 + a + d
 
-Whatever grows with tokens is counted so, attended pairs too: a node costs what its end costs less what its start costs.
+Any quantity that grows with tokens is counted like this, including attended pairs: a node costs its value at the end
+minus its value at the start.
 
-A group is placed as a whole, or in pieces that each repeat its prefix:
+A group is placed as a whole, or split into pieces that each repeat its prefix:
 
     capacity 10, a prefix P of 4 tokens, branches of 5, 3, 2 and 1 tokens
     the group                P 5 3 2 1          15 tokens: too many
-    room for branches        10 - 4 = 6         packed as samples are: 5 1 | 3 2
+    room for branches        10 - 4 = 6         packed like samples: 5 1 | 3 2
     its pieces               P 5 1    P 3 2     10 and 9 tokens
 
-A group in a group is one branch of it; one that is too large is cut first, and its pieces are branches.
+A nested group is one branch of its parent. If it is too large, it is split first, and its pieces are branches.
 
-Groups are found by marks, hashes of what samples begin with, without keeping their tokens:
+Groups are found with marks, which are hashes of the beginnings of samples, without storing tokens:
 
-    symbols    a b c d I I I e f g h            token ids; I: a number of the content of an image
-    ends           3       7   9                some places: every few tokens, after media, around targets
-    hashes       abc  ..IIIe ..fg               of all symbols before each end
+    symbols    a b c d I I I e f g h            token ids; I: a hash of an image's content
+    ends           3       7   9                selected positions: every few tokens, after media, around targets
+    hashes       abc  ..IIIe ..fg               hashes of all symbols before each end
 
-Samples that have a hash in common begin with the same symbols. A prefix is found to its last token where it ends beside
-a medium or a turn, and else to within 16 tokens or 1/16 of its length, never beyond its end.
+Samples with equal hashes begin with the same symbols. A prefix that ends at a medium or a turn is found to its last
+token; other prefixes are found to within 16 tokens or 1/16 of their length, and never too long.
 
-N samples, K groups, G rows, M marks; U units, D things that a row may hold only so much of, tokens first.
+N samples, K groups, G rows, M marks; U items, D limited quantities of a row, tokens first.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from vlmpack.plan.exact_fill import lower_bound
 from vlmpack.plan.lengths import Whole, divided_up, whole_numbers
 
 ALONE = -1
-"""The group of a sample that shares nothing, and the parent of a group that lies in no other."""
+"""The group of a sample that shares nothing, and the parent of an outermost group."""
 
 NOTHING = np.zeros(0, np.int64)
 
@@ -56,18 +57,18 @@ NOTHING = np.zeros(0, np.int64)
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixGroups:
-    """Prefixes that samples have in common; a group may lie in another one, whose prefix is shorter."""
+    """Prefixes that samples share. Groups may nest; the outer group has the shorter prefix."""
 
     of_samples: np.ndarray
-    """int64 [N]: the innermost group of each sample; `ALONE`: it shares nothing."""
+    """int64 [N]: the innermost group of each sample; `ALONE`: the sample shares nothing."""
     parents: np.ndarray
-    """int64 [K]: the group around each, which stands before it; `ALONE`: none."""
+    """int64 [K]: the parent of each group, which has a smaller index; `ALONE`: none."""
     tokens: np.ndarray
-    """int64 [K]: tokens of the prefix, from the start of a sample, more than those of the parent."""
+    """int64 [K]: tokens of each prefix, from the start of a sample; more than those of the parent."""
     patches: np.ndarray = field(default_factory=lambda: NOTHING)
-    """int64 [K]: patches of the images and videos in the prefix; by default 0."""
+    """int64 [K]: patches of the images and videos in each prefix; 0 by default."""
     images: np.ndarray = field(default_factory=lambda: NOTHING)
-    """int64 [K]: images and videos in the prefix; by default 0."""
+    """int64 [K]: images and videos in each prefix; 0 by default."""
 
     def __post_init__(self) -> None:
         for name, values in self._columns().items():
@@ -100,33 +101,33 @@ class PrefixGroups:
 
     @classmethod
     def none(cls, samples: int) -> PrefixGroups:
-        """Make no groups of so many samples."""
+        """Make empty groups for this number of samples."""
         return cls(of_samples=np.full(samples, ALONE), parents=NOTHING, tokens=NOTHING)
 
     @classmethod
     def of_keys(cls, keys: Sequence[Hashable | None], shared_tokens: Sequence[int] | np.ndarray) -> PrefixGroups:
-        """Make groups that do not nest, from a key a sample, such as the number of its prompt in GRPO.
+        """Make groups without nesting from one key per sample, such as the number of its prompt in GRPO.
 
         Args:
-            keys: N of them, or an array or tensor, equal for samples of one group; None: the sample shares nothing.
-            shared_tokens: [N] tokens of the prefix, the same for all samples of a group.
+            keys: N keys, or an array or tensor, equal for samples of one group; None: the sample shares nothing.
+            shared_tokens: [N]: tokens of the prefix, the same for all samples of a group.
 
         Raises:
-            SampleError: two samples of a group have prefixes of different lengths; names the second.
-            ConfigError: there are more or fewer keys than numbers, or one cannot be compared.
+            SampleError: two samples of a group have prefixes of different lengths; names the second one.
+            ConfigError: the numbers of keys and of `shared_tokens` differ, or a key cannot be compared.
         """
         shared = whole_numbers(shared_tokens, "shared tokens of a sample")
         if len(keys) != len(shared):
             raise ConfigError(f"{len(keys)} keys, but {len(shared)} shared_tokens; give one of each a sample")
         keys = keys if isinstance(keys, Sequence) else np.asarray(keys).tolist()
         wrong = [key for key in keys if not isinstance(key, Hashable) or not isinstance(key == key, bool | np.bool_)]
-        if wrong:  # lists; tensors, which are never equal as keys
+        if wrong:  # lists, or tensors, whose comparison gives no bool
             raise ConfigError(f"{wrong[0]!r:.60} is no key of a group: give numbers, texts or tuples, or None")
         numbers: dict[Hashable, int] = {}
         group = [ALONE if key is None else numbers.setdefault(key, len(numbers)) for key in keys]
         of_samples = np.array(group, np.int64)
-        tokens = np.zeros(len(numbers) + 1, np.int64)  # the last one: of samples alone
-        tokens[of_samples[::-1]] = shared[::-1]  # of the first sample of each group
+        tokens = np.zeros(len(numbers) + 1, np.int64)  # the last entry is for samples that share nothing
+        tokens[of_samples[::-1]] = shared[::-1]  # from the first sample of each group
         first = tokens[of_samples]
         if (wrong := (of_samples >= 0) & (first != shared)).any():
             at = int(wrong.argmax())
@@ -139,21 +140,21 @@ class PrefixGroups:
         return cls(of_samples=of_samples, parents=np.full(len(numbers), ALONE), tokens=tokens[:-1])
 
     def __len__(self) -> int:
-        """Groups K."""
+        """Return the number of groups, K."""
         return len(self.parents)
 
     # ------------------------------------------------------------------ columns of samples
 
     def shared(self, values: np.ndarray) -> np.ndarray:
-        """[N]: something that each group has, [K], by sample; 0 for one that shares nothing."""
+        """Spread a per-group quantity [K] over samples, [N]; 0 for samples that share nothing."""
         return np.append(values, 0)[self.of_samples]
 
     def added(self, values: np.ndarray) -> np.ndarray:
-        """[K]: something that each group has from the start of a sample, [K], less that of its parent."""
+        """Subtract the parent's value from each group's value, both counted from the start of a sample, [K]."""
         return values - np.append(values, 0)[self.parents]
 
     def tokens_shared(self, least: int) -> np.ndarray:
-        """int64 [K]: tokens of each prefix, without what groups of less than `least` tokens add."""
+        """int64 [K]: shared tokens of each prefix, ignoring groups that add fewer than `least` tokens."""
         shared: list[int] = []
         for tokens, parent in zip(self.tokens.tolist(), self.parents.tolist(), strict=True):
             start = shared[parent] if parent >= 0 else 0
@@ -162,22 +163,22 @@ class PrefixGroups:
 
     @cached_property
     def roots(self) -> np.ndarray:
-        """int64 [K]: the outermost group around each."""
+        """int64 [K]: the outermost group around each group."""
         roots = np.arange(len(self))
         while (inner := self.parents[roots] >= 0).any():
             roots[inner] = self.parents[roots[inner]]
         return roots
 
     def check_samples(self, lengths: np.ndarray, costs: Sequence[tuple[str, np.ndarray, np.ndarray]] = ()) -> None:
-        """Refuse groups of other samples.
+        """Check that these are groups of these samples.
 
         Args:
-            lengths: int64 [N] tokens; 0: a sample that is not planned.
-            costs: (name, [N], [K]) of what else is counted.
+            lengths: int64 [N]: tokens of each sample; 0: the sample is not planned.
+            costs: (name, costs of samples [N], costs of prefixes [K]) of each further limit.
 
         Raises:
-            ConfigError: there are groups for more or fewer samples.
-            SampleError: a sample has less than the prefix that it is to share; names it.
+            ConfigError: the groups have another number of samples.
+            SampleError: a sample needs less than the prefix that it shares; names the sample.
         """
         if len(self.of_samples) != len(lengths):
             raise ConfigError(f"groups of {len(self.of_samples)} samples, but there are {len(lengths)} lengths")
@@ -197,13 +198,13 @@ class PrefixGroups:
     def row_sums(
         self, samples: np.ndarray, row_of: np.ndarray, of_samples: np.ndarray, of_groups: np.ndarray
     ) -> np.ndarray:
-        """[G]: what each row needs, every prefix in it counted once.
+        """Sum a quantity over the samples of each row, with every prefix counted once per row, [G].
 
         Args:
             samples: int64 [M]: samples in rows.
-            row_of: int64 [M]: their rows, 0 to G - 1, each with a sample.
-            of_samples: [N]: what each sample needs alone.
-            of_groups: [K]: what each prefix needs, from the start of a sample.
+            row_of: int64 [M]: the row of each, 0 to G - 1, no row empty.
+            of_samples: [N]: quantity of each sample alone.
+            of_groups: [K]: quantity of each prefix, counted from the start of a sample.
         """
         beyond = of_samples[samples] - self.shared(of_groups)[samples]
         sums = np.zeros(int(row_of.max(initial=-1)) + 1, beyond.dtype)
@@ -213,7 +214,7 @@ class PrefixGroups:
         return sums
 
     def prefixes_of_rows(self, samples: np.ndarray, row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(row, group) of every prefix in every row, each pair once, by row and then by group."""
+        """Return (row, group) of every prefix in every row, without duplicates, sorted by row and then by group."""
         group, levels, count = self.of_samples[samples], [NOTHING], max(len(self), 1)
         while (inner := group >= 0).any():
             pairs = np.unique(row_of[inner] * count + group[inner])
@@ -225,12 +226,12 @@ class PrefixGroups:
     # ------------------------------------------------------------------ on disk
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns by the names under which archives hold them."""
+        """Return the columns by their names in archives."""
         return {f"{IN_ARCHIVES}{name}": values for name, values in self._columns().items()}
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> PrefixGroups | None:
-        """Make groups of what `arrays` returned; None: an archive without groups."""
+        """Make groups from the result of `arrays`; None: the archive has no groups."""
         if not any(name.startswith(IN_ARCHIVES) for name in arrays):
             return None
         return cls(**{name: arrays[f"{IN_ARCHIVES}{name}"] for name in NAMES})
@@ -250,18 +251,18 @@ class PrefixGroups:
 
 NAMES = tuple(column.name for column in fields(PrefixGroups))
 IN_ARCHIVES = "groups."
-"""In front of the names of columns."""
+"""Prefix of the column names in archives."""
 
 
 def attended_pairs(tokens: Whole) -> Whole:
-    """Pairs of a query and a key in a sample by itself, or in each of N, under the causal mask: n (n + 1) / 2."""
+    """Count the causal query-key pairs of a sample of n tokens (or of each of N samples): n (n + 1) / 2."""
     return tokens * (tokens + 1) // 2
 
 
-# ---------------------------------------------------------------------- items of a plan
+# ---------------------------------------------------------------------- items to place
 
 Place = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Assigns units with the costs int64 [U, D] to bins of the limits int64 [D]: the bin of each, int64 [U]."""
+"""Packs items with costs int64 [U, D] into bins with limits int64 [D]; returns the bin of each item, int64 [U]."""
 
 
 @final
@@ -270,27 +271,27 @@ class Needs:
     """Costs of samples and of the prefixes of their groups."""
 
     groups: PrefixGroups
-    """Of N samples."""
+    """Groups of N samples."""
     of_samples: np.ndarray
-    """int64 [N, D]: what each sample needs alone."""
+    """int64 [N, D]: costs of each sample alone."""
     of_groups: np.ndarray
-    """int64 [K, D]: what each prefix needs, from the start of a sample."""
+    """int64 [K, D]: costs of each prefix, from the start of a sample."""
     limits: np.ndarray
-    """int64 [D]: what a row may hold; no sample exceeds it alone."""
+    """int64 [D]: limits of a row; no sample exceeds them alone."""
 
     def sums(self, samples: np.ndarray, item_of: np.ndarray) -> np.ndarray:
-        """int64 [items, D]: what each item needs, every prefix in it counted once."""
+        """Sum the costs of each item, with every prefix counted once per item, int64 [items, D]."""
         things = zip(self.of_samples.T, self.of_groups.T, strict=True)
         return np.stack([self.groups.row_sums(samples, item_of, *needs) for needs in things], axis=1)
 
 
 def make_items(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
-    """Join the samples of each outermost group to an item; one that exceeds a row is cut.
+    """Join the samples of each outermost group to one item; split items that exceed a row.
 
     Args:
-        needs: of all samples.
-        samples: int64 [M], in the order in which they are planned.
-        place: packs the branches of a group that is cut.
+        needs: costs of all samples.
+        samples: int64 [M]: samples in planning order.
+        place: packs the branches of a group that is split.
 
     Returns:
         int64 [M]: the item of each sample; items are numbered in the order of their first samples.
@@ -309,13 +310,13 @@ def make_items(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
 
 
 def _outermost(groups: PrefixGroups, samples: np.ndarray) -> np.ndarray:
-    """int64 [M]: the outermost group of each sample, or a number of its own behind those of the groups."""
+    """int64 [M]: the outermost group of each sample; samples that share nothing get distinct numbers above them."""
     group = groups.of_samples[samples]
     return np.where(group < 0, len(groups) + np.arange(len(samples)), np.append(groups.roots, 0)[group])
 
 
 def _by_first(numbers: np.ndarray) -> np.ndarray:
-    """int64 [M]: the same partition, numbered from 0 in the order of first entries."""
+    """Renumber a partition from 0 in the order of first entries, int64 [M]."""
     _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -323,10 +324,10 @@ def _by_first(numbers: np.ndarray) -> np.ndarray:
 
 
 def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
-    """Cut the samples of one outermost group into pieces that fit a row each, the innermost groups first.
+    """Split the samples of one outermost group into pieces that each fit a row, innermost groups first.
 
     Returns:
-        int64 [M]: the piece of each sample, any numbers below M.
+        int64 [M]: the piece of each sample, as arbitrary numbers below M.
     """
     groups = needs.groups
     of_groups = np.append(needs.of_groups, np.zeros_like(needs.limits)[None], axis=0)
@@ -334,12 +335,12 @@ def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
     innermost = groups.of_samples[samples]
     beyond = needs.of_samples[samples] - of_groups[innermost]
     units: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
-    """(members that stand for their units, costs of the units) in each group that is not cut yet."""
+    """For each group not split yet: (members that represent its items, costs of the items)."""
     order = np.argsort(innermost, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(innermost[order])) + 1):
         units[int(innermost[members[0]])].append((members, beyond[members]))
     piece_of = np.arange(len(samples))
-    """The member that stands for the unit of each; followed to its end when all groups are cut."""
+    """The member that represents each member's item; followed to the end once all groups are split."""
     for group in reversed(_with_ancestors(groups, list(units))):  # children have higher numbers than their parents
         members = np.concatenate([ids for ids, _ in units[group]])
         costs = np.concatenate([each for _, each in units.pop(group)])
@@ -359,7 +360,7 @@ def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
 
 
 def _with_ancestors(groups: PrefixGroups, inner: list[int]) -> list[int]:
-    """These groups and all around them, rising."""
+    """Return these groups and all their ancestors, ascending."""
     found: set[int] = set()
     for group in inner:
         while group != ALONE and group not in found:
@@ -369,17 +370,17 @@ def _with_ancestors(groups: PrefixGroups, inner: list[int]) -> list[int]:
 
 
 def group_bound(groups: PrefixGroups, samples: np.ndarray, sizes: np.ndarray, of_groups: np.ndarray, limit: int) -> int:
-    """Rows that samples need at the very least, however groups are cut.
+    """Compute a lower bound of the rows that samples need, however groups are split.
 
-    The best of three bounds: everything over the limit, prefixes counted once; all branches without their prefixes; and
-    one sample of each outermost group, the largest, as two of them share nothing.
+    The best of three bounds: the total over the limit, with prefixes counted once; all branches without their prefixes;
+    and the largest sample of each outermost group, because samples of different groups share nothing.
 
     Args:
-        groups: of N samples.
-        samples: int64 [M]: those in rows.
-        sizes: int64 [N]: what each needs alone, at most `limit`.
-        of_groups: int64 [K]: what each prefix needs.
-        limit: of a row.
+        groups: groups of N samples.
+        samples: int64 [M]: samples in rows.
+        sizes: int64 [N]: size of each sample alone, at most `limit`.
+        of_groups: int64 [K]: size of each prefix.
+        limit: limit of a row.
     """
     if not len(samples):
         return 0
@@ -394,9 +395,9 @@ def group_bound(groups: PrefixGroups, samples: np.ndarray, sizes: np.ndarray, of
 # ---------------------------------------------------------------------- marks of prefixes
 
 FINEST = 16
-"""Tokens between two marks, in prefixes of less than 512 tokens ..."""
+"""Tokens between marks in prefixes of less than 512 tokens ..."""
 OCTAVE = 32
-"""... and how many marks there are from each power of two to the next, in longer ones."""
+"""... and the number of marks per power of two in longer ones."""
 LONGEST = 2**31
 
 
@@ -412,31 +413,31 @@ def _spacing(end: int) -> int:
 
 
 REGULAR = _regular_ends()
-"""Ends that every sample has, as far as it goes."""
+"""Ends that every sample has, up to its length."""
 
 
 class PrefixMarks(NamedTuple):
     """Marks of one sample."""
 
     ends: np.ndarray
-    """int64 [m]: tokens before each mark, rising."""
+    """int64 [m], ascending: number of tokens before each mark."""
     hashes: np.ndarray
-    """int64 [m]: of the symbols before it."""
+    """int64 [m]: hash of the symbols before each mark."""
     media_ends: np.ndarray
-    """int64 [v]: where each image and video ends, rising."""
+    """int64 [v], ascending: where each image and video ends."""
     media_patches: np.ndarray
-    """int64 [v]: patches of each."""
+    """int64 [v]: patches of each image and video."""
 
     @classmethod
     def of(
         cls, symbols: np.ndarray, turn_ends: np.ndarray, media_ends: np.ndarray, media_patches: np.ndarray
     ) -> PrefixMarks:
-        """Mark a sample.
+        """Compute the marks of a sample.
 
         Args:
-            symbols: int64 [n]: token ids; in the place of each placeholder, a number of its medium's content.
-            turn_ends: int64 [any] in 0 to n: where something begins or ends that many samples may share.
-            media_ends: int64 [v] in 1 to n, rising.
+            symbols: int64 [n]: token ids, with each placeholder replaced by a hash of its medium's content.
+            turn_ends: int64 [any] in 0 to n: where a part begins or ends that many samples may share.
+            media_ends: int64 [v] in 1 to n, ascending.
             media_patches: int64 [v].
         """
         n = len(symbols)
@@ -446,12 +447,12 @@ class PrefixMarks(NamedTuple):
         return cls(ends, prefix_hashes(symbols)[ends - 1], media_ends, media_patches)
 
     def to_bytes(self) -> bytes:
-        """Return all four columns as bytes."""
+        """Encode all four columns as bytes."""
         return np.concatenate([[len(self.media_ends)], *self[2:], *self[:2]]).astype("<i8").tobytes()
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PrefixMarks:
-        """Read what `to_bytes` made."""
+        """Decode the result of `to_bytes`."""
         values = np.frombuffer(content, "<i8").astype(np.int64)
         media = int(values[0])
         media_ends, media_patches = np.split(values[1 : 1 + 2 * media], 2)
@@ -460,7 +461,7 @@ class PrefixMarks(NamedTuple):
 
 
 def prefix_hashes(symbols: np.ndarray) -> np.ndarray:
-    """int64 [n]: a hash of the first 1, 2, ... symbols: the sum of what splitmix64 makes of each symbol and place.
+    """Hash the first 1, 2, ... n symbols, int64 [n]: cumulative sums of splitmix64 hashes of symbol and position.
 
     Args:
         symbols: int64 [n].
@@ -470,7 +471,7 @@ def prefix_hashes(symbols: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """uint64 [n]: Vigna's splitmix64, which wraps around."""
+    """uint64 [n]: Vigna's splitmix64, which relies on wrap-around."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -478,14 +479,14 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def groups_of_marks(samples: Sequence[PrefixMarks], *, min_shared: int) -> PrefixGroups:
-    """Find the groups of N samples.
+    """Find the groups of N samples from their marks.
 
-    A group in another one begins where two samples of the outer one go different ways, and goes on for at least
-    `min_shared` tokens, and as many more as the end of the outer one is uncertain by: the tree of a row shares as much.
+    A nested group begins where two samples of the outer group diverge. It must add at least `min_shared` tokens, plus
+    the uncertainty of the outer group's end, so that the prefix tree of a row shares at least as much.
 
     Args:
-        samples: marks of each.
-        min_shared: tokens of the shortest prefix that is worth sharing, counted from the end of the one before it.
+        samples: marks of each sample.
+        min_shared: minimum tokens of a shared prefix, counted from the end of the outer prefix.
     """
     counts = np.array([len(marks.ends) for marks in samples], np.int64)
     sample = np.repeat(np.arange(len(samples)), counts)
@@ -505,43 +506,43 @@ def groups_of_marks(samples: Sequence[PrefixMarks], *, min_shared: int) -> Prefi
     parents, of_samples = _chains(sample, number[node], len(samples), len(used))
     tokens = ends[first[used]]
     holder = np.repeat(np.arange(len(samples)), counts)[first[used]]
-    order = np.lexsort((tokens, holder))  # by first sample; a parent before its children
+    order = np.lexsort((tokens, holder))  # by first sample, so that parents come before their children
     parents, of_samples, kept = _branching(parents, of_samples, tokens, order.tolist(), min_shared)
     patches, images = _media(samples, holder[kept], tokens[kept])
     return PrefixGroups(of_samples=of_samples, parents=parents, tokens=tokens[kept], patches=patches, images=images)
 
 
 def _chains(sample: np.ndarray, node: np.ndarray, samples: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(parent of each node, last node of each sample): a sample's nodes are a chain, its marks rise.
+    """Return (parent of each node, last node of each sample). The nodes of a sample form a chain, because marks rise.
 
     Args:
-        sample: int64 [M'] of each shared mark, rising.
-        node: int64 [M'].
+        sample: int64 [M'], ascending: sample of each shared mark.
+        node: int64 [M']: node of each shared mark.
         samples: N.
-        nodes: how many there are.
+        nodes: number of nodes.
     """
     begins = np.diff(sample, prepend=-1) > 0
     before = np.where(begins, ALONE, np.concatenate([[ALONE], node[:-1]])[: len(node)])
     parents = np.full(nodes, ALONE)
-    parents[node[::-1]] = before[::-1]  # of the first sample that has the node
+    parents[node[::-1]] = before[::-1]  # from the first sample with the node
     of_samples = np.full(samples, ALONE)
-    of_samples[sample] = node  # the last of its marks
+    of_samples[sample] = node  # the last assignment wins: the sample's last mark
     return parents, of_samples
 
 
 def _branching(
     parents: np.ndarray, of_samples: np.ndarray, tokens: np.ndarray, order: Sequence[int], min_shared: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(parents, of_samples, kept): nodes where samples end or go different ways, and that are long enough.
+    """Keep nodes where samples end or diverge and that add enough tokens.
 
     Returns:
-        Parents int64 [K] and groups of samples int64 [N] by their new numbers, and int64 [K] nodes of `parents`.
+        (parents int64 [K] and groups of samples int64 [N], both renumbered; the kept nodes, int64 [K]).
     """
     children = np.bincount(parents[parents >= 0], minlength=len(parents))
     ends = np.bincount(of_samples[of_samples >= 0], minlength=len(parents))
     splits = ((children > 1) | (ends > 0)).tolist()
     around, kept = np.full(len(parents), ALONE), []
-    """The nearest node that is kept, itself included."""
+    """`around`: the nearest kept node of each node, itself included."""
     of_parent, lengths = parents.tolist(), tokens.tolist()
     for node in order:
         outer = int(around[of_parent[node]]) if of_parent[node] >= 0 else ALONE
@@ -551,14 +552,14 @@ def _branching(
         around[node] = node if is_kept else outer
         kept += [node] * is_kept
     nodes = np.array(kept, np.int64)
-    number = np.full(len(parents) + 1, ALONE)  # the last one: of no node
+    number = np.full(len(parents) + 1, ALONE)  # the last entry stands for no node
     number[nodes] = np.arange(len(nodes))
     nearest = np.append(around, ALONE)
     return number[nearest[parents[nodes]]], number[nearest[of_samples]], nodes
 
 
 def _media(samples: Sequence[PrefixMarks], holders: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(patches, images): of the media in prefixes of so many tokens, each of a sample that has it."""
+    """Return (patches, images) of the media in each prefix, given its tokens and a sample that has it."""
     patches, images = np.zeros((2, len(tokens)), np.int64)
     for at, (holder, end) in enumerate(zip(holders.tolist(), tokens.tolist(), strict=True)):
         marks = samples[holder]

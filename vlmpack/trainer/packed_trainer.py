@@ -102,7 +102,7 @@ class PackedTrainer(RenamedWeights):
         self._warned_of_means = False
         self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
-        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # a plain bool refuses no evaluation: ours is exact
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # a plain bool: it does not refuse ours
         if isinstance(self.train_dataset, PackedStream):
             self.args.ignore_data_skip = True  # a stream resumes from its state, without reading what came before
             self.add_callback(EpochBySteps)

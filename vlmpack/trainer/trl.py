@@ -238,9 +238,9 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         **kwargs: keyword arguments of SFTTrainer and `PackedTrainer`.
 
     Raises:
-        ConfigError: as in `PackedTrainer`, or a data set does not come from `datasets` and there is no collator. Training and
-            evaluation also refuse TRL's own packing (`packing`, `padding_free`, `eval_packing`), which `check_trainer`
-            reports earlier.
+        ConfigError: as in `PackedTrainer`, or a data set does not come from `datasets` and there is no collator.
+            Training and evaluation also refuse TRL's own packing (`packing`, `padding_free`, `eval_packing`), which
+            `check_trainer` reports earlier.
     """
 
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
