@@ -1,4 +1,4 @@
-"""Rows for Megatron-Core and back: THD batches, a rank's part of a row, and rolls of such parts.
+"""Convert rows to and from Megatron-Core's THD batches, cut a row into rank-local parts, and roll such parts.
 
     PackedRow              Megatron's THD batch
     input_ids              tokens
@@ -7,7 +7,8 @@
     moe_padding_mask       padding_mask: True on padding
     segments               packed_seq_params: a `PackedSeqParams` of the installed megatron-core
 
-Lengths [3, 2], the row 8 tokens wide. Megatron's boundaries end where the row ends, so the tail is the last slot's:
+Lengths [3, 2] in a row of 8 tokens. Megatron's boundaries must end where the row ends, so the last segment takes the
+padding at the end:
 
     row                    a a a b b . . .
     cu_seqlens_q           [0, 3, 5]
@@ -38,25 +39,26 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 
 Boundaries = Literal["real", "slots"]
-"""The boundaries of a row with gaps that Megatron gets. `real`: two pairs, real tokens and slots. `slots`: one pair;
-padding is attended to as the causal tail of its own sample, which no real token sees."""
+"""Boundaries that Megatron gets for a row with padding between samples. `real`: two pairs, one of real lengths and one
+of padded lengths. `slots`: one pair of padded lengths; padding is then the causal tail of its sample, which no real
+token attends to."""
 
 _DISPENSABLE = frozenset({"total_tokens", "seq_idx", "pad_between_seqs"})
-"""Fields that older versions compute for themselves or have no layer for."""
+"""Fields that older versions compute themselves, or have no layer for."""
 
 
 def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str, Any]:
-    """The batch that a Megatron model step is given: whole, before context parallelism cuts it.
+    """Convert a row to the batch of a Megatron model step, before context parallelism cuts it.
 
-    Extras, media and host metadata travel along under their own names. No host–device sync.
+    Extras, media and host metadata keep their names. No host–device sync.
 
     Args:
-        row: the packed row. Without positions it gets 0, 1, 2, ... in each sample.
-        boundaries: `slots` for multi-token prediction on rows with gaps (megatron-core rolls tokens across them), and
-            where no attention kernel takes gaps.
+        row: the packed row. Without positions, it gets 0, 1, 2, ... in each sample.
+        boundaries: use `slots` for multi-token prediction on rows with padding between samples (megatron-core rolls
+            tokens across it), and if no attention kernel supports such padding.
 
     Raises:
-        ConfigError: megatron-core is not installed, or too old for a row with gaps.
+        ConfigError: megatron-core is not installed, or is too old for a row with padding between samples.
         LayoutError: samples of the row share prefixes, or its targets have weights.
     """
     check_unshared(row, "Megatron")
@@ -83,19 +85,19 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
 
 
 def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> PackedRow:
-    """The inverse of `to_megatron`, and the row of any other THD batch that no rank has cut yet.
+    """Convert a Megatron THD batch to a row: the inverse of `to_megatron`. The batch must not be cut over ranks yet.
 
-    Boundaries come from the host metadata where they travel along; otherwise from `packed_seq_params`, a
-    host–device sync if its tensors lie on a device. Where these hold only slots, `padding_mask` marks what is real.
+    Boundaries come from the host metadata if present, otherwise from `packed_seq_params`, which costs a host–device
+    sync if its tensors are on a device. If these contain only padded lengths, `padding_mask` marks the real tokens.
 
     Args:
-        batch: `tokens` [1, T], `packed_seq_params`, and as far as they are there `labels` [1, T] (shifted),
-            `loss_mask` [1, T] of zeros and ones, `position_ids`, `padding_mask` [1, T], `mm_token_type_ids`, media.
+        batch: `tokens` [1, T], `packed_seq_params`, and optionally `labels` [1, T] (shifted), `loss_mask` [1, T] of
+            zeros and ones, `position_ids`, `padding_mask` [1, T], `mm_token_type_ids`, media.
         extras: names of further tensors to keep.
 
     Raises:
-        LayoutError: another format than thd, boundaries that cannot be or that contradict the row, its metadata or its
-            padding; a loss mask that is no mask; targets on padding.
+        LayoutError: the format is not thd; boundaries are invalid, or contradict the row, its metadata or its padding;
+            the loss mask has values other than 0 and 1; or padding has targets.
     """
     tokens, metadata = batch["tokens"], batch.get(METADATA_KEY)
     params = batch["packed_seq_params"]
@@ -120,10 +122,10 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
 def packed_seq_params(
     segments: Segments, *, boundaries: Boundaries = "real", device: torch.device | str = "cpu"
 ) -> Any:
-    """A `PackedSeqParams` of the installed megatron-core, with those of `packed_seq_fields` that it has.
+    """Make a `PackedSeqParams` of the installed megatron-core from the `packed_seq_fields` that it knows.
 
     Raises:
-        ConfigError: megatron-core is not installed, or lacks a field without which it would attend elsewhere.
+        ConfigError: megatron-core is not installed, or lacks a field that it needs to keep samples apart.
     """
     params_class = _params_class()
     values = packed_seq_fields(segments, boundaries=boundaries, device=device)
@@ -134,7 +136,7 @@ def packed_seq_params(
             f"PackedSeqParams of the installed megatron-core has no {', '.join(lacking)}, without which it would not "
             "keep the samples of this row apart: pip install -U megatron-core"
         )
-    # With `total_tokens` from the start newer versions compute `seq_idx` again, with a host–device sync.
+    # If `total_tokens` is passed to the constructor, newer versions recompute `seq_idx`, with a host–device sync.
     late = {"total_tokens"} & accepted
     params = params_class(**{name: values[name] for name in values if name in accepted - late})
     if late:
@@ -145,10 +147,11 @@ def packed_seq_params(
 def packed_seq_fields(
     segments: Segments, *, boundaries: Boundaries = "real", device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """The fields of `PackedSeqParams` by name, whatever is installed. No host–device sync.
+    """Return the fields of `PackedSeqParams` by name, whatever version is installed. No host–device sync.
 
-    `cu_seqlens_*` are int32 [G + 1]; the padded pair is there only if it differs. `max_seqlen_*` is the widest slot, a
-    python int. `seq_idx` is int32 [1, T]: the segment of each token. Query and key boundaries are one object.
+    `cu_seqlens_*` are int32 [G + 1]; the padded pair is present only if it differs. `max_seqlen_*` is the largest
+    padded length, a Python int. `seq_idx` is int32 [1, T]: the segment of each token. Query and key boundaries are the
+    same object.
     """
     slots = segments.without_tail()
     gaps = boundaries == "real" and slots.real != slots.stride
@@ -175,13 +178,13 @@ def validate(
         validate(batch["packed_seq_params"].cu_seqlens_q_padded, SlotRule.for_parallel(context=4, layout="mirrored"))
 
     Args:
-        row: a row, its segments, or the boundaries of its slots (`cu_seqlens_q_padded`): tensors on a device cost a
-            host-device sync.
-        rule: what the ranks need.
-        total: width of the row in tokens, where `row` is boundaries; None: their end.
+        row: a row, its segments, or its padded boundaries (`cu_seqlens_q_padded`). Tensors on a device cost a
+            host–device sync.
+        rule: padding that the ranks need.
+        total: width of the row in tokens, if `row` is boundaries; None: where they end.
 
     Raises:
-        LayoutError: everything that is wrong, and what to set.
+        LayoutError: lists everything that is wrong, and what to set.
     """
     segments = row.segments if isinstance(row, PackedRow) else row
     if isinstance(segments, Segments):
@@ -221,7 +224,7 @@ def _problems(stride: tuple[int, ...], total: int, rule: SlotRule) -> Iterator[s
 
 
 def installed_version() -> tuple[int, ...] | None:
-    """(major, minor) of the installed megatron-core; None: it is not installed."""
+    """Return (major, minor) of the installed megatron-core; None: it is not installed."""
     try:
         return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:2])
     except metadata.PackageNotFoundError:
@@ -243,7 +246,7 @@ def _params_class() -> type[Any]:
 
 
 def _positions(row: PackedRow) -> torch.Tensor:
-    """[1, T] or [3, 1, T]: the text row of four, which only transformers reads, stays behind."""
+    """[1, T] or [3, 1, T]; drops the text positions of four, which only transformers reads."""
     if row.position_ids is None:
         return row.segments.position_in_segment(row.input_ids.device)[None]
     return row.position_ids[-3:] if row.position_ids.ndim == 3 else row.position_ids
@@ -270,7 +273,7 @@ def _check_format(params: Any) -> None:
 
 
 def _check_metadata(params: Any, segments: Segments) -> None:
-    """Compare them where the boundaries are, without a sync."""
+    """Check that params match the metadata, by comparing on the device of the boundaries, without a sync."""
     slots = segments.without_tail()
     query, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     message = (
@@ -308,7 +311,7 @@ def _segments(params: Any, padding_mask: torch.Tensor | None, *, total: int) -> 
 
 
 def _real_boundaries(padding_mask: torch.Tensor, stride: tuple[int, ...]) -> list[int]:
-    """Cumulative tokens, G + 1 values, of which the mask leaves some in each slot."""
+    """Return cumulative real tokens, G + 1 values, counted with the mask within each padded segment."""
     before = np.concatenate([[0], np.cumsum(padding_mask.reshape(-1).cpu().numpy() == 0)])
     return before[list(stride)].tolist()
 
@@ -326,7 +329,7 @@ def _targets(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
     return labels
 
 
-# ---------------------------------------------------------------------- a rank's part of a row
+# ---------------------------------------------------------------------- one rank's part of a row
 
 
 @final
@@ -337,63 +340,63 @@ class LocalRow:
     input_ids: torch.Tensor
     """[1, t] int64."""
     partition: Partition
-    """The rank that holds each part; its segments are the whole row's."""
+    """Which rank holds which tokens; its segments are those of the whole row."""
     rank: int
-    """Whose part this is."""
+    """Rank that holds this part."""
     shift_labels: torch.Tensor | None = None
-    """[1, t] int64: the target of each token, shifted before the row was cut; -100: none."""
+    """[1, t] int64: target of each token, shifted before the row was cut; -100: none."""
     shift_weights: torch.Tensor | None = None
-    """[1, t] floats: the weight of each target; None: 1."""
+    """[1, t] float: weight of each target; None: 1."""
     position_ids: torch.Tensor | None = None
-    """[k, 1, t] or [1, t], as the row had them."""
+    """[k, 1, t] or [1, t], like those of the row."""
     mm_token_type_ids: torch.Tensor | None = None
     """[1, t]: 0 text, 1 image, 2 video."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, t] or [k, 1, t] tensors."""
     media: Media = field(default_factory=Media)
-    """Pixels and grids that this rank computes, whosever tokens they stand for."""
+    """Pixels and grids of the media that this rank computes, whichever rank holds their tokens."""
     images: MediaShare
-    """The rank that computes each image."""
+    """Which rank computes each image."""
     videos: MediaShare
-    """The rank that computes each video."""
+    """Which rank computes each video."""
     metadata: HostMetadata | None = None
-    """Metadata of the whole row on the host; `num_targets` is that of all ranks."""
+    """Host metadata of the whole row; `num_targets` counts all ranks."""
 
     @property
     def segments(self) -> Segments:
-        """The whole row's boundaries."""
+        """Boundaries of the whole row."""
         return self.partition.segments
 
     @property
     def local_segments(self) -> Segments:
-        """The boundaries of this part; positions are not counted in it."""
+        """Boundaries within this part; they give no positions."""
         return self.partition.local_segments(self.rank)
 
     @property
     def index(self) -> torch.Tensor:
-        """int64 [t]: the place in the row of each token."""
+        """int64 [t]: index in the whole row of each token."""
         return self.partition.index(self.rank, self.input_ids.device)
 
     @property
     def moe_padding_mask(self) -> torch.Tensor:
-        """[1, t] bool: True where the row holds padding."""
+        """[1, t] bool: True on padding."""
         return self.partition.cut(self.segments.padding_mask(self.input_ids.device)[None], self.rank)
 
 
 def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored") -> LocalRow:
-    """The part of `row` that `rank` of `ranks` holds.
+    """Cut the part of a row that `rank` of `ranks` holds.
 
-    Every rank is given the same whole row and cuts its own part out of it. Labels are shifted already, so a part's
-    last target is a token of another part. Images are spread over ranks by their patches, wherever their tokens are.
+    Every rank gets the same whole row and cuts out its own part. Labels are already shifted, so the last target of a
+    part may be a token of another part. Images are distributed over ranks by their patches, wherever their tokens are.
 
     Args:
-        row: the whole row; with media in its metadata there is no host–device sync.
-        rank: whose part.
-        ranks: how many there are.
-        layout: `mirrored` balances causal attention, `contiguous` takes any boundaries.
+        row: the whole row. If its metadata has the media, there is no host–device sync.
+        rank: rank whose part to cut.
+        ranks: number of ranks.
+        layout: `mirrored` balances causal attention, `contiguous` accepts any boundaries.
 
     Raises:
-        LayoutError: the row cannot be cut so; names the segment, what was seen and what to set.
+        LayoutError: the row cannot be cut like this; names the segment, what was seen and what to set.
     """
     check_unshared(row, "a rank that holds a part of it")
     partition = Partition(segments=row.segments, ranks=ranks, layout=layout)
@@ -423,16 +426,16 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored")
 def unshard(
     parts: Sequence[torch.Tensor], segments: Segments, *, layout: Layout = "mirrored", token_dim: int = -1
 ) -> torch.Tensor:
-    """The inverse of `shard` for one tensor: what each rank holds of it, in the order of ranks, to the row's own.
+    """Join one tensor's parts of all ranks to that of the whole row: the inverse of `shard`.
 
     Args:
-        parts: a [..., t, ...] of each rank.
-        segments: the whole row's boundaries.
-        layout: as it was cut.
-        token_dim: the dimension of length t, and of length T in what is given back.
+        parts: a [..., t, ...] tensor of each rank, in rank order.
+        segments: boundaries of the whole row.
+        layout: layout with which the row was cut.
+        token_dim: dimension of length t, which has length T in the result.
 
     Raises:
-        LayoutError: parts that are not those of this row.
+        LayoutError: the parts do not belong to this row.
     """
     return Partition(segments=segments, ranks=len(parts), layout=layout).join(parts, token_dim=token_dim)
 
@@ -441,7 +444,7 @@ def unshard(
 
 
 def _table_of(row: PackedRow) -> MediaTable:
-    """The media of a row; of one whose metadata does not know them, their grids."""
+    """Return the media of a row from its metadata, or else from their grids."""
     media, known = row.media, row.known_metadata.media
     if known is not None:
         compare_media(known, media)
@@ -452,7 +455,7 @@ def _table_of(row: PackedRow) -> MediaTable:
 
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
-    """Return the media that `rank` computes; no tensors of a kind of which it computes none."""
+    """Return the media that `rank` computes; kinds of which it computes none have no tensors."""
     tensors, of_rank = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),
@@ -467,24 +470,24 @@ def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -
 @final
 @dataclass(frozen=True, kw_only=True)
 class Halo:
-    """The tokens that each rank needs to roll its part of a row by 1, ..., K tokens."""
+    """The tokens that each rank needs from others to roll its part of a row by 1, ..., K tokens."""
 
     partition: Partition
-    """The tokens that each rank holds."""
+    """Which rank holds which tokens."""
     depth: int
-    """K, the most tokens that a part is rolled by."""
+    """K, the maximum number of tokens to roll by."""
 
     def __post_init__(self) -> None:
         if self.depth < 1:
             raise LayoutError(f"a halo serves rolls by 1 token and more, got depth={self.depth}")
 
     def route(self, rank: int) -> Route:
-        """Return the tokens that `rank` sends to each rank, and how many it receives: at most K a stretch."""
+        """Return which tokens `rank` sends to each rank, and how many it receives: at most K per contiguous run."""
         self.partition.check_rank(rank)
         return self._transfers.route(rank)
 
     def places(self, rank: int) -> torch.Tensor:
-        """int64 [h]: the place in the row of each token that comes to `rank`, in the order in which they come."""
+        """int64 [h]: index in the row of each token that `rank` receives, in the order received."""
         self.partition.check_rank(rank)
         return torch.from_numpy(self._places(rank))
 
@@ -498,18 +501,18 @@ class Halo:
         fill: float,
         token_dim: int = -1,
     ) -> torch.Tensor:
-        """The part of `rank` of what `vlmpack.layout.roll_left` makes of the whole row. Differentiable.
+        """Compute the part of `rank` of `vlmpack.layout.roll_left` of the whole row. Differentiable.
 
         Args:
-            part: what `rank` holds, t tokens along `token_dim`.
-            halo: what came to it by its `route`, h tokens along `token_dim`.
-            rank: whose part.
-            depth: tokens to move by, 1 to K.
-            fill: what the last `depth` tokens of a segment and padding get.
-            token_dim: the dimension of tokens.
+            part: the part of `rank`, t tokens along `token_dim`.
+            halo: tokens that `rank` received by its `route`, h tokens along `token_dim`.
+            rank: rank whose part to roll.
+            depth: number of tokens to roll by, 1 to K.
+            fill: value for the last `depth` tokens of each segment, and for padding.
+            token_dim: dimension of tokens.
 
         Raises:
-            LayoutError: a depth that this halo does not serve, or tensors of another width.
+            LayoutError: `depth` is not between 1 and K, or a tensor has another width.
         """
         if not 1 <= depth <= self.depth:
             raise LayoutError(f"this halo serves rolls by 1 to {self.depth} tokens, got depth={depth}")
@@ -523,13 +526,13 @@ class Halo:
         ends = self._derived(self._ends, rank, depth, part.device)
         return torch.cat([part, halo], token_dim).index_select(token_dim, source).index_fill_(token_dim, ends, fill)
 
-    # ------------------------------------------------------------------ made once for a row
+    # ------------------------------------------------------------------ computed once per row
 
     @cached_property
     def _wanted(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rank, place) of every token that a rank needs and does not hold, each int64 [N], both rising.
+        """Return (rank, token index) of every token that a rank needs and does not hold, each int64 [N], both rising.
 
-        Such a token lies fewer than K places behind the start of a stretch of the row that another rank holds.
+        Such a token lies fewer than K tokens behind the start of a contiguous run that another rank holds.
         """
         total, stops = self.partition.segments.total, _stops(self.partition.segments)
         depth = min(self.depth, total)
@@ -566,12 +569,12 @@ class Halo:
         return partition.segments.derived(key, device, partial(make, rank, depth))
 
     def _ends(self, rank: int, depth: int) -> np.ndarray:
-        """int64: where in the part of `rank` no token of the same segment comes `depth` places later in the row."""
+        """int64: indices in the part of `rank` whose segment has no token `depth` tokens later."""
         index = self.partition.index(rank).numpy()
         return np.flatnonzero(index + depth >= _stops(self.partition.segments)[index])
 
     def _source(self, rank: int, depth: int) -> np.ndarray:
-        """int64 [t]: the place, in the part with its halo behind it, of the token that follows each; 0 at ends."""
+        """int64 [t]: for each token, the index of the token `depth` later in (part + halo); 0 if there is none."""
         index, halo = self.partition.index(rank).numpy(), self._places(rank)
         place = np.zeros(self.partition.segments.total + depth, np.int64)
         place[index], place[halo] = np.arange(len(index)), len(index) + np.arange(len(halo))
@@ -579,5 +582,5 @@ class Halo:
 
 
 def _stops(segments: Segments) -> np.ndarray:
-    """int64 [T]: for each token, the end of its segment's real tokens; 0 on the row's tail."""
+    """int64 [T]: for each token, the end of its segment's real tokens; 0 on the padding at the end of the row."""
     return np.repeat([*(stop for _, stop in segments.spans), 0], segments.slots_and_tail)

@@ -1,4 +1,4 @@
-"""SeqPacker's names over vlmpack's plans and rows: a script of it runs with only its imports changed.
+"""SeqPacker's API on top of vlmpack's plans and rows: a SeqPacker script runs with only its imports changed.
 
     from vlmpack.interop.seqpacker import pack_sequences      # was: from seqpacker import pack_sequences
     from vlmpack.interop.seqpacker import pack_dataset        # was: from seqpacker.hf_utils import pack_dataset
@@ -9,10 +9,10 @@ Two samples [7 7 7] and [8 8] in a row of 7:
     input_ids      7    7 7    8 8    0    0
     labels      -100    7 7 -100 8 -100 -100     not shifted, because models shift them; each sample's first is masked
     position_ids   0    1 2    0 1    0    0
-    attention_mask null                          a 2D mask would let samples of a row see each other
+    attention_mask null                          a 2D mask would let samples of a row attend to each other
 
-SeqPacker's labels are shifted, and a model shifts them again; a loss of your own that does not shift takes
-`PackedBatch.shift_labels`. Planning needs numpy alone; torch and datasets are imported by what needs them.
+SeqPacker's own labels are shifted, and a model shifts them again. For a custom loss that does not shift, use
+`PackedBatch.shift_labels`. Planning needs only numpy; torch and datasets are imported where they are needed.
 G rows of width W, T tokens of a joined row.
 """
 
@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from vlmpack.layout.row import PackedRow
 
 IGNORE = -100
-"""The label that cross-entropy leaves out: `vlmpack.layout.IGNORE`, which would bring in torch."""
+"""The label that cross-entropy ignores: `vlmpack.layout.IGNORE`, which would import torch."""
 LABELS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
-"""Columns that mark what is trained on, not shifted; masks hold 0 and 1. A sample has one, or all of it is."""
+"""Columns that mark targets, not shifted; masks hold 0 and 1. A sample has one of them, or all tokens are targets."""
 FULL_NAMES = {
     "nextfit": "nf", "firstfit": "ff", "bestfit": "bf", "worstfit": "wf", "firstfitdecreasing": "ffd",
     "bestfitdecreasing": "bfd", "firstfitshuffle": "ffs", "harmonic": "hk",
 }  # fmt: skip
-"""SeqPacker's long names, in small letters -> its short ones."""
+"""SeqPacker's long names in lower case -> its short names."""
 
 BEST_FIT = ("obfd", "obfdp", "bfd", "bf", "ffd", "mffd", "ff", "ffs", "wf")
 ALIASES = {**dict.fromkeys(BEST_FIT, "best_fit_decreasing"), "hk": "rolling_fill", "nf": "next_fit"}
-"""SeqPacker's short name -> ours. Where it has a variant that we have not, ours is the one that needs no more bins."""
+"""SeqPacker's short name -> our strategy. If we lack a variant, it maps to one of ours that needs no more bins."""
 
 Oversize = Literal["error", "drop"]
-"""Treatment of samples above the capacity: refuse them, or leave them out."""
+"""What to do with samples above the capacity: refuse them, or leave them out."""
 
 
 # ---------------------------------------------------------------------- plans
@@ -66,47 +66,47 @@ class Pack:
     """The samples of one row."""
 
     sequence_ids: list[int]
-    """Their places in the list of lengths that was packed."""
+    """Indices of the samples in the list of lengths."""
     lengths: list[int]
-    """Tokens of each."""
+    """Tokens of each sample."""
 
     @property
     def used(self) -> int:
-        """Tokens of the row that samples fill."""
+        """Tokens of all samples in the row."""
         return sum(self.lengths)
 
     def __len__(self) -> int:
-        """Samples of the row."""
+        """Return the number of samples in the row."""
         return len(self.sequence_ids)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackMetrics:
-    """Fill ratios of rows. Utilisation is the tokens of a row over its capacity, 0 to 1."""
+    """Fill statistics of rows. Utilization is the tokens of a row over its capacity, 0 to 1."""
 
     num_sequences: int
     """Samples in rows."""
     num_packs: int
-    """Rows."""
+    """Number of rows."""
     total_tokens: int
     """Tokens of all samples in rows."""
     padding_tokens: int
-    """Tokens of rows that no sample fills."""
+    """Unused tokens of row capacity."""
     efficiency: float
     """Tokens over the capacity of all rows, 0 to 1."""
     avg_utilisation: float
-    """Mean over rows."""
+    """Mean utilization of rows."""
     utilisation_std: float
-    """Standard deviation over rows (of the rows there are, not an estimate)."""
+    """Standard deviation of row utilization (population, not sample)."""
     min_utilisation: float
-    """Of the emptiest row."""
+    """Utilization of the emptiest row."""
     max_utilisation: float
-    """Of the fullest row."""
+    """Utilization of the fullest row."""
     avg_sequences_per_pack: float
-    """Samples of a row, on average."""
+    """Mean number of samples per row."""
     packing_time_ms: float
-    """Milliseconds that planning took."""
+    """Planning time in milliseconds."""
 
     @property
     def padding_ratio(self) -> float:
@@ -116,23 +116,23 @@ class PackMetrics:
 
     @property
     def throughput(self) -> float:
-        """Samples packed per second (SeqPacker's stub claims per millisecond; its code counts seconds)."""
+        """Samples packed per second (SeqPacker's stub says per millisecond, but its code counts seconds)."""
         return self.num_sequences / (self.packing_time_ms / 1000) if self.packing_time_ms else float("inf")
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackResult:
-    """A plan under SeqPacker's names. Every view is made once."""
+    """A plan under SeqPacker's names. Each property that builds lists is computed once."""
 
     plan: Plan
-    """The rows: what the rest of vlmpack takes (`PackedBatchSampler`, `Plan.save`)."""
+    """The rows, as the rest of vlmpack takes them (`PackedBatchSampler`, `Plan.save`)."""
     time_ms: float = 0.0
-    """Milliseconds that planning took."""
+    """Planning time in milliseconds."""
 
     @cached_property
     def packs(self) -> list[Pack]:
-        """One for each row."""
+        """One `Pack` per row."""
         lengths = self.plan.lengths
         return [Pack(sequence_ids=row.tolist(), lengths=lengths[row].tolist()) for row in self.plan]
 
@@ -143,7 +143,7 @@ class PackResult:
 
     @cached_property
     def metrics(self) -> PackMetrics:
-        """The fill ratios of the rows."""
+        """Fill statistics of the rows."""
         plan, samples = self.plan, len(self.plan.sample_ids)
         used = plan.tokens / plan.capacity if len(plan) else np.zeros(1)
         return PackMetrics(
@@ -155,7 +155,7 @@ class PackResult:
 
     @property
     def num_bins(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self.plan)
 
     @property
@@ -164,7 +164,7 @@ class PackResult:
         return self.plan.fill
 
     def __len__(self) -> int:
-        """Rows."""
+        """Return the number of rows."""
         return len(self.plan)
 
     def __repr__(self) -> str:
@@ -174,18 +174,18 @@ class PackResult:
 @final
 @dataclass(frozen=True)
 class Packer:
-    """Plans rows of one capacity, by one strategy.
+    """Plans rows of one capacity with one strategy.
 
     Raises:
-        ConfigError: a capacity below 1, a strategy that does not exist, a seed that is no whole number.
+        ConfigError: the capacity is below 1, the strategy is unknown, or the seed is not a whole number.
     """
 
     capacity: int
-    """Tokens that a row may hold."""
+    """Maximum tokens of a row."""
     strategy: str = "obfd"
     """SeqPacker's name, short or long, or one of `vlmpack.plan.STRATEGIES`."""
     seed: int | None = None
-    """Of the shuffle. SeqPacker's names use it in `ffs` alone (None: 42), ours always (None: no shuffle)."""
+    """Seed of the shuffle. Of SeqPacker's names, only `ffs` uses it (None: 42); ours always do (None: no shuffle)."""
 
     def __post_init__(self) -> None:
         checked_capacity(self.capacity)
@@ -196,23 +196,23 @@ class Packer:
         """Choose which samples share a row.
 
         Args:
-            lengths: N whole numbers from 1 to the capacity, tokens of each sample.
+            lengths: N whole numbers from 1 to the capacity: the tokens of each sample.
 
         Raises:
-            SampleError: a length that is not whole, below 1, or above the capacity; names the sample.
-            ConfigError: no samples.
+            SampleError: a length is not whole, below 1, or above the capacity; names the sample.
+            ConfigError: there are no samples.
         """
         start = perf_counter()
         plan = self.plan(lengths)
         return PackResult(plan=plan, time_ms=1000 * (perf_counter() - start))
 
     def pack_flat(self, lengths: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(samples int64 [N] in row order, cuts int64 [G - 1]): `numpy.split(*packer.pack_flat(lengths))`."""
+        """Return (samples int64 [N] in row order, cuts int64 [G - 1]) for `numpy.split(*packer.pack_flat(lengths))`."""
         plan = self.plan(lengths)
         return plan.sample_ids, plan.bounds[1:-1]
 
     def plan(self, lengths: Sequence[int] | np.ndarray, oversize: Oversize = "error") -> Plan:
-        """Plan the same rows; samples above the capacity are refused, or left out and listed."""
+        """Return the same rows as a Plan; samples above the capacity are refused, or left out and listed."""
         name, seed = self._short_name, self.seed
         if name == "ffs":
             seed = 42 if seed is None else seed
@@ -222,7 +222,7 @@ class Packer:
 
     @staticmethod
     def strategies() -> list[tuple[str, str]]:
-        """(SeqPacker's short name, the strategy of `vlmpack.plan.STRATEGIES` that serves it)."""
+        """Return (SeqPacker's short name, the strategy of `vlmpack.plan.STRATEGIES` that it maps to) pairs."""
         return list(ALIASES.items())
 
     @property
@@ -234,23 +234,23 @@ class Packer:
 def pack_sequences(
     lengths: Sequence[int] | np.ndarray, capacity: int, strategy: str = "obfd", seed: int | None = None
 ) -> PackResult:
-    """Choose which samples share a row: `Packer(capacity, strategy, seed).pack(lengths)`, with its errors."""
+    """Choose which samples share a row: `Packer(capacity, strategy, seed).pack(lengths)`, with the same errors."""
     return Packer(capacity, strategy, seed).pack(lengths)
 
 
 @final
 class StreamPacker:
-    """Plan rows of lengths that come one by one; the rows are those of `pack_sequences` with the same strategy.
+    """Plan rows of lengths that arrive one by one. Rows equal those of `pack_sequences` with the same strategy.
 
     Args:
-        capacity: tokens that a row may hold.
-        strategy: `"nf"` fills one row after the other in the order given. `"hk"` stands for `rolling_fill`, not for
-            Harmonic-K: of a packing buffer of 64 samples or four rows' worth of tokens, each row is the oldest and
-            those that fill it up. It holds as little at a time as Harmonic-K does, and its rows are fuller.
-        k: Harmonic-K's number of size classes. There are none here: it is checked, and changes nothing.
+        capacity: maximum tokens of a row.
+        strategy: `"nf"` fills one row after the other, in the order given. `"hk"` maps to `rolling_fill` instead of
+            Harmonic-K: each row is the oldest sample of a packing buffer (64 samples, and at least four rows' worth of
+            tokens) and the samples that fill it up. It buffers as little as Harmonic-K, and rows are fuller.
+        k: number of size classes of Harmonic-K. It is validated, but has no effect.
 
     Raises:
-        ConfigError: a capacity or k below 1, or another strategy.
+        ConfigError: the capacity or `k` is below 1, or the strategy is another one.
     """
 
     def __init__(self, capacity: int, strategy: str = "nf", k: int | None = None) -> None:
@@ -268,19 +268,19 @@ class StreamPacker:
         self._lengths: dict[int, int] = {}
         self._finished = False
         self.sequences_added = 0
-        """Samples taken in so far."""
+        """Number of samples added so far."""
 
     def add(self, length: int) -> list[Pack]:
-        """Take one sample in and return the rows that are now complete, often none.
+        """Add one sample, and return the rows that are now complete, often none.
 
         Raises:
-            SampleError: a length that is not whole, below 1 or above the capacity; names the sample. It is not taken
-                in, and the packer goes on.
-            ConfigError: the stream was finished.
+            SampleError: the length is not whole, below 1 or above the capacity; names the sample. The sample is not
+                added, and the packer can go on.
+            ConfigError: the stream is finished.
         """
         if self._finished:
             raise ConfigError("this StreamPacker is finished; make a new one for the next stream")
-        PackingBuffer(self._capacity).add(self.sequences_added, length)  # refused before a row is given out
+        PackingBuffer(self._capacity).add(self.sequences_added, length)  # raise before a row is returned
         is_full = self._strategy == "nf" and self._buffer.tokens + length > self._capacity
         complete = [self._next_row()] if is_full else []
         self._buffer.add(self.sequences_added, length)
@@ -292,14 +292,14 @@ class StreamPacker:
         return complete
 
     def finish(self) -> list[Pack]:
-        """Give out what is left; after this nothing can be added."""
+        """Return the remaining rows; afterwards nothing can be added."""
         self._finished, rest = True, []
         while len(self._buffer):
             rest.append(self._next_row())
         return rest
 
     def _next_row(self) -> Pack:
-        """The oldest sample and those that fill its row; by next fit the whole buffer."""
+        """Take the oldest sample and the samples that fill its row; with next fit, the whole buffer."""
         row = self._buffer.take()
         return Pack(sequence_ids=row, lengths=[self._lengths.pop(sample) for sample in row])
 
@@ -317,23 +317,25 @@ def pack_dataset(
     oversize: Oversize = "error",
     **columns: Any,
 ) -> Dataset:
-    """Pack samples into rows, as a data set; its columns are shown at the top of the file.
+    """Pack samples into rows, as a data set with the columns shown at the top of this file.
 
-    A plain model whose layers are all attention trains it under HF Trainer as it is, on sdpa and eager; one with
-    packing enabled takes `RowCollator()`.
+    A plain model whose layers are all attention trains on it under HF Trainer as it is, with sdpa and eager attention.
+    A model with packing enabled needs `RowCollator()`.
 
     Args:
-        token_ids: one list, vector or tensor for each sample, or a column of a `datasets.Dataset`.
-        capacity: tokens that a row may hold.
+        token_ids: one list, vector or tensor per sample, or a column of a `datasets.Dataset`.
+        capacity: maximum tokens of a row.
         strategy: SeqPacker's name or ours, see `Packer`.
-        seed: of the shuffle, see `Packer`.
-        labels: like `token_ids`: labels of each token, not shifted, -100 where nothing is trained on; None: the ids.
-        oversize: refuse samples above the capacity, or leave them out.
-        columns: `padding_value` and others of `pack_dataset_from_result`.
+        seed: seed of the shuffle, see `Packer`.
+        labels: labels of each token, in the form of `token_ids`, not shifted, -100 where nothing is trained on; None:
+            the token ids.
+        oversize: what to do with samples above the capacity: refuse them, or leave them out.
+        columns: `padding_value` and other settings of `pack_dataset_from_result`.
 
     Raises:
-        SampleError: a sample that is no vector of token ids, is empty, too long, or has other labels; names it.
-        ConfigError: a setting that does not exist, or `datasets` is not installed.
+        SampleError: a sample is not a vector of token ids, is empty or too long, or has labels of another length; names
+            the sample.
+        ConfigError: a setting is unknown, or `datasets` is not installed.
     """
     packer, samples = Packer(capacity, strategy, seed), _read(token_ids, labels)
     lengths = [len(ids) for ids, _ in samples]
@@ -355,20 +357,20 @@ def pack_dataset_from_result(
     pad_to_capacity: bool = True,
     seq_lengths: bool = False,
 ) -> Dataset:
-    """The rows of a result, or of any `Plan`, as a data set.
+    """Return the rows of a result, or of any `Plan`, as a data set.
 
     Args:
         result: the rows.
-        token_ids: of all samples that were packed, as for `pack_dataset`.
-        padding_value: of `input_ids` on padding.
-        label_padding_value: of `labels` where nothing is trained on, below 0.
-        labels: as for `pack_dataset`.
-        pad_to_capacity: False: rows are as long as their tokens.
-        seq_lengths: add TRL's column of that name, the length of every sample of a row.
+        token_ids: token ids of all packed samples, as in `pack_dataset`.
+        padding_value: value of `input_ids` on padding.
+        label_padding_value: value of `labels` where nothing is trained on, below 0.
+        labels: as in `pack_dataset`.
+        pad_to_capacity: pad rows to the capacity; False: rows are as long as their tokens.
+        seq_lengths: add TRL's column `seq_lengths`, the lengths of the samples of each row.
 
     Raises:
-        SampleError: a sample that is no vector of token ids, or has other labels; names it.
-        ConfigError: there are other samples than were packed, or a setting does not exist.
+        SampleError: a sample is not a vector of token ids, or has labels of another length; names the sample.
+        ConfigError: the samples are not the packed ones, or a setting is invalid.
     """
     check_extra("data", "datasets", needed_by="a packed data set")
     import pyarrow as pa
@@ -393,7 +395,7 @@ _Sample = tuple[np.ndarray, np.ndarray]
 def _rows(
     samples: Sequence[_Sample], plan: Plan, padding_value: int, label_padding_value: int, *, to_capacity: bool = True
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the columns of each row, and the lengths of its samples."""
+    """Yield the columns of each row, including the lengths of its samples."""
     if plan.lengths.tolist() != [len(ids) for ids, _ in samples]:
         raise ConfigError("these are not the samples that were packed; give the token ids of all, in the same order")
     if label_padding_value >= 0:
@@ -401,7 +403,7 @@ def _rows(
     for members in plan.bins:
         lengths = [len(samples[sample][0]) for sample in members]
         rest = plan.capacity - sum(lengths) if to_capacity else 0
-        if rest < 0:  # oversize="own_row", or shared prefixes
+        if rest < 0:  # a plan with oversize="own_row" or shared prefixes
             raise ConfigError(f"a row holds {sum(lengths)} tokens, above its capacity; choose pad_to_capacity=False")
         ids, labels = (np.concatenate([samples[sample][at] for sample in members]) for at in (0, 1))
         labels[np.cumsum([0, *lengths[:-1]])] = IGNORE
@@ -426,7 +428,7 @@ def _read(token_ids: Any, labels: Any) -> list[_Sample]:
 
 
 def _vectors(samples: Any, what: str) -> list[np.ndarray]:
-    """One vector for each sample, of lists, vectors, tensors, a column of a data set or an arrow array."""
+    """Return one vector per sample from lists, vectors, tensors, a column of a data set or an arrow array."""
     if isinstance(samples, (str, Mapping)) or not isinstance(samples, Iterable):
         raise ConfigError(
             f"the {what} must be one list, vector or tensor for each sample, got {type(samples).__name__}"
@@ -436,10 +438,10 @@ def _vectors(samples: Any, what: str) -> list[np.ndarray]:
 
 
 def _vector(values: Any, what: str, index: int) -> np.ndarray:
-    """int64 [n] of one sample's numbers."""
+    """Return one sample's numbers as int64 [n]."""
     try:
         numbers = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):  # lists of other lengths; a tensor on a device
+    except (TypeError, ValueError, RuntimeError):  # ragged lists; a tensor on a device
         numbers = np.asarray(None)
     if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iub"):
         raise _bad(f"the {what} are not a vector of whole numbers: {type(values).__name__} {values!r:.60}", index)
@@ -459,57 +461,59 @@ def _bad(fault: str, index: int) -> SampleError:
 PositionRows = Literal[0, 1, 4]
 """Number of rows of positions that a model takes."""
 BareRow = Literal["refuse", "one_sample"]
-"""Treatment of a row without boundaries."""
+"""What to do with a row without boundaries."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
-    """G rows of one width W as tensors. `model(**batch.to_hf())` trains them exactly, with packing enabled, or without
-    it if all layers of the model are attention."""
+    """G rows of one width W as tensors.
+
+    `model(**batch.to_hf())` trains on them exactly if packing is enabled, or if all layers of the model are attention.
+    """
 
     input_ids: torch.Tensor
     """[G, W] int64."""
     position_ids: torch.Tensor
     """[G, W] int64: 0, 1, 2, ... in every sample; 0 on padding."""
     labels: torch.Tensor
-    """[G, W] int64, not shifted: models shift them. Each sample's first one is masked."""
+    """[G, W] int64, not shifted, because models shift them. The first label of each sample is masked."""
     cu_seqlens: list[torch.Tensor]
-    """Of each row, int32 [its samples + 1]: cumulative tokens."""
+    """Cumulative tokens of each row, int32 [number of its samples + 1]."""
     max_seqlen: int
     """Tokens of the longest sample."""
     packs: tuple[Pack, ...]
     """The samples of each row, on the host."""
     label_padding_value: int = IGNORE
-    """Of labels where nothing is trained on."""
+    """Value of labels where nothing is trained on."""
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """float32 [G, 1, W, W], made anew at each call: 0 where a token sees another, else the smallest number.
+        """Block-diagonal causal mask, float32 [G, 1, W, W]: 0 where a token attends, else the smallest float.
 
-        The block-diagonal causal mask: with it an unmodified model keeps samples apart on eager and sdpa. It takes
-        4 G W² bytes; `to_hf()` needs none.
+        With this mask, an unmodified model keeps samples apart on eager and sdpa. It is computed anew on each access
+        and takes 4 G W² bytes; `to_hf()` needs no mask.
         """
         import torch
 
         place = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        first = place - self.position_ids  # where in the row each token's sample starts; of padding, itself
+        first = place - self.position_ids  # index of each token's sample start; padding gets its own index
         sees = (first[:, :, None] == first[:, None, :]) & (place[:, None] >= place)
         nothing = torch.finfo(torch.float32).min
         return torch.zeros(sees.shape, device=place.device).masked_fill_(~sees, nothing)[:, None]
 
     @property
     def shift_labels(self) -> torch.Tensor:
-        """[G, W] int64: the target of each token, for a loss that does not shift: what SeqPacker calls `labels`."""
+        """[G, W] int64: target of each token, for a loss that does not shift. SeqPacker calls this `labels`."""
         shifted = self.labels.roll(-1, dims=-1)
         shifted[:, -1] = self.label_padding_value
         return shifted
 
     def to_hf(self, *, position_rows: PositionRows = 1) -> dict[str, Any]:
-        """All samples in one row without padding, as the inputs of a model, on the host: what `RowCollator` gives.
+        """Join all samples to one row without padding, as model inputs on the host, like `RowCollator`.
 
         Raises:
-            ConfigError: there is no sample.
+            ConfigError: there are no samples.
         """
         if not self.packs:
             raise ConfigError(
@@ -522,7 +526,7 @@ class PackedBatch:
         return RowCollator(position_rows=position_rows)(list(columns))
 
     def to_row(self, *, position_rows: PositionRows = 1) -> PackedRow:
-        """The same as a packed row [1, T]; its samples are numbered as they are in `packs`."""
+        """Join all samples to a packed row [1, T]; sample ids are those of `packs`."""
         from vlmpack.layout.row import PackedRow
 
         row = PackedRow.from_hf(self.to_hf(position_rows=position_rows))
@@ -539,11 +543,13 @@ def pack_result_to_tensors(
     device: torch.device | str | None = None,
     labels: Any = None,
 ) -> PackedBatch:
-    """The rows of a result, or of any `Plan`, as tensors padded to the capacity, on `device`; see `pack_dataset`.
+    """Return the rows of a result, or of any `Plan`, as tensors padded to the capacity, on `device`.
+
+    Arguments are those of `pack_dataset`.
 
     Raises:
-        SampleError: a sample that is no vector of token ids, or has other labels; names it.
-        ConfigError: there are other samples than were packed.
+        SampleError: a sample is not a vector of token ids, or has labels of another length; names the sample.
+        ConfigError: the samples are not the packed ones.
     """
     plan, samples = _plan_of(result), _read(token_ids, labels)
     return _tensors(plan, samples, padding_value, label_padding_value, device)
@@ -558,17 +564,17 @@ def packed_collate_fn(
     label_padding_value: int = IGNORE,
     oversize: Oversize = "error",
 ) -> Callable[[Sequence[Any]], PackedBatch]:
-    """Make a collate function for a DataLoader: it packs the samples of a batch into rows.
+    """Make a collate function for a DataLoader that packs the samples of a batch into rows.
 
-    Its settings are those of `pack_dataset`; it can be pickled, so workers may be spawned. A batch holds token ids
-    (lists, vectors or tensors), or dictionaries with `input_ids`. Dictionaries may also hold an `attention_mask`, 0 on
-    padding (on the right), and one of `labels`, `loss_mask`, `completion_mask` and `assistant_masks`, not shifted,
-    which marks what is trained on; without them all of it is.
+    Settings are those of `pack_dataset`. The function can be pickled, so workers may be spawned. A batch holds token
+    ids (lists, vectors or tensors), or dictionaries with `input_ids`. Dictionaries may also hold an `attention_mask`, 0
+    on padding (on the right), and one of `labels`, `loss_mask`, `completion_mask` and `assistant_masks`, not shifted,
+    which marks what is trained on. Without these, all tokens are trained on.
 
     Raises:
-        ConfigError: a setting that does not exist; later, no samples.
-        SampleError: later, a sample that is no vector of token ids, is empty, too long, or has columns that do not fit
-            together; names it.
+        ConfigError: a setting is unknown; later, a batch has no samples.
+        SampleError: later, a sample is not a vector of token ids, is empty or too long, or has columns that do not fit
+            together; names the sample.
     """
     fill = (padding_value, label_padding_value)
     return partial(_pack_batch, packer=Packer(capacity, strategy, seed), fill=fill, oversize=oversize)
@@ -605,21 +611,21 @@ def _tensors(
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowCollator:
-    """Joins the rows of a batch into one row [1, T] without padding; give it to HF Trainer as `data_collator`.
+    """Joins the rows of a batch into one row [1, T] without padding. Use it as `data_collator` of HF Trainer.
 
-    A model with packing enabled keeps samples apart by their boundaries. A plain transformers model does so by
-    `position_ids`, if it makes no cache and gets no mask: the batch switches both off. But only its attention layers
-    do: in one with gated delta layers (Qwen3-Next, Qwen3.5, Qwen4-exp) samples see each other, silently.
+    A model with packing enabled keeps samples apart by their boundaries. A plain transformers model keeps them apart by
+    `position_ids` if it uses neither a cache nor a mask; the batch switches both off. This works for attention layers
+    only: in models with gated delta layers (Qwen3-Next, Qwen3.5, Qwen4-exp), samples leak into each other silently.
 
     Raises:
-        ConfigError: a setting that does not exist.
+        ConfigError: a setting is unknown.
     """
 
     position_rows: PositionRows = 1
     """1 for text models, 4 for Qwen-VL models, 0: no `position_ids` (models with packing enabled compute them)."""
     bare_row: BareRow = "refuse"
-    """A row without `position_ids` and `seq_lengths` is an error, as trainers remove columns that they do not use; or
-    one sample, if the data set was not packed."""
+    """What to do with a row without `position_ids` and `seq_lengths`. "refuse": raise an error, because trainers remove
+    columns that they do not use; "one_sample": take it as one sample, for a data set that was not packed."""
 
     def __post_init__(self) -> None:
         if self.position_rows not in get_args(PositionRows):
@@ -630,15 +636,14 @@ class RowCollator:
         """Join rows.
 
         Args:
-            features: dictionaries with `input_ids`, and with the boundaries: `seq_lengths` or `position_ids`.
+            features: dictionaries with `input_ids`, and with boundaries: `seq_lengths` or `position_ids`.
                 `attention_mask` marks padding (on the right). One of `labels`, `loss_mask`, `completion_mask` and
-                `assistant_masks`, not shifted, marks what is trained on; without them all tokens are. Where a bare row
-                is one sample, also token ids alone. None at all, as a rank gets whose turn is an empty row, make one
-                token and no target, so that the rank keeps in step with the others.
+                `assistant_masks`, not shifted, marks what is trained on; without these, all tokens are trained on. With
+                `bare_row="one_sample"`, features may also be plain token ids. An empty list (an empty row of a rank)
+                gives one token without a target, so that the rank keeps in step with the others.
 
         Raises:
-            SampleError: columns of a row that do not fit together, or contradict each other; names its place in the
-                batch.
+            SampleError: columns of a row do not fit together or contradict each other; names its index in the batch.
         """
         import torch
 
@@ -670,7 +675,7 @@ class RowCollator:
 def _read_row(
     feature: Any, index: int, names: Sequence[str], bare_row: BareRow
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """(token ids, labels, lengths of the samples) of one feature, without its padding."""
+    """Return (token ids, labels, lengths of the samples) of one feature, without its padding."""
     source = feature if isinstance(feature, Mapping) else {"input_ids": feature}
     names = ("input_ids", *names, *LABELS)
     columns = {name: _vector(source[name], name, index) for name in names if source.get(name) is not None}
@@ -708,10 +713,10 @@ def _read_row(
 
 
 def _lengths(columns: Mapping[str, np.ndarray]) -> list[int]:
-    """Tokens of each sample of a row.
+    """Return the tokens of each sample of a row.
 
-    Padding has position 0 at every token, as samples of one token have. Without a mask those at the end of a row, which
-    have nothing to predict, are taken for padding; a row of nothing else keeps one.
+    Padding has position 0 at every token, like samples of one token. Without a mask, such tokens at the end of a row
+    are taken for padding, because they have nothing to predict; a row that has only such tokens keeps one.
     """
     mask, positions = columns.get("attention_mask"), columns.get("position_ids")
     real = len(columns["input_ids"]) if mask is None else int(mask.sum())
@@ -726,7 +731,7 @@ def _lengths(columns: Mapping[str, np.ndarray]) -> list[int]:
 
 
 def _agree(columns: Mapping[str, np.ndarray], lengths: Sequence[int]) -> bool:
-    """Whether there are tokens, and the mask and the positions of a row are those of its samples."""
+    """Return whether a row has tokens, and its mask and positions match its samples."""
     width, total = len(columns["input_ids"]), sum(lengths)
     if not 0 < total <= width or min(lengths) < 1:
         return False
@@ -735,5 +740,5 @@ def _agree(columns: Mapping[str, np.ndarray], lengths: Sequence[int]) -> bool:
         return False
     if positions is None:
         return True
-    counts_on = mask is None and (np.diff(positions[total - 1 :]) == 1).any()  # padding counts nothing
+    counts_on = mask is None and (np.diff(positions[total - 1 :]) == 1).any()  # positions on padding must not rise
     return not counts_on and np.array_equal(positions[:total], _positions(lengths))
