@@ -1,20 +1,20 @@
-"""Figures of rows, prefix trees, plans, lengths and losses: the only module that imports matplotlib.
+"""Figures of rows, prefix trees, plans, lengths and losses. This is the only module that imports matplotlib.
 
 | call | what it draws |
 |---|---|
 | `plot_rows(batch, row=None)` | a padded batch above the packed row of the same samples, to the same scale |
 | `plot_row(row, positions=, errors=, window=)` | one row: samples, images, tokens trained on, MRoPE positions, errors |
 | `plot_mask(row.segments)` | the block-diagonal causal mask, and what would leak without it |
-| `plot_tree(row)` | the tree of a row whose samples share prefixes: a bar a node, behind its parent |
-| `plot_lengths({"tokens": table.tokens, ...})` | a histogram a column, median and percentiles marked |
+| `plot_tree(row)` | the prefix tree of a row: one bar per node, to the right of its parent |
+| `plot_lengths({"tokens": table.tokens, ...})` | one histogram per column, with median and percentiles |
 | `plot_fill({"exact fill": plan, ...})` | how full the rows of plans are |
-| `plot_balance({"balanced": schedule, ...})` | what data parallel ranks compute in each step |
+| `plot_balance({"balanced": schedule, ...})` | the cost of each step on data parallel ranks |
 | `plot_losses({"padded": [...], "packed": [...]})` | loss curves that should agree, and their differences |
-| `plot_curves({"Field F1": {"test": [...]}, ...})` | measures over epochs or batch sizes, a panel each |
-| `save(figure, path)` | writes a PNG, making the folder |
+| `plot_curves({"Field F1": {"test": [...]}, ...})` | measures over epochs or batch sizes, one panel each |
+| `save(figure, path)` | writes a PNG, and creates its folder |
 
-Figures are `Figure` objects of matplotlib; `pyplot` is never touched, so drawing needs no display. Each sample has a
-color and a number, its images are darker and hatched, padding is grey.
+Figures are matplotlib `Figure` objects. `pyplot` is never used, so drawing needs no display. Each sample has a color and
+a number; its images are darker and hatched; padding is grey.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from matplotlib.path import Path as Outline
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 SAMPLES = ("#4C78A8", "#F2A65A", "#59A89C", "#D8697A", "#8E7CC3", "#9AB857", "#C98BB9", "#7FB7D6")
-"""One color a sample or a curve, again from the first after the last."""
+"""One color per sample or curve, repeated cyclically."""
 PADDING = "#E9E9EC"
 INK = "#2B2D33"
 FAINT = "#8A8D96"
@@ -58,28 +58,28 @@ ACCENT = "#C8442F"
 CURVES = (SAMPLES[0], ACCENT, *SAMPLES[2:])
 BINS = 40
 STEP = 2
-"""Width of a bar of a fill histogram, in per cent."""
+"""Bar width of a fill histogram, in percent."""
 NONE = -1
-"""The sample of padding."""
+"""Sample number of padding."""
 LINE_INCHES = 0.27
 BAR = 0.8
-"""Height of a bar, of the line's height."""
+"""Height of a bar, relative to the line height."""
 SHARED = "#8D93A1"
-"""Of nodes that several samples have."""
+"""Color of nodes that several samples share."""
 SMALLEST = 1e-9
-"""Errors are drawn from here on: no error has no place on a log axis."""
+"""Smallest error drawn, because a log axis cannot show 0."""
 BEND = 0.012
-"""Length of the curve from a node to its branches, of the picture's width."""
+"""Length of the curve from a node to its branches, relative to the width of the picture."""
 
 
 # ---------------------------------------------------------------------- style
 
 
 def save(figure: Figure, path: str | Path, *, dpi: int = 160) -> Path:
-    """Write the figure as a PNG, and make its folder.
+    """Write the figure as a PNG, and create its folder.
 
     Returns:
-        The path that was written.
+        The path written.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -91,7 +91,7 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 160) -> Path:
 
 
 def new_figure(width: float, height: float, title: str | None = None, **spacing: Any) -> Figure:
-    """Make a figure of this size in inches; a title stands above it."""
+    """Make a figure of this size in inches, with an optional title above it."""
     size = (width, height + (0.4 if title else 0))
     figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(**spacing))
     if title:
@@ -100,14 +100,14 @@ def new_figure(width: float, height: float, title: str | None = None, **spacing:
 
 
 def dress(axes: Axes, title: str, note: str = "", *, x: str = "", grid: bool = True) -> None:
-    """Remove the box, write a bold title at the left and its numbers at the right, and draw faint lines behind all.
+    """Style axes: no box, a bold title on the left, a note on the right, and faint grid lines behind everything.
 
     Args:
-        axes: whose x axis counts whole numbers.
+        axes: axes whose x axis counts whole numbers.
         title: the heading.
-        note: its numbers.
+        note: numbers that belong to the heading.
         x: label of the x axis.
-        grid: draw the lines.
+        grid: draw grid lines.
     """
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, colors=FAINT, labelsize=8)
@@ -123,7 +123,7 @@ def dress(axes: Axes, title: str, note: str = "", *, x: str = "", grid: bool = T
 
 
 def whole_y(axes: Axes) -> None:
-    """Count whole numbers on the y axis."""
+    """Show whole numbers on the y axis."""
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
@@ -147,15 +147,15 @@ def legend(where: Axes | Figure, **settings: Any) -> None:
 def plot_lengths(
     columns: Mapping[str, np.ndarray], *, capacities: Sequence[int] = (), title: str | None = None
 ) -> Figure:
-    """Draw one histogram a column, one below the other.
+    """Draw one histogram per column, one below the other.
 
-    Bins are of one round width up to the 99th percentile; the last bar, marked with a plus, is everything beyond.
-    Median, 95th and 99th percentile are marked; so are capacities, in the first panel, where they fall into it.
+    Bins have one round width up to the 99th percentile; a last bar, marked with a plus, holds everything above. Lines
+    mark the median and the 95th and 99th percentiles, and in the first panel the capacities that fall into its range.
 
     Args:
-        columns: name -> int64 [N], not negative; at least one column, of at least one sample.
-        capacities: of rows, in tokens.
-        title: a heading for the whole figure.
+        columns: name -> int64 [N], not negative; at least one column, with at least one sample.
+        capacities: capacities of rows, in tokens.
+        title: heading of the whole figure.
     """
     figure = new_figure(8, 2.1 * len(columns), title)
     panels = figure.subplots(len(columns), 1, squeeze=False)[:, 0]
@@ -181,14 +181,13 @@ def plot_lengths(
 
 
 def plot_losses(curves: Mapping[str, Sequence[float]], *, title: str = "Training loss") -> Figure:
-    """Draw one loss curve a name, and below them how far each is from the first.
+    """Draw one loss curve per name, and below them the difference of each from the first.
 
-    The first is broad and pale and the others are thin, so that curves which agree all stay visible. Their differences
-    have a log axis: equality that looks perfect above shows its size there. Steps that are equal to the last bit have
-    no point.
+    The first curve is broad and pale and the others are thin, so curves that agree all stay visible. Differences have a
+    log axis, which shows the size of differences that are invisible above. Steps that are bitwise equal have no point.
 
     Args:
-        curves: name -> loss of each optimizer step, in nats a token.
+        curves: name -> loss of each optimizer step, in nats per token.
         title: the heading.
     """
     several = len(curves) > 1
@@ -214,7 +213,7 @@ def _draw_differences(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None
         largest = max(largest, float(values.max(initial=0)))
         drawn = np.where(values > 0, values, np.nan)
         axes.plot(range(1, steps + 1), drawn, color=CURVES[i % len(CURVES)], linewidth=1.2, marker="o", markersize=2.5)
-    if largest > 0:  # whole decades, three at least
+    if largest > 0:  # whole decades, at least three
         log_y(axes)
         decade, lowest = np.ceil(np.log10(largest)), np.floor(np.log10(max(axes.dataLim.minposy, largest * 1e-9)))
         axes.set_ylim(10.0 ** min(lowest, decade - 3), 10.0**decade)
@@ -226,14 +225,14 @@ def _draw_differences(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None
 
 
 def plot_fill(plans: Mapping[str, Plan], *, title: str | None = None) -> Figure:
-    """Draw how full the rows of plans are: a histogram a plan, on one axis, its mean marked.
+    """Draw how full the rows of plans are: one histogram per plan, on a common axis, with its mean.
 
     Args:
         plans: name -> plan.
-        title: a heading for the whole figure.
+        title: heading of the whole figure.
 
     Raises:
-        ConfigError: there is no plan, or one without rows.
+        ConfigError: there are no plans, or one has no rows.
     """
     if not plans or not all(len(plan) for plan in plans.values()):
         raise ConfigError("a fill histogram needs plans, each with a row at least")
@@ -256,13 +255,13 @@ def plot_fill(plans: Mapping[str, Plan], *, title: str | None = None) -> Figure:
 
 
 def plot_balance(schedules: Mapping[str, Schedule], *, title: str | None = None) -> Figure:
-    """Draw what data parallel ranks compute in each step, from the cheapest to the dearest, over the step's mean.
+    """Draw the range of costs over data parallel ranks in each step, relative to the mean of the step.
 
-    The upper edge is the rank on which all others block. A last step with empty places is left out.
+    The upper edge is the rank that all others wait for. A last step with unused entries is left out.
 
     Args:
-        schedules: name -> rows dealt to ranks, by `balance_rows`.
-        title: a heading for the whole figure.
+        schedules: name -> rows distributed over ranks by `balance_rows`.
+        title: heading of the whole figure.
     """
     figure = new_figure(9, 2.8, title)
     panels = figure.subplots(1, len(schedules), sharey=True, squeeze=False)[0]
@@ -280,7 +279,7 @@ def plot_balance(schedules: Mapping[str, Schedule], *, title: str | None = None)
 # ---------------------------------------------------------------------- runs
 
 Curve = Sequence[float] | Mapping[int, float]
-"""Values from the first epoch on, or epoch (or whatever the x axis counts) -> value."""
+"""Values from the first epoch on, or a mapping from epoch (or any other x value) to value."""
 
 
 def plot_curves(
@@ -290,13 +289,13 @@ def plot_curves(
     log: Collection[str] = (),
     title: str | None = None,
 ) -> Figure:
-    """Draw measures over epochs, or over the samples of a micro-batch, a panel each beside the others.
+    """Draw measures over epochs, or over the samples of a micro-batch, in panels side by side.
 
     Args:
         panels: name of a panel -> name of a curve -> its values.
         x: label of the x axis, which counts whole numbers.
-        log: names of panels that have a log axis.
-        title: a heading for the whole figure.
+        log: names of panels with a log axis.
+        title: heading of the whole figure.
     """
     figure = new_figure(1.0 + 3.6 * len(panels), 2.9, title)
     for axes, (name, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
@@ -320,28 +319,28 @@ def plot_curves(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Neighboring tokens of one sample and one kind, on one line."""
+    """Neighboring tokens on one line that have the same sample and kind."""
 
     line: float
-    """Line of the picture, from the top."""
+    """Line of the picture, counted from the top."""
     start: float
     """First column, in tokens."""
     stop: float
-    """Column after the last one."""
+    """Column after the last token."""
     sample: int | None
-    """Sample of the tokens; None: padding, or of several samples."""
+    """Sample of the tokens; None: padding, or shared by several samples."""
     is_image: bool = False
-    """Tokens of an image or video."""
+    """Whether these are tokens of an image or video."""
 
     def bar(self, other: str = PADDING) -> Rectangle:
-        """Draw it in its sample's color, or the one given; images are hatched."""
+        """Make a bar in the sample's color, or in `other` without a sample; images are hatched."""
         corner, length = (self.start, self.line - BAR / 2), self.stop - self.start
         color = to_rgb(other if self.sample is None else SAMPLES[self.sample % len(SAMPLES)])
         return Rectangle(corner, length, BAR, **_fill(color, hatched=self.is_image))
 
 
 def _fill(color: str | tuple[float, float, float], *, hatched: bool = False) -> dict:
-    """The look of a bar, on axes and in legends."""
+    """Return the style of a bar, in axes and legends."""
     if not hatched:
         return {"facecolor": color, "linewidth": 0}
     dark = tuple(0.62 * part for part in to_rgb(color))
@@ -352,15 +351,15 @@ def _fill(color: str | tuple[float, float, float], *, hatched: bool = False) -> 
 
 
 def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | None = None) -> Figure:
-    """Draw a padded batch above the packed row of the same samples, both to the same scale.
+    """Draw a padded batch above the packed row of the same samples, to the same scale.
 
-    The row is as long as all samples together, so it goes on from line to line: the area of a panel is what a step
-    computes.
+    The row is as long as all samples together, so it wraps from line to line. The area of a panel is the number of
+    tokens that a step computes.
 
     Args:
         batch: the padded batch, [B, S].
-        row: the row; None: the batch, packed without gaps.
-        title: a heading for the whole figure.
+        row: the packed row; None: pack `batch` without gaps.
+        title: heading of the whole figure.
     """
     row = pack_batch(batch) if row is None else row
     width = batch.input_ids.shape[1]
@@ -386,7 +385,7 @@ def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | 
 
 
 def _draw_pieces(axes: Axes, pieces: Sequence[Piece]) -> None:
-    """Draw bars, a seam in front of each sample, and its number on its longest text."""
+    """Draw bars, a seam before each sample, and the sample's number on its longest run of text."""
     axes.set_yticks([])
     begun: set[int] = set()
     widest: dict[int, Piece] = {}
@@ -411,20 +410,20 @@ def _number(axes: Axes, x: float, line: float, text: str, color: str = "white") 
 
 
 def _legend(figure: Figure, entries: Mapping[str, str | None], image: str = SAMPLES[0]) -> None:
-    """Draw a legend below the figure: titles and colors; None: the look of images."""
+    """Draw a legend below the figure from titles and colors; the color None gives the style of images."""
     looks = {title: _fill(color or image, hatched=color is None) for title, color in entries.items()}
     legend(figure, handles=[Patch(label=title, **look) for title, look in looks.items()], ncols=len(looks))
 
 
 def padded_pieces(batch: PaddedBatch) -> list[Piece]:
-    """Put every row of the batch on a line."""
+    """Return the pieces of a batch, one line per row."""
     real = batch.attention_mask.bool().cpu().numpy()
     samples = np.where(real, np.arange(len(real))[:, None], NONE)
     return _pieces(samples.reshape(-1), _is_image(batch.mm_token_type_ids, real.size), width=real.shape[1])
 
 
 def packed_pieces(row: PackedRow, *, width: int) -> list[Piece]:
-    """Put the row on lines of `width` tokens."""
+    """Return the pieces of a row, wrapped to lines of `width` tokens."""
     samples = np.where(row.segments.padding_mask().numpy(), NONE, row.segments.seq_idx().numpy())
     return _pieces(samples, _is_image(row.mm_token_type_ids, len(samples)), width=width)
 
@@ -434,7 +433,7 @@ def _is_image(types: torch.Tensor | None, total: int) -> np.ndarray:
 
 
 def _pieces(samples_T: np.ndarray, is_image_T: np.ndarray, *, width: int) -> list[Piece]:
-    """Cut tokens, on lines of `width`, into runs of one sample (`NONE`: padding) and one kind."""
+    """Wrap tokens to lines of `width`, and cut lines into runs of one sample (`NONE`: padding) and one kind."""
     keys = np.stack([np.arange(len(samples_T)) // width, samples_T, is_image_T & (samples_T != NONE)])
     edges = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(0)) + 1
     pieces = []
@@ -456,19 +455,20 @@ def plot_row(
     window: tuple[int, int] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Draw a row as one long bar, and below it, token by token, its positions and errors.
+    """Draw a row as one long bar, and below it the positions and errors of each token.
 
     A thin line under the bar marks the tokens that are trained on. Dotted lines go down from the boundaries.
 
     Args:
         row: the row, [1, T].
-        positions: [3, T] or [3, 1, T], rotary positions over time, height and width; a text row in front is left out.
-        errors: name -> [T], not negative, drawn on a log axis; no error lies on its lowest line.
-        window: the first token that is drawn, and the one after the last; None: all.
-        title: a heading for the whole figure.
+        positions: rotary positions over time, height and width, [3, T] or [3, 1, T]; text positions in front of them
+            are ignored.
+        errors: name -> [T], not negative, drawn on a log axis; an error of 0 is drawn as the smallest value.
+        window: the first token to draw, and the token after the last; None: all tokens.
+        title: heading of the whole figure.
 
     Raises:
-        LayoutError: positions or errors are of another length than the row, or the window lies outside of it.
+        LayoutError: positions or errors have another length than the row, or the window is outside of the row.
     """
     total = row.segments.total
     start, stop = (0, total) if window is None else window
@@ -513,7 +513,7 @@ def _draw_bar(axes: Axes, figure: Figure, row: PackedRow) -> None:
     if row.shift_labels is not None:
         trained = (row.shift_labels[0] != -100).cpu().numpy()
     edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
-    for start, stop in edges.reshape(-1, 2).tolist():  # the label of a token is the token after it
+    for start, stop in edges.reshape(-1, 2).tolist():  # the label of a token is the next token
         axes.add_patch(Rectangle((start + 1, 0.52), stop - start, 0.09, facecolor=INK, linewidth=0))
     axes.set_ylim(0.64, -0.5)
     note = f"{segments.num_samples} samples  =  {segments.total:,} tokens, {int(trained.sum()):,} trained on"
@@ -541,11 +541,11 @@ def _draw_positions(axes: Axes, positions: torch.Tensor | np.ndarray, total: int
 def plot_mask(segments: Segments, *, title: str | None = None) -> Figure:
     """Draw the block-diagonal causal mask of a row, and what causal attention over the whole row would add.
 
-    A triangle in its color is what a sample attends to. The pale red area is what leaks where boundaries are lost.
+    Colored triangles are the pairs that a sample attends to. The pale red area leaks if boundaries are lost.
 
     Args:
-        segments: of the row.
-        title: a heading for the whole figure.
+        segments: segments of the row.
+        title: heading of the whole figure.
     """
     total, pairs = segments.total, segments.attended_pairs
     causal = total * (total + 1) // 2
@@ -573,17 +573,18 @@ def plot_mask(segments: Segments, *, title: str | None = None) -> Figure:
 
 
 def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
-    """Draw the tree of a row whose samples share prefixes, from left to right: a bar a node, behind its parent.
+    """Draw the prefix tree of a row from left to right: one bar per node, to the right of its parent.
 
-    Nodes that several samples have are grey, with their number of samples, in the middle of their branches; a branch
-    has its sample's color and number. All bars are equally high, so that the ink is what a step computes.
+    Nodes that several samples share are grey, show the number of these samples, and are centered on their branches.
+    Nodes of one sample have its color and number. All bars have the same height, so their area is the number of tokens
+    that a step computes.
 
     Args:
-        row: with a tree, as `VLMCollator(share_prefixes=True)` makes it.
-        title: a heading for the whole figure.
+        row: a row with a prefix tree, from `VLMCollator(share_prefixes=True)`.
+        title: heading of the whole figure.
 
     Raises:
-        LayoutError: the row has no tree.
+        LayoutError: the row has no prefix tree.
     """
     tree = row.tree
     if tree is None:
@@ -608,7 +609,7 @@ def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
             bends = [(start, lines[parent]), (start + bend / 2, lines[parent]), (start + bend / 2, line)]
             curve = Outline([*bends, (start + bend, line)], [Outline.MOVETO, *[Outline.CURVE4] * 3])
             axes.add_patch(PathPatch(curve, fill=False, edgecolor=SHARED, linewidth=1.2, zorder=0))
-        if len(samples) > 1 and high - low > 0.04 * width:  # or there is no room for a number
+        if len(samples) > 1 and high - low > 0.04 * width:  # otherwise there is no room for a number
             _number(axes, (start + stop) / 2, line, f"{len(samples)} ×")
         if ends := [str(sample) for sample in samples if tree.leaves[sample] == node]:
             _number(axes, stop + 0.006 * width, line, ", ".join(ends), INK)
@@ -624,14 +625,14 @@ def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
 
 
 def tree_lines(tree: PrefixTree) -> list[float]:
-    """Place the nodes of a tree: a line for each that has no branches, the others in the middle of theirs."""
+    """Return the line of each node: leaves get one line each, other nodes are centered on their branches."""
     count = len(tree.parents)
     children = [[node for node in range(count) if tree.parents[node] == parent] for parent in range(count)]
     lines, last = [0.0] * count, 0
     for node in range(count):
         if not children[node]:
             lines[node], last = float(last), last + 1
-    for node in reversed(range(count)):  # children stand behind their parents
+    for node in reversed(range(count)):  # children come after their parents
         if children[node]:
             lines[node] = (lines[children[node][0]] + lines[children[node][-1]]) / 2
     return lines
