@@ -13,8 +13,8 @@
 | `plot_curves({"Field F1": {"test": [...]}, ...})` | measures over epochs or batch sizes, one panel each |
 | `save(figure, path)` | writes a PNG, and creates its folder |
 
-Figures are matplotlib `Figure` objects. `pyplot` is never used, so drawing needs no display. Each sample has a color and
-a number; its images are darker and hatched; padding is grey.
+Figures are matplotlib `Figure` objects. `pyplot` is never used, so drawing needs no display. Each sample has a color
+and a number; its images are darker and hatched; padding is gray.
 """
 
 from __future__ import annotations
@@ -575,7 +575,7 @@ def plot_mask(segments: Segments, *, title: str | None = None) -> Figure:
 def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
     """Draw the prefix tree of a row from left to right: one bar per node, to the right of its parent.
 
-    Nodes that several samples share are grey, show the number of these samples, and are centered on their branches.
+    Nodes that several samples share are gray, show the number of these samples, and are centered on their branches.
     Nodes of one sample have its color and number. All bars have the same height, so their area is the number of tokens
     that a step computes.
 
