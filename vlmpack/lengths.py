@@ -230,7 +230,7 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, sample: Encoded, marks: bytes | None = None) -> Entry:
-        """Count tokens, media, patches and targets of a sample, either encoded or only measured."""
+        """Count tokens, media, patches and targets of a sample, cut into patches or only measured."""
         text, image, video, audio = np.bincount(sample.types, minlength=4).tolist()
         return cls(
             text_tokens=text + audio,
@@ -388,7 +388,7 @@ def _saved(parts: Iterable[list[_Measured]], cache: LengthCache) -> Generator[li
 # symbols      a b 7f03..  7f03..  7f03..  c d          a hash of the image's bytes and grid
 
 STRIDE = 61
-"""Stride with which pixel values of already encoded images are sampled for a hash."""
+"""Stride with which pixel values of images that are already cut into patches are sampled for a hash."""
 
 
 def num_patches(visual: Visual) -> int:
@@ -421,7 +421,7 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
     """Hash the prefixes of a sample, for `groups_of_marks`.
 
     Args:
-        sample: a sample, either encoded or only measured; its media files are read whole.
+        sample: a sample, cut into patches or only measured; its media files are read whole.
         metadata: metadata of the processor.
         limits: limits for reading images.
     """
@@ -446,7 +446,7 @@ def media_numbers(visuals: Sequence[Visual], limits: ImageLimits) -> list[int]:
     """Return a 63-bit hash of the content and grid of each image or video, far above all token ids.
 
     Args:
-        visuals: images or videos, either encoded or only measured; their files are read whole.
+        visuals: images or videos, cut into patches or only measured; their files are read whole.
         limits: limits for reading images.
     """
     numbers = []

@@ -204,7 +204,7 @@ class Manifest:
     """Everything about packed rows that can be known without reading them. Holds no paths and no times."""
 
     settings: Mapping[str, Any]
-    """Settings of the data set, the collator and the plan."""
+    """Settings of the plan and the collator, and the number of samples in the data set."""
     processor: Mapping[str, Any]
     """Fingerprint of the processor."""
     plan: str
@@ -812,7 +812,7 @@ def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]
 
 
 def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
-    """List the samples in no row, by index. The data set is read for the ids of those that are too large."""
+    """List the samples in no row, by index. The data set is read for the ids of samples that are too large."""
     entries = {refusal.index: asdict(refusal) for refusal in table.refused}
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in set(plan.dropped.tolist()) - entries.keys():
@@ -838,7 +838,7 @@ MOST_OPEN = 64
 class PackedDataset(Dataset[dict[str, Any]]):
     """Rows packed ahead: `dataset[row]` is a batch for `model(**batch)`, `dataset.row(row)` the same row as an object.
 
-    Rows equal those that `VLMCollator(layout="packed")` makes of the same samples. Images are decoded and cut into
+    `VLMCollator(layout="packed")` would make the same rows of the same samples. Images are decoded and cut into
     patches when a row is read. Each process opens files at its first access.
 
     `pad_to_max_length` and `pad_cu_seqlens` are names and rules of Megatron-Bridge's offline packing. There, real

@@ -39,9 +39,8 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 
 Boundaries = Literal["real", "slots"]
-"""Boundaries that Megatron gets for a row with padding between samples. `real`: two pairs, one of real lengths and one
-of padded lengths. `slots`: one pair of padded lengths; padding is then the causal tail of its sample, which no real
-token attends to."""
+"""Boundaries that Megatron gets for a row with padding. `real`: two pairs, for real and for padded lengths. `slots`: one
+pair, for padded lengths; padding is then the causal tail of its sample, which no real token attends to."""
 
 _DISPENSABLE = frozenset({"total_tokens", "seq_idx", "pad_between_seqs"})
 """Fields that older versions compute themselves, or have no layer for."""
@@ -54,11 +53,11 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
 
     Args:
         row: the packed row. Without positions, it gets 0, 1, 2, ... in each sample.
-        boundaries: use `slots` for multi-token prediction on rows with padding between samples (megatron-core rolls
-            tokens across it), and if no attention kernel supports such padding.
+        boundaries: use `slots` for multi-token prediction on rows with padding (megatron-core rolls tokens across it),
+            and if no attention kernel supports padding.
 
     Raises:
-        ConfigError: megatron-core is not installed, or is too old for a row with padding between samples.
+        ConfigError: megatron-core is not installed, or is too old for a row with padding.
         LayoutError: samples of the row share prefixes, or its targets have weights.
     """
     check_unshared(row, "Megatron")
@@ -348,7 +347,7 @@ class LocalRow:
     shift_weights: torch.Tensor | None = None
     """[1, t] float: weight of each target; None: 1."""
     position_ids: torch.Tensor | None = None
-    """[k, 1, t] or [1, t], like those of the row."""
+    """[k, 1, t] or [1, t], like the positions of the row."""
     mm_token_type_ids: torch.Tensor | None = None
     """[1, t]: 0 text, 1 image, 2 video."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -455,7 +454,7 @@ def _table_of(row: PackedRow) -> MediaTable:
 
 
 def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
-    """Return the media that `rank` computes; kinds of which it computes none have no tensors."""
+    """Return the media that `rank` computes; without images (or videos), it gets no image (or video) tensors."""
     tensors, of_rank = media.to_hf(), {}
     for share, pixels, of_each in (
         (images, "pixel_values", ("image_grid_thw",)),

@@ -240,7 +240,7 @@ def pack_sequences(
 
 @final
 class StreamPacker:
-    """Plan rows of lengths that arrive one by one. Rows equal those of `pack_sequences` with the same strategy.
+    """Plan rows of lengths that arrive one by one. Rows are the same as from `pack_sequences`.
 
     Args:
         capacity: maximum tokens of a row.
@@ -320,7 +320,7 @@ def pack_dataset(
     """Pack samples into rows, as a data set with the columns shown at the top of this file.
 
     A plain model whose layers are all attention trains on it under HF Trainer as it is, with sdpa and eager attention.
-    A model with packing enabled needs `RowCollator()`.
+    For a model with packing enabled, use `RowCollator()`.
 
     Args:
         token_ids: one list, vector or tensor per sample, or a column of a `datasets.Dataset`.
@@ -459,7 +459,7 @@ def _bad(fault: str, index: int) -> SampleError:
 # ---------------------------------------------------------------------- tensors
 
 PositionRows = Literal[0, 1, 4]
-"""Number of rows of positions that a model takes."""
+"""First dimension of `position_ids`, see `RowCollator.position_rows`."""
 BareRow = Literal["refuse", "one_sample"]
 """What to do with a row without boundaries."""
 
@@ -545,7 +545,7 @@ def pack_result_to_tensors(
 ) -> PackedBatch:
     """Return the rows of a result, or of any `Plan`, as tensors padded to the capacity, on `device`.
 
-    Arguments are those of `pack_dataset`.
+    Takes the same arguments as `pack_dataset`.
 
     Raises:
         SampleError: a sample is not a vector of token ids, or has labels of another length; names the sample.
@@ -566,7 +566,7 @@ def packed_collate_fn(
 ) -> Callable[[Sequence[Any]], PackedBatch]:
     """Make a collate function for a DataLoader that packs the samples of a batch into rows.
 
-    Settings are those of `pack_dataset`. The function can be pickled, so workers may be spawned. A batch holds token
+    Takes the same settings as `pack_dataset`. The function can be pickled, so workers may be spawned. A batch holds token
     ids (lists, vectors or tensors), or dictionaries with `input_ids`. Dictionaries may also hold an `attention_mask`, 0
     on padding (on the right), and one of `labels`, `loss_mask`, `completion_mask` and `assistant_masks`, not shifted,
     which marks what is trained on. Without these, all tokens are trained on.
@@ -622,7 +622,8 @@ class RowCollator:
     """
 
     position_rows: PositionRows = 1
-    """1 for text models, 4 for Qwen-VL models, 0: no `position_ids` (models with packing enabled compute them)."""
+    """1 for text models, 4 for models with MRoPE such as Qwen-VL; 0: no `position_ids`, because models with packing
+    enabled compute them."""
     bare_row: BareRow = "refuse"
     """What to do with a row without `position_ids` and `seq_lengths`. "refuse": raise an error, because trainers remove
     columns that they do not use; "one_sample": take it as one sample, for a data set that was not packed."""

@@ -64,7 +64,7 @@ class PrefixGroups:
     parents: np.ndarray
     """int64 [K]: the parent of each group, which has a smaller index; `ALONE`: none."""
     tokens: np.ndarray
-    """int64 [K]: tokens of each prefix, from the start of a sample; more than those of the parent."""
+    """int64 [K]: tokens of each prefix, from the start of a sample; more than the parent has."""
     patches: np.ndarray = field(default_factory=lambda: NOTHING)
     """int64 [K]: patches of the images and videos in each prefix; 0 by default."""
     images: np.ndarray = field(default_factory=lambda: NOTHING)

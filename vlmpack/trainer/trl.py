@@ -227,8 +227,8 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         PackedSFTTrainer(model, ..., data_collator=VLMCollator(processor, layout="packed"), plan=plan_bins(...))
         PackedSFTTrainer(model, ..., data_collator=..., train_dataset=open_dataset("chats.jsonl"))
 
-    The first form is TRL's run with TRL's settings and metrics, but computes no padding. Arguments beyond TRL's are
-    those of `PackedTrainer`. `eval_loss` is exact on any number of ranks. Data sets that do not come from `datasets`
+    The first form is TRL's run with TRL's settings and metrics, but computes no padding. All arguments of
+    `PackedTrainer` work, too. `eval_loss` is exact on any number of ranks. Data sets that do not come from `datasets`
     (opened, mixed or stored ones, streams, lists) go to the collator unchanged.
 
     Args:
