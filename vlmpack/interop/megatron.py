@@ -39,8 +39,8 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 
 Boundaries = Literal["real", "slots"]
-"""Boundaries that Megatron gets for a row with padding. `real`: two pairs, for real and for padded lengths. `slots`: one
-pair, for padded lengths; padding is then the causal tail of its sample, which no real token attends to."""
+"""Boundaries that Megatron gets for a row with padding. `real`: two pairs, for real and for padded lengths. `slots`:
+one pair, for padded lengths; padding is then the causal tail of its sample, which no real token attends to."""
 
 _DISPENSABLE = frozenset({"total_tokens", "seq_idx", "pad_between_seqs"})
 """Fields that older versions compute themselves, or have no layer for."""

@@ -566,10 +566,10 @@ def packed_collate_fn(
 ) -> Callable[[Sequence[Any]], PackedBatch]:
     """Make a collate function for a DataLoader that packs the samples of a batch into rows.
 
-    Takes the same settings as `pack_dataset`. The function can be pickled, so workers may be spawned. A batch holds token
-    ids (lists, vectors or tensors), or dictionaries with `input_ids`. Dictionaries may also hold an `attention_mask`, 0
-    on padding (on the right), and one of `labels`, `loss_mask`, `completion_mask` and `assistant_masks`, not shifted,
-    which marks what is trained on. Without these, all tokens are trained on.
+    Takes the same settings as `pack_dataset`. The function can be pickled, so workers may be spawned. A batch holds
+    token ids (lists, vectors or tensors), or dictionaries with `input_ids`. Dictionaries may also hold an
+    `attention_mask`, 0 on padding (on the right), and one of `labels`, `loss_mask`, `completion_mask` and
+    `assistant_masks`, not shifted, which marks what is trained on. Without these, all tokens are trained on.
 
     Raises:
         ConfigError: a setting is unknown; later, a batch has no samples.

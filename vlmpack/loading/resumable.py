@@ -177,8 +177,8 @@ class Part:
     """The samples that one of several processes packs. Together, the parts contain every sample exactly once.
 
     If the source is a streaming data set of `datasets` whose number of shards is divisible by the number of parts, each
-    process opens only its own file shards. Otherwise samples are distributed in turn: samples with indices are read
-    only by their process, other samples by all processes. With keys, neighbors with one key stay together.
+    process opens only its own file shards. Otherwise samples are distributed in turn, and neighbors with one key stay
+    together. Each process then reads all samples, unless they can be read by index and there are no keys.
 
     Args:
         source: all samples, the same in every process.

@@ -46,10 +46,10 @@ class PackedStream(IterableDataset[list[Any]]):
     """Rows, each a list of samples, for a `StreamLoader`, or for `DataLoader(stream, batch_size=None)` on one rank.
 
     Every rank, and every worker of its loader, packs its own part of the source: file shards if the source (a streaming
-    data set of `datasets`) can be split evenly, otherwise every n-th sample. In the latter case, each process also
-    reads the other samples unless they can be read by index, so reading should be cheap: leave decoding to the
-    collator. The source must yield the same samples in the same order in every process: seed its shuffle, and let the
-    stream do the splitting.
+    data set of `datasets`) can be split evenly, otherwise every n-th sample. In the latter case, each process reads the
+    other samples, too, unless they can be read by index and there is no `prefix`. So reading should be cheap: leave
+    decoding to the collator. The source must yield the same samples in the same order in every process: seed its
+    shuffle, and let the stream do the splitting.
 
     A sample that the source cannot read (a SampleError) counts as one token of a row. So it reaches the collator, which
     raises it, or skips and counts it.

@@ -193,8 +193,8 @@ def best_subset(lengths: Iterable[int], room: int) -> list[int]:
 
     Bit t of `reachable` is set if some subset of the lengths so far sums to t. Adding a length is one shift and one OR
     over all sums at once. Earlier lengths are preferred: the search stops at the first length that makes the full sum
-    possible, and backtracking uses a length only if the earlier ones do not suffice. Of equal lengths, only
-    as many are looked at as fit into `room` together, because more of them make no new sum possible.
+    possible, and backtracking uses a length only if the earlier ones do not suffice. Of equal lengths, only as many are
+    looked at as fit into `room` together, because more of them make no new sum possible.
 
     Args:
         lengths: lengths in tokens, each at least 1; consumed no further than needed.

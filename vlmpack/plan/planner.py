@@ -94,7 +94,7 @@ def plan_bins(
             their first samples. The same seed gives the same plan.
         groups: groups of samples that share a prefix, which a row computes once (`VLMCollator(share_prefixes=True)`);
             with a table, `table.groups`. Capacity and budgets then limit the computed tokens and costs. A group is
-            placed in one row, or split into pieces that fit a row, longest branches first. None: nothing is shared.
+            placed in one row, or split into pieces that each fit a row. None: nothing is shared.
 
     Raises:
         SampleError: a length is not finite, whole and positive; a sample is shorter than the prefix it shares; or, with

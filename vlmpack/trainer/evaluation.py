@@ -162,7 +162,7 @@ class EvaluationRows:
     def of(
         cls, dataset: MapStyle, collator: Collator, *, plan: Plan | None, capacity: int | None, workers: int = 0
     ) -> EvaluationRows:
-        """Arrange an evaluation set in rows: the rows of a plan, or new rows planned from lengths the collator measures.
+        """Arrange an evaluation set in rows: the rows of a plan, or rows planned from lengths the collator measures.
 
         With a capacity, every usable sample gets a row; samples too large for a row get their own, as without packing.
 

@@ -227,9 +227,10 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         PackedSFTTrainer(model, ..., data_collator=VLMCollator(processor, layout="packed"), plan=plan_bins(...))
         PackedSFTTrainer(model, ..., data_collator=..., train_dataset=open_dataset("chats.jsonl"))
 
-    The first form is TRL's run with TRL's settings and metrics, but computes no padding. All arguments of
-    `PackedTrainer` work, too. `eval_loss` is exact on any number of ranks. Data sets that do not come from `datasets`
-    (opened, mixed or stored ones, streams, lists) go to the collator unchanged.
+    The first form is TRL's run with TRL's settings and metrics, but computes no padding. It also
+    takes the arguments of `PackedTrainer`, except that `loss` must be "token". `eval_loss` is exact on any number of
+    ranks. Data sets that do not come from `datasets` (opened, mixed or stored ones, streams, lists) go to the collator
+    unchanged.
 
     Args:
         *args: arguments of SFTTrainer.
@@ -238,9 +239,9 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         **kwargs: keyword arguments of SFTTrainer and `PackedTrainer`.
 
     Raises:
-        ConfigError: as in `PackedTrainer`, or a data set does not come from `datasets` and there is no collator.
-            Training and evaluation also refuse TRL's own packing (`packing`, `padding_free`, `eval_packing`), which
-            `check_trainer` reports earlier.
+        ConfigError: as in `PackedTrainer`; `loss` is not "token"; or a data set does not come from `datasets` and there
+            is no collator. Training and evaluation also refuse TRL's own packing (`packing`, `padding_free`,
+            `eval_packing`), which `check_trainer` reports earlier.
     """
 
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
