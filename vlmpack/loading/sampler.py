@@ -39,7 +39,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         accumulation: rows that a rank computes before ranks synchronize; they are balanced together.
         costs: [N]: compute cost of each sample, for balancing: `CostModel.of_samples`; None: its length.
         group_costs: [K]: compute cost of each group's prefix, if the plan has groups:
-            `CostModel.of_samples(plan.groups.tokens, plan.groups.patches)`; required with `costs`. None: its tokens.
+            `CostModel.of_samples(plan.groups.tokens, plan.groups.patches)`. None: the tokens of the prefix. Give both
+            `costs` and `group_costs`, or neither.
         remainder: what to do with rows that do not fill the last step. "split" splits rows with many samples in two
             until there are enough, "empty" adds rows without samples, "drop" drops rows, different ones every epoch.
         seed: seed of all shuffles; None: every epoch keeps the order of the plan.

@@ -6,8 +6,8 @@ Each rank and each of its workers reads, measures and packs its own part of the 
     rank 0     0     2     4     6     8            worker 0: 0 4 8 ...     worker 1: 2 6 ...
     rank 1        1     3     5     7     9         worker 0: 1 5 9 ...     worker 1: 3 7 ...
 
-The number of rows of a part is only known at its end. So ranks agree on the end together: a rank that has run out of
-rows trains on empty ones until all ranks have ended.
+The number of rows of a part is only known at its end. So a rank that has run out of rows trains on empty ones until all
+ranks have ended.
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 class _Worker(IterableDataset[Any]):
-    """Yield (row, state of the stream after it, False) in a worker; after the end, (None, state, True) forever."""
+    """Yields, in a worker, (row, state of the stream after it, False), and after the end (None, state, True) forever."""
 
     def __init__(self, stream: PackedStream) -> None:
         self.stream = stream

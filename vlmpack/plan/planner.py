@@ -167,9 +167,9 @@ def _place_groups(needs: Needs, strategy: str, samples: np.ndarray) -> np.ndarra
 
 
 def _place_costs(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.ndarray:
-    """Return the bin of each item, int64 [U], from its costs [U, D] and the limits [D], tokens first.
+    """Return the bin of each item or branch, int64 [U], from its costs [U, D] and the limits [D], tokens first.
 
-    An item without tokens (a sample that equals its prefix) counts as one token, and a limit of 0 (used up by the
+    A branch without tokens (a sample that equals its prefix) counts as one token, and a limit of 0 (used up by the
     prefix) counts as 1, because the strategies need positive numbers.
     """
     lengths, least = np.maximum(costs[:, 0], 1), np.maximum(limits, 1).tolist()

@@ -31,7 +31,7 @@ Groups are found with marks, which are hashes of the beginnings of samples, with
 Samples with equal hashes begin with the same symbols. A prefix that ends at a medium or a turn is found to its last
 token; other prefixes are found to within 16 tokens or 1/16 of their length, and never too long.
 
-N samples, K groups, G rows, M marks; U items, D limited quantities of a row, tokens first.
+N samples, K groups, G rows, M marks; U items or branches to pack; D limited quantities of a row, tokens first.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def attended_pairs(tokens: Whole) -> Whole:
 # ---------------------------------------------------------------------- items to place
 
 Place = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""Packs items with costs int64 [U, D] into bins with limits int64 [D]; returns the bin of each item, int64 [U]."""
+"""Packs items or branches of costs int64 [U, D] into bins of limits int64 [D]; returns the bin of each, int64 [U]."""
 
 
 @final
@@ -335,12 +335,12 @@ def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
     innermost = groups.of_samples[samples]
     beyond = needs.of_samples[samples] - of_groups[innermost]
     units: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
-    """For each group not split yet: (members that represent its items, costs of the items)."""
+    """For each group not split yet: (members that represent its branches, costs of the branches)."""
     order = np.argsort(innermost, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(innermost[order])) + 1):
         units[int(innermost[members[0]])].append((members, beyond[members]))
     piece_of = np.arange(len(samples))
-    """The member that represents each member's item; followed to the end once all groups are split."""
+    """The member that represents each member's branch; followed to the end once all groups are split."""
     for group in reversed(_with_ancestors(groups, list(units))):  # children have higher numbers than their parents
         members = np.concatenate([ids for ids, _ in units[group]])
         costs = np.concatenate([each for _, each in units.pop(group)])

@@ -102,7 +102,8 @@ class PackedTrainer(RenamedWeights):
         self._warned_of_means = False
         self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
-        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # a plain bool: it does not refuse ours
+        # The model's own value refuses Trainer's evaluation when read there. Ours is exact, so make it a plain bool.
+        self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)
         if isinstance(self.train_dataset, PackedStream):
             self.args.ignore_data_skip = True  # a stream resumes from its state, without reading what came before
             self.add_callback(EpochBySteps)

@@ -60,7 +60,8 @@ class _PackedHead(RenamedWeights):
     Logs `packing/computed`: tokens that went through the model, divided by the tokens of the padded batch.
 
     Args:
-        model: the policy, or a `PeftModel` around it; packing is enabled on it. The name of a model is refused.
+        model: the policy, or a `PeftModel` around it; packing is enabled on it. A name is refused, because TRL would
+            load the model itself.
         *args: arguments of TRL's trainer.
         share_prefixes: compute prefixes that samples of a micro-batch share, including images, only once. With dropout,
             these samples then share one dropout mask there. None: the default of this trainer.
@@ -227,10 +228,9 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         PackedSFTTrainer(model, ..., data_collator=VLMCollator(processor, layout="packed"), plan=plan_bins(...))
         PackedSFTTrainer(model, ..., data_collator=..., train_dataset=open_dataset("chats.jsonl"))
 
-    The first form is TRL's run with TRL's settings and metrics, but computes no padding. It also
-    takes the arguments of `PackedTrainer`, except that `loss` must be "token". `eval_loss` is exact on any number of
-    ranks. Data sets that do not come from `datasets` (opened, mixed or stored ones, streams, lists) go to the collator
-    unchanged.
+    The first form is TRL's run with TRL's settings and metrics, but computes no padding. The trainer also takes the
+    arguments of `PackedTrainer`, except that `loss` must be "token". `eval_loss` is exact on any number of ranks. Data
+    sets that do not come from `datasets` (opened, mixed or stored ones, streams, lists) go to the collator unchanged.
 
     Args:
         *args: arguments of SFTTrainer.
