@@ -396,7 +396,7 @@ class StreamLoader(DataLoader[Any]):
 
 
 class _Worker(IterableDataset[Any]):
-    """Yields, in a worker, (row, state of the stream after it, False), and after the end (None, state, True) forever."""
+    """Yields (row, state of the stream after it, False) in a worker, and after the end (None, state, True) forever."""
 
     def __init__(self, stream: PackedStream) -> None:
         self.stream = stream
