@@ -241,13 +241,13 @@ def plot_fill(plans: Mapping[str, Plan], *, title: str | None = None) -> Figure:
     edges = np.arange(0, 100 + STEP, STEP)
     least = 100.0
     for at, (axes, (name, plan)) in enumerate(zip(panels, plans.items(), strict=True)):
-        fills = 100 * np.asarray([plan.lengths[ids].sum() for ids in plan]) / plan.capacity
+        fills = 100 * np.asarray(plan.tree_tokens) / plan.capacity
         least = min(least, float(fills.min()))
         counts, _ = np.histogram(np.minimum(fills, 100), edges)
         axes.bar(edges[:-1], counts, width=0.92 * STEP, align="edge", color=SAMPLES[at % len(SAMPLES)], linewidth=0)
         axes.axvline(fills.mean(), color=ACCENT, linewidth=1)
         note = f"{len(plan):,} rows of {plan.capacity:,} tokens, on average {fills.mean():.1f}% full"
-        dress(axes, name, note, x="of a row are real tokens" if axes is panels[-1] else "")
+        dress(axes, name, note, x="of a row are computed tokens" if axes is panels[-1] else "")
         whole_y(axes)
         axes.xaxis.set_major_formatter(PercentFormatter())
     panels[0].set_xlim(max(0, least // 10 * 10 - 10), 100.5)
