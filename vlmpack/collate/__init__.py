@@ -1,4 +1,4 @@
-"""Sample dicts → a padded batch or a packed row, each sample checked on its own."""
+"""Turn sample dicts into a padded batch or a packed row. Each sample is checked on its own."""
 
 from __future__ import annotations
 

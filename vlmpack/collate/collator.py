@@ -1,4 +1,4 @@
-"""Collate sample dicts into one batch, for a DataLoader, HF Trainer or TRL: `VLMCollator`."""
+"""Collate sample dicts into one batch for a DataLoader, HF Trainer or TRL (`VLMCollator`)."""
 
 from __future__ import annotations
 
@@ -46,44 +46,45 @@ OnBad = Literal["raise", "skip"]
 
 
 class VLMCollator:
-    """Turn samples into a padded batch or a packed row, each checked on its own first.
+    """Collate samples into a padded batch or a packed row, after checking each sample on its own.
 
     Args:
-        processor: the processor of a model of any supported family, used as it is; of a text model its tokenizer.
-        layout: "padded" gives [B, S] with the 2D mask, "packed" one row [1, T]; both carry lengths on the host.
-        slots: how samples lie in a packed row; None: without any gaps.
-        share_prefixes: compute what samples of a packed row begin with alike, images included, once: the row gets a
-            `PrefixTree`. True: `SharePrefixes()`. Labels have to be token ids.
-        max_length: most tokens of a sample; None: no limit.
-        overlength: what happens to a longer one: "error" refuses it as a bad sample, "drop" leaves it out and counts
-            it, "truncate" keeps its first tokens and "truncate_start" its last ones, without the media and the ends of
-            answers that the limit would tear; `skip_log.truncated` counts such samples.
-        train_on: "assistant" learns the assistant's turns, their end included (of prompt and completion only the
-            completion), "last" only the last of them; "all" learns everything but media tokens. Labels of tokenised
-            samples are kept.
-        add_stop: a token of the tokenizer, such as "</s>", that is written and trained on behind the last answer of a
-            sample if the chat template writes none there that ends it; None: nothing is, and a warning says so once.
-        ignored_keys: keys of messages and their parts that are left out. Any other key has to be one that the chat
-            template writes, or the sample is refused.
-        markers: the meaning of `<image>`, `<video>` and `<audio>` in a text. "auto": placeholders of the media in a
-            sample's columns, and text in a sample without such a column; "places": always placeholders, refused without
-            their medium; "text": always text.
-        on_bad: "raise" stops at the first bad sample, "skip" leaves it out, counts it and writes it down.
-        skip_log: path of a JSON-lines file for refused samples; None: they are only counted, and a `SkippedWarning`
-            says so at the first.
+        processor: the unmodified processor of a model of any supported family; for a text model, its tokenizer.
+        layout: "padded" returns [B, S] with a 2D attention mask, "packed" returns one row [1, T]. Both carry the
+            sample lengths on the host.
+        slots: the padding of samples and of the row in the packed layout; None: no padding.
+        share_prefixes: in a packed row, compute the prefix that samples share (images included) only once; the row
+            gets a `PrefixTree`. True means `SharePrefixes()`. Labels must be token ids.
+        max_length: the largest number of tokens in a sample; None: no limit.
+        overlength: what to do with a longer sample. "error" refuses it as a bad sample. "drop" leaves it out and counts
+            it. "truncate" keeps its first tokens and "truncate_start" its last ones; media that the limit would split
+            are removed whole, and so are the ends of answers. `skip_log.truncated` counts truncated samples.
+        train_on: "assistant" trains on the assistant's turns, including their end-of-turn tokens (for prompt and
+            completion: the completion only). "last" trains on the last assistant turn only. "all" trains on everything
+            except media tokens. Tokenized samples keep their own labels.
+        add_stop: a special token of the tokenizer, such as "</s>", to append after a sample's last answer and train on
+            if the chat template writes no end token there. None: append nothing, and warn once about a missing one.
+        ignored_keys: keys to drop from messages and their parts. A sample with any other key that the chat template
+            does not write is refused.
+        markers: the meaning of `<image>`, `<video>` and `<audio>` in a text. "auto": placeholders if the sample has a
+            column for that kind of media, plain text otherwise. "places": always placeholders; a sample without the
+            media is refused. "text": always plain text.
+        on_bad: "raise" stops at the first bad sample; "skip" leaves it out, counts it and logs it.
+        skip_log: path of a JSON Lines file that lists refused samples. None: only count them, and issue a
+            `SkippedWarning` at the first one.
         skip_limit: the number of skipped samples above which the run stops; None: `SkipLimit()`.
-        limits: caps for images, read from their headers before decoding.
-        sampling: how many frames of a video's file are taken; None: as the processor's video processor does it.
-        video_limits: caps for files of videos.
-        vocab_size: token ids are below this; None: the tokenizer's number of entries.
-        pixel_dtype: dtype of the pixels (bfloat16 halves their bytes); None: the processor's, float32 (of Llama 4
-            bfloat16).
-        pixel_buffers: most blocks of memory in which the pixels of batches are joined in turn; a block is reused when
-            nothing refers to it any more. 0: new memory for every batch.
+        limits: size limits for images, checked against their headers before decoding.
+        sampling: how many frames to take from a video file; None: as the processor's video processor does it.
+        video_limits: size limits for video files.
+        vocab_size: upper bound (exclusive) for token ids; None: the tokenizer's number of entries.
+        pixel_dtype: dtype of the pixels; bfloat16 halves their size. None: the processor's own dtype (float32; bfloat16
+            for Llama 4).
+        pixel_buffers: the largest number of memory blocks that batches reuse for their pixels. A block is reused once
+            nothing refers to it any more. 0: allocate new memory for every batch.
 
     Raises:
-        ConfigError: settings that contradict each other.
-        FamilyError: a processor of another family.
+        ConfigError: settings contradict each other.
+        FamilyError: the processor belongs to an unsupported family.
     """
 
     def __init__(
@@ -165,20 +166,21 @@ class VLMCollator:
         return f"VLMCollator({type(self.processor).__name__}, {', '.join(changed)})"
 
     def __call__(self, features: Sequence[Mapping[str, Any] | SampleError]) -> dict[str, Any]:
-        """Collate samples into a dictionary for `model(**batch)`, host metadata under the key "vlmpack"."""
+        """Collate samples into a dict for `model(**batch)`, with the host metadata under the key "vlmpack"."""
         return self.collate(features).to_hf()
 
     def collate(self, features: Sequence[Mapping[str, Any] | SampleError]) -> PaddedBatch | PackedRow:
-        """Collate samples into a batch object. A feature may be an error, as an `OpenDataset` returns it for a bad row.
+        """Collate samples into a batch object. A feature may be an error, which `OpenDataset` returns for a bad row.
 
-        `metadata.sample_ids` names the samples in it: by `id` or `sample_id`, or else by their place in `features`. It
-        is empty where every sample was refused or `features` is empty (an empty row of a sampler). Then the batch
-        holds one smallest image without targets (`num_targets` 0), so that this rank still makes its step.
+        `metadata.sample_ids` names the samples in the batch by their `id` or `sample_id`, or by their index in
+        `features`. It is empty if every sample was refused or `features` is empty (an empty row of a sampler). The
+        batch then holds one tiny filler image without targets (`num_targets` 0), so that this rank still takes its
+        step.
 
         Raises:
-            SampleError: a sample cannot be used and `on_bad` is "raise"; names it, with the remedy.
-            ConfigError: no sample of this kind can be used, such as all without a known column, and `on_bad` is
-                "raise"; or more were refused than the skip limit allows.
+            SampleError: a sample cannot be used and `on_bad` is "raise". The error names the sample and the remedy.
+            ConfigError: no sample of this kind can be used (for example, none has a known column) and `on_bad` is
+                "raise"; or more samples were refused than the skip limit allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
         if isinstance(features, Mapping):
@@ -187,30 +189,31 @@ class VLMCollator:
         return self._assemble(partial(self._encoded, feature, index, media) for index, feature in enumerate(features))
 
     def measure(self, feature: Mapping[str, Any], index: int | None = None) -> Encoded:
-        """Encode a sample without its pixels: token ids, labels, and the grid of each image from its header.
+        """Encode a sample without its pixels: token ids, labels, and each image's grid, computed from its header.
 
-        The result is that of `collate`, `max_length` included, in a small part of the time. `decode` finds damage that
-        an image's header does not show. The log of skipped samples does not count the sample.
+        The result is what `collate` would produce, `max_length` included, in a small part of the time. Damage that an
+        image's header does not show is found later, by `decode`. The log of skipped samples does not count this sample.
 
         Args:
             feature: a sample dict.
-            index: its place in the data set, for errors and as its id where it has none of its own.
+            index: its index in the dataset, used in errors, and as its id if it has none.
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
-            ConfigError: no sample of this kind can be used and `on_bad` is "raise", or images cannot be measured with
-                this processor.
+            ConfigError: no sample of this kind can be used and `on_bad` is "raise"; or this processor cannot measure
+                images without decoding them.
         """
         sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature)))
         return sample if index is None else _with_id(sample, index)
 
     def length(self, feature: Mapping[str, Any]) -> int:
-        """Return the tokens of a sample's slot in a row, as `measure` counts them: `length` of a `PackedStream`.
+        """Return a sample's padded length in a row, from `measure`. Serves as the `length` of a `PackedStream`.
 
-        A sample that `collate` leaves out takes up the smallest slot, so that a stream hands it over and it is counted.
+        A sample that `collate` leaves out gets the smallest padded length, so that a stream still passes it on and
+        `collate` can count it.
 
         Raises:
-            SampleError, ConfigError: as `measure`; the first only if `on_bad` is "raise".
+            SampleError, ConfigError: as in `measure`, but SampleError only if `on_bad` is "raise".
         """
         outcome = self._outcome(lambda: self.measure(feature))
         if isinstance(outcome, SampleError) and self._is_fatal(outcome):
@@ -218,23 +221,23 @@ class VLMCollator:
         return round_up(outcome.num_tokens if isinstance(outcome, Encoded) else 1, self.slots.multiple)
 
     def decode(self, samples: Sequence[Encoded]) -> PaddedBatch | PackedRow:
-        """Collate samples that `measure` returned: read their media and cut them into patches.
+        """Collate samples that `measure` returned: read their media and split them into patches.
 
-        Equal to `collate` of the same samples. `on_bad` decides about a sample whose media cannot be used or have
-        changed since; media that `overlength="truncate"` cut off are not read.
+        The result equals `collate` of the same samples. `on_bad` decides what happens to a sample whose media cannot be
+        used or have changed since. Media that truncation removed are not read.
 
         Raises:
-            SampleError, ConfigError, LayoutError: as `collate`.
+            SampleError, ConfigError, LayoutError: as in `collate`.
         """
         media = BatchMedia()
         return self._assemble(partial(self._decoded, sample, index, media) for index, sample in enumerate(samples))
 
     def leaves_out(self, reason: str) -> bool:
-        """Return whether samples refused for this reason are left out by a setting, not because they are bad."""
+        """Return whether a setting drops samples refused for this reason, so that they do not count as bad."""
         return reason == OVERLENGTH and self.overlength == "drop"
 
     def _assemble(self, makers: Iterable[Callable[[], Encoded]]) -> PaddedBatch | PackedRow:
-        """Join the usable samples into a batch, then count all of them in their order."""
+        """Join the usable samples into a batch, then count all samples in their order."""
         outcomes: list[Encoded | SampleError] = []
         for make in makers:
             outcomes.append(self._outcome(make))
@@ -245,7 +248,7 @@ class VLMCollator:
         return batch
 
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
-        """Join samples into a batch; those whose pixels are not finite become errors in `outcomes`."""
+        """Join samples into a batch. Samples with non-finite pixels become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
         samples = [_with_id(sample, at) for at, sample in usable] or [self._encoder.filler]
         to_row = partial(to_packed, rule=self.slots, sharing=self.share_prefixes)
@@ -267,8 +270,11 @@ class VLMCollator:
         return self._lay_out(outcomes)
 
     def _typed(self, batch: PaddedBatch | PackedRow) -> PaddedBatch | PackedRow:
-        """Add the kinds of tokens by which experts are chosen, as the processor makes them, and those of a padded batch
-        under the name that the unmodified model takes, where a model has such."""
+        """Add the token types that some families need.
+
+        The processor computes the types by which experts are chosen. A padded batch also gets its token types under the
+        argument name of the unmodified model, if that is another one than `mm_token_type_ids`.
+        """
         columns: dict[str, torch.Tensor] = {}
         if self._family is not None and self._family.expert_types is not None:
             types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
@@ -300,7 +306,7 @@ class VLMCollator:
         return sample
 
     def _checked(self, feature: Mapping[str, Any], index: int | None, make: Callable[[], Encoded]) -> Encoded:
-        """Make a sample with the id in `feature`; a refusal becomes an error that names it."""
+        """Make a sample and give it the id in `feature`. Raise a refusal as an error that names the sample."""
         sample_id = None
         try:
             sample_id, channel = sample_id_of(feature), channel_of(feature)
@@ -314,7 +320,7 @@ class VLMCollator:
         return sample if is_named else replace(sample, **names)
 
     def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
-        """Name the sample in a refusal; a mistake of the setup is a ConfigError, unless samples are to be skipped."""
+        """Name the sample in a refusal. A setup mistake becomes a ConfigError, unless samples are to be skipped."""
         is_named = index is not None or sample_id is None
         message = refusal.message if is_named else f"sample {sample_id!r}: {refusal.message}"
         error = SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id)
@@ -323,7 +329,7 @@ class VLMCollator:
     # ------------------------------------------------------------------ counts
 
     def _count(self, outcomes: Iterable[Encoded | SampleError]) -> None:
-        """Count samples in the log; raise the first error that is not to be skipped, and warn of the first skipped."""
+        """Count samples in the log, raise the first fatal error, and warn about the first skipped sample."""
         skipped: list[SampleError] = []
         with self.skip_log.at_once():
             for outcome in outcomes:
@@ -347,9 +353,9 @@ class VLMCollator:
             )
 
     def _outcome(self, make: Callable[[], Encoded]) -> Encoded | SampleError:
-        """Return a sample or its error, without the traceback, whose frames keep all their variables alive.
+        """Return a sample or its error, without the traceback, whose frames would keep all their variables alive.
 
-        An error that is skipped loses its cause too, which has a traceback of its own.
+        A skipped error also loses its cause, which has its own traceback.
         """
         try:
             return make()
@@ -363,7 +369,7 @@ class VLMCollator:
 
 
 def _to_refusal(error: Exception) -> Refusal:
-    """Turn an error of a sample into a refusal. Unforeseen errors keep their name and their place in this package."""
+    """Turn any error into a refusal. An unforeseen error keeps its name and its code location in this package."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, RecursionError):
@@ -377,12 +383,12 @@ def _to_refusal(error: Exception) -> Refusal:
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:
-    """Set the place as the id of a sample without one."""
+    """Use the index as the id of a sample without one."""
     return sample if sample.sample_id is not None else replace(sample, sample_id=index)
 
 
 def sample_id_of(feature: Any) -> int | str | None:
-    """Return the id in a sample's columns (`id` or `sample_id`); None: it has none."""
+    """Return the id in a sample's columns (`id` or `sample_id`), or None if it has none."""
     if not isinstance(feature, Mapping):
         return None
     value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
@@ -390,7 +396,7 @@ def sample_id_of(feature: Any) -> int | str | None:
 
 
 def channel_of(feature: Any) -> str | None:
-    """Return the name of a sample's data set, in its column `channel`; None: it has none."""
+    """Return the name of a sample's dataset from its column `channel`, or None if it has none."""
     channel = feature.get(CHANNEL_COLUMN) if isinstance(feature, Mapping) else None
     return channel if isinstance(channel, str) else None
 
@@ -415,10 +421,10 @@ def _ignored_keys(keys: Collection[str]) -> tuple[str, ...]:
 
 
 def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: SlotRule) -> SharePrefixes | None:
-    """Return how samples share prefixes; None: not at all.
+    """Return the settings for shared prefixes, or None if samples share nothing.
 
     Raises:
-        ConfigError: it is neither, or the layout has no place for a tree.
+        ConfigError: `share_prefixes` has the wrong type, or the layout or `slots` do not allow a prefix tree.
     """
     if not share_prefixes:
         return None

@@ -1,4 +1,4 @@
-"""Samples to train on: any stored conversations, receipts of CORD v2, and their images."""
+"""Training samples: stored conversations in any format, CORD v2 receipts, and their media."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of other libraries as samples: `messages`, with their media inside or in columns of their kind.
+"""Convert rows in other libraries' formats to `messages`, with media inside the messages or in media columns.
 
     Alpaca            {"instruction", "input", "output", "history"}          ─┐
     ms-swift          {"query", "response", "history"}                        │
@@ -11,28 +11,28 @@
     LLaMA-Factory v1  {"content": [{"type": "text", "value"}], "loss_weight"} │
     Anthropic         {"content": [{"type": "tool_use"}, ...]}               ─┘
 
-A format is one function here: it takes a row, and returns it with `messages` if the row is of its shape. `READERS`
-lists them; data sets and collators call `as_messages`, and know nothing else of other libraries.
+Each format is one function here. It takes a row and returns it with `messages` if the row has that format. `READERS`
+lists these functions. Datasets and collators only call `as_messages`; they know nothing else about other libraries.
 
-Tools and calls may be JSON text: `{"from": "function_call", "value": ...}` (LLaMA-Factory), `{"role": "tool_call"}`
-(ms-swift), `{"function": {"arguments": ...}}` (OpenAI), and the column `tools` of all of them.
+Tools and tool calls may be JSON text: `{"from": "function_call", "value": ...}` (LLaMA-Factory), `{"role":
+"tool_call"}` (ms-swift), `{"function": {"arguments": ...}}` (OpenAI), and the column `tools` of all of them.
 
-The argument `columns=` is a mapping, ms-swift's `--columns`, or LLaMA-Factory's `dataset_info.json`:
+The argument `columns=` takes a mapping, ms-swift's `--columns`, or LLaMA-Factory's `dataset_info.json`:
 
-    {"question": "query", "answer": "response"}            column of the data set -> the name that is read
-    '{"text1": "query", "text2": "response"}'              the same as JSON, as ms-swift's command has it
-    "data/dataset_info.json"                               its entry of the source: columns, tags, formatting
+    {"question": "query", "answer": "response"}            column of the dataset -> the name that vlmpack reads
+    '{"text1": "query", "text2": "response"}'              the same as JSON, as in ms-swift's command line
+    "data/dataset_info.json"                               the source's entry in it: columns, tags, formatting
 
-`branch_turns` makes one sample of each answer of a conversation:
+`branch_turns` makes one sample of each answer in a conversation:
 
     record     {"images": [...], "messages": [user Q0, assistant A0, user Q1, assistant A1], "id": "r"}
     turns      {..., "branch_turn": 0, "id": "r/0"}      {..., "branch_turn": 1, "id": "r/1"}     Q0 A0      Q1 A1
     answers    {..., "answer_turn": 0, "id": "r/0"}      {..., "answer_turn": 1, "id": "r/1"}     Q0 A0      Q0 A0 Q1 A1
 
-A sample is its record, images where they were, and the number of its answer: nothing is copied. Of "turns" the collator
-reads that question and its answer: answers do not see each other. Of "answers" it reads the conversation up to that
-answer, which alone is trained on: the template writes the turns before as at inference, and the answer with its
-thoughts, which it may leave out as soon as another turn follows.
+Each sample is the whole record, with its images and the number of one answer; nothing is copied. For "turns", the
+collator reads that question and its answer, so answers do not see each other. For "answers", it reads the conversation
+up to that answer and trains on that answer alone. The template then renders earlier turns as it does at inference, and
+the last answer with its reasoning, which a template may drop once another turn follows.
 """
 
 from __future__ import annotations
@@ -56,67 +56,67 @@ Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
 """The kinds of media."""
 TURNS = ("messages", "conversations", "conversation", "prompt", "completion")
-"""Columns of turns."""
+"""Columns that hold turns."""
 CHAT = (*TURNS, "input_ids")
-"""Columns of a sample's text, as the collator reads them."""
+"""Columns with a sample's text that the collator reads."""
 SHAPES = (
     *(("query", "response"), ("instruction", "output"), ("question", "multiple_choice_answer")),
     *(("question", "answer"), ("question", "answers"), ("response",), ("txt",)),
 )
-"""Columns of a question and its answer, or of a text for an image, that are written as messages."""
+"""Columns of a question and its answer, or of a text for an image, that are converted to messages."""
 PAIRS = {"conversation": ("human", "assistant"), "texts": ("user", "assistant")}
-"""Columns of questions with their answers: of ms-swift, and of The Cauldron and FineVision."""
+"""Columns of question–answer pairs, with the pair's keys: ms-swift; The Cauldron and FineVision."""
 MEDIA = tuple(name for kind in KINDS for name in (kind, f"{kind}s"))
 SOURCES = (*MEDIA, "image_url", "video_url", "audio_url", "url", "path")
-"""Keys of a row or of a part that may hold where a medium is."""
+"""Keys of a row or of a part that may hold a medium's path, URL or data."""
 CHANNEL_COLUMN = "channel"
-"""The data set of a sample, by whose name its loss is logged: ms-swift's name."""
+"""Column that names a sample's dataset, under which its loss is logged. ms-swift uses the same name."""
 BRANCH_COLUMN = "branch_turn"
-"""The column that holds the number of a sample's question in its conversation."""
+"""Column with the number of a sample's question in its conversation."""
 ANSWER_COLUMN = "answer_turn"
-"""The column that holds the number of the answer with which a sample ends."""
+"""Column with the number of the answer that ends a sample."""
 FACTORS = ("weight", "loss_scale", "loss_weight")
-"""Keys of the weight of an answer, or of a text in it: of OpenAI, ms-swift and LLaMA-Factory."""
+"""Keys for the weight of an answer, or of a text in it: OpenAI, ms-swift and LLaMA-Factory."""
 FLAGS = (*FACTORS, "loss", "loss_mask", "train", "training", "trainable")
-"""The same and keys by which it is trained on or not: of ms-swift, axolotl and Tinker."""
+"""The weight keys, and keys that turn training on or off: ms-swift, axolotl and Tinker."""
 CALLING = ("function_call", "tool_call")
-"""Roles of turns of the assistant whose text is the JSON of calls: of LLaMA-Factory and of ms-swift."""
+"""Roles of assistant turns whose text is the JSON of tool calls: LLaMA-Factory and ms-swift."""
 _ANSWERING = ("assistant", "gpt", *CALLING)
-"""Roles of the turns in which no media are looked for."""
+"""Roles whose turns are not searched for media."""
 _BESIDE = ("system", "history", "input", "tools", *MEDIA, "id", "sample_id", "labels")
 TARGETS = (*CHAT, "texts", *dict.fromkeys(name for shape in SHAPES for name in shape), *_BESIDE, "ground_truth")
-"""Names that a column can be read as."""
+"""Names that `columns=` can map a column to."""
 ENDS = {
     "image": (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm"),
     "video": (".mp4", ".m4v", ".avi", ".mkv", ".mov", ".webm"),
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"),
 }
-"""Ends of the names of files, by the kind of medium."""
+"""File name extensions, by kind of medium."""
 _PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag", "label", "ranking")
 
 
 def is_absent(value: Any) -> bool:
-    """None, or a struct with nothing in it: Arrow gives every part of a column the keys of all of them."""
+    """Return whether a value is None or a struct of Nones: Arrow gives every struct in a column the keys of all."""
     return value is None or (isinstance(value, Mapping) and all(map(is_absent, value.values())))
 
 
 def is_empty(value: Any) -> bool:
-    """Absent, or a text or list with nothing in it, such as `[{"bytes": None, "path": None}]`."""
+    """Return whether a value is absent, or an empty text or list, such as `[{"bytes": None, "path": None}]`."""
     if isinstance(value, list | tuple):
         return all(map(is_empty, value))
     return is_absent(value) or (isinstance(value, str) and not value)
 
 
 def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any]:
-    """Write a row of any shape above as `messages`; a row of another shape is copied as it stands.
+    """Convert a row in any format above to `messages`. Copy a row in any other format unchanged.
 
     Args:
         row: the columns of a sample.
         inline: read `<img>dog.jpg</img>` in a user's text as an image; False: as text.
 
     Raises:
-        ValueError: the row is of a shape above and contradicts itself.
-        SampleError: a receipt whose ground truth cannot be read.
+        ValueError: the row has a format above and contradicts itself.
+        SampleError: the ground truth of a receipt cannot be read.
     """
     written = dict(row.items())
     for read in (*READERS, *((_inline_media,) if inline else ()), _from_data_path):
@@ -128,11 +128,11 @@ def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any
 
 
 def _pairs(row: dict[str, Any]) -> dict[str, Any]:
-    """Pairs of a question and its answer in a list."""
+    """Convert a list of question–answer pairs."""
     for name, keys in PAIRS.items():
         pairs = row.get(name)
         if not _is_list(pairs) or not pairs or not isinstance(pairs[0], Mapping) or not {*keys} <= pairs[0].keys():
-            continue  # `texts` may be a column of notes
+            continue  # the column may mean something else: `texts` may hold notes
         if more := next((other for other in TURNS if other != name and row.get(other) is not None), None):
             raise ValueError(f"has {name} and {more}, of which one would be read; keep that one")
         messages = []
@@ -147,7 +147,7 @@ def _pairs(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _questions(row: dict[str, Any]) -> dict[str, Any]:
-    """A question, its answer and those before them; or a caption, which answers a user who shows the row's media."""
+    """Convert a question, its answer and the history, or a caption, which answers a user who shows the row's media."""
     present = {name for name, value in row.items() if value is not None}
     shape = next((shape for shape in SHAPES if present.issuperset(shape)), None)
     if shape is None or present & set(CHAT):
@@ -175,18 +175,18 @@ def _turns_of(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
 
 
 def _receipts(row: dict[str, Any]) -> dict[str, Any]:
-    """An image and its values, as CORD v2 has them."""
+    """Convert an image and its ground truth, as in CORD v2."""
     if not {"image", "ground_truth"} <= row.keys() or any(row.get(name) is not None for name in CHAT):
         return row
     return {**{name: row[name] for name in ("id", "sample_id") if name in row}, **to_conversation(row)}
 
 
 def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A user who shows the media of the row and says nothing; a row without any has no such turn."""
+    """Return a user turn that shows the row's media without any text, or no turn if the row has no media."""
     parts = []
     for kind in KINDS:
         media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
-        is_list = _is_list(media) and not (media and isinstance(media[0], float))  # of one audio
+        is_list = _is_list(media) and not (media and isinstance(media[0], float))  # floats: the samples of one audio
         parts += [{"type": kind}] * (len(media) if is_list else 1)
     return [{"role": "user", "content": parts}] if parts else []
 
@@ -198,7 +198,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _answer(value: Any, name: str) -> str:
-    """A text, a number as text, or of several answers to a question the most frequent, and of those the first."""
+    """Return a text, or a number as text. Of several answers, return the most frequent one (the first in a tie)."""
     if _is_list(value) and value:
         texts = [_answer(item.get("answer") if isinstance(item, Mapping) else item, name) for item in value]
         return Counter(texts).most_common(1)[0][0]
@@ -206,7 +206,7 @@ def _answer(value: Any, name: str) -> str:
     return str(value) if is_number else _text(value, name)
 
 
-# ---------------------------------------------------------------------- media named in texts and by their samples
+# ---------------------------------------------------------------------- media inside texts
 
 _NUMBERED = re.compile(r"<image(_\d+)?>")
 _INLINE = re.compile(
@@ -218,11 +218,11 @@ _INLINE = re.compile(
 
 
 def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
-    """MiniCPM-V's images by their places in the text: `{"<image_00>": path, ...}`."""
+    """Convert MiniCPM-V's numbered images, `{"<image_00>": path, ...}`, which the text places by their names."""
     images = row.get("image")
     if not isinstance(images, Mapping) or not images or not all(_NUMBERED.fullmatch(str(name)) for name in images):
         return row
-    images = {name: image for name, image in images.items() if image is not None}  # Arrow has those of all rows
+    images = {name: image for name, image in images.items() if image is not None}  # Arrow adds the keys of all rows
     column = next((name for name in TURNS if _is_list(row.get(name))), None)
     turns, unused = [], set(images)
     for turn in row[column] if column else ():
@@ -239,7 +239,7 @@ def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _inline_media(row: dict[str, Any]) -> dict[str, Any]:
-    """ms-swift's media by their paths inside users' texts, `<img>dog.jpg</img>`."""
+    """Convert ms-swift's inline media: paths inside users' texts, `<img>dog.jpg</img>`."""
     return _with_turns(row, _holds_media, _split)
 
 
@@ -262,7 +262,7 @@ def _split(turn: Any) -> list[Any]:
 
 
 def _from_data_path(row: dict[str, Any]) -> dict[str, Any]:
-    """Qwen's `data_path` of a sample: the folder of its media."""
+    """Apply Qwen's `data_path`, the folder of a sample's media."""
     if not isinstance(folder := row.get("data_path"), str):
         return row
     return from_folder({name: value for name, value in row.items() if name != "data_path"}, Path(folder))
@@ -271,24 +271,26 @@ def _from_data_path(row: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- parts of messages
 
 _BOOKKEEPING = ("cache_control", "signature", "citations", "annotations")
-"""Keys beside a part with which a service bills, signs or cites: no model sees them."""
+"""Keys beside a part that a service uses for billing, signing or citing; no model sees them."""
 _KINDS = {f"{kind}{end}": kind for kind in ENDS for end in ("", "_url")}
 _SPOKEN = ("tool_use", "tool_result", "tool_call", "thinking", "reasoning", "output_text", "input_audio")
-"""Types of parts of other libraries."""
+"""Part types of other libraries."""
 _FOREIGN = ("value", "base64", "source", *_BOOKKEEPING)
-"""Keys of their parts."""
+"""Keys of other libraries' parts."""
 
 
 def _parts(row: dict[str, Any]) -> dict[str, Any]:
-    """Parts of LLaMA-Factory v1, Anthropic, OpenAI and transformers as parts of messages."""
+    """Convert the parts of LLaMA-Factory v1, Anthropic, OpenAI and transformers."""
     return _with_turns(row, _is_foreign, _turn)
 
 
 def _with_turns(
     row: dict[str, Any], is_meant: Callable[[Any], bool], read: Callable[[Any], list[Any]]
 ) -> dict[str, Any]:
-    """The row with the messages that `read` makes of the turns that are meant; the others of their list are spelt like
-    them, by `role` and `content`."""
+    """Replace the turns that `is_meant` selects by the messages that `read` makes of them.
+
+    The other turns in the same list get the keys `role` and `content` too.
+    """
     for name in TURNS:
         turns = row.get(name)
         if _is_list(turns) and any(map(is_meant, turns)):
@@ -305,7 +307,7 @@ def _renamed(turn: Any) -> Any:
 
 
 def _turn(turn: Any) -> list[Any]:
-    """What the parts of a turn say, as messages; the results of tools are messages before it."""
+    """Convert the parts of a turn to messages. Tool results become separate messages before it."""
     said, results, calls, thoughts = list[Any](), list[Any](), list[Any](), list[str]()
     for part in _parts_of(turn):
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -345,14 +347,14 @@ def _is_foreign(turn: Any) -> bool:
 
 
 def _result(part: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tool returned, and that it failed, which a template has to write."""
+    """Return a tool's result. Keep `is_error`, so that the template has to write it."""
     content = part.get("content")
     parts = [_part(item) if isinstance(item, Mapping) else item for item in content] if _is_list(content) else content
     return {"content": "" if parts is None else parts, **({"is_error": True} if part.get("is_error") else {})}
 
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
-    """A text or a medium as a part of messages."""
+    """Convert a text or media part."""
     kind, source, medium = part.get("type"), None, _KINDS.get(str(part.get("type")))
     held = part.get("input_audio" if kind == "input_audio" else "source")
     if kind == "input_audio" and isinstance(held, Mapping):
@@ -379,7 +381,7 @@ def _medium(kind: str, source: Any) -> dict[str, Any]:
 
 
 def _beside(row: dict[str, Any]) -> dict[str, Any]:
-    """Anthropic's `system` in parts, and its tools."""
+    """Convert Anthropic's `system` in parts, and its tools."""
     system = row.get("system")
     if _is_list(system) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in system):
         row = {**row, "system": "\n".join(part["text"] for part in system)}
@@ -404,21 +406,21 @@ READERS: Sequence[Callable[[dict[str, Any]], dict[str, Any]]] = (
     _parts,
     _beside,
 )
-"""The formats, in the order in which a row is tried; a row may be of several."""
+"""The readers, in the order in which they are applied. Several may apply to one row."""
 
 
 # ---------------------------------------------------------------------- paths of media
 
 
 def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The row with its media's paths starting at `folder`; texts and the arguments of tools are left alone."""
+    """Resolve the relative media paths in a row against `folder`. Texts and tool arguments stay unchanged."""
     changed = {name: _placed(row[name], folder) for name in SOURCES if name in row}
     changed |= {name: [_placed_in(turn, folder) for turn in row[name]] for name in TURNS if _is_list(row.get(name))}
     return {**row, **changed}
 
 
 def _placed_in(turn: Any, folder: Path) -> Any:
-    content = turn.get("content") if isinstance(turn, Mapping) else None  # a text, a list of parts, or one part alone
+    content = turn.get("content") if isinstance(turn, Mapping) else None  # a text, a list of parts, or a single part
     if _is_list(content):
         return {**turn, "content": [_placed_part(part, folder) for part in content]}
     return {**turn, "content": _placed_part(content, folder)} if isinstance(content, Mapping) else turn
@@ -429,7 +431,7 @@ def _placed_part(part: Any, folder: Path) -> Any:
 
 
 def _placed(media: Any, folder: Path) -> Any:
-    """A path, or paths in lists and under the keys of `SOURCES`, starting at `folder`."""
+    """Resolve a path, or paths in lists and under the keys of `SOURCES`, against `folder`."""
     if isinstance(media, str):
         is_address = "://" in media[:32] or media.startswith("data:")
         return media if is_address or not media else str(folder / media)
@@ -448,39 +450,39 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnTags:
-    """Keys and roles of the turns in a foreign `messages` column."""
+    """Keys and roles of the turns in another library's `messages` column."""
 
     role: str = "from"
     """Key of a turn's role."""
     content: str = "value"
-    """Key of its text."""
+    """Key of a turn's text."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Roles as the data set names them -> the roles of messages."""
+    """The dataset's role names -> the roles of messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnMap:
-    """Foreign columns as those that are read."""
+    """How the columns of a dataset map to the names that vlmpack reads."""
 
     names: Mapping[str, str] = field(default_factory=dict)
-    """Column of the data set -> the name that is read."""
+    """Column of the dataset -> the name that vlmpack reads."""
     tags: TurnTags | None = None
-    """Of the turns in `messages`; None: they have `role` and `content`, or `from` and `value`."""
+    """Keys and roles of the turns in `messages`; None: `role` and `content`, or `from` and `value`."""
     required: tuple[str, ...] = ()
-    """Columns that have to be there."""
+    """Columns that must exist."""
     folder: Path | None = None
-    """Where paths of media start; None: where the source says."""
+    """Folder where relative media paths start; None: the source decides."""
     is_read: bool = True
-    """False: rows keep the shape in which they are stored."""
+    """False: rows keep their stored format."""
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the row with its columns renamed, and its turns or pairs as messages.
+        """Return the row with renamed columns, and its turns or pairs as messages.
 
         Raises:
-            ValueError: two columns have one name, or turns or pairs are none.
+            ValueError: two columns map to one name, or turns or pairs are malformed.
         """
         renamed: dict[str, Any] = {}
-        if "chosen" in self.names:  # the answers that are trained on: the others are left out on purpose
+        if "chosen" in self.names:  # only chosen answers are trained on; rejected ones are left out on purpose
             row = {name: value for name, value in row.items() if not name.startswith("rejected")}
         for name, value in row.items():
             target = self.names.get(name, name)
@@ -494,7 +496,7 @@ class ColumnMap:
 
 
 def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
-    """A turn as a message."""
+    """Convert a turn to a message."""
     if not isinstance(turn, Mapping) or not {tags.role, tags.content} <= turn.keys():
         raise ValueError(f"has a turn without {tags.role!r} and {tags.content!r}: {turn!r:.60}; correct the tags")
     role = turn[tags.role]
@@ -505,12 +507,12 @@ def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
 
 
 Columns = Mapping[str, str] | str | os.PathLike[str]
-"""Columns of the data set -> the names that are read; the same as JSON; or the path of a `dataset_info.json`."""
+"""A mapping from columns of the dataset to names that vlmpack reads, its JSON, or a `dataset_info.json` path."""
 
 INFO = "dataset_info.json"
-"""Name of LLaMA-Factory's file of descriptions, and of another file of `datasets`."""
+"""File name of LLaMA-Factory's dataset descriptions; `datasets` uses the same name for another file."""
 _WHERE = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-"""Keys of a description that say where the data are."""
+"""Keys of a description that say where the data is."""
 _EXAMPLE = "a column of yours and the name it is read as, such as {'question': 'query', 'answer': 'response'}"
 
 
@@ -518,11 +520,11 @@ def read_columns(columns: Columns, source: Any) -> ColumnMap:
     """Read `columns=`: a mapping, ms-swift's `--columns` as JSON, or LLaMA-Factory's `dataset_info.json`.
 
     Args:
-        columns: the mapping, its text, or the path of a file.
-        source: the data set that is opened: of a `dataset_info.json` its entry is taken.
+        columns: the mapping, its JSON text, or the path of a file.
+        source: the dataset to open; its entry is looked up in a `dataset_info.json`.
 
     Raises:
-        ConfigError: it is none of these, a name is none that can be read, or the file does not describe the source.
+        ConfigError: it is none of these, a target name is unknown, or the file does not describe the source.
     """
     if isinstance(columns, str) and columns.lstrip().startswith("{"):
         try:
@@ -551,7 +553,7 @@ def read_columns(columns: Columns, source: Any) -> ColumnMap:
 
 
 def _from_file(path: Path, source: Any) -> ColumnMap:
-    """The entry of a `dataset_info.json` that names the source."""
+    """Return the entry of a `dataset_info.json` that names the source."""
     described = _descriptions(path)
     if described is None:
         raise ConfigError(f"{path} is no {INFO} of LLaMA-Factory: a mapping of names to descriptions of data sets")
@@ -565,10 +567,10 @@ def _from_file(path: Path, source: Any) -> ColumnMap:
 
 
 def _descriptions(path: Path) -> Mapping[str, Mapping[str, Any]] | None:
-    """The data sets that a `dataset_info.json` describes by name; None: it is another file of that name.
+    """Read the datasets that a `dataset_info.json` describes, by name. None: the file is something else.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
@@ -580,21 +582,22 @@ def _descriptions(path: Path) -> Mapping[str, Mapping[str, Any]] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """A data set as a `dataset_info.json` describes it."""
+    """A dataset as described in a `dataset_info.json`."""
 
     source: str
-    """Its file or folder, or its id on the hub."""
+    """The dataset's file or folder, or its hub id."""
     columns: ColumnMap
-    """Its columns."""
+    """How its columns map to the names that vlmpack reads."""
     split: str | None
-    """Its split on the hub; None: it names none."""
+    """Its split on the hub; None: not given."""
 
 
 def described_in(source: Any) -> Described | None:
-    """Find the data set that `data/dataset_info.json#name` stands for, or `data#name`; None: the source is another.
+    """Find the dataset behind `data/dataset_info.json#name` or `data#name`. None: the source is something else.
 
     Raises:
-        ConfigError: the file has no data set of that name, or several and no name is given: its names are listed.
+        ConfigError: the file has no dataset of that name, or has several and no name is given (the error lists them);
+            or the dataset's file is missing.
     """
     if not isinstance(source, str | os.PathLike) or (Path(source).is_file() and Path(source).name != INFO):
         return None
@@ -627,7 +630,7 @@ def _describes(entry: Mapping[str, Any], source: Any, folder: Path) -> bool:
 
 
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output"}
-"""LLaMA-Factory's name of a column, and the name of its default in the data set."""
+"""LLaMA-Factory's column key -> the default column name in the dataset."""
 _TAGS = {
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
@@ -635,11 +638,11 @@ _TAGS = {
     "function_tag": ("function_call", "function_call"),
     "system_tag": ("system", "system"),
 }
-"""Tag -> its default, and the role that it stands for."""
+"""Tag -> its default value, and the role it stands for."""
 
 
 def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
-    """One entry, as LLaMA-Factory's data/README.md explains it."""
+    """Read one entry, following LLaMA-Factory's data/README.md."""
     columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
     formatting = entry.get("formatting", "alpaca")
     unknown = [key for key in columns if key not in (*_ALPACA, *_BESIDE, "messages")]
@@ -671,9 +674,9 @@ def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
 
 
 def without_nulls(value: Any) -> Any:
-    """Copy a nested value without the keys that are None, at every depth; items of lists stay.
+    """Copy a nested value without keys whose value is None, at every depth. List items stay.
 
-    Arrow gives every struct of a column the keys of all of them.
+    Needed because Arrow gives every struct in a column the keys of all of them.
     """
     if isinstance(value, np.ndarray):
         value = value.tolist()
@@ -683,10 +686,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_tools(value: Any) -> list[Any]:
-    """Read a column `tools`: a list, or the JSON of one; a tool in the list may be JSON text too.
+    """Read a `tools` column: a list, or the JSON of a list. A tool in the list may be JSON text too.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the column is neither.
     """
     if isinstance(value, str):
         value = _parsed(value, "tools") if value.strip() else []
@@ -697,10 +700,10 @@ def read_tools(value: Any) -> list[Any]:
 
 
 def calls_in(text: str) -> list[dict[str, Any]]:
-    """Read the calls in the text of a turn: JSON of a name and its arguments, or a list of such.
+    """Read the tool calls in the text of a turn: JSON of a name and its arguments, or a list of these.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the text is something else.
     """
     try:
         calls = json.loads(text)
@@ -714,10 +717,10 @@ def calls_in(text: str) -> list[dict[str, Any]]:
 
 
 def with_arguments(calls: Any) -> Any:
-    """Parse the `arguments` of calls that are JSON text, as OpenAI writes them; some templates would quote them again.
+    """Parse tool calls whose `arguments` are JSON text (OpenAI's format); some templates would quote them again.
 
     Raises:
-        ValueError: they are no JSON of an object.
+        ValueError: the arguments are not a JSON object.
     """
     if isinstance(calls, str):
         calls = _parsed(calls, "tool_calls") if calls.strip() else []
@@ -753,16 +756,16 @@ def _parsed(text: str, name: str) -> Any:
 # ---------------------------------------------------------------------- a sample for each answer
 
 Branches = Literal["conversation", "turns", "answers"]
-"""A conversation as one sample, or one for each question with its answer, or one for each answer with all before it."""
+"""One sample per conversation, per question with its answer, or per answer with everything before it."""
 
 
 def branch_turns(record: Mapping[str, Any], *, branches: Branches = "turns") -> list[dict[str, Any]]:
-    """Return one sample for each answer of a record; a record of one answer, or of none, as it is.
+    """Return one sample for each answer of a record. A record with one answer or none is returned as it is.
 
     Args:
-        record: a conversation, as `VLMCollator` takes it; for "turns" of questions and answers in turn.
-        branches: "turns" or "answers", see above; of the latter answers that their own flag does not train on are no
-            samples.
+        record: a conversation that `VLMCollator` takes; for "turns", questions and answers must alternate.
+        branches: "turns" or "answers" (see the module docstring). With "answers", an answer whose own flag turns off
+            training makes no sample.
     """
     answers = _answers(record, branches)
     numbers = [at for at, is_sample in enumerate(answers) if is_sample]
@@ -775,12 +778,12 @@ def branch_turns(record: Mapping[str, Any], *, branches: Branches = "turns") -> 
 
 
 def num_branches(record: Mapping[str, Any], branches: Branches) -> int:
-    """Count the answers of a record that are samples; 0: there is no conversation."""
+    """Count the answers of a record that become samples; 0 if there is no conversation."""
     return sum(_answers(record, branches))
 
 
 def _answers(record: Mapping[str, Any], branches: Branches) -> list[bool]:
-    """Whether each of a record's answers is a sample."""
+    """For each answer of a record, return whether it becomes a sample."""
     row = _pairs(dict(record))
     turns = next((row[name] for name in TURNS[:3] if row.get(name) is not None), ())
     answers, before = [], None

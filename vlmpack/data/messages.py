@@ -1,15 +1,15 @@
-"""A row of any shape → one conversation: messages with roles, parts and weights, and the media in their order.
+"""Convert a row in any format to one conversation: messages with roles, parts and weights, and its media in order.
 
     TRL        {"messages": [...], "images": [...]}   {"prompt": ..., "completion": ..., "images": [...]}
     Qwen       {"conversations": [{"from": "human", "value": "<image>\\n..."}, ...], "image": path or list}
     NeMo       {"conversation": [{"role": ..., "content": [{"type": "image", "image": PIL}, ...]}]}
-    others     as `formats.as_messages` writes them
+    others     as converted by `formats.as_messages`
 
-A message's content is a string or a list of parts; a part is a text, or an image, video or audio with its source inside
-(`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`) or without one, which then comes from the
-column of its kind (`images` / `image`, `videos` / `video`, `audios` / `audio`), in order. Where no message has such a
-part, `<image>`, `<video>` and `<audio>` in users' texts are the placeholders of the column's media, if there are as
-many. Keys that are None, or structs of None, count as absent: Arrow writes them.
+A message's content is a string or a list of parts. A part is a text, image, video or audio. A media part holds its
+source (`{"type": "image", "image": PIL | path | bytes | {"bytes", "path"}}`), or it is empty and takes the next medium
+from the column of its kind (`images` / `image`, `videos` / `video`, `audios` / `audio`). If no message has such a part,
+`<image>`, `<video>` and `<audio>` in users' texts are the placeholders of the column's media, provided the numbers
+match. Keys whose value is None or a struct of Nones count as absent, because Arrow writes them.
 """
 
 from __future__ import annotations
@@ -52,97 +52,97 @@ from vlmpack.data.formats import (
 from vlmpack.errors import Refusal, SampleError
 
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles of the messages that go into a chat template."""
+"""Roles of messages in a chat template."""
 ALIASES = {
     "human": "user",
     "gpt": "assistant",
     "developer": "system",
     **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
 }
-"""Other names of the same roles. Qwen's templates have no developer, and some leave such a turn out."""
+"""Other names of these roles. Qwen's templates have no developer role, and some templates leave such a turn out."""
 SPEAKING = ("tool_calls", "reasoning_content")
-"""Keys with which a turn needs no content."""
+"""Keys that make a turn's content optional."""
 Markers = Literal["auto", "places", "text"]
-"""The meaning of `<image>`, `<video>` and `<audio>` in a text: see `marked_kinds`."""
+"""The meaning of `<image>`, `<video>` and `<audio>` in a text; see `marked_kinds`."""
 Weights = tuple[tuple[str, float], ...]
-"""Texts of an answer, one after the other, and the weight of each; ("", weight) if it has one weight."""
+"""The consecutive texts of an answer, each with its weight; ("", weight) if the whole answer has one weight."""
 _ONE: Weights = (("", 1.0),)
 
 # ---------------------------------------------------------------------- names of columns and keys
 
 _TEXT_COLUMNS = ("input_ids", *TURNS)
 LABEL_COLUMNS = ("labels", "completion_mask", "assistant_masks", "loss_mask")
-"""Columns from which labels are made; the masks are TRL's and SeqPacker's, 0 where nothing is trained on."""
+"""Columns from which labels are made. The masks come from TRL and SeqPacker; 0 means not trained on."""
 WEIGHT_COLUMN = "loss_weights"
-"""The weight of each label of a tokenized sample, not shifted."""
+"""Column with the weight of each label of a tokenized sample, not shifted."""
 SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
-"""Names of the seconds from one grid of each video to the next, of Qwen2.5-VL and of Qwen-Omni."""
+"""Columns with the seconds from one grid of each video to the next: Qwen2.5-VL's name and Qwen-Omni's."""
 READ_COLUMNS = (
     *(*_TEXT_COLUMNS, *MEDIA, "system", "tools", "chat_template_kwargs", "id", "sample_id", CHANNEL_COLUMN),
     *(BRANCH_COLUMN, ANSWER_COLUMN),
 )
-"""Columns of a conversation."""
+"""Columns that a conversation may have."""
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1], *LABEL_COLUMNS[1:], WEIGHT_COLUMN),
 )
-"""Columns of tokenized samples, which no conversation has."""
+"""Columns that only tokenized samples have."""
 _KNOWN = {*READ_COLUMNS, *_OF_TOKENS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}
 _KEPT = {*MEDIA, "id", "sample_id", "length", "label", "labels", "label_ids", "attention_mask", "position_ids"}
-"""The columns that HF Trainer or TRL may leave of a sample whose text they dropped."""
+"""Columns that HF Trainer or TRL may keep of a sample after dropping its text."""
 _NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "attention_mask", "token_type_ids"}
 """Columns that nothing reads and that would change nothing."""
 _PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
-"""Names of columns that say how much, or against what, a sample is trained on."""
+"""Names of columns that say how strongly, or against which alternative, a sample is trained on."""
 _HELD = r"_?(paths?|files?|urls?|bytes|file_?names?|data|base64|array)?"
 _NAMED = {
     "image or video": re.compile(rf"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?){_HELD}"),
     "audio": re.compile(rf"(audios?|sounds?|speech|wavs?){_HELD}"),
 }
-"""Names of columns that hold media; `image_id` and `num_images` do not."""
+"""Names of columns that hold media; `image_id` and `num_images` do not match."""
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
-"""First bytes of encoded images."""
+"""First bytes of encoded images (and RIFF files)."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
 """Placeholders in a text that ms-swift fills from its column `objects`."""
 
 VIDEO_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels")
-"""Keys beside a medium that choose its size; the first four those of an image."""
+"""Keys beside a medium that set its size. The first four also apply to images."""
 FILE_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end")
-"""Keys that choose frames of a file."""
+"""Keys that choose the frames of a video file."""
 FRAME_KEYS = ("timestamps", "frames_indices")
-"""Keys beside a list of frames: the second of each, or its number in its video, which had `fps` frames a second."""
+"""Keys beside a list of frames: each frame's time in seconds, or its index in a video of `fps` frames per second."""
 KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *FILE_KEYS, *FRAME_KEYS)
-"""All keys that are read beside a medium: of qwen-vl-utils, and of transformers' `VideoMetadata`."""
+"""All keys that are read beside a medium, from qwen-vl-utils and transformers' `VideoMetadata`."""
 _SOURCE_KEYS: dict[str, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
     "video": ("video", "video_url", "url", "path", "bytes"),
     "audio": ("audio",),
 }
-"""Keys of a part that hold the source of its medium."""
+"""Keys of a part that may hold the source of its medium, by kind."""
 _SOURCES = frozenset(key for keys in _SOURCE_KEYS.values() for key in keys)
 _PAYLOADS = {"text": ("text",), **{kind: (kind, f"{kind}s", f"{kind}_url") for kind in KINDS}}
 _PAYLOADS["audio"] += ("input_audio",)
-"""Keys that hold the content of a part, by its kind."""
+"""Keys that may hold the content of a part, by kind."""
 
 
 @lru_cache(maxsize=1024)
 def misspelt_key(name: str) -> str | None:
-    """Return the key that a name nearly spells; None: it is a key, or like none (`height` and `video_id` are notes)."""
+    """Return the known key that a name nearly spells. None: it is a known key, or resembles none (`height`)."""
     near = get_close_matches(name.lower().replace("-", "_"), KNOWN_KEYS, n=1, cutoff=0.85)
     return near[0] if near and name not in KNOWN_KEYS else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MediaRef:
-    """One image, video or audio: its source, and the keys by which it is resized."""
+    """One image, video or audio: its source, and the options that set its size or frames."""
 
     source: Any
-    """PIL image, path, bytes, or {"bytes", "path"}; for a video its file in one of these forms, or a list of frames; an
-    array of an audio, or {"array", "sampling_rate"}."""
+    """A PIL image, path, bytes, or {"bytes", "path"}. For a video, its file in one of these forms, or a list of frames.
+    For an audio, also an array, or {"array", "sampling_rate"}."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The keys of qwen-vl-utils that stood beside it: min_pixels, resized_height, fps, ..."""
+    """The keys of qwen-vl-utils beside the medium: min_pixels, resized_height, fps, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,24 +150,25 @@ class Conversation:
     """One sample as text with placeholders for its media."""
 
     messages: tuple[Mapping[str, Any], ...] = ()
-    """For the chat template: parts are {"type": "text", "text": ...}, or {"type": "image"}, "video" or "audio"."""
+    """Input of the chat template. Parts are {"type": "text", "text": ...}, or {"type": "image"}, "video" or "audio"."""
     media: Mapping[Kind, tuple[MediaRef, ...]]
-    """Its images, videos and audios by kind, in the order of their placeholders."""
+    """Images, videos and audios by kind, in the order of their placeholders."""
     plain: tuple[str, str] | None = None
-    """(prompt, completion) as strings, to be used without a chat template; `messages` is empty then."""
+    """(prompt, completion) as strings, to be used without a chat template; `messages` is then empty."""
     turn_weights: tuple[Weights, ...] | None = None
-    """Of each of the assistant's turns; None: all are 1."""
+    """The weights of each assistant turn; None: all are 1."""
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments for the chat template: tools, and what `chat_template_kwargs` holds."""
+    """Extra arguments of the chat template: tools, and the contents of `chat_template_kwargs`."""
     unread: tuple[str, ...] = ()
     """Columns of the sample that nothing reads."""
     unplaced: Kind | None = None
-    """The kind of medium whose marker a user's text holds, though the sample has no such media and no column of it."""
+    """A kind of medium whose marker is in a user's text although the sample has no such media; None: there is none."""
 
     def texts(self) -> Iterator[str]:
-        """Every string that a template can write: contents (parts joined, as it joins them), and all else it is given.
+        """Yield every string that a template could write: contents (with joined parts) and all other inputs.
 
-        Of what is nested, such as the arguments of tool calls, the keys too: a template writes them as JSON or XML.
+        For nested values, such as the arguments of tool calls, this includes the keys: a template writes them as JSON
+        or XML.
         """
         for message in self.messages:
             yield text_of(message)
@@ -175,17 +176,17 @@ class Conversation:
         yield from _strings(self.template_options)
 
     def questions(self) -> list[str]:
-        """What users say, or the prompt."""
+        """Return the users' texts, or the prompt."""
         return [*(self.plain or ())[:1], *(text_of(m) for m in self.messages if m["role"] == "user")]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return the text of a message, its parts joined as a template joins them."""
+    """Return the text of a message, with its parts joined as a template joins them."""
     return "".join(part["text"] for part in _parts_in(message) if part["type"] == "text")
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The strings inside nested values, keys included; of what is neither nested nor a number, its text."""
+    """Yield the strings in nested values, keys included. Other values, except numbers, are converted to text."""
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -196,7 +197,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def is_trained(pieces: Weights) -> bool:
-    """Return whether anything of an answer is trained on."""
+    """Return whether any part of an answer is trained on."""
     return any(weight for _, weight in pieces)
 
 
@@ -208,19 +209,19 @@ def read_conversation(
     markers: Markers = "auto",
     ignored_keys: Collection[str] = (),
 ) -> Conversation:
-    """Read one sample of any shape; with a column `branch_turn` or `answer_turn`, one question or answer of it.
+    """Read one sample in any format. With a column `branch_turn` or `answer_turn`, read one question or answer of it.
 
     Args:
         feature: the sample's columns.
-        has_vision: whether the model has; to one that has not, `<image>` in a user's text is text.
-        has_audio: whether the model takes audio; other models refuse it.
-        markers: whether `<image>` is text to the others, or the placeholder of an image: see `marked_kinds`.
-        ignored_keys: keys of messages and their parts that are left out.
+        has_vision: whether the model has vision; without it, `<image>` in a user's text is plain text.
+        has_audio: whether the model takes audio; if not, audio is refused.
+        markers: whether `<image>` is plain text or the placeholder of an image; see `marked_kinds`.
+        ignored_keys: keys to drop from messages and their parts.
 
     Raises:
-        Refusal: none of the known columns is there (`no_columns`), its conversation is None, or it contradicts itself
-            (`bad_row`, `media_count_mismatch`, `ambiguous_media`, `media_in_text`), a key beside an image is misspelt
-            (`vision_key`), or a column that nothing reads holds what the sample would lack (`unread_column`).
+        Refusal: no known column exists (`no_columns`); the conversation is None or contradicts itself (`bad_row`,
+            `media_count_mismatch`, `ambiguous_media`, `media_in_text`); a key beside an image is misspelled
+            (`vision_key`); or an unread column holds something that the sample needs (`unread_column`).
     """
     reads_media = has_vision and markers != "text"
     if ignored_keys:
@@ -245,7 +246,7 @@ def read_conversation(
 
 
 def _without(turns: Any, keys: Collection[str]) -> Any:
-    """Copy turns without some keys of theirs and of their parts."""
+    """Copy turns without the given keys, in the turns and in their parts."""
     if isinstance(turns, Mapping):
         kept = {name: value for name, value in turns.items() if name not in keys}
         return {**kept, "content": _without(kept["content"], keys)} if "content" in kept else kept
@@ -291,7 +292,7 @@ def _read(
         _check_inline_media(p["text"] for m in turns if m["role"] == "user" for p in _parts_in(m) if "text" in p)
     if "system" in present:
         turns = _with_system(turns, present["system"])
-    for kind in ("video", "image", "audio"):  # media without placeholders: images in front
+    for kind in ("video", "image", "audio"):  # each goes to the front, so images end up before videos
         _place_media(turns, present, kind, is_marked=kind in marked)
     if (number := present.get(BRANCH_COLUMN)) is not None:
         turns = _branch_of(turns, number)
@@ -326,7 +327,7 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep only what a chat template needs: pixels in its variables would be copied, or printed."""
+    """Keep only what a chat template needs. Pixels among its variables would be copied or printed."""
     message = {key: value for key, value in message.items() if key != "weight"}
     if not isinstance(message["content"], str):
         parts = message["content"]
@@ -349,7 +350,7 @@ _READ_AS_JSON = (
 
 
 def short(value: Any) -> str:
-    """Describe a value in an error: its type, and the start of a string or the keys of a mapping."""
+    """Describe a value for an error: its type, and the start of a string or the keys of a mapping."""
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {_keys(value)}"
     return f"{type(value).__name__} {value[:40]!r}" if isinstance(value, str) else type(value).__name__
@@ -360,10 +361,11 @@ def _keys(message: Mapping[str, Any]) -> str:
 
 
 def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool) -> list[dict[str, Any]]:
-    """The messages of a column: with a role and a content, or with Qwen's `from` and `value`, in whose texts `<image>`,
-    `<video>` and `<audio>` are placeholders of the kinds that are `marked`.
+    """Read the messages of a column. Turns have a role and a content, or Qwen's `from` and `value`.
 
-    Parts of text and answers may have a `weight`; a medium is a part with a `medium`, None where it has no source.
+    In the texts of `from`/`value` turns, `<image>`, `<video>` and `<audio>` are placeholders if their kind is in
+    `marked`. Text parts and answers may have a `weight`. A media part becomes a part with a `medium`, which is None if
+    it has no source.
     """
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or not value:
         if isinstance(value, str) and value.lstrip().startswith("["):
@@ -402,7 +404,7 @@ def _parts_in(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -> dict[str, Any]:
-    """A turn of Qwen's fine-tuning rows as a message, its text split and stripped as Qwen's own code does it."""
+    """Convert a turn of Qwen's fine-tuning format to a message. Split and strip its text as Qwen's own code does."""
     text, role = turn.get("value"), turn["from"]
     if not isinstance(text, str) or not isinstance(role, str):
         raise Refusal("bad_row", f"{where} must have a from and a value, got {short(turn)}")
@@ -454,7 +456,7 @@ def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, A
     _check_no_payload(part, where, but=_PAYLOADS[kind])
     known = ("text", *FLAGS) if kind == "text" else ("index", "sampling_rate", *_SOURCES, *KNOWN_KEYS)
     for key, value in part.items():
-        # beside a medium, a key that is nearly known is refused later, with what is meant
+        # a nearly known key beside a medium is refused later, with a suggestion
         if key not in ("type", *known) and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
             fault = f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with"
             raise Refusal("bad_row", f"{fault} VLMCollator(ignored_keys=({key!r},))")
@@ -465,7 +467,7 @@ def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, A
 
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
-    """Refuse media or text outside of the parts, or a second one in a part: nothing reads them."""
+    """Refuse media or text outside the parts, or a second payload in one part: nothing reads them."""
     keys = (key for names in _PAYLOADS.values() for key in names if key not in but)
     if media := next((key for key in keys if not is_empty(holder.get(key))), None):
         fault = f"{where} holds {media!r} where no template looks for it; give each text and medium a part of its own"
@@ -473,7 +475,7 @@ def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, 
 
 
 def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add a turn whose text is the JSON of calls, to the assistant's turn before it as ms-swift does, or as its own."""
+    """Add a turn whose text is the JSON of calls: to the assistant turn before it, as ms-swift does, or as a new one."""
     before = turns[-1] if turns else None
     if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
         raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
@@ -488,7 +490,7 @@ def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dic
 
 
 def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
-    """The turns after the text of a column `system`, as LLaMA-Factory writes it."""
+    """Put the text of a column `system` in front of the turns, as LLaMA-Factory does."""
     if not isinstance(system, str):
         raise Refusal("bad_row", f"the column system must be a text, got {short(system)}; give it as a message")
     systems = [text_of(turn).strip() for turn in turns if turn["role"] == "system"]
@@ -501,7 +503,7 @@ def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any
 
 
 def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
-    """Read the weight of an answer, or of a text in it: 1 without any. Nothing of another turn is weighed."""
+    """Read the weight of an answer, or of a text in it (default 1). Other turns must not have weights."""
     flags = {name: holder[name] for name in FLAGS if holder.get(name) is not None}
     is_answer = _canonical(role) == "assistant"
     for name, value in flags.items():
@@ -517,7 +519,7 @@ def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
 
 
 def _weights_of(message: Mapping[str, Any]) -> Weights:
-    """The weights of the texts of an answer."""
+    """Return the weights of an answer's texts."""
     parts = [] if isinstance(message["content"], str) else [p for p in message["content"] if p["type"] == "text"]
     pieces = tuple((part["text"], part.get("weight", message["weight"])) for part in parts)
     if len({weight for _, weight in pieces}) < 2:
@@ -533,7 +535,7 @@ def _untrained(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(column: str, turn: Any, count: int, named: str) -> int:
-    """Read the number of a question or an answer."""
+    """Read and check the number of a question or an answer."""
     try:
         number = index(turn)
     except TypeError:
@@ -544,14 +546,14 @@ def _number(column: str, turn: Any, count: int, named: str) -> int:
 
 
 def _branch_of(turns: list[dict[str, Any]], turn: Any) -> list[dict[str, Any]]:
-    """The messages of one question and its answer, after the system messages.
+    """Return the messages of one question and its answer, after the system messages.
 
         conversation     system   user: image, Q0   A0   user: Q1   A1   user: image 2, Q2   A2
         branch 0         system   user: image, Q0   A0
         branch 1         system   user: image, Q1   A1
         branch 2         system   user: image, image 2, Q2   A2
 
-    The first question stays as it is written; its media stand in front of every other one.
+    The first question stays unchanged; its media are put in front of every other question.
     """
     roles = [message["role"] for message in turns]
     first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
@@ -572,10 +574,10 @@ def _branch_of(turns: list[dict[str, Any]], turn: Any) -> list[dict[str, Any]]:
 
 
 def marked_kinds(feature: Mapping[str, Any], markers: str) -> tuple[Kind, ...]:
-    """The kinds of media whose markers in a text are placeholders of media; those of the others are text.
+    """Return the kinds of media whose markers in a text are placeholders. Markers of other kinds are plain text.
 
-    "auto": a kind that the sample has a column of. Where that is empty, the marker's medium was lost, and the sample is
-    refused; without such a column `<image>` is a word like any other. "places": all. Else: none.
+    "auto": the kinds for which the sample has a column. If that column is empty, the marker has lost its medium, and
+    the sample is refused. Without such a column, `<image>` is an ordinary word. "places": all kinds. Otherwise: none.
     """
     if markers != "auto":
         return KINDS if markers == "places" else ()
@@ -583,11 +585,11 @@ def marked_kinds(feature: Mapping[str, Any], markers: str) -> tuple[Kind, ...]:
 
 
 def _place_media(turns: list[dict[str, Any]], present: Mapping[str, Any], kind: Kind, *, is_marked: bool) -> None:
-    """Put the media of a column into their placeholders, in the turns themselves.
+    """Fill the placeholders with the media of a column. Changes the turns in place.
 
-    Without any placeholder, markers (`<image>`) outside the assistant's turns are the placeholders if `is_marked` and
-    there is one for each of the column's media. Without any marker the media are put in front of the first user
-    message. Placeholders with an `index` take the medium of that place in the column.
+    If no part is a placeholder and `is_marked` is set, markers (`<image>`) outside the assistant's turns become
+    placeholders, provided there is one for each medium of the column. If there are no markers either, the media go in
+    front of the first user message. A placeholder with an `index` takes the medium at that index in the column.
     """
     column = _column_media(present, kind)
     is_placed = not column or any(part["type"] == kind for turn in turns for part in _parts_in(turn))
@@ -617,7 +619,7 @@ def _place_media(turns: list[dict[str, Any]], present: Mapping[str, Any], kind: 
 
 
 def _check_inline_media(texts: Iterable[str]) -> None:
-    """Refuse media that are named inside users' texts in a way that is not read: they would become words."""
+    """Refuse media that users' texts name in a form that is not read: they would become words."""
     if match := next(filter(None, map(_INLINE.search, texts)), None):
         kind = "image" if match[1] == "img" else match[1]
         remedy = f"write <{kind}> there and the path into a column {kind}s, or choose markers='text' if it is text"
@@ -629,11 +631,11 @@ _NUMBERED = re.compile(
     r"(?i)<\|?(image|img|video|audio)(?:\||[ _-]?(?:\d+|here|placeholder|token)\|?)>|"
     r"(?-i:<(IMAGE|Image|VIDEO|Video|AUDIO|Audio)>)"
 )
-"""Placeholders of media as other libraries write them: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`."""
+"""Media placeholders of other libraries: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`."""
 
 
 def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
-    """Refuse another library's placeholders where media would go in front of the text, and these be trained on."""
+    """Refuse another library's placeholders: they would be trained on as text, with the media in front of the text."""
     texts = (part["text"] for turn in turns if turn["role"] == "user" for part in _parts_in(turn) if "text" in part)
     matches = (match for text in texts for match in _NUMBERED.finditer(text))
     if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
@@ -643,7 +645,7 @@ def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
 
 
 def _refuse_marker(kind: str, count: int, feature: Mapping[str, Any]) -> None:
-    """Refuse markers in users' texts of media that the sample has not: they would be trained on as text."""
+    """Refuse markers in users' texts for media that the sample lacks: they would be trained on as text."""
     columns = [name for name in (kind, f"{kind}s") if name in feature]
     reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
     raise Refusal(
@@ -655,7 +657,7 @@ def _refuse_marker(kind: str, count: int, feature: Mapping[str, Any]) -> None:
 
 
 def _column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...]:
-    """The media of the `images` / `image` (or `videos` / `video`) column."""
+    """Return the media of the column for a kind: `images` or `image`, `videos` or `video`, `audios` or `audio`."""
     item, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
     if item is not None and many is not None:
         raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
@@ -671,9 +673,9 @@ def _column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...
 
 
 def _is_one(first: Any, kind: Kind) -> bool:
-    """Whether a column that begins with this is one video by its frames, or one audio by its numbers.
+    """Return whether a column with this first item is one video given as frames, or one audio given as numbers.
 
-    A `video` column of paths, or of elements with a video each, is several videos.
+    A `video` column of paths, or of elements with a video each, holds several videos.
     """
     if kind == "audio":
         return isinstance(first, int | float)
@@ -683,7 +685,7 @@ def _is_one(first: Any, kind: Kind) -> bool:
 
 
 def _split_turns(turns: list[dict[str, Any]], kind: Kind, count: int) -> bool:
-    """Split text at markers, as LLaMA-Factory and ms-swift do: each is a placeholder. False: nothing was changed."""
+    """Split texts at markers into placeholders, as LLaMA-Factory and ms-swift do. False: nothing changed."""
     marker = f"<{kind}>"
     counts = [sum(part.get("text", "").count(marker) for part in _parts_in(turn)) for turn in turns]
     answers = sum(n for n, turn in zip(counts, turns, strict=True) if turn["role"] == "assistant")
@@ -700,7 +702,7 @@ def _split_turns(turns: list[dict[str, Any]], kind: Kind, count: int) -> bool:
 
 
 def _split_at_markers(text: str, kinds: Collection[Kind], *, strip: bool = False) -> list[dict[str, Any]]:
-    """The parts of a text with markers of these kinds; empty texts between them are left out."""
+    """Split a text at the markers of these kinds. Empty texts between markers are dropped."""
     markers = [f"<{kind}>" for kind in kinds]
     pieces = re.split(f"({'|'.join(markers)})", text) if markers else [text]
     pieces = [piece.strip() if strip else piece for piece in pieces]
@@ -708,7 +710,7 @@ def _split_at_markers(text: str, kinds: Collection[Kind], *, strip: bool = False
 
 
 def _medium(item: Any, kind: str) -> MediaRef | None:
-    """The source inside a part, and the keys beside it; None if there is no source in it."""
+    """Return the source in a part with the keys beside it, or None if the part has no source."""
     if not isinstance(item, Mapping):
         return None
     key = next((key for key in _SOURCE_KEYS[kind] if item.get(key) is not None), None)
@@ -717,7 +719,7 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
     source = {"bytes": item["bytes"], "path": item.get("path")} if item.get("bytes") is not None else item[key]
     if isinstance(source, Mapping) and "url" in source:
         source = source["url"]
-    # `Dataset.map` writes a PIL image that is nested in messages down as JSON of its attributes, without pixels
+    # `Dataset.map` stores a PIL image nested in messages as JSON of its attributes, without the pixels
     if isinstance(source, Mapping) and {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
         fault = f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an"
         remedy = "make them as samples are read (dataset.with_transform), or give images a column of their own"
@@ -726,7 +728,7 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
 
 
 def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys by which a medium is resized or sampled."""
+    """Return the keys that set a medium's size or frames."""
     known = {"type", "text", "index", *_SOURCES}
     options = {name: value for name, value in item.items() if name not in known and value is not None}
     for name in options:
@@ -740,16 +742,16 @@ def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of a sample that nothing reads, of which none holds something that the sample would lack.
+    """Return the unread columns of a sample, after checking that none of them holds something that the sample needs.
 
     Args:
         feature: the sample's columns.
-        has_media: whether it has images or videos; a column of file names is then a note.
-        texts: of the sample.
+        has_media: whether the sample has media; if so, a column of file names is harmless.
+        texts: the sample's texts.
 
     Raises:
-        Refusal: `unread_column`: one of them holds media and the sample has none, or preferences or weights, or it is
-            ms-swift's `objects` and the text has placeholders for them.
+        Refusal: `unread_column`: an unread column holds media and the sample has none; or it holds preferences or
+            weights; or it is ms-swift's `objects` and the text has placeholders for them.
     """
     unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
     for name, value in unread.items():
@@ -766,7 +768,7 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
 
 
 def _is_preference(name: str, value: Any) -> bool:
-    """Weights of 1 change nothing; a label that is true or false is KTO's."""
+    """Return whether a column holds preferences or weights. Weights of 1 change nothing; a boolean `label` is KTO's."""
     if name == "label":
         return isinstance(value, bool)
     values = np.asarray(value, dtype=object).reshape(-1).tolist()
@@ -774,7 +776,7 @@ def _is_preference(name: str, value: Any) -> bool:
 
 
 def _looks_like(name: str, value: Any) -> str:
-    """Name the medium that a column seems to hold, whatever it is called; "": none."""
+    """Return the kind of media that a column seems to hold, whatever its name; "": none."""
     first = value[0] if isinstance(value, list | tuple) else value
     path = first.strip().lower() if _FILE_COLUMN.fullmatch(name) and isinstance(first, str) else ""
     is_visual = (
@@ -791,9 +793,9 @@ def _looks_like(name: str, value: Any) -> str:
 
 
 def _no_columns(feature: Mapping[str, Any]) -> Refusal:
-    """The refusal of a feature with none of the columns that hold a sample's text.
+    """Make the refusal of a feature without any of the columns that hold a sample's text.
 
-    A column that is there but None is this sample's fault; one that is not there at all is the setup's.
+    If a column exists but is None, the sample is at fault; if no column exists, the setup is.
     """
     if empty := [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]:
         return Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out")
@@ -817,7 +819,7 @@ def _no_columns(feature: Mapping[str, Any]) -> Refusal:
 
 
 def _also_has(feature: Mapping[str, Any]) -> str:
-    """The end of an error: the columns that nothing reads, as one of them may be misspelt; "" where all are read."""
+    """Return the end of an error message that lists the unread columns, as one may be misspelled; "": none."""
     unread = {name: value for name, value in feature.items() if name not in READ_COLUMNS and value is not None}
     return f"; it also has: {_listed(unread)}" if unread else ""
 

@@ -1,11 +1,10 @@
-"""Any data set for fine-tuning, as samples for `VLMCollator`: nothing is decoded, and nothing but the index is kept.
+"""Open any fine-tuning dataset as samples for `VLMCollator`. Nothing is decoded; only the index stays in memory.
 
-    file of JSON, JSONL    ─┐           messages, conversations, prompt + completion, input_ids ──▶ as it stands
+    file of JSON, JSONL    ─┐           messages, conversations, prompt + completion, input_ids ──▶ unchanged
     parquet, saved, hub id ─┼─▶ row ──┼ any other shape, any names by columns= (formats.py)     ──▶ messages
     tar shards             ─┘
 
-Paths of images, videos and audio that are not absolute are meant from the folder of the file that names them, or from
-`image_root`.
+Relative paths of images, videos and audio start at the folder of the file that names them, or at `image_root`.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from vlmpack.errors import ConfigError, SampleError, check_choice
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LOOKED_AT = 100
-"""Rows of a file of JSON in which a column that is to be renamed is looked for."""
+"""Number of leading rows in a JSON file to search for a column that is to be renamed."""
 
 
 def open_dataset(
@@ -65,28 +64,28 @@ def open_dataset(
     branches: Branches = "conversation",
     columns: Columns | None = None,
 ) -> OpenDataset:
-    """Open samples as a map-style data set: `len()`, and `[i]` -> a mapping that `VLMCollator` takes.
+    """Open samples as a map-style dataset: `len(dataset)`, and `dataset[i]` -> a mapping for `VLMCollator`.
 
     Args:
-        source: a file of JSON or JSONL, parquet or tar, a list or a folder of them, a folder written by
-            `save_to_disk`, a hub id, or a data set of LLaMA-Factory, `data/dataset_info.json#name`.
-        split: of a source that has several. A file that is named is one split, whatever it is called: for it another
-            one than "train" is refused.
-        num: the first so many samples; None: all of them.
-        image_root: folder at which paths of images and videos start that are not absolute; None: at the folder of the
-            file that names them.
-        branches: "conversation" makes a record one sample; "turns" makes each of its questions, with its answer and the
-            record's images, a sample (`branch_turns`), "answers" each of its answers with all that comes before; `num`
-            counts those. All conversations are read once to count them.
-        columns: columns of the data set -> the names that are read, such as `{"question": "query", "answer":
-            "response"}`; as JSON, as ms-swift's `--columns` has it; or the path of a LLaMA-Factory `dataset_info.json`
-            that describes the source. Where `chosen` is read, rejected answers are left out. None: the columns have
-            known names.
+        source: a JSON, JSONL, parquet or tar file; a list or a folder of such files; a folder written by
+            `save_to_disk`; a hub id; or a LLaMA-Factory dataset, `data/dataset_info.json#name`.
+        split: the split to open, if the source has several. A file given by name is a single split, whatever its
+            name: for a file, any split but "train" is refused.
+        num: use only the first `num` samples; None: all of them.
+        image_root: folder where relative paths of images and videos start; None: the folder of the file that names
+            them.
+        branches: "conversation" makes each record one sample. "turns" makes one sample of each question, with its
+            answer and the record's images (`branch_turns`). "answers" makes one sample of each answer, with everything
+            before it. `num` counts these samples. To count them, all conversations are read once.
+        columns: maps columns of the dataset to the names that vlmpack reads, such as `{"question": "query", "answer":
+            "response"}`. Also accepts the same as JSON text (ms-swift's `--columns`), or the path of a LLaMA-Factory
+            `dataset_info.json` that describes the source. If the map renames `chosen`, rejected answers are left out.
+            None: the columns have known names.
 
     Raises:
-        ConfigError: the source, split or number do not fit what is there; it cannot be read, or holds no samples;
-            `image_root` is no folder, or the source names no paths; there are no questions to tell apart; a column of
-            `columns` is not there, or read as a name that nothing reads; or an extra is missing.
+        ConfigError: the source, split or number do not fit the stored data; the source cannot be read or holds no
+            samples; `image_root` is not a folder; there are no questions to separate; a column in `columns` is missing
+            or maps to a name that nothing reads; or an optional dependency is missing.
     """
     check_choice("branches", branches, get_args(Branches))
     described = described_in(source)
@@ -108,10 +107,10 @@ def open_dataset(
 
 
 def find_source(source: Source, split: str) -> OpenDataset:
-    """Find where the rows of a source are stored; nothing is checked of the rows themselves.
+    """Find where the rows of a source are stored. The rows themselves are not checked.
 
     Raises:
-        ConfigError: there is no such source or split, or it cannot be read.
+        ConfigError: the source or split does not exist, or cannot be read.
     """
     is_name = isinstance(source, str | os.PathLike)
     is_list = isinstance(source, list | tuple) and all(isinstance(name, str | os.PathLike) for name in source)
@@ -145,7 +144,7 @@ def find_source(source: Source, split: str) -> OpenDataset:
 
 
 class SampleDataset(Dataset[Any]):
-    """A map-style data set of samples; a batch of them holds the errors of those that cannot be read."""
+    """A map-style dataset of samples. A batch of them holds an error in place of each unreadable sample."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -154,7 +153,7 @@ class SampleDataset(Dataset[Any]):
         return (self[index] for index in range(len(self)))
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of a batch for a DataLoader; an unreadable row is its error, which collators skip."""
+        """Return the samples of a batch for a DataLoader. An unreadable row becomes an error, which collators skip."""
         return [self._sample_or_error(index) for index in indices]
 
     def _sample_or_error(self, index: int) -> Any:
@@ -166,27 +165,26 @@ class SampleDataset(Dataset[Any]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpenDataset(SampleDataset):
-    """Rows of any source, made samples as they are indexed. Cheap to send to a worker process.
+    """Stored rows that become samples when indexed. Cheap to send to a worker process.
 
     Raises:
-        ConfigError: there are fewer samples than `num`.
+        ConfigError: the source holds fewer samples than `num`.
     """
 
     files: tuple[Rows, ...]
-    """Where the rows are stored, one after the other."""
+    """The sources of the rows, in order."""
     folders: tuple[Path | None, ...]
-    """Where paths in the rows of each start; None: in the working directory."""
+    """For each file, the folder where relative paths in its rows start; None: the working directory."""
     name: str
-    """Where they come from, for messages."""
+    """Name of the source, for messages."""
     num: int | None = None
-    """Use the first so many samples; None: all."""
+    """Use only the first `num` samples; None: all."""
     columns: ColumnMap = field(default_factory=ColumnMap)
-    """Names of the columns."""
+    """How columns are renamed."""
     branches: Branches = "conversation"
-    """What a sample is."""
+    """What one sample is: a conversation, a question with its answer, or an answer with everything before it."""
     first_turns: np.ndarray | None = None
-    """int64 [rows + 1]: place of each row's first sample where each of its questions is one; None: a row is a sample.
-    """
+    """int64 [rows + 1]: index of each row's first sample, if a row can hold several; None: each row is one sample."""
 
     def __post_init__(self) -> None:
         if self.num is not None and not 0 <= self.num <= (total := len(replace(self, num=None))):
@@ -199,7 +197,7 @@ class OpenDataset(SampleDataset):
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Place of each file's first row among all, and the number of all: counted once, as there may be many."""
+        """Index of each file's first row, then the total number of rows. Cached, as there may be many files."""
         return [0, *accumulate(map(len, self.files))]
 
     @overload
@@ -207,12 +205,12 @@ class OpenDataset(SampleDataset):
     @overload
     def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
     def __getitem__(self, index: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return a sample, or a list of them; without an `id` or `sample_id`, its id is its place in the data set.
+        """Return a sample, or a list of samples. A sample without an `id` or `sample_id` gets its index as its id.
 
         Raises:
             IndexError: there is no such sample.
-            TypeError: the index is no place, such as the name of a column.
-            SampleError: its row cannot be read.
+            TypeError: the index is not an integer (a column name, for example).
+            SampleError: the row cannot be read.
         """
         if isinstance(index, slice):
             return [self._sample(at) for at in range(len(self))[index]]
@@ -240,14 +238,14 @@ class OpenDataset(SampleDataset):
         return sample if has_name else {**sample, "id": at}
 
     def row(self, at: int, *, index: int | None = None) -> dict[str, Any]:
-        """A row in the names that are read, its paths where they start.
+        """Return a row with its columns renamed and its relative paths resolved.
 
         Args:
-            at: its place among all rows.
-            index: of the sample that errors name; None: the same.
+            at: index among all rows.
+            index: index of the sample that errors name; None: same as `at`.
 
         Raises:
-            SampleError: it cannot be read.
+            SampleError: the row cannot be read.
         """
         file = bisect_right(self._starts, at) - 1
         index = at if index is None else index
@@ -259,7 +257,7 @@ class OpenDataset(SampleDataset):
             raise SampleError(error.detail, index=index, reason=error.reason, sample_id=error.sample_id) from error
         except ValueError as error:
             raise SampleError(f"its row {error}", index=index, reason="row_unreadable") from error
-        except RecursionError as error:  # JSON is read a little deeper than Python calls itself
+        except RecursionError as error:  # the JSON parser accepts slightly deeper nesting than Python's recursion limit
             message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
             raise SampleError(message, index=index, reason="row_unreadable") from error
 
@@ -274,9 +272,9 @@ def _check_first_rows(dataset: OpenDataset) -> None:
     """Read the first row of each file.
 
     Raises:
-        ConfigError: a file holds no samples or none that are known, its first row cannot be read, or a column that is
-            to be renamed is not there. The first row stands for the others: where it cannot be read, the names or the
-            format are at fault more often than the row is.
+        ConfigError: a file holds no samples or none in a known format, its first row cannot be read, or a column that
+            is to be renamed is missing. The first row stands for all rows: if it cannot be read, the names or the
+            format are more often at fault than that row.
     """
     if not len(dataset):
         raise ConfigError(f"{dataset.name} holds no samples")
@@ -302,7 +300,7 @@ def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
 
 
 def _hint(rows: Rows) -> str:
-    """Where a file of JSON begins like an object that holds a list: all samples may be under its key."""
+    """Suggest a remedy if a JSON file begins like an object that holds a list: the samples may be under its key."""
     if not isinstance(rows, JsonRows):
         return ""
     with rows.path.open("rb") as file:
@@ -313,14 +311,14 @@ def _hint(rows: Rows) -> str:
 
 
 def _names(rows: Rows) -> Collection[str]:
-    """The columns of a table, or of the first rows of another source."""
+    """Return the columns of a table, or the columns of the first rows of any other source."""
     if isinstance(rows, StoredRows):
         return rows.columns
     return dict.fromkeys(name for row in islice(_each(rows), _LOOKED_AT) for name in row)
 
 
 def _each(rows: Rows) -> Iterator[Mapping[str, Any]]:
-    """All rows in their order; one that cannot be read is empty: it is refused when its turn comes."""
+    """Yield all rows in order. An unreadable row is yielded empty; it is refused later, when it is indexed."""
     for at in range(len(rows)):
         try:
             yield rows[at]
@@ -341,7 +339,7 @@ def _remedy(first: Mapping[str, Any]) -> str:
 
 
 def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
-    """int64 [rows + 1]: place of each row's first sample. Conversations are read once, images of tables are not.
+    """Return the index of each row's first sample, int64 [rows + 1]. Reads all conversations, but no media of tables.
 
     Raises:
         ConfigError: no row has a conversation.
@@ -354,7 +352,7 @@ def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
         for row in each:
             try:
                 counts.append(num_branches(dataset.columns.apply(row), branches))
-            except ValueError:  # the row is refused when its turn comes
+            except ValueError:  # the row is refused when it is indexed
                 counts.append(0)
     if not any(counts):
         fault = f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none"
