@@ -1,4 +1,4 @@
-"""The metadata of a processor, read once: token ids, patch sizes, how a video is written down."""
+"""Read the metadata of a processor once: token ids, patch sizes, and how a video is written as text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vlmpack.families.registry import family_of_processor
 CHANNELS = 3
 
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-"""Classes of processors whose parts are called one by one; any other is called as a whole."""
+"""Processor classes whose parts are called one by one; any other processor is called as a whole."""
 
 OMNI = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
-"""Classes of processors whose parts are called one by one too, and that have one for audio."""
+"""Processor classes with audio whose parts are also called one by one."""
 
 _VISION = ("<|vision_start|>", "<|vision_end|>")
 BORDERS: Mapping[str, tuple[str, str]] = {
@@ -27,118 +27,118 @@ BORDERS: Mapping[str, tuple[str, str]] = {
     "PaddleOCRVLProcessor": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
     "Kimi_K25Processor": ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
 }
-"""Texts that templates write around images, by the class of the processor; those that it writes itself are known."""
+"""Texts that chat templates write around images, by processor class. Texts that the processor writes are not listed."""
 PLACEHOLDERS: Mapping[str, str] = {"Llama4Processor": "<|patch|>"}
-"""Tokens that stand for parts of an image, by the class of the processor, where its `image_token` stands for one alone
-or beside them."""
+"""Tokens that stand for the parts of an image, by processor class, if `image_token` stands only for the whole image or
+also appears beside these tokens."""
 VIDEO_ENDS = ("<|begin_of_video|>", "<|end_of_video|>")
-"""Tokens around a video of GLM-4V, by which its processors too tell videos from images."""
+"""Tokens around a video in GLM-4V, which its processors also use to tell videos from images."""
 
 IMAGES_TOGETHER = ("LlavaOnevisionProcessor",)
-"""Classes of processors that cut an image otherwise when others stand in the same sample."""
+"""Processor classes that process an image differently if the sample has other images."""
 
 TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 """Names of special tokens that every tokenizer may have."""
 
 NO_ID = -1
-"""In place of an id: there is no such token."""
+"""Used in place of an id if there is no such token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorMetadata:
-    """Plain values; the processor object itself is only needed to render text and to cut images into patches.
+    """Plain values of a processor. The processor itself is only needed to render text and to make image patches.
 
-    Fields with a default have it for the tokenizer of a text model.
+    Default values are those for a text model's tokenizer.
     """
 
     image_token: str = ""
-    """The placeholder that stands for one image in rendered text, and is repeated once a merged patch in ids."""
+    """Placeholder for one image in rendered text; in the ids it is repeated for each merged patch."""
     video_token: str = ""
-    """The same for videos."""
+    """Placeholder for one video, likewise."""
     image_token_id: int = NO_ID
-    """Its id."""
+    """Id of `image_token`."""
     video_token_id: int = NO_ID
-    """Its id."""
+    """Id of `video_token`."""
     vision_start: str = ""
-    """Start of each run of placeholders: a token, or a text of several."""
+    """Text before each run of placeholders: one token or several."""
     vision_end: str = ""
-    """End of each run of placeholders, likewise."""
+    """Text after each run of placeholders: one token or several."""
     vision_start_id: int = NO_ID
-    """Its id, if it is one token."""
+    """Id of `vision_start`, if it is a single token."""
     vision_end_id: int = NO_ID
-    """Its id, if it is one token."""
+    """Id of `vision_end`, if it is a single token."""
     audio_token: str = ""
-    """The placeholder that stands for one audio in rendered text, and is repeated for each of its tokens."""
+    """Placeholder for one audio in rendered text; in the ids it is repeated for each audio token."""
     audio_token_id: int = NO_ID
-    """Its id."""
+    """Id of `audio_token`."""
     audio_start: str = ""
-    """The token before each run of audio placeholders."""
+    """Token before each run of audio placeholders."""
     audio_end: str = ""
-    """The token after each run of audio placeholders."""
+    """Token after each run of audio placeholders."""
     audio_start_id: int = NO_ID
-    """Its id."""
+    """Id of `audio_start`."""
     audio_end_id: int = NO_ID
-    """Its id."""
+    """Id of `audio_end`."""
     turn_start_id: int | None
     """Id of ChatML's `<|im_start|>`; None: the tokenizer has no such token."""
     turn_end_id: int | None
     """Id of ChatML's `<|im_end|>`; None: the tokenizer has no such token."""
     assistant_ids: tuple[int, ...]
-    """The ids of the word "assistant", which stand between `<|im_start|>` and the newline."""
+    """Ids of the word "assistant", between `<|im_start|>` and the newline."""
     newline_ids: frozenset[int]
     """Ids of all tokens that begin with a newline: BPE may merge the header's newline with the text after it."""
     eos_token: str
-    """The end of an answer that has no chat template around it."""
+    """Token that ends an answer outside any chat template."""
     pad_token_id: int
-    """Written on padding."""
+    """Id used for padding."""
     vocab_size: int
-    """Ids are below this."""
+    """Upper bound (exclusive) for token ids."""
     patch_size: int = 1
-    """Pixels along the side of a patch."""
+    """Side of a patch in pixels."""
     merge_size: int = 1
-    """Patches along the side of what becomes one token."""
+    """Side of one token in patches."""
     temporal_patch_size: int = 1
     """Frames in a patch."""
     frame_timestamps: bool = False
-    """True if a video is written frame by frame with timestamps (from Qwen3-VL on), or as one run of placeholders."""
+    """True: a video is written frame by frame with timestamps (Qwen3-VL, GLM-4V). False: as one run of placeholders."""
     seconds_per_grid: bool = False
-    """True if the model takes the seconds from one video grid to the next (Qwen2.5-VL)."""
+    """True: the model takes the seconds from one video grid to the next (Qwen2.5-VL, Qwen-Omni)."""
     by_processor: bool = False
-    """True if samples are encoded by the processor itself and its template, False by the rules of Qwen's."""
+    """True: the processor and its template encode samples. False: vlmpack encodes them by Qwen's rules."""
     images_together: bool = False
-    """True if the processor cuts an image otherwise when others stand in the same sample."""
+    """True: the processor processes an image differently if the sample has other images."""
     border_ids: tuple[int, ...] = ()
-    """Ids of the tokens beside `image_token_id` that are written around images and never trained on."""
+    """Ids of tokens around images, besides `image_token_id`, that are never trained on."""
     has_grids: bool = False
-    """True if images of a processor that encodes samples itself are patches with a grid each."""
+    """True: a processor that encodes samples itself returns images as patches with one grid each."""
     frames_per_token: int = 1
-    """Frames of a video that make one token together, of a processor that encodes samples itself."""
+    """Number of video frames that share one token, for a processor that encodes samples itself."""
     video_ends: tuple[int, ...] = ()
-    """Ids of the tokens that start and end a video whose placeholder is that of images; (): videos have their own, or
-    there are none."""
+    """Ids of the tokens that start and end a video, if videos share the image placeholder; (): videos have their own
+    placeholder, or there are no videos."""
     special_tokens: tuple[str, ...] = ()
     """The tokenizer's special tokens."""
     media_tokens: tuple[str, ...] = ()
-    """Those of them that the processor or the tokenizer names as tokens of images, videos or audio."""
+    """Tokens that the processor or the tokenizer names as tokens of images, videos or audio."""
 
     @property
     def has_vision(self) -> bool:
-        """Return whether there are images and videos: a text model has a tokenizer and no more."""
+        """Whether there are images and videos. A text model has only a tokenizer."""
         return self.image_token_id != NO_ID
 
     @property
     def has_audio(self) -> bool:
-        """Return whether there is audio."""
+        """Whether there is audio."""
         return self.audio_token_id != NO_ID
 
     @property
     def patch_dim(self) -> int:
-        """Values C of one patch."""
+        """Number of values in one patch (C)."""
         return CHANNELS * self.temporal_patch_size * self.patch_size**2
 
     @property
     def media_ids(self) -> tuple[int, ...]:
-        """The ids that are never trained on."""
+        """Ids that are never trained on."""
         ids = self.image_token_id, self.video_token_id, self.vision_start_id, self.vision_end_id
         audio = (self.audio_token_id, self.audio_start_id, self.audio_end_id) if self.has_audio else ()
         return *ids, *audio, *self.border_ids
@@ -146,20 +146,20 @@ class ProcessorMetadata:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorParts:
-    """The parts of a processor that do the work."""
+    """The parts of a processor."""
 
     tokenizer: Any
-    """Text to ids."""
+    """Converts text to ids."""
     image_processor: Any
-    """Images to patches; None: a tokenizer alone was given."""
+    """Converts images to patches; None: only a tokenizer was given."""
     feature_extractor: Any = None
-    """Audio to log-mel frames; None: there is none."""
+    """Converts audio to log-mel frames; None: there is none."""
     video_processor: Any = None
-    """Its settings hold for files of videos; None: there is none, as it needs torchvision."""
+    """Holds the settings for video files; None: it is missing, since it needs torchvision."""
 
 
 def parts_of(processor: Any) -> ProcessorParts:
-    """The parts of a processor, or of the tokenizer that a text model has in its place."""
+    """Return the parts of a processor, or of a text model's tokenizer."""
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(processor, PreTrainedTokenizerBase):
@@ -173,10 +173,10 @@ def parts_of(processor: Any) -> ProcessorParts:
 
 
 def pixel_bounds(part: Any, size: Any) -> tuple[int, int]:
-    """Read the fewest and most pixels by which an image or video processor of this `size` resizes.
+    """Return the minimum and maximum number of pixels to which an image or video processor of this `size` resizes.
 
-    Those of its size, or `min_pixels` and `max_pixels` set on it after loading, where the installed transformers
-    takes these.
+    The bounds come from `size`, or from `min_pixels` and `max_pixels` if they were set on the processor after loading
+    and the installed transformers supports that.
     """
     set_later = {name: getattr(part, name, None) for name in ("min_pixels", "max_pixels")}
     if any(value is not None for value in set_later.values()):
@@ -185,16 +185,16 @@ def pixel_bounds(part: Any, size: Any) -> tuple[int, int]:
 
 
 def read_processor(processor: Any, *, vocab_size: int | None = None) -> ProcessorMetadata:
-    """Read the metadata of the processor of any family, or of a text model's tokenizer.
+    """Read the metadata of a processor of any family, or of a text model's tokenizer.
 
     Args:
-        processor: the processor, as `AutoProcessor` or `vlmpack.testing.tiny_processor` make it; of a text model its
+        processor: the processor, as made by `AutoProcessor` or `vlmpack.testing.tiny_processor`; for a text model, its
             tokenizer.
-        vocab_size: ids are below this; None: the tokenizer's number of entries.
+        vocab_size: upper bound (exclusive) for token ids; None: the tokenizer's number of entries.
 
     Raises:
-        FamilyError: a processor of no supported family.
-        ConfigError: the tokenizer lacks a token that every Qwen-VL has, or a token to end a text with.
+        FamilyError: the processor belongs to no supported family.
+        ConfigError: the tokenizer lacks a token that every Qwen-VL tokenizer has, or an end-of-text token.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -210,10 +210,10 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
 
 
 def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int | None = None) -> ProcessorMetadata:
-    """Read the tokenizer's part of the metadata; `settings` are those of images and of the path of encoding.
+    """Read the tokenizer's metadata. `settings` holds the fields for images and for the way of encoding.
 
     Raises:
-        ConfigError: the tokenizer has no token to end a text with.
+        ConfigError: the tokenizer has no end-of-text token.
     """
     tokenizer = parts_of(processor).tokenizer
     if tokenizer.eos_token is None:
@@ -255,7 +255,7 @@ def _qwen_settings(processor: Any) -> dict[str, Any]:
 
 
 def _id(vocab: dict[str, int], token: str) -> int:
-    """Return a token's id; `convert_tokens_to_ids` would return that of the unknown token."""
+    """Return a token's id. (`convert_tokens_to_ids` would return the unknown token's id for a missing one.)"""
     if token not in vocab:
         raise ConfigError(f"the processor's tokenizer has no token {token!r}; use the tokenizer of a Qwen-VL model")
     return vocab[token]
@@ -265,10 +265,10 @@ def _id(vocab: dict[str, int], token: str) -> int:
 
 
 def processor_settings(processor: Any) -> dict[str, Any]:
-    """Read what encoding by a `ProcessorMixin` itself needs, of any family with images.
+    """Read the settings for a `ProcessorMixin` of any family with images that encodes samples itself.
 
     Raises:
-        FamilyError: a processor of no supported family, or that does not write images as text.
+        FamilyError: the processor belongs to no supported family, or does not write images as text.
     """
     family, tokenizer = family_of_processor(processor), parts_of(processor).tokenizer
     try:
@@ -300,7 +300,7 @@ def processor_settings(processor: Any) -> dict[str, Any]:
 
 
 def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) -> dict[str, Any]:
-    """Read the placeholder of videos, or the tokens around those whose frames have the placeholder of images."""
+    """Read the video placeholder, or the tokens around a video whose frames use the image placeholder."""
     named = {"video_token": processor.video_token}
     if not family.videos_as_images:
         pairs = {"frames_per_token": 2} if family.videos is run_of_pairs else {}
@@ -310,12 +310,12 @@ def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) ->
 
 
 def class_in(processor: Any, names: Collection[str]) -> str:
-    """The name among these of a processor's class, or of one that it is derived from; "": there is none."""
+    """Return the first name in `names` among a processor's class and its base classes; "": none."""
     return next((cls.__name__ for cls in type(processor).__mro__ if cls.__name__ in names), "")
 
 
 def _named_media(processor: Any) -> tuple[str, ...]:
-    """Tokens that a processor or its tokenizer has under a name of their own, such as `boi_token`."""
+    """Return the media tokens that a processor or its tokenizer names in an attribute, such as `boi_token`."""
     of_tokenizer = parts_of(processor).tokenizer.special_tokens_map
     named = {name: token for name, token in of_tokenizer.items() if name not in TEXT_TOKENS} | vars(processor)
     return tuple(token for name, token in named.items() if name.endswith("_token") and isinstance(token, str))

@@ -1,4 +1,4 @@
-"""The log of skipped samples: counts by reason over all workers, a JSON-lines file, and the limit that stops a run."""
+"""Log skipped samples: counts by reason over all workers, a JSON Lines file, and the limit that stops a run."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from vlmpack.errors import ConfigError, SampleError, check_whole_number
 
 try:
     import fcntl
-except ImportError:  # not on Windows: there every process has a document of its own
+except ImportError:  # on Windows, where every process has its own document
     fcntl = None
 
 
 class SharedDocument:
-    """A dictionary of JSON values, shared by a process and those that it starts.
+    """A dictionary of JSON values, shared by a process and the processes that it starts.
 
     Args:
-        content: its first values.
+        content: initial values.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class SharedDocument:
         self._store()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Hand the file itself to a process that is being spawned; any other pickle gets its content."""
+        """Pass the file itself to a process that is being spawned; any other pickle gets a copy of the content."""
         if self._file is not None and get_spawning_popen() is not None:
             from multiprocessing.reduction import DupFd
 
@@ -52,13 +52,13 @@ class SharedDocument:
             self.__init__(state["content"])
 
     def read(self) -> dict[str, Any]:
-        """Return a copy of the content as all processes left it."""
+        """Return a copy of the content, including changes by other processes."""
         with self.changed() as content:
             return deepcopy(content)
 
     @contextmanager
     def changed(self) -> Iterator[dict[str, Any]]:
-        """The content as all processes left it, which may be changed until the block ends; blocks may be nested."""
+        """Yield the current content for changes until the block ends. Locks out other processes; blocks may nest."""
         if self._process != os.getpid():  # forked, perhaps while another thread of the parent held its lock
             self._lock, self._depth, self._process = RLock(), 0, os.getpid()
         with self._lock:
@@ -78,13 +78,13 @@ class SharedDocument:
             weakref.finalize(self, file.close)
 
     def _load(self) -> None:
-        """Take the lock and read; processes share the file's position, so it is not used."""
+        """Take the lock and read. Uses `pread`, because processes share the file position."""
         if self._file is not None and fcntl is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_EX)  # not `flock`, which a fork shares
+            fcntl.lockf(self._file, fcntl.LOCK_EX)  # not `flock`: a forked process would share that lock
             self._content = json.loads(os.pread(file := self._file.fileno(), os.fstat(file).st_size, 0))
 
     def _store(self) -> None:
-        """Write, and release the lock."""
+        """Write and release the lock."""
         if self._file is not None and fcntl is not None:
             text = json.dumps(self._content).encode()
             os.pwrite(self._file.fileno(), text, 0)
@@ -93,8 +93,8 @@ class SharedDocument:
 
 
 def _anonymous_file() -> IO[bytes] | None:
-    """A new file without a name; None: there can be none, and nothing is shared."""
-    with suppress(OSError, AttributeError):  # memory, on Linux
+    """Open a new unnamed file. None: this system has none, and nothing is shared."""
+    with suppress(OSError, AttributeError):  # in memory, on Linux
         return os.fdopen(os.memfd_create("vlmpack"), "r+b", buffering=0)
     with suppress(OSError):
         return tempfile.TemporaryFile(buffering=0)
@@ -103,14 +103,14 @@ def _anonymous_file() -> IO[bytes] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SkipLimit:
-    """The number of refused samples above which the data are broken, not single samples."""
+    """The number of refused samples above which the data itself counts as broken."""
 
     max_bad_fraction: float = 0.01
-    """Refused samples per received sample, 0 to 1."""
+    """Largest fraction of received samples that may be refused, 0 to 1."""
     min_samples: int = 200
-    """Samples from which the fraction counts."""
+    """Number of received samples from which the fraction is checked."""
     max_consecutive_bad: int = 20
-    """Refused samples in a row, counted from the first sample on."""
+    """Number of consecutive refused samples that stops the run, from the first sample on."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.max_bad_fraction <= 1:
@@ -120,15 +120,15 @@ class SkipLimit:
 
 
 class SkipLog:
-    """Counts of a process and of all DataLoader workers that it starts, and a JSON-lines file that they write to.
+    """Counts shared by a process and all DataLoader workers that it starts, and a JSON Lines file that they write to.
 
-    `received == used + refused` holds after every batch. Counts and limit are those of all these processes together,
-    over all epochs, whether workers are forked or spawned. "In a row" goes by the order in which batches are counted.
-    A copy (pickle, deepcopy) goes on by itself.
+    `received == used + refused` holds after every batch. Counts and limit cover all these processes together, over all
+    epochs, whether workers are forked or spawned. "Consecutive" means in the order in which batches are counted. A copy
+    (pickle, deepcopy) continues with its own counts.
 
     Args:
-        path: the JSON-lines file; it is appended to. None: counts only.
-        limit: when to give up.
+        path: the JSON Lines file, opened for appending; None: counts only.
+        limit: when to stop the run.
     """
 
     def __init__(self, path: str | Path | None = None, *, limit: SkipLimit | None = None) -> None:
@@ -148,38 +148,38 @@ class SkipLog:
 
     @property
     def used(self) -> int:
-        """Samples that went into a batch."""
+        """Number of samples that went into a batch."""
         return self._counts.read()["used"]
 
     @property
     def truncated(self) -> int:
-        """Samples among these that were cut to `max_length`."""
+        """Number of used samples that were truncated to `max_length`."""
         return self._counts.read()["truncated"]
 
     @property
     def reasons(self) -> Counter[str]:
-        """Refused samples by reason, those left out on purpose included."""
+        """Number of refused samples by reason, including samples left out on purpose."""
         return Counter(self._counts.read()["reasons"])
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Columns of samples that nothing reads, in the order in which they came."""
+        """Columns of samples that nothing reads, in the order in which they appeared."""
         return tuple(self._counts.read()["unread"])
 
     @property
     def refused(self) -> int:
-        """Samples that went into no batch."""
+        """Number of samples that went into no batch."""
         return self._counts.read()["refused"]
 
     @property
     def received(self) -> int:
-        """Samples that went into a batch or were refused."""
+        """Number of samples that were used or refused."""
         counts = self._counts.read()
         return counts["used"] + counts["refused"]
 
     @contextmanager
     def at_once(self) -> Iterator[dict[str, Any]]:
-        """Count and write down together all that is counted in the block: no other process counts in between."""
+        """Group all counting and logging in the block: no other process counts in between."""
         with self._counts.changed() as counts:
             is_inner, self._is_open = self._is_open, True
             try:
@@ -190,23 +190,23 @@ class SkipLog:
                     self._write_down()
 
     def use(self, samples: int = 1, *, truncated: int = 0) -> None:
-        """Count samples that can be used, and those among them that were cut."""
+        """Count usable samples, and how many of them were truncated."""
         with self.at_once() as counts:
             counts["used"] += samples
             counts["truncated"] += truncated
             counts["consecutive"] = 0
 
     def note(self, error: SampleError) -> None:
-        """Count and write down a sample left out by choice or about to be raised, whatever the skip limit is."""
+        """Count and log a sample that is left out on purpose or is about to be raised, regardless of the skip limit."""
         with self.at_once() as counts:
             counts["noted"] += 1
             self._record(error, counts)
 
     def refuse(self, error: SampleError) -> None:
-        """Count and write down a bad sample.
+        """Count and log a bad sample.
 
         Raises:
-            ConfigError: more bad samples than the skip limit allows.
+            ConfigError: there are more bad samples than the skip limit allows.
         """
         with self.at_once() as counts:
             counts["consecutive"] += 1
@@ -214,15 +214,15 @@ class SkipLog:
             self._check_limit(error, counts)
 
     def name_unread(self, columns: Iterable[str]) -> tuple[str, ...]:
-        """Take down columns that nothing reads; returns those that no process has named yet."""
+        """Record columns that nothing reads, and return the columns that no process has named yet."""
         return self._first_time("unread", tuple(columns))
 
     def is_first(self, event: str) -> bool:
-        """Return whether no process has warned of this event yet, and take it down."""
+        """Return whether no process has warned of this event yet, and record it."""
         return bool(self._first_time("warned", (event,)))
 
     def _first_time(self, group: str, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those that no process has had in this group; what this one has had, it looks up without the others."""
+        """Return the names that no process has recorded in this group. Known names are looked up locally."""
         if self._had[group].issuperset(names):
             return ()
         self._had[group].update(names)
@@ -240,7 +240,7 @@ class SkipLog:
             self._lines.append(json.dumps(record) + "\n")
 
     def _write_down(self) -> None:
-        """One write to a file opened for appending: lines of several workers do not mix."""
+        """Append all lines in one write, so that lines of different workers do not mix."""
         lines, self._lines = self._lines, []
         if not lines or self.path is None:
             return
@@ -269,9 +269,9 @@ class SkipLog:
 
 
 def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a log of skipped samples, those of all workers, in the order of writing.
+    """Read the lines of a log of skipped samples, from all workers, in the order of writing.
 
-    Each has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (samples that the
-    process had received by then).
+    Each line has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (the number
+    of samples received by then).
     """
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
