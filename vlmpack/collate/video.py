@@ -1,47 +1,48 @@
-"""Frames of a video → the patches, grid and times that Qwen's video processors produce.
+"""Turn the frames of a video into the patches, grid and times that Qwen's video processors produce.
 
     list of frames ──size by qwen-vl-utils──────────────────────────────▶ pixels ──▶ patches
     file ──header──▶ frames, rate, size ──sample_frames──▶ decode, resize ──▶ pixels ──▶ patches
 
-transformers' video processors need torchvision, which not every torch goes with. This is their maths on torch alone,
-parametrised by the processor's part for videos, or for images (`VideoSettings.from_processor`).
+transformers' video processors need torchvision, which does not exist for every torch version. This module implements
+their math with torch alone, using the settings of the processor's video or image part (`VideoSettings.from_processor`).
 
 ```
-frames            0 1 2 3 4 4     the last one repeated until they divide by temporal_patch_size
+frames            0 1 2 3 4 4     the last one repeated up to a multiple of temporal_patch_size
 temporal patches  └0┘ └1┘ └2┘     grid (3, H/patch, W/patch)
 ```
 
-| of a file, where the processor has                         | frames chosen as by           | sized as by           |
+For a video file:
+
+| the processor has                                          | frames chosen by              | size chosen by        |
 |------------------------------------------------------------|-------------------------------|-----------------------|
-| a video processor                                          | it                            | it                    |
-| the same, and keys beside the video choose its size        | it                            | qwen-vl-utils         |
-| none: it was loaded without torchvision (`load_processor`) | the family's, with its        | qwen-vl-utils         |
+| a video processor                                          | the video processor           | the video processor   |
+| a video processor, and keys beside the video set its size  | the video processor           | qwen-vl-utils         |
+| none: it was loaded without torchvision (`load_processor`) | the family's rule with its    | qwen-vl-utils         |
 |                                                            | defaults: 2 frames per second |                       |
 
-A video processor that takes every frame (`do_sample_frames=False` and no `fps`: that of Qwen2-VL and Qwen2.5-VL) takes
-2 per second here, as these models were trained and as qwen-vl-utils does it; `FrameSampling(fps=None)` takes all.
+A video processor may take every frame (`do_sample_frames=False` and no `fps`, as in Qwen2-VL and Qwen2.5-VL). vlmpack
+then takes 2 per second, as in these models' training and in qwen-vl-utils; `FrameSampling(fps=None)` takes all frames.
 
-Frames of a file are chosen as transformers' video processors choose them:
+Frames of a file are chosen as in transformers' video processors:
 
-    24 frames, 12 a second      Qwen3-VL, fps=2: 4 frames      linspace, both ends      0       8       15      23
+    24 frames, 12 per second    Qwen3-VL, fps=2: 4 frames      linspace, both ends      0       8       15      23
                                 Qwen2-VL, fps=2: 4 frames      arange, from 0           0       6       12      18
 
-The indices are those of `Qwen3VLVideoProcessor.sample_frames` and of `Qwen2VLVideoProcessor.sample_frames` (also of
-Qwen2.5-VL) for the same settings. Keys beside a video choose otherwise for it alone, by the names of qwen-vl-utils:
+The indices equal those of `Qwen3VLVideoProcessor.sample_frames` and `Qwen2VLVideoProcessor.sample_frames` (also used by
+Qwen2.5-VL) for the same settings. Keys beside a video override the settings for that video, with qwen-vl-utils' names:
 
-| key                          | in place of                                                                          |
+| key                          | overrides                                                                            |
 |------------------------------|--------------------------------------------------------------------------------------|
 | `fps`                        | `FrameSampling.fps`                                                                  |
-| `nframes`                    | `FrameSampling.num_frames`; not beside `fps`                                         |
-| `min_frames`, `max_frames`   | the settings of the same name, where frames are taken by `fps`                       |
-| `video_start`, `video_end`   | seconds: only frames from the first to the last in between, ends included, are there |
+| `nframes`                    | `FrameSampling.num_frames`; cannot be combined with `fps`                            |
+| `min_frames`, `max_frames`   | the settings of the same name, if frames are taken by `fps`                          |
+| `video_start`, `video_end`   | the range in seconds from which frames are taken, ends included                      |
 
-`sample_fps` and `raw_fps` are the rates of frames in a list; a file has its own, and they are refused beside it. When
-the frames of a list are, `timestamps` or `frames_indices` and `fps` say too, as transformers' `VideoMetadata` does.
+`sample_fps` and `raw_fps` are the rates of frames in a list. A file has its own rate: beside a file they are refused.
+The times of a list's frames can also be given as `timestamps`, or as `frames_indices` and `fps`, as in transformers'
+`VideoMetadata`.
 
-Sizes of images and frames by the message keys of qwen-vl-utils:
-
-A message element may say how large its picture is to be:
+Sizes of images and frames follow the message keys of qwen-vl-utils. A message element may set the size of its picture:
 
 ```
 {"type": "image", "image": ..., "min_pixels": 50176, "max_pixels": 501760}
@@ -49,24 +50,24 @@ A message element may say how large its picture is to be:
 {"type": "video", "video": [frame, frame, ...], "total_pixels": 20480 * 28 * 28, "sample_fps": 2.0}
 ```
 
-Which rule applies:
+The rules:
 
-* an image with one of the keys above: the rule of qwen-vl-utils (0.0.14, `vision_process.fetch_image`). The size is
-  final: the image processor is to be called with `do_resize=False`;
-* an image without any: the image processor's own rule and its own bounds;
-* a video given as frames: the rule of qwen-vl-utils with or without keys (`fetch_video`), because the processors' own
-  video classes need torchvision;
-* a file of a video: the same rule without its first step (frames of a file are not resized one by one), if it has one
-  of the keys, or the processor has no video processor; else the video processor's own rule and bounds (`video.py`).
+* An image with one of the keys above: the rule of qwen-vl-utils (0.0.14, `vision_process.fetch_image`). This size is
+  final: the image processor must be called with `do_resize=False`.
+* An image without such a key: the image processor's own rule and bounds.
+* A video given as frames: the rule of qwen-vl-utils (`fetch_video`), with or without keys, because the processors' own
+  video classes need torchvision.
+* A video file with one of the keys, or without a video processor: the same rule without its first step, since frames of
+  a file are not resized one by one. Any other video file: the video processor's own rule and bounds.
 
-The two rules for images differ at very thin pictures: rounding a side to a multiple of `factor` may give 0, which
-qwen-vl-utils lifts to `factor` before it looks at the bounds; the processor sees an area of 0 and blows the picture up.
-1 x 199 pixels become 28 x 196 with keys (7 tokens) and 28 x 812 by the processor (29 tokens).
+The two image rules differ for very thin pictures. Rounding a side to a multiple of `factor` may give 0. qwen-vl-utils
+raises it to `factor` before it checks the bounds; the processor sees an area of 0 and enlarges the picture. 1 x 199
+pixels become 28 x 196 with keys (7 tokens), but 28 x 812 in the processor (29 tokens).
 
-Keys that are None are absent (columns of a table often are). A number may be written as text (`"sample_fps": "1"`, as
-Qwen's own README does). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose frames of a
-video *file* (`video.py`); beside a list of frames `fps`, `frames_indices` and `timestamps` say when they are, and the
-others are refused (`check_times`).
+Keys that are None count as absent (columns of a table often are). A number may be given as text (`"sample_fps": "1"`,
+as in Qwen's own README). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose the frames
+of a video *file*. Beside a list of frames, `fps`, `frames_indices` and `timestamps` give their times, and the others are
+refused (`check_times`).
 
 Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches, D = C * T * patch_size ** 2.
 """
@@ -94,39 +95,39 @@ from vlmpack.errors import ConfigError, check_kind, check_whole_number
 from vlmpack.layout.batch import Grid
 
 Size = tuple[int, int]
-"""Height and width, in that order."""
+"""Height and width, in this order."""
 Result = TypeVar("Result")
 FILE_TYPES = (str, Path, bytes, bytearray, memoryview, Mapping)
-"""Types of a video's file; a list holds its frames."""
+"""Types of a video file; a list is a list of frames."""
 
 
 Spacing = Literal["linspace", "arange"]
-"""Spread of frames: with the last one, as Qwen3-VL's processor does it, or by equal steps from the first."""
+"""Spacing of frames: evenly up to and including the last one (Qwen3-VL), or in equal steps from the first."""
 FPS = 2.0
-"""Frames taken per second where a processor does not say (`VIDEO_FPS` of qwen-vl-utils)."""
+"""Frames taken per second if a processor does not say (`VIDEO_FPS` of qwen-vl-utils)."""
 MIN_FRAMES = 2
-"""Fewest frames of a video that has a patch in time."""
+"""Fewest frames of a video."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSampling:
-    """Number of frames of a video's file; a setting of `VLMCollator`.
+    """How many frames to take from a video file; a setting of `VLMCollator`.
 
     Raises:
-        ConfigError: a number that means nothing, or both `fps` and `num_frames`.
+        ConfigError: a number is out of range, or both `fps` and `num_frames` are set.
     """
 
     fps: float | None = FPS
-    """Frames taken for each second; None: every frame, or `num_frames`."""
+    """Frames to take per second; None: every frame, or `num_frames`."""
     num_frames: int | None = None
-    """Frames taken of each video, however long it is; None: by `fps`."""
+    """Frames to take from each video, whatever its length; None: by `fps`."""
     min_frames: int = 4
-    """Fewest frames by `fps`, as far as there are so many."""
+    """Fewest frames to take by `fps`, if the video has that many."""
     max_frames: int = 768
-    """Most frames by `fps`."""
+    """Most frames to take by `fps`."""
 
     def __post_init__(self) -> None:
-        """Refuse settings that contradict each other."""
+        """Check the settings."""
         if self.fps is not None and not (0 < self.fps < math.inf):
             raise ConfigError(f"fps={self.fps} takes no frames; give frames per second above 0, or None for all")
         if self.num_frames is not None:
@@ -142,36 +143,36 @@ DEFAULT_SAMPLING = FrameSampling()
 
 @dataclass(frozen=True, kw_only=True)
 class SampledFrames:
-    """The frames that are taken of one video."""
+    """The frames chosen from a video."""
 
     indices: tuple[int, ...]
-    """Their numbers in the file, rising."""
+    """Indices of the frames in the file, ascending."""
     fps: float
-    """Frames per second of the file."""
+    """Frame rate of the file."""
     sampled_fps: float
-    """Frames per second that were taken: transformers' `VideoMetadata.sampled_fps`."""
+    """Frame rate of the chosen frames: transformers' `VideoMetadata.sampled_fps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoSettings:
-    """Numbers by which frames become patches: those of the video processor, or of the image processor."""
+    """Numbers for making patches from frames, read from a video processor or an image processor."""
 
     patch_size: int
     """Side of a patch in pixels."""
     merge_size: int
-    """Patches along one side of a token."""
+    """Side of a token in patches."""
     temporal_patch_size: int
     """Frames in one patch."""
     image_mean: tuple[float, float, float]
-    """Subtracted per channel after rescaling."""
+    """Subtracted from each channel after rescaling."""
     image_std: tuple[float, float, float]
-    """Divided by per channel after that."""
+    """Divides each channel after that."""
     rescale_factor: float
-    """Multiplies a pixel value of 0 to 255."""
+    """Multiplies pixel values, which are 0 to 255."""
 
     @classmethod
     def from_processor(cls, part: Any) -> VideoSettings:
-        """Read the settings of a Qwen video or image processor, its `do_rescale` and `do_normalize` included."""
+        """Read the settings of a Qwen video or image processor, including `do_rescale` and `do_normalize`."""
         return cls(
             patch_size=part.patch_size,
             merge_size=part.merge_size,
@@ -184,22 +185,22 @@ class VideoSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class FileRules:
-    """Rules for choosing and sizing frames of a video's file: numbers of the video processor."""
+    """Rules for choosing and sizing the frames of a video file, from the video processor's settings."""
 
     sampling: FrameSampling = DEFAULT_SAMPLING
-    """Number of frames where no key names one."""
+    """Number of frames, if no key beside the video sets it."""
     is_chosen: bool = False
-    """True: that is a setting of the collator; False: the video processor's, or the default."""
+    """True: `sampling` is a setting of the collator. False: it comes from the video processor, or is the default."""
     is_per_clip: bool = False
-    """True: Qwen3-VL's rules (frames by linspace, bounds for all of them together); False: Qwen2-VL's."""
+    """True: Qwen3-VL's rules (linspace, and bounds for the whole clip). False: Qwen2-VL's (bounds for each frame)."""
     bounds: tuple[int, int] | None = None
-    """Fewest and most pixels of a frame, or of a clip; None: there is no video processor, and qwen-vl-utils' rule."""
+    """Minimum and maximum pixels of a frame, or of a clip; None: no video processor, so qwen-vl-utils' rule applies."""
     is_capped: bool = False
     """The video processor's `cap_pixels_per_frame`."""
     max_tokens: int = 0
-    """The video processor's `max_video_tokens`, which holds if it is capped."""
+    """The video processor's `max_video_tokens`; used if `is_capped` is set."""
     limits: VideoLimits = DEFAULT_VIDEO_LIMITS
-    """Caps for files."""
+    """Size limits for files."""
 
 
 DEFAULT_RULES = FileRules()
@@ -212,16 +213,16 @@ def file_rules_of(
     sampling: FrameSampling | None = None,
     limits: VideoLimits | None = None,
 ) -> FileRules:
-    """Read the rules of a processor's video processor.
+    """Read the rules from a processor's video processor.
 
     Args:
-        processor: the user's.
-        metadata: what was read from it.
-        sampling: holds in the place of its own; None: its own.
-        limits: caps for files; None: the default.
+        processor: the user's processor.
+        metadata: its metadata.
+        sampling: overrides the video processor's sampling; None: its own.
+        limits: size limits for files; None: the default.
 
     Raises:
-        ConfigError: settings of a wrong kind.
+        ConfigError: a setting has the wrong type.
     """
     if sampling is not None:
         check_kind("sampling", sampling, FrameSampling, "FrameSampling(fps=1.0)")
@@ -257,23 +258,23 @@ def load_video(
     rules: FileRules = DEFAULT_RULES,
     is_measured: bool = False,
 ) -> Visual:
-    """Cut a message element `{"video": ..., ...}` into patches, with its seconds and timestamps.
+    """Convert a message element `{"video": ..., ...}` to patches, with its seconds and timestamps.
 
     Args:
-        element: `video` is a file (a path, bytes or {"bytes", "path"}) or a list of images as `load_image` takes them.
-            Of a list `sample_fps` (default 2) is the number of frames in a second, `raw_fps` (default `sample_fps`)
-            the rate by which Qwen3-VL's timestamps count, as in qwen-vl-utils 0.0.14; or `timestamps` are the seconds
-            of each frame, or `frames_indices` their numbers at `fps` a second (default 0, 1, ...). For the size
-            see `vision_keys`, for the frames of a file `sample_frames`.
+        element: `video` is a file (a path, bytes or {"bytes", "path"}) or a list of images that `load_image` accepts.
+            The times of a list come from one of these: `sample_fps`, frames per second (default 2), with `raw_fps`, the
+            rate for Qwen3-VL's timestamps (default `sample_fps`), as in qwen-vl-utils 0.0.14; or `timestamps`, each
+            frame's time in seconds; or `frames_indices`, the frames' indices (default 0, 1, ...), with `fps`. For
+            the size keys see `video_frame_size`; for the frames of a file see `sample_frames`.
         settings: from the video or image processor.
-        limits: caps for each frame of a list.
-        rules: of files, from the video processor.
-        is_measured: read headers alone and make no patches; damage behind a sound header is not seen.
+        limits: size limits for each frame of a list.
+        rules: rules for files, from the video processor.
+        is_measured: read only headers and make no patches; damage behind a sound header goes unnoticed.
 
     Raises:
-        ImageError: no frames, a frame that cannot be used (named), frames of different sizes, a file or a key that
+        ImageError: there are no frames; a frame cannot be used (it is named); frames differ in size; or a file or a key
             cannot be used.
-        ConfigError: PyAV is not installed, and it is a file.
+        ConfigError: the video is a file, and PyAV is not installed.
     """
     if isinstance(element.get("video"), FILE_TYPES):
         return _of_file(element, settings, rules, is_measured=is_measured)
@@ -289,14 +290,14 @@ def load_video(
         seconds = depth * (times[-1] - times[0]) / max(len(times) - 1, 1)
         of_patches = frame_timestamps(times, fps=1.0, depth=depth)
         return Visual(pixels=pixels, grid=grid, seconds=seconds or depth / FPS, timestamps=tuple(of_patches))
-    # The repeated last frame counts as a frame of its own, as it does in qwen-vl-utils
+    # The repeated last frame counts as a separate frame, as in qwen-vl-utils
     sample_fps = _rate(element, "sample_fps", FPS)
     timestamps = frame_timestamps(range(grid[0] * depth), fps=_rate(element, "raw_fps", sample_fps), depth=depth)
     return Visual(pixels=pixels, grid=grid, seconds=depth / sample_fps, timestamps=tuple(timestamps))
 
 
 def _of_file(element: Mapping[str, Any], settings: VideoSettings, rules: FileRules, *, is_measured: bool) -> Visual:
-    """Frames are decoded one after the other and resized at once, so that only their final pixels are kept."""
+    """Convert a file. Frames are decoded and resized one at a time, so that only final pixels stay in memory."""
     header, depth = read_video_header(element["video"], limits=rules.limits), settings.temporal_patch_size
     spacing, most = "linspace" if rules.is_per_clip else "arange", rules.limits.max_sampled
     frames = sample_frames(header, element, sampling=rules.sampling, spacing=spacing, depth=depth, max_sampled=most)
@@ -310,13 +311,13 @@ def _of_file(element: Mapping[str, Any], settings: VideoSettings, rules: FileRul
 
 
 def grid_of(num_frames: int, size: Size, settings: VideoSettings) -> Grid:
-    """Return the grid of frames of a size in pixels, (t, h, w) in patches."""
+    """Return the grid (t, h, w) in patches for frames of a size in pixels."""
     side = settings.patch_size
     return -(-num_frames // settings.temporal_patch_size), size[0] // side, size[1] // side
 
 
 def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Result]:
-    """Read each frame of a video by `load_image` or `read_size`.
+    """Read each frame of a video with `load_image` or `read_size`.
 
     Raises:
         ImageError: see `load_video`.
@@ -338,13 +339,13 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
 def resize_frames(
     frames: Sequence[Image.Image], element: Mapping[str, Any], *, settings: VideoSettings
 ) -> torch.Tensor:
-    """Resize frames to their final size, `[F, C, H, W]` uint8.
+    """Resize frames to their final size. Return uint8 `[F, C, H, W]`.
 
-    Each frame is brought by Pillow to a multiple of two tokens, then all together to the final size, in float32 and
-    rounded, which is what torchvision's `resize` does in qwen-vl-utils.
+    Pillow first resizes each frame to a multiple of two tokens. All frames are then resized together to the final size,
+    in float32 with rounding, like torchvision's `resize` in qwen-vl-utils.
 
     Raises:
-        ImageError: frames of different sizes after the first step, or see `video_frame_size`.
+        ImageError: frames differ in size after the first step; see also `video_frame_size`.
     """
     first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
     arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
@@ -353,7 +354,7 @@ def resize_frames(
 
 
 def resize_floats(frames: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resize uint8 `[..., H, W]` in float32 and round, as torchvision's first `resize` does it for qwen-vl-utils."""
+    """Resize uint8 `[..., H, W]` in float32 and round, like torchvision's `resize` in qwen-vl-utils."""
     if tuple(frames.shape[-2:]) == size:
         return frames
     resized = interpolate(frames[None].float(), size=size, mode="bicubic", antialias=True)[0]
@@ -361,7 +362,7 @@ def resize_floats(frames: torch.Tensor, size: Size) -> torch.Tensor:
 
 
 def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings: VideoSettings) -> tuple[Size, Size]:
-    """(the size that each frame gets alone, the size that all get together), from the sizes of the frames."""
+    """Compute (the size to which each frame is resized first, the final size of all frames)."""
     factor = settings.patch_size * settings.merge_size
     first = [first_frame_size(element, size, factor=factor) for size in sizes]
     final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
@@ -375,16 +376,16 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
 
 
 def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, Grid]:
-    """Cut frames into the patches of Qwen's vision tower.
+    """Split frames into the patches of Qwen's vision tower.
 
-    The same steps as `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal): the last frame is repeated until they
-    divide by the temporal patch size; patches run over t, then blocks of merge_size x merge_size patches row by row,
-    then the patches of a block; the values of a patch run over channel, frame, row, column. They are
-    `(v * rescale - mean) / std` with the roundings of the image processor (PIL back-end), so that a still video equals
-    the still image bit for bit.
+    Follows `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal). The last frame is repeated up to a multiple of the
+    temporal patch size. Patches are ordered by t, then by blocks of merge_size x merge_size patches row by row, then
+    within a block. The values of a patch are ordered by channel, frame, row, column. They are
+    `(v * rescale - mean) / std`, rounded as in the image processor (PIL back-end), so that a still video equals the
+    still image bit for bit.
 
     Args:
-        frames_FCHW: uint8, sides multiples of patch_size * merge_size.
+        frames_FCHW: uint8; the sides are multiples of patch_size * merge_size.
         settings: see `VideoSettings`.
 
     Returns:
@@ -405,10 +406,10 @@ def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[tor
 
 
 def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
-    """Seconds of each frame of a list, as transformers' `VideoMetadata` has them; None: no key says so.
+    """Return each list frame's time in seconds, as in transformers' `VideoMetadata`. None: no key gives times.
 
     Raises:
-        ImageError: the keys contradict each other, or name another number of frames.
+        ImageError: the keys contradict each other, or do not match the number of frames.
     """
     given = [
         key for key in ("timestamps", "frames_indices", "fps", "sample_fps", "raw_fps") if element.get(key) is not None
@@ -428,13 +429,13 @@ def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
 
 
 def frame_timestamps(indices: Sequence[float], *, fps: float, depth: int = 2) -> list[float]:
-    """Compute the seconds of each temporal patch: the mean of its first and last frame's.
+    """Compute the time of each temporal patch in seconds: the mean of its first and last frames' times.
 
-    Source: `Qwen3VLProcessor._calculate_timestamps`; Qwen3-VL writes them before each patch as `<0.5 seconds>`.
+    Source: `Qwen3VLProcessor._calculate_timestamps`. Qwen3-VL writes them before each patch as `<0.5 seconds>`.
 
     Args:
-        indices: number of each frame, counted at `fps`; an incomplete last patch is filled with its last frame.
-        fps: frames per second by which `indices` count.
+        indices: index of each frame at `fps`; an incomplete last patch is filled with its last frame.
+        fps: frame rate to which `indices` refer.
         depth: frames in one patch.
     """
     filled = [*indices, *[indices[-1]] * (-len(indices) % depth)]
@@ -442,7 +443,7 @@ def frame_timestamps(indices: Sequence[float], *, fps: float, depth: int = 2) ->
 
 
 def _value_table(settings: VideoSettings) -> np.ndarray:
-    """`[C, 256]` float32: what each pixel value becomes in each channel."""
+    """Compute the normalized value of each pixel value in each channel, float32 `[C, 256]`."""
     rescaled = (np.arange(256, dtype=np.float64) * settings.rescale_factor).astype(np.float32)
     mean = np.array(settings.image_mean, dtype=np.float32)[:, None]
     std = np.array(settings.image_std, dtype=np.float32)[:, None]
@@ -455,12 +456,12 @@ def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
     raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
 
 
-# ---------------------------------------------------------------------- videos of a processor's own video processor
+# ---------------------------------------------------------------------- videos for a processor's own video processor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """The frames that are taken of a video, not decoded yet, and transformers' `VideoMetadata` of them."""
+    """The chosen frames of a video, not decoded yet, with transformers' `VideoMetadata` for them."""
 
     shape: tuple[int, int, int, int]
     """[F, H, W, 3]."""
@@ -471,16 +472,16 @@ class Clip:
 
 
 def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits: ImageLimits) -> Clip:
-    """Choose the frames of a video as its processor's `sample_frames` does; all frames of a list are taken.
+    """Choose the frames of a video by its video processor's `sample_frames`. All frames of a list are taken.
 
     Args:
-        element: `video` and the keys beside it: `fps` or `nframes` of a file, the times of a list (`load_video`).
+        element: `video` and the keys beside it: `fps` or `nframes` for a file, the times for a list (`load_video`).
         part: the video processor.
-        rules: of files: their caps, and the collator's setting in place of the video processor's own.
-        limits: caps of each frame of a list.
+        rules: the limits for files, and the collator's setting that overrides the video processor's own.
+        limits: size limits for each frame of a list.
 
     Raises:
-        ImageError: as `load_video`; or a key that this video processor does not read.
+        ImageError: as in `load_video`; or this video processor does not read a key.
     """
     video, name = element.get("video"), type(part).__name__
     if key := next((key for key in VIDEO_KEYS if element.get(key) is not None), None):
@@ -532,7 +533,7 @@ def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits
 
 
 _CHOOSING = {"fps": "fps", "nframes": "num_frames"}
-"""Keys beside a file, and the names under which video processors take them."""
+"""Keys beside a file, and their names in video processors."""
 
 # ---------------------------------------------------------------------- which frames of a file
 
@@ -546,18 +547,18 @@ def sample_frames(
     depth: int,
     max_sampled: int,
 ) -> SampledFrames:
-    """Choose the frames of a video.
+    """Choose the frames of a video file.
 
     Args:
-        header: of its file.
-        element: the keys beside it.
-        sampling: what holds where there is no key.
-        spacing: of the family's video processor.
+        header: the file's header.
+        element: the keys beside the video.
+        sampling: settings for which there is no key.
+        spacing: spacing of the family's video processor.
         depth: frames in one patch.
         max_sampled: `VideoLimits.max_sampled`.
 
     Raises:
-        ImageError: a key that means nothing here (`vision_key`), or too few or too many frames (`video_frames`,
+        ImageError: a key has no meaning here (`vision_key`), or there are too few or too many frames (`video_frames`,
             `video_too_large`).
     """
     sampling = _keyed(element, sampling)
@@ -574,14 +575,14 @@ def sample_frames(
         raise ImageError(fault, "video_too_large")
     if spacing == "linspace":
         chosen = np.linspace(0, total - 1, count).round().astype(int).tolist()
-    else:  # by its rounding `arange` may have one more number, `total` itself, which no frame has
+    else:  # rounding may make `arange` return one more index, `total` itself, which is no frame
         chosen = torch.arange(0, total, total / count).int()[:count].tolist()
     indices = tuple(first + index for index in chosen)
     return SampledFrames(indices=indices, fps=header.fps, sampled_fps=len(indices) / total * header.fps)
 
 
 def _count(total: int, fps: float, sampling: FrameSampling, spacing: Spacing, depth: int) -> int:
-    """The number of frames that are taken, computed as transformers computes it, roundings included."""
+    """Compute the number of frames to take, exactly as transformers does, including its rounding."""
     is_linear = spacing == "linspace"
     if sampling.num_frames is not None:
         return sampling.num_frames if is_linear else round(sampling.num_frames / depth) * depth
@@ -596,7 +597,7 @@ def _count(total: int, fps: float, sampling: FrameSampling, spacing: Spacing, de
 
 
 def _keyed(element: Mapping[str, Any], sampling: FrameSampling) -> FrameSampling:
-    """The settings with the keys beside one video in their place."""
+    """Override the settings with the keys beside one video."""
     if key := next((key for key in ("sample_fps", "raw_fps") if element.get(key) is not None), None):
         fault = f"{key}={element[key]!r:.80} is the rate of frames in a list, and a file has its own; give fps"
         raise ImageError(fault, "vision_key")
@@ -623,7 +624,7 @@ def _whole(element: Mapping[str, Any], key: str) -> int:
 
 
 def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
-    """(first frame, last frame) between `video_start` and `video_end` (`calculate_video_frame_range`)."""
+    """Return the first and last frame between `video_start` and `video_end` (`calculate_video_frame_range`)."""
     duration = header.num_frames / header.fps
     start = min(number(element, "video_start", 0.0), duration)
     end = min(number(element, "video_end", duration), duration)
@@ -640,7 +641,7 @@ def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _decoded(video: Any, header: VideoHeader, frames: SampledFrames, limits: VideoLimits) -> Iterator[torch.Tensor]:
-    """Frames as uint8 `[3, H, W]`."""
+    """Yield frames as uint8 `[3, H, W]`."""
     for index, frame in zip(frames.indices, decode_frames(video, frames.indices, limits=limits), strict=True):
         if frame.shape[:2] != (header.height, header.width):
             seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {header.width} x {header.height}"
@@ -651,7 +652,7 @@ def _decoded(video: Any, header: VideoHeader, frames: SampledFrames, limits: Vid
 def _file_size(
     header: VideoHeader, num_frames: int, element: Mapping[str, Any], settings: VideoSettings, rules: FileRules
 ) -> tuple[Size, Callable[[torch.Tensor, Size], torch.Tensor]]:
-    """(final size of each frame, how it is brought to it)."""
+    """Return the final size of each frame, and the function that resizes it."""
     factor, size = settings.patch_size * settings.merge_size, (header.height, header.width)
     if rules.bounds is None or any(element.get(key) is not None for key in VIDEO_KEYS):
         final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
@@ -661,8 +662,8 @@ def _file_size(
 
 
 def _sized(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
-    """The rule of `Qwen2VLVideoProcessor.resize`, bounds for each frame, or of `Qwen3VLVideoProcessor.resize`, bounds
-    for all of them together."""
+    """Apply the rule of `Qwen2VLVideoProcessor.resize` (bounds for each frame) or of `Qwen3VLVideoProcessor.resize`
+    (bounds for the whole clip)."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     (height, width), (low, high), most = size, bounds, rules.max_tokens * factor * factor
@@ -687,42 +688,42 @@ def _sized(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, de
 
 
 def _resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resize uint8 `[..., H, W]` as torchvision's `transforms.v2` does, by which transformers resizes videos."""
+    """Resize uint8 `[..., H, W]` like torchvision's `transforms.v2`, which transformers uses for videos."""
     if tuple(frames.shape[-2:]) == size:
         return frames
     return interpolate(frames[None], size=size, mode="bicubic", antialias=True)[0]
 
 
-# ---------------------------------------------------------------------- sizes by the keys of qwen-vl-utils
+# ---------------------------------------------------------------------- sizes from the keys of qwen-vl-utils
 
 IMAGE_KEYS = VIDEO_KEYS[:4]
-"""Keys of an image element that choose its size."""
+"""Keys of an image element that set its size."""
 TIMES = ("frame_indices", "total_num_frames", "duration", "video_metadata")
-"""Further keys by which others say when frames are."""
+"""Further keys with which other libraries give the times of frames."""
 
 MAX_ASPECT_RATIO = 200
 IMAGE_TOKENS = (4, 16384)
-"""Fewest and most tokens of an image where the element does not say (`IMAGE_MIN_TOKEN_NUM`, `IMAGE_MAX_TOKEN_NUM`)."""
+"""Default minimum and maximum tokens of an image (`IMAGE_MIN_TOKEN_NUM`, `IMAGE_MAX_TOKEN_NUM`)."""
 FRAME_TOKENS = (128, 768)
-"""The same for each frame of a video (`VIDEO_MIN_TOKEN_NUM`, `VIDEO_MAX_TOKEN_NUM`)."""
+"""Default minimum and maximum tokens of a video frame (`VIDEO_MIN_TOKEN_NUM`, `VIDEO_MAX_TOKEN_NUM`)."""
 MODEL_TOKENS = 128_000
-"""Nine tenths of it are a video's where it has no `total_pixels` (`MODEL_SEQ_LEN`; no environment variable is read)."""
+"""A video without `total_pixels` may use nine tenths of this (`MODEL_SEQ_LEN`; no environment variable is read)."""
 FRAME_FACTOR = 2
 """Frames that share one temporal patch."""
 ENLARGED_TOKENS = 4 * IMAGE_TOKENS[1]
-"""Most tokens to which the frames of a video are enlarged together by keys beside it."""
+"""Most tokens to which keys beside a video can enlarge all its frames together."""
 
 
 def has_image_keys(element: Mapping[str, Any]) -> bool:
-    """Return whether the element sizes its image, so that qwen-vl-utils' rule applies and not the processor's."""
+    """Return whether the element sets its image's size, so that qwen-vl-utils' rule replaces the processor's."""
     return any(element.get(key) is not None for key in IMAGE_KEYS)
 
 
 def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
-    """Refuse keys beside a video that say which of its frames there are, or when, and that nothing would read.
+    """Refuse keys beside a video that choose its frames or give their times, but that nothing would read.
 
     Raises:
-        ImageError: there is one (reason ``"vision_key"``).
+        ImageError: there is such a key (reason ``"vision_key"``).
     """
     unread = (*FRAME_KEYS, *TIMES) if is_file else (*FILE_KEYS[1:], *TIMES)
     key = next((key for key in unread if element.get(key) is not None), None)
@@ -737,10 +738,10 @@ def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
 
 
 def number(element: Mapping[str, Any], key: str, default: float) -> float:
-    """Return the finite number of at least 0 under a key; `default` where the key is absent or None.
+    """Return the finite, non-negative number under a key, or `default` if the key is absent or None.
 
     Raises:
-        ImageError: anything else (reason ``"vision_key"``).
+        ImageError: the value is anything else (reason ``"vision_key"``).
     """
     value = element.get(key)
     if value is None:
@@ -759,19 +760,19 @@ def smart_resize(
 ) -> Size:
     """Compute the size of a picture by the rule of qwen-vl-utils (`vision_process.smart_resize`, 0.0.14).
 
-    Both sides are multiples of `factor`, their product lies between the bounds, the aspect ratio is kept as far as that
-    allows.
+    Both sides are multiples of `factor`, their product lies between the bounds, and the aspect ratio is kept as well as
+    that allows.
 
     Args:
         height, width: pixels.
-        factor: patch size times merge size: pixels along one side of a token.
-        min_pixels, max_pixels: bounds; 4 and 16384 tokens where None.
+        factor: side of a token in pixels: patch size times merge size.
+        min_pixels, max_pixels: bounds; None: 4 and 16384 tokens.
 
     Returns:
         Height and width in pixels.
 
     Raises:
-        ImageError: aspect ratio above 200, bounds that exclude each other, or a side that would be 0.
+        ImageError: the aspect ratio is above 200, the bounds exclude each other, or a side would be 0.
     """
     low = IMAGE_TOKENS[0] * factor**2 if min_pixels is None else min_pixels
     high = IMAGE_TOKENS[1] * factor**2 if max_pixels is None else max_pixels
@@ -790,18 +791,18 @@ def smart_resize(
 
 
 def image_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
-    """Compute the size of an image by its element's keys (`vision_process.fetch_image`), in pixels.
+    """Compute the size of an image in pixels from its element's keys (`vision_process.fetch_image`).
 
-    `resized_height` and `resized_width` win over the image's size and the bounds; `min_pixels` and `max_pixels` bound
+    `resized_height` and `resized_width` override the image's size and the bounds. `min_pixels` and `max_pixels` bound
     the area.
 
     Args:
         element: the image's keys.
-        size: of the image.
-        factor: patch size times merge size: pixels along one side of a token.
+        size: the image's size.
+        factor: side of a token in pixels: patch size times merge size.
 
     Raises:
-        ImageError: see `smart_resize`; also one of `resized_height` and `resized_width` without the other, which
+        ImageError: see `smart_resize`; also if only one of `resized_height` and `resized_width` is set, which
             qwen-vl-utils ignores.
     """
     height, width = element.get("resized_height"), element.get("resized_width")
@@ -816,19 +817,20 @@ def image_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
 
 
 def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1) -> None:
-    """Refuse to enlarge a picture beyond what the rule makes of any picture without keys: memory and time are bounded.
+    """Refuse to enlarge a picture beyond what the rule does without keys, to bound memory and time.
 
-    Keys of a small picture could name any size. An image gets its present size or `IMAGE_TOKENS[1]` tokens at most; a
-    frame of a video also has a share of `ENLARGED_TOKENS`, but never less than `FRAME_TOKENS[1]`.
+    Keys could set any size for a small picture. An image may get at most the larger of its present size and
+    `IMAGE_TOKENS[1]` tokens. A video frame is also limited to its share of `ENLARGED_TOKENS`, but that share is at
+    least `FRAME_TOKENS[1]`.
 
     Args:
-        size: by the keys.
+        size: the size that the keys set.
         source: the picture's size.
-        factor: patch size times merge size: pixels along one side of a token.
-        num_frames: frames of that size that are made.
+        factor: side of a token in pixels: patch size times merge size.
+        num_frames: number of frames of that size.
 
     Raises:
-        ImageError: it is larger (reason ``"vision_key"``).
+        ImageError: the size is larger (reason ``"vision_key"``).
     """
     share = max(FRAME_TOKENS[1], ENLARGED_TOKENS // num_frames)
     tokens = math.ceil(source[0] / factor) * math.ceil(source[1] / factor)
@@ -842,15 +844,16 @@ def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1
 
 
 def resize(image: Image.Image, size: Size) -> Image.Image:
-    """Resize an image bicubically, pixel for pixel as `fetch_image` does it."""
+    """Resize an image bicubically, with the same pixels as in `fetch_image`."""
     return image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
 
 
 def first_frame_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
-    """Compute the size to which `fetch_video` brings every single frame first.
+    """Compute the size to which `fetch_video` first resizes each frame.
 
-    It hands its frames to `fetch_image` with the *token* size where the patch size belongs, so this first size is a
-    multiple of two tokens, and the default bounds are four times an image's. Kept, as it decides the final size.
+    `fetch_video` passes the *token* size to `fetch_image` in place of the patch size. This first size is therefore a
+    multiple of two tokens, and its default bounds are four times those of an image. Kept, because it affects the final
+    size.
     """
     return image_size(element, size, factor=2 * factor)
 
@@ -858,14 +861,14 @@ def first_frame_size(element: Mapping[str, Any], size: Size, *, factor: int) -> 
 def video_frame_size(
     element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int, is_file: bool = False
 ) -> Size:
-    """Compute the final size of the frames of a video (`vision_process.fetch_video`), in pixels.
+    """Compute the final size of a video's frames in pixels (`vision_process.fetch_video`).
 
     Args:
-        element: keys as for images, and `total_pixels`, which the frames share.
-        size: of one frame.
-        num_frames: frames that are taken; of a list an odd number counts one more, as the last frame is repeated.
-        factor: patch size times merge size.
-        is_file: frames of a file are not brought to a first size one by one.
+        element: the keys of images, and `total_pixels`, which the frames share.
+        size: size of one frame.
+        num_frames: frames that are taken; for a list, an odd number is rounded up, as the last frame is repeated.
+        factor: side of a token in pixels: patch size times merge size.
+        is_file: True: skip the first step, which resizes frames one by one.
 
     Raises:
         ImageError: see `smart_resize`.
@@ -877,7 +880,7 @@ def video_frame_size(
 
 
 def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:
-    """`min_pixels` and `max_pixels` of each frame: its own bounds and its share of the whole video's."""
+    """Return `min_pixels` and `max_pixels` of each frame, from its own bounds and its share of the video's pixels."""
     low = number(element, "min_pixels", FRAME_TOKENS[0] * factor**2)
     total = number(element, "total_pixels", MODEL_TOKENS * factor * factor * 0.9)
     share = max(min(FRAME_TOKENS[1] * factor**2, total / num_frames * FRAME_FACTOR), int(low * 1.05))
