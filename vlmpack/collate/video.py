@@ -66,7 +66,7 @@ pixels become 28 x 196 with keys (7 tokens), but 28 x 812 in the processor (29 t
 
 Keys that are None count as absent (columns of a table often are). A number may be given as text (`"sample_fps": "1"`,
 as in Qwen's own README). `fps`, `nframes`, `min_frames`, `max_frames`, `video_start` and `video_end` choose the frames
-of a video *file*. Beside a list of frames, `fps`, `frames_indices` and `timestamps` give their times, and the others are
+of a video *file*. Beside a list of frames, `fps`, `frames_indices` and `timestamps` give their times, and others are
 refused (`check_times`).
 
 Shape legend: F frames, C channels, T temporal patch size, H W pixels, P patches, D = C * T * patch_size ** 2.

@@ -1,12 +1,12 @@
-"""CORD v2, receipts with their values: records become conversations, and a model's text becomes values again.
+"""Convert CORD v2 receipts to conversations, and a model's output back to values.
 
     {"total": {"cashprice": "20,000"}, "menu": [{"nm": "Es Teh"}, {"nm": "Donut"}]}
         │ json2token                                        ▲ token2json
         ▼                                                   │
     <s_total><s_cashprice>20,000</s_cashprice></s_total><s_menu><s_nm>Es Teh</s_nm><sep/><s_nm>Donut</s_nm></s_menu>
 
-A record is `{"image", "ground_truth"}`; the ground truth is JSON text, of which `gt_parse` holds the values.
-Source: Donut (`donut/model.py`: json2token, token2json); keys sorted descending as NeMo's CORD v2 adapters do it.
+A record is `{"image", "ground_truth"}`. The ground truth is JSON text whose `gt_parse` holds the values.
+Source: Donut (`donut/model.py`: json2token, token2json). Keys are sorted descending, as in NeMo's CORD v2 adapters.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def load_cord(source: Source, *, split: str = "train", num: int | None = None) -
     """Open receipts as a map-style dataset: `len()`, `[i] -> {"image": RGB PIL image, "ground_truth": JSON string}`.
 
     Args:
-        source: a hub id, a local folder, files of JSON, or parquet files.
+        source: a hub id, a local folder, JSON files or parquet files.
         split: `"train"`, `"validation"` or `"test"`.
-        num: the first so many records; None: all.
+        num: use only the first `num` records; None: all.
 
     Raises:
-        ConfigError: the source, split or number do not fit what is there; or an extra is missing.
+        ConfigError: the source, split or number do not fit the stored data, or an optional dependency is missing.
     """
-    from vlmpack.data.formats import ColumnMap  # which makes conversations of receipts
+    from vlmpack.data.formats import ColumnMap  # not at the top: that module imports this one
     from vlmpack.data.open import find_source
 
     return CordDataset(rows=replace(find_source(source, split), num=num, columns=ColumnMap(is_read=False)))
@@ -47,10 +47,10 @@ def load_cord(source: Source, *, split: str = "train", num: int | None = None) -
 
 @dataclass(frozen=True, kw_only=True)
 class CordDataset:
-    """Receipts of any source. Raises `SampleError` for a record that cannot be used, naming its index."""
+    """Receipts of any source. Raises `SampleError` with the index for a record that cannot be used."""
 
     rows: OpenDataset
-    """The records as they are stored."""
+    """The stored records."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,18 +68,18 @@ class CordDataset:
 
 SEPARATOR = "<sep/>"
 DEEPEST = 64
-"""Nesting beyond which `token2json` keeps the text as it is: no receipt is so deep, a broken model's output may be."""
+"""Nesting beyond which `token2json` keeps text unparsed. No receipt is this deep; a broken model's output may be."""
 
 
 def json2token(obj: Any, *, sort_keys_descending: bool = True) -> str:
-    """Write nested values as one string of tags.
+    """Convert nested values to a string of tags.
 
-    A dict becomes ``<s_key>value</s_key>`` for each key, a list its items joined by ``<sep/>``, anything else `str()`.
-    A dict of the single key ``text_sequence`` is that text alone.
+    A dict becomes ``<s_key>value</s_key>`` for each key, a list its items joined by ``<sep/>``, any other value its
+    `str()`. A dict with the single key ``text_sequence`` becomes that text.
 
     Args:
-        obj: dicts, lists and plain values, nested at will.
-        sort_keys_descending: the order of NeMo's adapters and of Donut's default; False keeps the order of the dict.
+        obj: dicts, lists and plain values, nested to any depth.
+        sort_keys_descending: the order of NeMo's adapters and Donut's default; False keeps the order of the dict.
     """
     if isinstance(obj, Mapping):
         if list(obj) == ["text_sequence"]:
@@ -93,16 +93,15 @@ def json2token(obj: Any, *, sort_keys_descending: bool = True) -> str:
 
 
 def token2json(text: str) -> dict[str, Any] | list[dict[str, Any]]:
-    """Read a string of tags back: the inverse of `json2token`, and forgiving towards what a model may write.
+    """Parse a string of tags: the inverse of `json2token`, and tolerant of a model's mistakes.
 
-    What tags cannot say comes back in the plainest form: numbers as strings, a list of one item as that item, an empty
-    dict or list as ``""``, without white space around values. Text without any tag becomes ``{"text_sequence": text}``.
+    Information that tags cannot express is lost: numbers come back as strings, a list of one item as that item, an
+    empty dict or list as ``""``, and white space around values is stripped. Text without tags becomes
+    ``{"text_sequence": text}``. A value that itself contains such tags cannot be restored.
 
-    A value that contains such tags itself cannot come back.
-
-    Text whose tags do not balance is read as Donut reads it: a tag ends at the first end tag of its name, an opening
-    tag without one is ignored, text between tags is skipped. Two things differ from Donut's: values may contain line
-    breaks, and where the tags balance a key may occur again inside itself.
+    Text whose tags do not balance is parsed as in Donut: a tag ends at the first end tag of its name, an opening tag
+    without an end tag is ignored, and text between tags is skipped. There are two differences from Donut: values may
+    contain line breaks, and, if the tags balance, a key may occur inside itself.
     """
     items = _read_items(text, depth=0, closing=_matching_end if _balances(text) else _first_end)
     if not items:
@@ -113,20 +112,21 @@ def token2json(text: str) -> dict[str, Any] | list[dict[str, Any]]:
 def to_conversation(
     record: Mapping[str, Any], *, prompt: str = "Describe this image.", index: int = 0
 ) -> dict[str, list[dict[str, Any]]]:
-    """A CORD record as the conversation that NeMo trains on: image and prompt from the user, tags from the assistant.
+    """Convert a CORD record to NeMo's training conversation: the user gives image and prompt, the assistant tags.
 
-    Of several parses (`gt_parses`, as in question-answering sets) the first is taken, not a random one: a global random
-    choice would differ between ranks and after a restart.
+    If there are several parses (`gt_parses`, as in question-answering sets), the first one is used, not a random one: a
+    global random choice would differ between ranks and after a restart.
 
-    Not for `datasets.Dataset.map`, which stores its results and loses images inside messages: see docs/data.md.
+    Do not use this with `datasets.Dataset.map`, which stores its results and loses images inside messages: see
+    docs/data.md.
 
     Args:
-        record: `{"image": PIL image, "ground_truth": JSON string}`, as `load_cord` returns it.
+        record: `{"image": PIL image, "ground_truth": JSON string}`, as returned by `load_cord`.
         prompt: the user's text.
-        index: the record's position, for error messages.
+        index: the record's index, for error messages.
 
     Raises:
-        SampleError: a column is missing, or the ground truth cannot be read, or holds neither `gt_parse` nor
+        SampleError: a column is missing, or the ground truth cannot be read or holds neither `gt_parse` nor
             `gt_parses`.
     """
     answer = json2token(parse_of(record, index=index))
@@ -140,7 +140,7 @@ def to_conversation(
 
 
 def parse_of(record: Mapping[str, Any], *, index: int = 0) -> dict[str, Any]:
-    """The nested values inside a record's `ground_truth`: its `gt_parse`, or the first of its `gt_parses`.
+    """Return the nested values in a record's `ground_truth`: its `gt_parse`, or the first of its `gt_parses`.
 
     Raises:
         SampleError: the record has no image, or its ground truth holds something else.
@@ -177,7 +177,7 @@ _End = Callable[[str, "re.Match[str]"], "re.Match[str] | None"]
 
 
 def _read_items(text: str, depth: int, closing: _End) -> list[dict[str, Any]]:
-    """The dicts of a list joined by `<sep/>`; one dict where there is no separator between tags."""
+    """Parse the dicts of a list joined by `<sep/>`; without a separator, return one dict."""
     items: list[dict[str, Any]] = [{}]
     text = text.strip()
     while opening := re.search(r"<s_(.*?)>", text, re.IGNORECASE):
@@ -196,7 +196,7 @@ def _read_items(text: str, depth: int, closing: _End) -> list[dict[str, Any]]:
 
 
 def _read_value(content: str, depth: int, closing: _End) -> Any:
-    """A leaf's text, a list of texts, a dict or a list of dicts; None where tags hold nothing."""
+    """Parse a leaf's text, a list of texts, a dict or a list of dicts. None: the tags hold nothing."""
     if "<s_" in content and "</s_" in content and depth < DEEPEST:
         items = _read_items(content, depth, closing)
         return (items if len(items) > 1 else items[0]) if items else None

@@ -1,27 +1,28 @@
-"""One image from whatever a dataset holds: read, checked before it is decoded, upright, RGB.
+"""Load one image from whatever a dataset holds: checked before decoding, upright, RGB.
 
 | source                                   | rule                                                                      |
 |------------------------------------------|---------------------------------------------------------------------------|
-| PIL image                                | used as it stands (its current frame), never changed in place             |
+| PIL image                                | used as it is (its current frame), never changed in place                 |
 | path, `file://` path                     | a regular local file, at most `ImageLimits.max_bytes`                     |
 | bytes                                    | an encoded image                                                          |
-| `{"bytes": ..., "path": ...}`            | as `datasets` stores an image: the bytes, or the path where they are None |
+| `{"bytes": ..., "path": ...}`            | as `datasets` stores an image: the bytes, or the path if `bytes` is None  |
 | `data:image/...;base64,...`              | the payload, strictly base64                                              |
-| `http(s)://` and every other address     | refused: reading a sample never opens a connection                        |
+| `http(s)://` and any other address       | refused: reading a sample never opens a connection                        |
 
 | picture                                  | rule                                                                      |
 |------------------------------------------|---------------------------------------------------------------------------|
-| EXIF orientation                         | applied once; the tag goes, so applying it again does nothing             |
-| alpha, transparent palette or colour     | laid over white                                                           |
+| EXIF orientation                         | applied once, and the tag removed, so that it is not applied again        |
+| alpha, transparent palette or color      | composited over white                                                     |
 | 1, L, P, CMYK, YCbCr, HSV                | Pillow's own conversion to RGB                                            |
-| grey deeper than 8 bits (I;16, I, F)     | full scale goes to 255: 65535 for integers, 255 for floats                |
-| several frames (GIF, APNG, TIFF, WebP)   | the first one                                                             |
+| gray deeper than 8 bits (I;16, I, F)     | full scale becomes 255: 65535 for integers, 255 for floats                |
+| several frames (GIF, APNG, TIFF, WebP)   | the first frame                                                           |
 
-The header is checked against `ImageLimits` before a pixel is decoded. What Pillow cannot decode is refused, and so are
-PNGs and JPEGs without their end, which Pillow would fill with black or grey.
+The header is checked against `ImageLimits` before any pixel is decoded. Files that Pillow cannot decode are refused,
+and so are truncated PNG and JPEG files, which Pillow would fill with black or gray.
 
-Beside the encoded image, at most 16 bytes are made for each pixel that `ImageLimits.max_pixels` allows: 5.3 times the
-bytes of its RGB. Most are for WebP, whose decoder keeps two pictures of its own. RGB itself, as Pillow holds it, is 4.
+Besides the encoded image, loading allocates at most 16 bytes for each pixel that `ImageLimits.max_pixels` allows, which
+is 5.3 times the size of RGB. Most of it is for WebP, whose decoder keeps two pictures of its own. Pillow stores RGB
+itself in 4 bytes per pixel.
 """
 
 from __future__ import annotations
@@ -61,19 +62,19 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""EXIF orientation -> the transposition that brings the image upright, as in `ImageOps.exif_transpose`."""
+"""EXIF orientation -> the transposition that makes the image upright, as in `ImageOps.exif_transpose`."""
 _ORIENTATION_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
 """Keys of `Image.info` from which Pillow reads an orientation."""
 _PIXELS_AT_ONCE = 2**18
-"""Pixels of a large image that are converted together."""
+"""Number of pixels of a large image that are converted at a time."""
 
 
 class ImageError(VlmpackError):
-    """One image (or video) cannot be used; the collator turns it into a `SampleError` with the sample's index.
+    """One image (or video) cannot be used. The collator turns this into a `SampleError` with the sample's index.
 
     Args:
         message: what was seen and what to do about it.
-        reason: a short slug such as ``"image_undecodable"``: the key under which it is counted.
+        reason: a short slug such as ``"image_undecodable"``, under which the error is counted.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -82,36 +83,36 @@ class ImageError(VlmpackError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple:
-        """Survive the trip from a DataLoader worker."""
+        """Keep both arguments when the error is pickled in a DataLoader worker."""
         return ImageError, (self.detail, self.reason)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """Limits of an image, checked in its header before decoding."""
+    """Limits for images, checked against their headers before decoding."""
 
     max_pixels: int = 64_000_000
-    """Width times height at most; above it a small file can fill the memory (a decompression bomb)."""
+    """Largest width times height. Above it, a small file could fill the memory (a decompression bomb)."""
     max_aspect_ratio: float = 200.0
-    """Longer side over shorter side at most; the resize rule of Qwen's processors fails above 200."""
+    """Largest ratio of the longer to the shorter side. The resize rule of Qwen's processors fails above 200."""
     max_bytes: int = 256 * 2**20
-    """Size of the encoded image at most."""
+    """Largest size of the encoded image in bytes."""
     formats: tuple[str, ...] = _FORMATS
-    """Pillow's names of the file formats that are tried; the content decides, not the file's name."""
+    """File formats to try, by Pillow's names. The content decides, not the file name."""
 
 
 DEFAULT_LIMITS = ImageLimits()
 
 
 def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> Image.Image:
-    """The image as upright 8-bit RGB.
+    """Load an image as upright 8-bit RGB.
 
     Args:
-        source: see the table at the top of the file.
-        limits: caps that are read from the header before decoding.
+        source: see the table in the module docstring.
+        limits: limits checked against the header before decoding.
 
     Returns:
-        A PIL image of mode RGB. A PIL image that is RGB and upright already is returned itself, not copied.
+        A PIL image of mode RGB. A PIL image that is already RGB and upright is returned as it is, not copied.
 
     Raises:
         ImageError: the image cannot be used; the message names the fault and the remedy, `.reason` is a slug.
@@ -123,8 +124,8 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     turn = _orientation(image.getexif)
     rgb = _to_rgb(image)
     if rgb is image and image is not source and image.format == "WEBP":
-        rgb = image.copy()  # without Pillow's decoder, which holds twice as much again
-    del image  # what it holds is free before another copy is made
+        rgb = image.copy()  # frees Pillow's decoder, which holds twice as much again
+    del image  # frees its memory before another copy is made
     if turn == 1:
         return rgb
     upright = rgb.transpose(_TURNS[turn])
@@ -134,14 +135,14 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
 
 
 def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
-    """(height, width) in pixels of `load_image(source)`, from the header: nothing is decoded.
+    """Return the size (height, width) of `load_image(source)` in pixels, from the header and without decoding.
 
-    Of a file no more is read than its header. An image whose pixels are damaged has a size like any other. Only a PNG
-    that may hold its orientation behind its pixels is decoded.
+    Only the header of a file is read, so damaged pixels go unnoticed. The exception is a PNG that may store its
+    orientation after its pixels: it is decoded.
 
     Args:
-        source: see the table at the top of the file.
-        limits: caps, as for `load_image`.
+        source: see the table in the module docstring.
+        limits: limits, as in `load_image`.
 
     Raises:
         ImageError: the image cannot be read, or its header is outside the limits.
@@ -154,10 +155,10 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
 
 
 def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> bytes:
-    """The encoded bytes behind a source that is not a PIL image, as they are.
+    """Return the encoded bytes of a source that is not a PIL image, unchanged.
 
     Raises:
-        ImageError: there are none, they cannot be read, or they are more than the limits allow.
+        ImageError: there are no bytes, they cannot be read, or they exceed the limits.
     """
     with open_source(source, kind="image", max_bytes=limits.max_bytes) as file:
         try:
@@ -170,16 +171,16 @@ def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -
 
 
 def open_source(source: Any, *, kind: Literal["image", "video", "audio"], max_bytes: int) -> IO[bytes]:
-    """Open the encoded bytes of an image, a video or an audio: a file, and never a connection.
+    """Open the encoded bytes of an image, a video or an audio. Never opens a connection.
 
     Args:
-        source: see the table at the top of the file.
-        kind: what it is, the first word of the reason of an error.
-        max_bytes: its size at most.
+        source: see the table in the module docstring.
+        kind: the kind of medium, which is also the first word of an error's reason.
+        max_bytes: largest size in bytes.
 
     Raises:
-        ImageError: there are none (`image_missing`, `image_remote`, `image_source`, `image_undecodable`, or the same
-            with `video` or `audio`), or too many (`image_too_large`).
+        ImageError: there are no bytes (`image_missing`, `image_remote`, `image_source`, `image_undecodable`, or the
+            same with `video` or `audio`), or there are too many (`image_too_large`).
     """
     file = _opened(source, kind)
     size = file.seek(0, io.SEEK_END)
@@ -217,11 +218,11 @@ def _opened(source: Any, kind: str) -> IO[bytes]:
 def _path_or_bytes(text: str, kind: str) -> Path | bytes:
     scheme = text.split(":", 1)[0].lower()
     if scheme == "file" and text[4:7] == "://":
-        # Literal, as qwen-vl-utils reads it, or percent-decoded (RFC 8089) if there is no such file.
+        # Literal, as in qwen-vl-utils, or percent-decoded (RFC 8089) if there is no such file.
         rest = text[len("file://localhost" if text[7:17] == "localhost/" else "file://") :]
         try:
             return Path(rest) if Path(rest).is_file() else Path(unquote(rest))
-        except (OSError, ValueError):  # a name too long, a null byte
+        except (OSError, ValueError):  # the name is too long, or has a null byte
             return Path(unquote(rest))
     if scheme != "data":
         if "://" not in text[:32]:
@@ -239,11 +240,11 @@ def _path_or_bytes(text: str, kind: str) -> Path | bytes:
 
 
 def _open_file(path: Path, kind: str) -> IO[bytes]:
-    """Open a regular file; a device or a pipe, which may never end, is not one."""
+    """Open a regular file. Devices and pipes, which may never end, are refused."""
     try:
         if S_ISREG(path.stat().st_mode):
             return path.open("rb")
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null byte in the path
         pass
     except OSError as error:
         if error.errno != ENAMETOOLONG:
@@ -253,7 +254,7 @@ def _open_file(path: Path, kind: str) -> IO[bytes]:
 
 
 def _short(text: str) -> str:
-    """Both ends of a long path or address, quoted."""
+    """Quote a path or address; keep only both ends of a long one."""
     return repr(text if len(text) <= 80 else f"{text[:37]}...{text[-40:]}")
 
 
@@ -264,7 +265,7 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
     """Read the header of an encoded image."""
     try:
         with warnings.catch_warnings():
-            # Pillow warns above 89 million pixels; our own cap answers with an error instead.
+            # Pillow warns above 89 million pixels; our own limit raises an error instead.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             return Image.open(file, formats=limits.formats)
     except Image.DecompressionBombError as error:
@@ -309,34 +310,34 @@ def _damaged(image: Image.Image, fault: str) -> ImageError:
 
 
 def _size(image: Image.Image, limits: ImageLimits) -> tuple[int, int]:
-    """(height, width) of the image when it is decoded and turned, from what was read of it so far."""
+    """Return (height, width) of the image after decoding and orientation, from the data read so far."""
     _check_header(image, limits)
     if isinstance(image, PngImageFile) and image.tile and image.fp and _has_text_after_pixels(image.fp):
-        _decode(image)  # only then has Pillow read what stands behind the pixels
+        _decode(image)  # Pillow reads the chunks after the pixels only now
     width, height = image.size
     if isinstance(image, TiffImageFile) and image.tile:
-        # Pillow turns TIFF files itself as it decodes them, and has their `size` turned or not by its version.
+        # Pillow rotates TIFF files itself while decoding; whether `size` is already rotated depends on its version.
         width, height = image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
-    # Not the image's own `getexif`, which for a PNG decodes all of it.
+    # Not the image's own `getexif`, which would decode the whole PNG.
     by = _orientation(lambda: Image.Image.getexif(image))
     return (width, height) if by in _ON_THEIR_SIDE else (height, width)
 
 
 def _orientation(read: Callable[[], Mapping[int, Any]]) -> int:
-    """The orientation that EXIF or XMP gives, 1 to 8; others that a file may hold are none to Pillow."""
+    """Return the orientation from EXIF or XMP, 1 to 8. Pillow ignores other values, so they count as 1."""
     try:
         by = read().get(ExifTags.Base.Orientation, 1)
         return by if by in _TURNS else 1
-    except Exception as error:  # EXIF is a nest of offsets; damaged ones raise errors of every kind
+    except Exception as error:  # EXIF is nested offsets; damaged ones raise errors of every kind
         fault = f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error});"
         raise ImageError(f"{fault} save the image without EXIF", "image_exif") from error
 
 
-# ---------------------------------------------------------------------- files whose end is missing
+# ---------------------------------------------------------------------- truncated files
 
 
 def _missing_end(image: Image.Image) -> str | None:
-    """Say what is missing at the end of a PNG or JPEG that was opened and not decoded; its file stays where it is."""
+    """Describe what is missing at the end of an opened, undecoded PNG or JPEG. Keeps the file position."""
     if not isinstance(image, ImageFile.ImageFile) or image.fp is None or image.tell():
         return None
     file, at = image.fp, image.fp.tell()
@@ -354,7 +355,7 @@ def _missing_end(image: Image.Image) -> str | None:
 
 
 def _png_chunks(png: IO[bytes]) -> Iterator[tuple[bytes, int]]:
-    """Type of each chunk, and the byte behind it: length (4 bytes), type (4), the data, a CRC (4)."""
+    """Yield the type of each chunk, and the offset of its end. Chunk: length (4 bytes), type (4), data, CRC (4)."""
     at = 8
     while png.seek(at) and len(head := png.read(8)) == 8:
         at += int.from_bytes(head[:4], "big") + 12
@@ -362,7 +363,7 @@ def _png_chunks(png: IO[bytes]) -> Iterator[tuple[bytes, int]]:
 
 
 def _has_text_after_pixels(png: IO[bytes]) -> bool:
-    """Find chunks behind the pixels of a PNG that may hold its orientation: EXIF, or text with XMP in it."""
+    """Return whether chunks after a PNG's pixels may hold its orientation: EXIF, or text with XMP in it."""
     at = png.tell()
     try:
         kinds = [kind for kind, _ in _png_chunks(png)]
@@ -373,13 +374,14 @@ def _has_text_after_pixels(png: IO[bytes]) -> bool:
 
 
 def _jpeg_fault(data: bytes) -> str | None:
-    """Zeros at the end are what a download leaves that reserved its file and did not finish; libjpeg makes them grey.
+    """Return what is wrong with the end of a JPEG, or None.
 
-    Where the process has set `LOAD_TRUNCATED_IMAGES`, Pillow puts the marker of the end there itself.
+    An unfinished download into a preallocated file leaves zeros at the end, which libjpeg turns gray. If the process
+    has set `LOAD_TRUNCATED_IMAGES`, Pillow adds the end marker itself.
     """
     if not (data.endswith(b"\0\0") or ImageFile.LOAD_TRUNCATED_IMAGES):
         return None
-    at = 2  # segments in front of the pixels may hold a whole JPEG: marker (2 bytes), length (2), data
+    at = 2  # skip the segments before the pixels, which may hold a whole JPEG: marker (2 bytes), length (2), data
     while data[at : at + 1] == b"\xff" and (marker := data[at + 1 : at + 2]) != b"\xda":
         at += 1 if marker == b"\xff" else 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return None if data.rfind(b"\xff\xd9", at) >= 0 else "it has no marker of its end"
@@ -389,7 +391,7 @@ def _jpeg_fault(data: bytes) -> str | None:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB; a large image is converted some rows at a time, so that little memory is used beside the result."""
+    """Convert to 8-bit RGB. A large image is converted a few rows at a time, to use little extra memory."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
     if image.mode in _DEEP_GREY:
@@ -403,7 +405,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _parts(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """Some rows at a time, and the first of them."""
+    """Yield a few rows at a time, each with the index of its first row."""
     rows = max(1, _PIXELS_AT_ONCE // image.width)
     for top in range(0, image.height, rows):
         yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
@@ -411,7 +413,7 @@ def _parts(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
 
 def _part_to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in _DEEP_GREY:
-        # Not by Pillow, whose own rule for these modes has changed between versions (clip, or drop the low byte).
+        # Not with Pillow, whose rule for these modes has changed between versions (clip, or drop the low byte).
         grey = np.asarray(image).astype(np.float64)
         return Image.fromarray(np.rint(grey * (255.0 / _full_scale(image))).astype(np.uint8)).convert("RGB")
     try:
@@ -428,9 +430,9 @@ def _full_scale(image: Image.Image) -> float:
 
 
 def _check_range(image: Image.Image) -> None:
-    """Refuse deep grey whose values have no known meaning."""
+    """Refuse deep gray whose values have no known meaning."""
     ends = np.asarray([(grey.min(), grey.max()) for _, part in _parts(image) for grey in [np.asarray(part)]])
-    low, high = float(ends.min()), float(ends.max())  # NaN where one of them is
+    low, high = float(ends.min()), float(ends.max())  # NaN if any of them is NaN
     if not (low >= 0.0 and high <= _full_scale(image)):  # written so that NaN fails too
         fault = f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {_full_scale(image):g} has a"
         raise ImageError(f"{fault} known meaning: convert it to 8 bits first", "image_mode")

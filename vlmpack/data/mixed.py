@@ -1,12 +1,12 @@
-"""Several data sets as one, by weights: `mix_datasets`.
+"""Mix several datasets into one by weight (`mix_datasets`).
 
     receipts  0 1 2 3 ...   weight 3 ─┐
-                                      ├─▶  r3 r0 c1 r2 | r1 r4 c0 r5 | ...   every stretch is mixed as the whole
+                                      ├─▶  r3 r0 c1 r2 | r1 r4 c0 r5 | ...   every section has the same mix
     chats     0 1 2 ...     weight 1 ─┘
 
-Sample j of a data set of weight w stands at the time (j + 1/2) / w, and the mix is all of them in the order of their
-times (Webster's apportionment). So every stretch has each data set's share to within a sample. A data set is passed in
-a shuffled order, and each of its samples comes once in a pass.
+Sample j of a dataset of weight w gets the time (j + 1/2) / w. The mix is all samples in the order of their times
+(Webster's apportionment). Every section of the mix therefore has each dataset's share to within about one sample. Each
+dataset is traversed in shuffled order, and each of its samples appears once per pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vlmpack.data.open import SampleDataset
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
-"""An epoch ends before a sample comes twice, or when every sample came: the names of `datasets.interleave_datasets`."""
+"""An epoch ends before any sample repeats, or once every sample has appeared (as in `datasets.interleave_datasets`)."""
 
 
 def mix_datasets(
@@ -33,18 +33,18 @@ def mix_datasets(
     stopping_strategy: StoppingStrategy = "first_exhausted",
     seed: int | None = 0,
 ) -> MixedDataset:
-    """Mix data sets by weights, as one map-style data set: for plans, streams and trainers.
+    """Mix datasets by weight into one map-style dataset, for plans, streams and trainers.
 
     Args:
-        datasets: name -> map-style data set; the name begins the ids of its samples, and is their `channel`.
+        datasets: name -> map-style dataset. The name is the prefix of its samples' ids, and their `channel`.
         weights: name -> share of the samples, above 0, in any unit; None: every sample once.
-        num: samples of an epoch; None: by the stopping strategy.
-        stopping_strategy: "first_exhausted": as many as there are before a sample comes twice; "all_exhausted": until
-            every sample came.
-        seed: of the order in which a data set is passed; None: its own order.
+        num: samples in an epoch; None: decided by `stopping_strategy`.
+        stopping_strategy: "first_exhausted": as many samples as possible before any sample repeats. "all_exhausted":
+            until every sample has appeared.
+        seed: seed for the order of each dataset; None: keep each dataset's own order.
 
     Raises:
-        ConfigError: there is no data set, one is empty or has no length, or weights, names and number do not fit.
+        ConfigError: there is no dataset, a dataset is empty or has no length, or weights, names and `num` do not match.
     """
     if not isinstance(datasets, Mapping) or not datasets:
         raise ConfigError("mix_datasets takes data sets by name: {'receipts': open_dataset(...), 'chats': ...}")
@@ -60,24 +60,24 @@ def mix_datasets(
 
 @dataclass(frozen=True, kw_only=True)
 class MixedDataset(SampleDataset):
-    """Samples of several data sets, in a fixed order. Cheap to send to a worker process if they are."""
+    """Samples of several datasets, in a fixed order. Cheap to send to a worker process if the datasets are."""
 
     datasets: tuple[tuple[str, Any], ...]
-    """Names and data sets."""
+    """Names and datasets."""
     weights: Mapping[str, float]
-    """Share of each, in any unit."""
+    """Share of each dataset, in any unit."""
     num: int
-    """Samples of an epoch."""
+    """Samples in an epoch."""
     seed: int | None
-    """Of the order in which a data set is passed; None: its own."""
+    """Seed for the order of each dataset; None: its own order."""
     epoch: int = 0
-    """Number of the epoch: it goes on in every data set where the one before it stopped."""
+    """Index of the epoch. In every dataset, an epoch continues where the previous one stopped."""
 
     def at_epoch(self, epoch: int) -> MixedDataset:
-        """Return the samples of another epoch: the same counts to within one, and other samples while there are some.
+        """Return another epoch of the mix: the same counts to within one, and new samples as long as there are any.
 
         Raises:
-            ConfigError: the number is below 0.
+            ConfigError: the epoch is negative.
         """
         if epoch < 0:
             raise ConfigError(f"epoch is {epoch}; epochs are counted from 0")
@@ -85,18 +85,18 @@ class MixedDataset(SampleDataset):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples of each data set in this epoch."""
+        """Number of samples of each dataset in this epoch."""
         counts = np.bincount(self._places[0], minlength=len(self.datasets))
         return {name: int(count) for (name, _), count in zip(self.datasets, counts, strict=True)}
 
     @property
     def passes(self) -> dict[str, float]:
-        """Passes over each data set in this epoch: its samples here per sample that it has."""
+        """Number of passes over each dataset in this epoch: its samples in the epoch divided by its size."""
         return {name: self.counts[name] / len(dataset) for name, dataset in self.datasets}
 
     @cached_property
     def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [num] each: the data set of each sample, and its place in that."""
+        """For each sample, its dataset and its index in that dataset, int64 [num] each."""
         weights = np.asarray([self.weights[name] for name, _ in self.datasets])
         which, first = _order(weights, self.epoch * self.num, (self.epoch + 1) * self.num)
         places = np.empty(self.num, np.int64)
@@ -106,7 +106,7 @@ class MixedDataset(SampleDataset):
         return which, places
 
     def _passed(self, at: int, size: int, start: int, count: int) -> np.ndarray:
-        """int64 [count]: places of the samples from the `start`-th that this data set gives."""
+        """Return the indices of this dataset's next `count` samples, from its `start`-th on, int64 [count]."""
         numbers = np.arange(start, start + count)
         places = numbers % size
         if self.seed is None:
@@ -120,11 +120,11 @@ class MixedDataset(SampleDataset):
         return self.num
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample; its column `channel` is the name of its data set, with which its id begins, `receipts/17`.
+        """Return a sample. Its `channel` is its dataset's name, which is also the prefix of its id (`receipts/17`).
 
         Raises:
             IndexError: there is no such sample.
-            SampleError: it cannot be read.
+            SampleError: the sample cannot be read.
         """
         if not -self.num <= index < self.num:
             raise IndexError(f"sample {index} of {self.num} in the mix")
@@ -171,13 +171,13 @@ def _shares(weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str,
 
 
 def _order(weights: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    """Samples `start` to `stop` of the endless mix.
+    """Compute samples `start` to `stop` of the endless mix.
 
     Returns:
-        The data set of each, int64 [stop - start], and how many samples each data set gave before, int64 [K].
+        The dataset of each sample, int64 [stop - start], and the number of earlier samples of each dataset, int64 [K].
     """
     shares = weights / weights.sum()
-    time = max(start - len(weights), 0)  # by then at most `start` samples came
+    time = max(start - len(weights), 0)  # at most `start` samples have appeared by this time
     before = np.asarray([_come(share, time) for share in shares])
     ahead = stop - int(before.sum())
     most = np.ceil(shares * ahead).astype(np.int64) + len(weights) + 1
@@ -189,7 +189,7 @@ def _order(weights: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.n
 
 
 def _come(share: float, time: float) -> int:
-    """Samples of a data set up to a time, by the same numbers as they are sorted by."""
+    """Count the samples of a dataset up to a time, with the same floats by which they are sorted."""
     count = int(time * share + 0.5)
     while (count + 0.5) / share <= time:
         count += 1
@@ -199,7 +199,7 @@ def _come(share: float, time: float) -> int:
 
 
 def _epoch(sizes: Mapping[str, int], shares: Mapping[str, float], strategy: StoppingStrategy) -> int:
-    """Samples until the first data set would begin again, or until the last one was passed."""
+    """Count the samples until the first dataset would repeat, or until the last one has been passed."""
     weights = np.asarray([shares[name] for name in sizes])
     limits = np.asarray(list(sizes.values()))
     needed = limits / (weights / weights.sum())

@@ -1,4 +1,4 @@
-"""Load and save the processor of a model, with or without torchvision."""
+"""Load and save a model's processor, with or without torchvision."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.registry import FAMILIES
 
 WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.has_vision}
-"""Families whose models have a processor; text models have a tokenizer."""
+"""Families whose models have a processor; text models only have a tokenizer."""
 _BY_CLASS = {str(family.processor): family for family in WITH_PROCESSOR.values()}
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-"""Classes of processors that need nothing but their parts: they have no settings of their own."""
+"""Processor classes without settings of their own: they only need their parts."""
 HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
-"""Classes of processors whose feature extractors are used."""
+"""Processor classes whose feature extractors are used."""
 WITH_VIDEO_PART = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
-"""Classes of processors that read settings of their video processors even where there are no videos."""
+"""Processor classes that read settings of their video processor even if there are no videos."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
-"""Models of which a part is trained, whose checkpoints hold its processor."""
+"""Models of which only one part is trained -> that part's model type. The model's checkpoint holds the processor."""
 IMAGE_PROCESSOR = "preprocessor_config.json"
 ALL_PARTS = "processor_config.json"
 TOKENIZER = "tokenizer_config.json"
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
-    """The processor of a hub model or a local folder, for text, images, videos and, of Qwen-Omni, audio.
+    """Load the processor of a hub model or a local folder, for text, images, videos and (for Qwen-Omni) audio.
 
-    `AutoProcessor` cannot load one that has a video part without torchvision. This one has such a part where the
-    processor needs it for images too, or where torchvision is installed and the family is none of Qwen's. Its images go
-    through Pillow where transformers has that, so that its output is the same on every machine. The settings of the
-    part are kept, for `save_processor`.
+    Without torchvision, `AutoProcessor` cannot load a processor with a video part. This function loads the video part
+    only if the processor also needs it for images, or if torchvision is installed and the family is not one of Qwen's.
+    Images are processed with Pillow if transformers offers that, so that the output is the same on every machine. The
+    video part's settings are kept for `save_processor`.
 
     Args:
-        source: a hub id, or a folder with a model's configuration, tokenizer and image processor; or with the files
-            that `save_pretrained` of a processor wrote, where they name its class.
+        source: a hub id; or a folder with a model's configuration, tokenizer and image processor; or a folder with the
+            files written by a processor's `save_pretrained`, if they name its class.
 
     Raises:
-        FamilyError: the model is of no supported family with a processor, or its processor needs torchvision.
-        ConfigError: a processor that was saved without its model and without the name of its class.
-        OSError: nothing is there; transformers' own error.
+        FamilyError: the model belongs to no supported family with a processor, or its processor needs torchvision.
+        ConfigError: a processor was saved without its model and without its class name.
+        OSError: nothing is there (transformers' own error).
     """
     from transformers import AutoTokenizer
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -63,7 +63,7 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
     else:
         try:
             processor = _load_parts(of_class, source, tokenizer)
-        except (ImportError, ValueError) as error:  # transformers' own, by the name of what is missing
+        except (ImportError, ValueError) as error:  # transformers raises these, naming what is missing
             if "torchvision" not in str(error).lower():
                 raise
             raise FamilyError(f"the processor of {source} needs torchvision, even for images; install it") from error
@@ -72,7 +72,7 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
 
 
 def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """The settings of a video processor, to be saved again; {}: there are none, or those of images hold for it."""
+    """Return a video processor's settings for saving. {}: there are none, or it shares the image settings."""
     from transformers.models.auto.video_processing_auto import get_video_processor_config
 
     settings = get_video_processor_config(source)
@@ -80,12 +80,14 @@ def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
-    """A processor beyond Qwen-VL's: its Pillow image processor and settings, its video processor where torchvision is
-    installed, and no part for audio that is not read."""
+    """Load a processor outside Qwen-VL, with its Pillow image processor and its settings.
+
+    Loads the video processor if torchvision is installed, and skips an audio part that is not used.
+    """
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
     from transformers.utils.import_utils import is_torchvision_available
 
-    if "Placeholder" in of_class.__name__:  # transformers' own, of classes whose modules cannot be imported
+    if "Placeholder" in of_class.__name__:  # transformers' substitute for classes whose modules cannot be imported
         raise ImportError("its module needs torchvision")
     settings, _ = of_class.get_processor_dict(source)
     parts = of_class.get_attributes()
@@ -107,15 +109,15 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
 
 
 def _chat_template(settings: Mapping[str, Any], tokenizer: Any) -> Any:
-    """The processor's own chat template, from whichever file `AutoProcessor` takes it; else the tokenizer's."""
+    """Return the processor's own chat template, from whichever file `AutoProcessor` uses, or else the tokenizer's."""
     return settings.get("chat_template") or tokenizer.chat_template
 
 
 def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) -> Any:
-    """Make a processor of a shipped class that has no parts of these names.
+    """Make a processor of a transformers class without the parts of these names.
 
-    The constructor of transformers checks the type of every part. Without torchvision that check fails for a part that
-    is None, and so does saving. Only this object gets another check and another `save_pretrained`; its class stays
+    The constructor in transformers checks the type of every part. Without torchvision, this check fails for a part that
+    is None, and so does saving. Only this object gets another check and another `save_pretrained`. Its class stays
     unchanged, so that DataLoader workers can unpickle it.
     """
     if not absent:
@@ -129,10 +131,10 @@ def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) 
 
 
 def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer, image processor, chat template and settings, those of the video processor included, and the
-    feature extractor of a processor that hears, in one file with the image processor as transformers reads both.
+    """Write tokenizer, image processor, chat template and settings to a folder that `load_processor` can read.
 
-    `load_processor` reads them again.
+    This includes the settings of the video processor. A feature extractor goes into the same file as the image
+    processor, because transformers reads both from there.
     """
     processor.image_processor.save_pretrained(folder)
     if type(processor).__name__ in HEARING:
@@ -140,7 +142,7 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
         both = {**processor.feature_extractor.to_dict(), **_read(file)}
         file.write_text(json.dumps(both, indent=2, sort_keys=True), encoding="utf-8")
     _save_videos(processor, Path(folder))
-    processor.tokenizer._set_processor_class(type(processor).__name__)  # as transformers does: its file names the class
+    processor.tokenizer._set_processor_class(type(processor).__name__)  # as in transformers: its file names the class
     processor.tokenizer.save_pretrained(folder)
     _save_chat_template(processor.chat_template, Path(folder))
     if type(processor).__name__ not in QWEN:
@@ -149,8 +151,10 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def _save_chat_template(template: str | Mapping[str, str] | None, folder: Path) -> None:
-    """Write a processor's template, or several by name, where transformers looks for them; None: the tokenizer has
-    written what it has."""
+    """Write a processor's template, or several named ones, to the files where transformers looks for them.
+
+    None: nothing is written here; the tokenizer has already written its own template.
+    """
     named = template if isinstance(template, Mapping) else {} if template is None else {"default": template}
     for name, text in named.items():
         file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
@@ -159,7 +163,7 @@ def _save_chat_template(template: str | Mapping[str, str] | None, folder: Path) 
 
 
 def _save_videos(processor: Any, folder: Path) -> None:
-    """Write the video processor, or its settings where it was not loaded: without them another class would be taken."""
+    """Write the video processor, or only its settings if it was not loaded. Without them, another class would load."""
     if (part := getattr(processor, "video_processor", None)) is not None:
         part.save_pretrained(folder)
     elif settings := getattr(processor, "video_settings", None):
@@ -168,7 +172,7 @@ def _save_videos(processor: Any, folder: Path) -> None:
 
 
 def settings_of(processor: Any) -> dict[str, Any]:
-    """Read a processor's settings as `ProcessorMixin.to_dict` gives them, without those of its parts."""
+    """Return a processor's settings as in `ProcessorMixin.to_dict`, without those of its parts."""
     plain = copy.copy(processor)
     ours = ("save_pretrained", "video_settings")
     plain.__dict__ = {name: value for name, value in vars(processor).items() if name not in ours}
@@ -177,7 +181,7 @@ def settings_of(processor: Any) -> dict[str, Any]:
 
 
 def _save_pretrained(processor: Any, save_directory: str | Path, push_to_hub: bool = False, **_: Any) -> None:
-    """`save_processor`, called as transformers calls it; its `push_to_hub` method saves by this, then uploads."""
+    """Call `save_processor` as transformers calls it: a processor's `push_to_hub` saves with this, then uploads."""
     if push_to_hub:
         raise ConfigError("save_pretrained(push_to_hub=True) is not supported here; call push_to_hub of the processor")
     save_processor(processor, save_directory)
@@ -188,15 +192,17 @@ def _accept(argument_name: str, argument: Any) -> None:
 
 
 def is_saved_alone(source: str | os.PathLike[str]) -> bool:
-    """Return whether a folder holds a processor, and no model's configuration, which would name its family."""
+    """Return whether a folder holds a processor but no model configuration, which would name its family."""
     folder = Path(source)
     parts = (IMAGE_PROCESSOR, ALL_PARTS)
     return not (folder / "config.json").is_file() and any((folder / name).is_file() for name in parts)
 
 
 def _class_beside_model(source: str | os.PathLike[str]) -> type:
-    """The class that the processor's own files name, as AutoProcessor has it: Pixtral's model is a LLaVA, and its
-    processor is not. Else that of the model's family."""
+    """Return the class named in the processor's own files, as AutoProcessor does, or else the model family's class.
+
+    The two may differ: Pixtral's model is a LLaVA, but its processor is not.
+    """
     from transformers import AutoConfig, ProcessorMixin
     from transformers.image_processing_base import ImageProcessingMixin
 
@@ -211,7 +217,7 @@ def _class_beside_model(source: str | os.PathLike[str]) -> type:
 
 
 def _class_saved_in(folder: Path) -> type:
-    """The class that the folder's files name."""
+    """Return the processor class that the folder's files name."""
     settings = [_read(folder / name) for name in (ALL_PARTS, IMAGE_PROCESSOR, TOKENIZER)]
     name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
     if name is None:
@@ -222,7 +228,7 @@ def _class_saved_in(folder: Path) -> type:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The settings in a file; none where it is not there."""
+    """Read the settings in a file; {} if it does not exist."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError) as error:

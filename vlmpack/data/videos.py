@@ -1,21 +1,21 @@
-"""Files of videos: their headers, and frames of them as pictures, through PyAV (extra `video`).
+"""Read the headers and frames of video files through PyAV (extra `video`), and decode audio.
 
-    file ──read_video_header──▶ VideoHeader(frames, rate, size)        one frame is decoded
+    file ──read_video_header──▶ VideoHeader(frames, rate, size)        decodes one frame
       └───decode_frames(indices)──▶ frame, frame, ...                  one at a time, upright RGB
 
-| a file of a video                   | rule                                                                          |
+| property of a video file            | rule                                                                          |
 |-------------------------------------|-------------------------------------------------------------------------------|
-| container                           | mp4, mov, mkv, webm, avi, by its content; nothing that names other files      |
-| stream                              | the first one of video that is no cover picture                               |
-| number of frames                    | in the header (mp4, mov, avi), less those that an edit list cuts off; or else |
-|                                     | its packets are counted, which reads the file and decodes nothing (mkv, webm) |
+| container                           | mp4, mov, mkv, webm, avi, by content; never one that names other files        |
+| stream                              | the first video stream that is no cover picture                               |
+| number of frames                    | from the header (mp4, mov, avi), without frames that an edit list removes;    |
+|                                     | else packets are counted, which reads the file without decoding (mkv, webm)   |
 | rotation                            | applied: a video that was filmed upright is upright                           |
-| pixels that are not square          | left as they are, as transformers leaves them                                 |
-| a frame                             | the same pixels as by decoding all frames in order                            |
+| pixels that are not square          | left as they are, as in transformers                                          |
+| a frame                             | same pixels as when all frames are decoded in order                           |
 
-Frames are found by their times: the decoder jumps to the last key frame before a frame that is wanted, if one lies
-between it and the frame before. Where that does not give the frame at that time, and in containers without times (avi),
-all frames are decoded from the start. One thread decodes: workers of a DataLoader run side by side.
+Frames are found by their times. The decoder seeks to the last key frame before a wanted frame, if that key frame comes
+after the previously decoded frame. If this does not lead to the frame at that time, or if the container has no times
+(avi), all frames are decoded from the start. Decoding uses one thread, since DataLoader workers run in parallel.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from vlmpack.data.images import ImageError, open_source
 from vlmpack.errors import check_extra
 
 VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
-"""The file of a video: its path, its bytes, or {"bytes", "path"}."""
+"""A video file: its path, its bytes, or {"bytes", "path"}."""
 
 _CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
-"""libav's names of the containers that are opened. Playlists are not: they name other files and addresses."""
+"""libav's names of the allowed containers. Playlists are not among them: they name other files and addresses."""
 _WITHOUT_TIMES = "avi"
 _FIRST_BOXES = (b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
-"""Names of boxes with which mp4 and mov begin."""
+"""Names of boxes with which mp4 and mov files begin."""
 _RIGHT_ANGLES = (0, 90, 180, 270)
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoLimits:
-    """Limits of a file of a video, checked in its header before frames are decoded."""
+    """Limits for video files, checked against their headers before frames are decoded."""
 
     max_pixels: int = 36_000_000
-    """Width times height of a frame at most: 8K."""
+    """Largest width times height of a frame (8K)."""
     max_aspect_ratio: float = 200.0
-    """Longer side over shorter side at most; the resize rule of Qwen's processors fails above 200."""
+    """Largest ratio of the longer to the shorter side. The resize rule of Qwen's processors fails above 200."""
     max_frames: int = 432_000
-    """Frames in the file at most: two hours at 60 frames per second."""
+    """Largest number of frames in a file: two hours at 60 frames per second."""
     max_sampled: int = 2048
-    """Frames that are sampled at most."""
+    """Largest number of frames that are taken from a video."""
     max_bytes: int = 8 * 2**30
-    """Size of the file at most."""
+    """Largest size of the file in bytes."""
 
 
 DEFAULT_VIDEO_LIMITS = VideoLimits()
@@ -65,23 +65,23 @@ DEFAULT_VIDEO_LIMITS = VideoLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class VideoHeader:
-    """Numbers of a file of a video."""
+    """Properties of a video file."""
 
     num_frames: int
-    """Frames that are decoded, at least 1."""
+    """Number of frames that decoding returns, at least 1."""
     fps: float
-    """Frames per second: the container's average rate."""
+    """Frames per second: the container's average rate, or the measured one if the header is wrong."""
     height: int
-    """Pixels, upright."""
+    """Height in pixels, upright."""
     width: int
-    """Pixels, upright."""
+    """Width in pixels, upright."""
 
 
 def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS) -> VideoHeader:
-    """Read the header of a file of a video, and decode its first frame, which has its size and its rotation.
+    """Read the header of a video file. Decodes its first frame, to know its size and rotation.
 
     Raises:
-        ImageError: it cannot be used; the message names the fault and the remedy, `.reason` is a slug.
+        ImageError: the video cannot be used; the message names the fault and the remedy, `.reason` is a slug.
         ConfigError: PyAV is not installed.
     """
     with _opened(source, limits) as video:
@@ -103,12 +103,12 @@ def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDE
 def decode_frames(
     source: VideoSource, indices: Sequence[int], *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS
 ) -> Iterator[np.ndarray]:
-    """Decode frames of a video, one after the other.
+    """Decode frames of a video, one at a time.
 
     Args:
         source: the file.
-        indices: numbers of the frames, rising, from 0.
-        limits: caps that are read from the header before decoding.
+        indices: indices of the frames, ascending, from 0.
+        limits: limits checked against the header before decoding.
 
     Returns:
         Each frame, uint8 `[H, W, 3]`, upright RGB.
@@ -134,16 +134,16 @@ def decode_frames(
 
 
 def upright(frame: Any) -> np.ndarray:
-    """A frame as RGB, uint8 `[H, W, 3]`, turned as its file says.
+    """Return a frame as RGB, uint8 `[H, W, 3]`, rotated as its file demands.
 
     Raises:
-        ImageError: it is to be turned by something else than right angles.
+        ImageError: the rotation is not a multiple of 90 degrees.
     """
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _turn_of(frame) // 90))
 
 
 def _turn_of(frame: Any) -> int:
-    """Degrees, counterclockwise, by which a frame is turned to be shown."""
+    """Return the counterclockwise rotation in degrees with which a frame is displayed."""
     turn = frame.rotation % 360
     if turn not in _RIGHT_ANGLES:
         fault = f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright"
@@ -152,10 +152,10 @@ def _turn_of(frame: Any) -> int:
 
 
 def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMITS) -> IO[bytes]:
-    """Open the encoded bytes of a video, as they are.
+    """Open the encoded bytes of a video, unchanged.
 
     Raises:
-        ImageError: there are none, they cannot be read, or they are more than the limits allow.
+        ImageError: there are no bytes, they cannot be read, or they exceed the limits.
     """
     return open_source(source, kind="video", max_bytes=limits.max_bytes)
 
@@ -168,21 +168,21 @@ class _Scan:
     """The packets of a stream, without their data."""
 
     shown: Sequence[int]
-    """When each frame is shown, in units of the stream, rising."""
+    """Display time of each frame in the stream's time base, ascending."""
     keys: Sequence[int]
-    """When each key frame is shown, rising."""
+    """Display time of each key frame, ascending."""
     seconds: float
-    """From the first frame to the end of the last."""
+    """Seconds from the first frame to the end of the last."""
     has_times: bool
-    """False: the container has none, or two frames have the same; `shown` is good for nothing but its length."""
+    """False: the container has no times, or two frames have the same time; then only the length of `shown` is valid."""
 
 
 class _Video:
-    """An open container and its stream of video.
+    """An open container and its video stream.
 
     Args:
-        container: of PyAV.
-        limits: of the file.
+        container: PyAV's container.
+        limits: limits for the file.
     """
 
     def __init__(self, container: Any, limits: VideoLimits) -> None:
@@ -201,10 +201,10 @@ class _Video:
         self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
 
     def frames(self) -> Iterator[Any]:
-        """Decode frames from where the container stands.
+        """Decode frames from the current position of the container.
 
         Raises:
-            ImageError: the next one is damaged.
+            ImageError: the next frame is damaged.
         """
         for frame in self.container.decode(self.stream):
             if frame.is_corrupt:
@@ -213,10 +213,10 @@ class _Video:
             yield frame
 
     def listed_frames(self) -> int | None:
-        """Count the frames in the container's own list; None: it has none, or one that is not whole.
+        """Count the frames in the container's index. None: it has no index, or an incomplete one.
 
         Raises:
-            ImageError: they are too many.
+            ImageError: there are too many frames.
         """
         index = self.stream.index_entries
         if not self.stream.frames or self.stream.frames != len(index):
@@ -226,7 +226,7 @@ class _Video:
         return count
 
     def scan(self) -> _Scan:
-        """Read all packets of a container that stands at its start; nothing is decoded.
+        """Read all packets of a container at its start, without decoding.
 
         Raises:
             ImageError: there are no frames, or too many.
@@ -251,7 +251,7 @@ class _Video:
         )
 
     def jump_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
-        """Decode frames by their times; ends early where a key frame does not lead to one."""
+        """Decode frames by their times. Ends early if seeking to a key frame does not lead to a frame."""
         frames, now = self.frames(), scan.shown[0]
         for wanted in (scan.shown[index] for index in indices):
             key = bisect_right(scan.keys, wanted) - 1
@@ -265,14 +265,14 @@ class _Video:
             yield frame
 
     def _seek(self, time: int) -> None:
-        """Go to the last key frame that is shown at a time or before."""
+        """Seek to the last key frame displayed at or before a time."""
         self.container.seek(time, stream=self.stream)
 
     def walk_to(self, indices: Sequence[int], scan: _Scan) -> Iterator[Any]:
-        """Decode frames by counting them from the first; all of them, where they have no times to compare.
+        """Decode frames by counting from the first; decode all of them if there are no times to compare.
 
         Raises:
-            ImageError: one is damaged, or is not the one that the container lists in its place.
+            ImageError: a frame is damaged, or is not the one that the container lists at that index.
         """
         wanted, count = set(indices), 0
         for frame in self.frames():
@@ -308,7 +308,7 @@ class _Video:
 
 @contextmanager
 def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
-    """Open the file of a video; errors of libav, whenever they come, are refusals."""
+    """Open a video file. Any error of libav, whenever it occurs, becomes an `ImageError`."""
     check_extra("video", "av", needed_by="a file of a video")
     import av
     from av.error import FFmpegError
@@ -319,23 +319,23 @@ def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
             raise _undecodable(f"it was cut short: by its own structure it has {end} bytes, and {size} are there")
         file.seek(0)
         options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
-        # Titles in other encodings than UTF-8 are no fault of the video; PyAV 19 has no such argument any more.
+        # Titles that are not UTF-8 are no fault of the video. PyAV 19 no longer has this argument.
         titles: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
         try:
             with av.open(file, options=options, **titles) as container:
                 yield _Video(container, limits)
-        except (FFmpegError, UnicodeDecodeError) as error:  # the latter: names of damaged streams
+        except (FFmpegError, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of damaged streams
             raise _undecodable(f"libav cannot read it ({type(error).__name__}: {error})") from error
 
 
 def _end_of(file: IO[bytes], size: int) -> int:
-    """Where a file ends by its own structure, as far as that is there; 0: it does not say.
+    """Return the length of a file according to its own structure, as far as that is there; 0: unknown.
 
-    libav reads what is there of a file that was cut short, and reports nothing.
+    Needed because libav reads the remains of a truncated file without reporting an error.
     """
     file.seek(0)
     head = file.read(64)
-    if head.startswith(b"RIFF"):  # avi: the size of the first chunk; one that was written to a pipe has none
+    if head.startswith(b"RIFF"):  # avi: the size of the first chunk; a file written to a pipe has none
         length = int.from_bytes(head[4:8], "little")
         return 8 + length if 0 < length < 0xFFFFFF00 else 0
     if head.startswith(b"\x1a\x45\xdf\xa3"):  # mkv, webm: the size of the segment; a live recording has none
@@ -343,36 +343,36 @@ def _end_of(file: IO[bytes], size: int) -> int:
         more = 8 - head[at].bit_length() if 4 <= at < len(head) else 8
         value = int.from_bytes(head[at : at + more + 1], "big") & ((1 << 7 * (more + 1)) - 1)
         return 0 if more == 8 or value == (1 << 7 * (more + 1)) - 1 else at + more + 1 + value
-    at = 0  # mp4, mov: the size in front of each box of the outermost level
+    at = 0  # mp4, mov: the size before each top-level box
     while head[4:8] in _FIRST_BOXES and at + 8 <= size:
         file.seek(at)
         box = file.read(16)
         length = int.from_bytes(box[8:] if box[:4] == b"\0\0\0\1" else box[:4], "big")
-        if length < 8 or not box[4:8].isalnum():  # 0: up to the end of the file; no box: a trailer of the camera
+        if length < 8 or not box[4:8].isalnum():  # 0: to the end of the file; not alphanumeric: a trailer of the camera
             break
         at += length
     return at
 
 
 def _is_hidden(packet: Any) -> bool:
-    """A frame of VP8 that later frames refer to, and that is not shown (RFC 6386, section 9.1)."""
+    """Return whether this is a VP8 frame that is not displayed, only referenced (RFC 6386, section 9.1)."""
     return not bytes(packet)[0] & 0x10
 
 
 def _rate(scan: _Scan, header: Any) -> float | None:
-    """The rate in the header, or, where it does not give the frames that are there, the mean over them."""
+    """Return the header's frame rate, or the mean rate if the header does not match the number of frames."""
     if header and abs(float(header) * scan.seconds - len(scan.shown)) <= 1:
         return float(header)
     return len(scan.shown) / scan.seconds if scan.seconds > 0 else None
 
 
 def _first_from(frames: Iterator[Any], time: int) -> Any:
-    """The first frame that is shown at a time or later; None: there is none, or one before it is damaged."""
+    """Return the first frame displayed at or after a time. None: there is none, or one before it is damaged."""
     from av.error import FFmpegError
 
     try:
         return next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
-    except (FFmpegError, ImageError):  # what a key frame in the middle refers to may be missing
+    except (FFmpegError, ImageError):  # after a seek, frames that a key frame's successors refer to may be missing
         return None
 
 
@@ -388,14 +388,14 @@ _OF_AUDIO = "wav,flac,mp3,ogg,mov,mp4,m4a,matroska,webm,aac"
 
 
 def load_audio(source: Any, *, rate: int) -> np.ndarray:
-    """Decode an audio: float32 `[n]`, within -1 ... 1, one channel.
+    """Decode an audio to one channel, float32 `[n]`, within -1 ... 1.
 
     Args:
         source: a path, bytes, `{"bytes", "path"}` or a data URI.
-        rate: samples a second of the result; a file with others is resampled.
+        rate: sample rate of the result in Hz; audio with another rate is resampled.
 
     Raises:
-        ImageError: it cannot be read (`audio_missing`, `audio_source`, `audio_undecodable`, ...).
+        ImageError: the audio cannot be read (`audio_missing`, `audio_source`, `audio_undecodable`, ...).
         ConfigError: PyAV is not installed.
     """
     check_extra("video", "av", needed_by="a file of audio")
@@ -409,7 +409,7 @@ def load_audio(source: Any, *, rate: int) -> np.ndarray:
                 if not container.streams.audio:
                     raise ImageError("the file has no stream of audio; drop the sample", "audio_source")
                 resampler = av.AudioResampler("fltp", rate=rate)
-                for frame in (*container.decode(container.streams.audio[0]), None):  # None: what is left
+                for frame in (*container.decode(container.streams.audio[0]), None):  # None flushes the resampler
                     parts += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
         except (FFmpegError, UnicodeDecodeError) as error:
             fault = f"libav cannot read it ({type(error).__name__}: {error}); write the file again or drop the sample"
