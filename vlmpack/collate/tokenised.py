@@ -1,4 +1,4 @@
-"""Samples that were tokenised before: the processor's own output, one sample at a time, as lists, arrays or tensors."""
+"""Read samples that are already tokenized: the processor's output for one sample, as lists, arrays or tensors."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
 
 BOUNDARY_COLUMNS = ("cu_seqlens_q", "cu_seqlens", "cu_seq_lens_q", "seq_lengths", "seq_idx")
-"""Columns of a row of several samples; as one sample it would let them attend to each other."""
+"""Columns of a packed row. Read as one sample, such a row would let its samples attend to each other."""
 MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "completion_masks", "assistant_mask")
-"""Names that look like one of labels, and that no library writes."""
+"""Names that look like a column of labels but that no library writes."""
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 
 
 def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
-    """Take over `input_ids` [n] or [1, n] and what came with it.
+    """Read `input_ids` [n] or [1, n] and the columns that belong to it.
 
-    Padding is removed by `attention_mask`; `labels` are kept except on media and on the first token; without labels
-    they are made as for any other sample, or are the ids where TRL's `completion_mask` or `assistant_masks` allow it.
-    `loss_weights` weigh them.
-    `mm_token_type_ids` are checked, not needed.
+    Padding is removed by `attention_mask`. `labels` are kept, except on media and on the first token. Without labels,
+    they are made as for any other sample, or are the ids wherever TRL's `completion_mask` or `assistant_masks` allow
+    it. `loss_weights` weight the labels. `mm_token_type_ids` are optional, but are checked.
 
     Raises:
-        Refusal: fields that contradict each other, or it is a packed row already.
+        Refusal: columns contradict each other, or the sample is already a packed row.
     """
     if named := [name for name in BOUNDARY_COLUMNS if feature.get(name) is not None]:
         fault = f"samples bring {', '.join(named)}, so they are packed rows already, and would be taken for one sample"
@@ -56,7 +55,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
     keep = slice(0, len(all_ids))
     if feature.get("attention_mask") is not None and len(mask := column("attention_mask")):
-        try:  # the one unbroken run of real tokens: padding on either side is cut off
+        try:  # the mask must be one unbroken run of real tokens; padding on either side is removed
             spans = lengths_from_mask(torch.from_numpy(mask)[None])
         except LayoutError as error:
             raise Refusal("bad_mask", str(error).removeprefix("row 0: ")) from error
@@ -69,7 +68,7 @@ def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
             fault = "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio)"
             raise Refusal("token_type_mismatch", f"{fault}; leave them out")
     masks = {name: column(name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
-    if metadata.by_processor:  # not all is told by token ids of other templates and processors than Qwen's
+    if metadata.by_processor:  # in families encoded by their processor, token ids alone do not tell everything
         pixels = [name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))]
         if pixels and not metadata.has_grids:
             fault = f"it has input_ids and {pixels[0]}, but no grids of this family's images; give messages and images"
@@ -126,7 +125,7 @@ def _check_read(feature: Mapping[str, Any]) -> None:
 
 
 def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
-    """int64 [n]: 1 on image placeholders, 2 on video placeholders, 3 on audio placeholders, 0 elsewhere."""
+    """Return each token's type, int64 [n]: 0 text, 1 image, 2 video, 3 audio placeholder."""
     types = np.full_like(input_ids, TEXT)
     types[input_ids == metadata.image_token_id] = IMAGE
     types[input_ids == metadata.video_token_id] = VIDEO
@@ -140,7 +139,7 @@ def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarra
 
 
 def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
-    """int64 [n] from a list, array or tensor of shape [n] or [1, n]."""
+    """Read int64 [n] from a list, array or tensor of shape [n] or [1, n]."""
     values = _array(feature[name], name)
     if values.ndim == 2 and values.shape[0] == 1:
         values = values[0]
@@ -155,7 +154,7 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    """Numbers of one shape, or a refusal."""
+    """Convert numbers to an array, or refuse them."""
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _as_array(value)
     except (ValueError, TypeError, OverflowError) as error:
@@ -166,7 +165,7 @@ def _array(value: Any, name: str) -> np.ndarray:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    """Lists of whole numbers go through `struct`, which reads them in a third of numpy's time."""
+    """Convert to an array. Lists of integers go through `struct`, which takes a third of numpy's time."""
     if isinstance(value, list) and value and type(value[0]) is int:
         try:
             return np.frombuffer(pack(f"{len(value)}q", *value), np.int64)
@@ -178,7 +177,7 @@ def _as_array(value: Any) -> np.ndarray:
 def _visuals(
     feature: Mapping[str, Any], pixel_name: str, grid_name: str, metadata: ProcessorMetadata
 ) -> tuple[Visual, ...]:
-    """One entry an image or video: views into the given pixels, cut by the grids."""
+    """Return one entry per image or video: views of the given pixels, split by the grids."""
     missing = [name for name in (pixel_name, grid_name) if is_empty(feature.get(name))]
     if len(missing) == 2:
         return ()
@@ -187,15 +186,15 @@ def _visuals(
         raise Refusal("pixel_shape", f"it has {given} but no {missing[0]}; both come from one call of the processor")
     pixels, table = feature[pixel_name], _array(feature[grid_name], grid_name)
     if not isinstance(pixels, torch.Tensor):
-        array = _array(pixels, pixel_name)  # PyTorch would warn of Arrow's, which cannot be written
+        array = _array(pixels, pixel_name)  # Arrow's arrays are read-only, and PyTorch would warn about them
         pixels = torch.from_numpy(array if array.flags.writeable else array.copy())
-        pixels = pixels.float() if pixels.dtype == torch.float64 else pixels  # which numpy makes of lists
+        pixels = pixels.float() if pixels.dtype == torch.float64 else pixels  # numpy makes float64 of lists
     if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
         seen = f"{grid_name} must be whole numbers [N, 3] (frames, rows, columns), got {feature[grid_name]!r:.80}"
         raise Refusal("bad_grid", seen)
     grids: list[Grid] = [(frames, rows, columns) for frames, rows, columns in table.reshape(-1, 3).tolist()]
     rows = [frames * height * width for frames, height, width in grids]
-    has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # of patches of rows and columns too
+    has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # patches may have rows and columns
     if min(rows, default=0) < 0 or not has_form or sum(rows) != pixels.shape[0]:
         seen = f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)}"
         raise Refusal("pixel_shape", f"{seen} rows of patches; both come from one call of the processor")

@@ -1,12 +1,13 @@
-"""Where rows are stored: files of JSON, tables of `datasets`, tar shards. What is kept in memory is an index.
+"""Read stored rows: JSON files, tables of `datasets`, tar shards. Only an index stays in memory.
 
-    files of JSON             a row a line, arrays of rows, or an object a file; a folder     no extra
+    JSON files                a row per line, arrays of rows, an object per file; a folder    no extra
     tar shards                one path, a list, shard-{000..012}.tar, a folder of them        no extra
     parquet files             one path, a list, a folder of them                              extra [data]
     folder of `save_to_disk`  dataset_dict.json, dataset_info.json                            extra [data]
     hub id                    naver-clova-ix/cord-v2                                          extra [data], network
 
-In a folder a split is a word of a folder's or file's name; what names none is of train. No image is decoded here.
+In a folder, the split is a word in the name of a subfolder or file; a file without such a word belongs to train. No
+image is decoded here.
 """
 
 from __future__ import annotations
@@ -32,37 +33,37 @@ Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class Rows(Protocol):
-    """The rows of a source: raw records, images in any form that `images.load_image` reads."""
+    """The rows of a source: raw records, with images in any form that `images.load_image` reads."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-# ---------------------------------------------------------------------- files of JSON
+# ---------------------------------------------------------------------- JSON files
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
-"""Ends of the names of such files."""
+"""File name extensions of JSON files."""
 MARK = b"\xef\xbb\xbf"
-"""The byte-order mark that some editors put in front of UTF-8."""
+"""The byte-order mark that some editors put before UTF-8 text."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JsonRows:
-    """Rows of one file. Opened anew for each row, so that it can be sent to any number of processes."""
+    """Rows of one JSON file. The file is opened anew for each row, so that any number of processes can share this."""
 
     path: Path
     """The file."""
     spans: np.ndarray
-    """int64 [N, 2]: first byte of each row, and the one after its last."""
+    """int64 [N, 2]: start and end byte of each row."""
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row.
+        """Return one row.
 
         Raises:
-            SampleError: it is no JSON object, or the file cannot be read any more.
+            SampleError: the row is not a JSON object, or the file can no longer be read.
         """
         start, stop = self.spans[index].tolist()
         text, row = b"", {}
@@ -77,7 +78,7 @@ class JsonRows:
             raise SampleError(message, index=int(index), reason="row_unreadable") from error
         except RecursionError:
             fault = "is nested too deeply to be read"
-        except ValueError as error:  # UnicodeDecodeError is one
+        except ValueError as error:  # includes UnicodeDecodeError
             fault = f"is no JSON ({error})"
         if fault is None:
             return row
@@ -90,10 +91,10 @@ class JsonRows:
 
 
 def json_rows(path: Path) -> JsonRows:
-    """Find the rows of a file; none of them is kept.
+    """Find the rows of a JSON file, without keeping them.
 
     Raises:
-        ConfigError: the file holds no rows, or begins like an array and is none.
+        ConfigError: the file holds no rows, or begins like an array but is not one.
     """
     rows = JsonRows(path=path, spans=_array_spans(path) if is_array(path) else _line_spans(path))
     if path.suffix == ".json" and len(rows) > 1 and (span := _object_span(path)) is not None:
@@ -104,13 +105,13 @@ def json_rows(path: Path) -> JsonRows:
 
 
 def is_array(path: Path) -> bool:
-    """Return whether a file of JSON begins as a list of rows does."""
+    """Return whether a JSON file begins like a list of rows."""
     with path.open("rb") as file:
         return file.read(256).removeprefix(MARK).lstrip().startswith(b"[")
 
 
 def _line_spans(path: Path) -> np.ndarray:
-    """Every line that is not blank."""
+    """Find all lines that are not blank."""
     spans, at = array("q"), 0
     with path.open("rb") as file:
         for line in file:
@@ -121,7 +122,7 @@ def _line_spans(path: Path) -> np.ndarray:
 
 
 def _object_span(path: Path) -> np.ndarray | None:
-    """The file itself, if it is one object over several lines."""
+    """Return the span of the whole file if it is one object over several lines, or None."""
     with path.open("rb") as file:
         begins_alone = file.readline().removeprefix(MARK).strip() == b"{"
         data = file.read() if begins_alone else b""
@@ -133,7 +134,7 @@ def _object_span(path: Path) -> np.ndarray | None:
 
 
 def _array_spans(path: Path) -> np.ndarray:
-    """The items of JSON arrays, or of arrays in one: each is parsed once to find its end, and none is kept."""
+    """Find the items of JSON arrays, or of arrays in an array. Each item is parsed to find its end, then dropped."""
     data = path.read_bytes()
     try:
         text = data.decode("utf-8-sig")
@@ -150,7 +151,7 @@ def _array_spans(path: Path) -> np.ndarray:
 
 
 def _item_edges(text: str) -> list[int]:
-    """First character of each item, and the one after its last."""
+    """Return the start and end of each item in characters."""
     decoder, edges = json.JSONDecoder(), list[int]()
     white = re.compile(r"[ \t\r\n]*")
 
@@ -160,7 +161,7 @@ def _item_edges(text: str) -> list[int]:
 
     at, depth = next_from(0), 0
     while at < len(text):
-        if text.startswith("[", at) and depth < 2:  # Qwen's samples may lie in lists of them
+        if text.startswith("[", at) and depth < 2:  # Qwen's samples may be in lists inside a list
             depth, at = depth + 1, next_from(at + 1)
         elif not depth:
             raise ValueError(f"the array has ended, but there is more at character {at}")
@@ -182,27 +183,27 @@ def _item_edges(text: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredRows:
-    """A table of `datasets` as plain values: an image stays `{"bytes", "path"}`, however deep it is nested.
+    """A table of `datasets` as plain values. An image stays `{"bytes", "path"}` at any depth.
 
-    Columns of the feature `datasets.Json`, nested ones included, are decoded: Arrow stores them as JSON text.
+    Columns with the feature `datasets.Json`, including nested ones, are decoded: Arrow stores them as JSON text.
     """
 
     table: Any
-    """A `datasets.Dataset` in Arrow's format, in which nothing is decoded."""
+    """A `datasets.Dataset` in Arrow format, which decodes nothing."""
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns."""
+        """Names of the columns."""
         return self.table.column_names
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row.
+        """Return one row.
 
         Raises:
-            SampleError: a column of JSON holds something else.
+            SampleError: a JSON column holds something else.
         """
         row = self.table[index].to_pylist()[0]
         try:
@@ -212,7 +213,7 @@ class StoredRows:
             raise SampleError(detail, index=index, reason="row_unreadable") from error
 
     def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[dict[str, Any]]:
-        """These columns of all rows in their order, so many read at a time; one that cannot be decoded is empty."""
+        """Yield these columns of all rows in order, reading `size` rows at a time. An undecodable row is empty."""
         part = StoredRows(table=self.table.select_columns(list(columns)))
         for start in range(0, len(self), size):
             for row in part.table[start : start + size].to_pylist():
@@ -226,13 +227,13 @@ class StoredRows:
 
     @cached_property
     def _json_columns(self) -> dict[str, Any]:
-        """The columns that hold JSON, with their features; a receipt's `ground_truth` is JSON text on purpose."""
+        """Columns that hold JSON, with their features. A receipt's `ground_truth` is meant to stay JSON text."""
         features = {name: self.table.features[name] for name in self.columns if name not in ("image", "ground_truth")}
         return {name: feature for name, feature in features.items() if _holds_json(feature)}
 
 
 def _is_json(feature: Any) -> bool:
-    """A `datasets.Json` whose users see values, not text; releases before 4.7 have no such feature."""
+    """Return whether a feature is a decoding `datasets.Json`. Releases before 4.7 do not have this feature."""
     import datasets
 
     return isinstance(feature, getattr(datasets, "Json", ())) and feature.decode
@@ -245,7 +246,7 @@ def _holds_json(feature: Any) -> bool:
 
 
 def _from_json(value: Any, feature: Any) -> Any:
-    """A value of Arrow with the JSON in it decoded, as `datasets` decodes it; images and audio are left alone."""
+    """Decode the JSON inside an Arrow value, as `datasets` does. Images and audio stay unchanged."""
     if value is None:
         return None
     if isinstance(feature, Mapping):
@@ -258,13 +259,13 @@ def _from_json(value: Any, feature: Any) -> Any:
 
 
 def _table(source: str, read: Any, fault: str) -> Any:
-    """What `read` makes of the `datasets` library."""
+    """Call `read` with the `datasets` library, and turn its errors into a ConfigError."""
     check_extra("data", "datasets", needed_by=f"reading {source}")
     import datasets
 
     try:
         return read(datasets)
-    except Exception as error:  # datasets and pyarrow raise many kinds for a broken file, and the network more
+    except Exception as error:  # datasets and pyarrow raise many kinds for a broken file, and more for the network
         remedy = "; HF_DATASETS_CACHE names another folder for its cache" if isinstance(error, OSError) else ""
         raise ConfigError(f"{fault}: {error}{remedy}") from error
 
@@ -289,10 +290,10 @@ def _saved_rows(folder: Path, split: str) -> StoredRows:
 
 
 def hub_rows(source: str, split: str) -> StoredRows:
-    """The rows of a data set on the hub.
+    """Return the rows of a dataset on the hub.
 
     Raises:
-        ConfigError: the hub does not give them.
+        ConfigError: the hub does not provide them.
     """
     fault = (
         f"{source!r} is no local folder, and the hub did not give its split {split!r} (check the id, the split and the "
@@ -308,39 +309,39 @@ COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _NAME = re.compile(r"(?P<key>(?:.*/|)[^.]+)[.](?P<part>[^/]*)")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CONTENTS = (*TURNS, "content")
-"""Keys of what may hold media; their own strings are texts."""
+"""Keys whose values may hold media in nested values; strings directly under these keys are texts."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardRows:
-    """Rows of tar shards, as WebDataset has them: files with one name up to the first dot are one sample.
+    """Rows of tar shards in WebDataset's format: files with the same name up to the first dot are one sample.
 
         shard_0000.tar                      row
           sample_0000.jpg      ─┐             {"id": "sample_0000",
-          sample_0000.txt       ├─────────▶    "image": {"bytes", "path"},   images, or videos, in their order
+          sample_0000.txt       ├─────────▶    "image": {"bytes", "path"},   images, or videos, in order
           sample_0000.json     ─┘              "txt": ..., and the keys of its JSON}
 
-    A row is the part of its shard that holds these files: of each is kept where it begins and ends, and nothing is
-    unpacked. Images that the JSON names are put where it names them. A shard is opened anew for each row, so that rows
-    can be sent to any number of processes.
+    A row is the contiguous part of its shard that holds these files. Only its start and end are kept, and nothing is
+    unpacked. Images that the JSON names are put where it names them. A shard is opened anew for each row, so that any
+    number of processes can share this.
     """
 
     shards: tuple[Path, ...]
-    """Files, not compressed."""
+    """The shards: uncompressed files."""
     which: np.ndarray
-    """int32 [N]: number of each row's shard."""
+    """int32 [N]: index of each row's shard."""
     spans: np.ndarray
-    """int64 [N, 2]: first byte of each row in its shard, and the one after its last."""
+    """int64 [N, 2]: start and end byte of each row in its shard."""
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row.
+        """Return one row.
 
         Raises:
-            SampleError: the shard cannot be read any more, a part is not what its name says, or the JSON names a part
-                that is not there.
+            SampleError: the shard can no longer be read, a file's content does not match its name, or the JSON names a
+                medium that the sample lacks.
         """
         path = self.shards[self.which[index]]
         start, stop = self.spans[index].tolist()
@@ -367,7 +368,7 @@ class ShardRows:
 
 
 def _shard_rows(paths: Sequence[Path]) -> ShardRows:
-    """Find the samples of tar shards by the headers of their files; nothing between these is read."""
+    """Find the samples of tar shards from the headers of their files, without reading the content between them."""
     if packed := [str(path) for path in paths if path.name.endswith(COMPRESSED)]:
         raise ConfigError(f"{packed[0]} is compressed, and its samples cannot be indexed; unpack it to a .tar (gunzip)")
     spans = [_shard_spans(path) for path in paths]
@@ -376,7 +377,7 @@ def _shard_rows(paths: Sequence[Path]) -> ShardRows:
 
 
 def _shard_spans(path: Path) -> np.ndarray:
-    """int64 [N, 2] of one shard."""
+    """Return the spans of one shard's samples, int64 [N, 2]."""
     spans: dict[str, list[int]] = {}
     last = None
     try:
@@ -399,14 +400,14 @@ def _shard_spans(path: Path) -> np.ndarray:
 
 
 def _key(member: tarfile.TarInfo) -> str | None:
-    """The sample of a file; None: a folder, or a file that WebDataset passes over too."""
+    """Return the sample key of a file. None: it is a folder, or a file that WebDataset also ignores."""
     match = _NAME.fullmatch(member.name)
     is_meta = Path(member.name).name.startswith((".", "__"))
     return match["key"] if member.isfile() and match and not is_meta else None
 
 
 def _part(name: str, data: bytes) -> Any:
-    """A part by the end of its name: JSON parsed, text decoded, a medium still encoded; else its bytes."""
+    """Read a part by its extension: JSON is parsed, text decoded, a medium kept encoded, the rest kept as bytes."""
     end = Path(name).suffix.lower()
     if end == ".json":
         try:
@@ -419,7 +420,7 @@ def _part(name: str, data: bytes) -> Any:
 
 
 def _columns(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the JSON, the media that it names or else all of them, and every other part under its own name."""
+    """Build a row: the keys of the JSON, the media it names (or else all media), and other parts by their names."""
     described = parts.get("json", {})
     if not isinstance(described, dict | list):
         raise ValueError(f"its JSON is a {type(described).__name__}; a sample is an object, or a list of turns")
@@ -441,7 +442,7 @@ def _columns(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_media(row: dict[str, Any], media: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Put media where the JSON names them: by their part, `1.jpg`, or by the name of their file."""
+    """Put media where the JSON names them, by part (`1.jpg`) or by file name. Return the row and the used parts."""
     named: set[str] = set()
     files = {Path(part["path"]).name: name for name, part in media.items()}
     files |= {part["path"]: name for name, part in media.items()} | {name: name for name in media}
@@ -466,7 +467,7 @@ def _with_media(row: dict[str, Any], media: Mapping[str, Any]) -> tuple[dict[str
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the names of a pattern, `shard-{000..012}.tar`, as WebDataset writes them."""
+    """Expand a WebDataset pattern such as `shard-{000..012}.tar`."""
     match = _RANGE.search(pattern)
     if match is None:
         return [pattern]
@@ -481,20 +482,21 @@ ALIASES = {
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Names of splits in files and folders -> the splits; as `datasets` reads them."""
+"""Names of splits in files and folders -> the split, as in `datasets`."""
 _KINDS = ("parquet", "tar", "JSON")
-"""Kinds of files, in the order in which they are looked for in a folder."""
+"""Kinds of files, in the order in which a folder is searched for them."""
 _SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
 _WORDS = re.compile(r"[-._ 0-9]+")
 
 
 def files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[Rows, Path | None]]:
-    """The rows of files of one kind, and where paths in them start: in the folder of their file if `folder` is None.
+    """Return the rows of files of one kind, with the folder where relative paths in them start.
 
-    Files that were named one by one are one split, whatever they are called.
+    That is `folder`, or each file's own folder if it is None. Files that are named one by one are one split, whatever
+    their names.
 
     Raises:
-        ConfigError: they are not there, not of one kind, or of none that is read.
+        ConfigError: files do not exist, differ in kind, or are of an unsupported kind.
     """
     kinds = {path: _kind_of(path) for path in paths}
     if len({*kinds.values()}) > 1:
@@ -521,10 +523,10 @@ def _kind_of(path: Path) -> str:
 
 
 def folder_rows(folder: Path, split: str) -> list[tuple[Rows, Path | None]]:
-    """The rows of a split in a folder: of `save_to_disk`, of parquet files, of tar shards or of files of JSON.
+    """Return the rows of a split in a folder of `save_to_disk`, parquet files, tar shards or JSON files.
 
     Raises:
-        ConfigError: there are none, or it is not known which files are meant.
+        ConfigError: there are no such rows, or it is ambiguous which files are meant.
     """
     if (folder / ".nv-meta").is_dir():
         fault = f"{folder} was prepared by Energon, whose splits and fields are not read here: write JSONL or"
@@ -558,7 +560,7 @@ def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> lis
         raise ConfigError(f"{fault} pass one of these as split, or give the files themselves")
     if kind == "JSON":
         return chosen or unnamed
-    # An object in a file of JSON beside them describes the data set; lines or a list may be the samples.
+    # An object in a JSON file beside them describes the dataset; lines or a list may be the samples.
     beside = sorted({path for file in chosen or unnamed for path in file.parent.iterdir() if path.suffix in JSON_FILES})
     if beside := [path for path in beside if path.suffix != ".json" or is_array(path)]:
         fault = f"{folder} holds {kind} files and {_some(beside, folder)}: which of them are samples is not known; give"
@@ -576,11 +578,11 @@ def _some(paths: Sequence[Path], folder: Path) -> str:
 
 
 def _split_of(path: Path) -> str | None:
-    """The split that a file is of, by the names of its folders and its own, as `datasets` reads them.
+    """Return the split of a file from the names of its folders and its own name, as in `datasets`.
 
-        data/train_sft-00000-of-00004.parquet    'train_sft': all that stands in front of the number of a shard
-        validation/0000.parquet                  'validation', of the outermost folder that names one
-        receipts-dev-2.parquet                   'validation', a word of the name
+        data/train_sft-00000-of-00004.parquet    'train_sft': everything before the shard number
+        validation/0000.parquet                  'validation': the outermost folder that names a split
+        receipts-dev-2.parquet                   'validation': a word in the name
         0000.parquet                             None
 
     Raises:
