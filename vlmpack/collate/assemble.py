@@ -1,4 +1,4 @@
-"""Join encoded samples into a padded batch or a packed row: each tensor is written once, pixels are copied once."""
+"""Join encoded samples into a padded batch or a packed row. Each tensor is written once; pixels are copied once."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.layout.sharing import MIN_SHARED, find_prefix_tree, with_tree
 
 NO_BUFFERS = PixelBuffers(0)
-"""New memory for every batch."""
+"""Allocates new memory for every batch."""
 
 _SECONDS, _MASK = "video_second_per_grid", "feature_attention_mask"
-"""Qwen-Omni's names of the seconds from one grid of each video to the next, and of the mask of audio."""
+"""Qwen-Omni's names for the seconds from one grid of each video to the next, and for the audio mask."""
 DEFAULT_SECONDS = 1.0
-"""Seconds per video grid where a sample has none: what Qwen2.5-VL's model assumes."""
+"""Seconds per video grid if a sample gives none, as assumed by Qwen2.5-VL's model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharePrefixes:
-    """Rule for laying samples of a row that begin alike out as a tree."""
+    """How to lay out the samples of a row as a tree of shared prefixes."""
 
     min_shared: int = MIN_SHARED
-    """Tokens of a shared beginning, counted from the last branching, below which it is repeated in each branch; and the
-    repetitions, in tokens, from which a shorter one behind a shared beginning is laid out once after all."""
+    """Minimum length in tokens of a shared prefix, counted from the previous branch point. A shorter one is repeated in
+    each branch, unless it follows a shared prefix and its repetitions would amount to at least this many tokens."""
 
     def __post_init__(self) -> None:
-        """Refuse a number below 1: a ConfigError."""
+        """Raise a ConfigError for a number below 1."""
         check_whole_number("SharePrefixes.min_shared", self.min_shared)
 
 
@@ -54,10 +54,12 @@ def to_padded(
     buffers: PixelBuffers = NO_BUFFERS,
     family: Family | None = None,
 ) -> PaddedBatch:
-    """Pad samples on the right to [B, S]; S is the longest one. `family`: of a model with other media than Qwen-VL's.
+    """Pad samples on the right to [B, S], where S is the length of the longest one.
+
+    `family` is needed if the model's media differ from Qwen-VL's.
 
     Raises:
-        NotFinite: pixels of a sample are not finite.
+        NotFinite: the pixels of a sample are not finite.
     """
     width = max(sample.num_tokens for sample in samples)
     starts = [row * width for row in range(len(samples))]
@@ -84,13 +86,13 @@ def to_packed(
     family: Family | None = None,
     sharing: SharePrefixes | None = None,
 ) -> PackedRow:
-    """Pack samples into a row [1, T]: equal to `pack(to_padded(samples), rule=rule)`.
+    """Pack samples into a row [1, T]. Equal to `pack(to_padded(samples), rule=rule)`.
 
-    With `sharing` it equals `share` of that row, but what samples share is joined once.
+    With `sharing`, the result equals `share` of that row, but shared media are joined only once.
 
     Raises:
         LayoutError: the samples do not fit the rule's fixed row width or number of segments, or cannot be shared.
-        NotFinite: pixels of a sample are not finite.
+        NotFinite: the pixels of a sample are not finite.
     """
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
     starts = segments.stride[: len(samples)]
@@ -123,7 +125,7 @@ def to_packed(
 
 
 def _columns(samples: Sequence[Encoded], write: Callable[..., torch.Tensor], pad_token_id: int) -> dict[str, Any]:
-    """What a padded batch and a row have alike."""
+    """Return the columns that a padded batch and a packed row have in common."""
     return {
         "input_ids": write([s.input_ids for s in samples], pad_token_id),
         "mm_token_type_ids": write([s.types for s in samples], 0),
@@ -147,7 +149,7 @@ def _joins(family: Family | None) -> Mapping[str, Join]:
 def _tree(
     row: PackedRow, table: MediaTable, media: Visuals, sharing: SharePrefixes, family: Family | None
 ) -> PrefixTree | None:
-    """The tree of a row without pixels, found before those of its media are joined."""
+    """Find the prefix tree of a row before its pixels are joined."""
     numbers = {
         f"{kind}s": _numbers(media[kind], _joins(family), [medium.context for medium in table.of_kind(TYPES[kind])])
         for kind in KINDS
@@ -156,7 +158,7 @@ def _tree(
 
 
 def _numbers(visuals: Sequence[Visual], joins: Mapping[str, Join], contexts: Sequence[Hashable]) -> list[int]:
-    """One number for each of these media; equal ones have equal features. `contexts`: a further value for each."""
+    """Number the media so that equal numbers mean equal features. `contexts` gives a further value for each."""
     contents: list[Sequence[Hashable]] = [content_numbers(_pixels(visuals))]
     for name in dict.fromkeys(name for visual in visuals for name in visual.tensors):
         if not joins[name].counts_images:
@@ -169,7 +171,7 @@ _NOTHING = torch.zeros(0)
 
 
 def _counted_in_tree(images: Sequence[Visual], table: MediaTable, joins: Mapping[str, Join]) -> Sequence[Visual]:
-    """Images with the numbers of images that they make in a tree, each with the first of its group."""
+    """Update the image counts for a tree. Each count is attached to the first image of its group."""
     for name in (name for name, join in joins.items() if join.counts_images):
         counts = torch.tensor(image_counts(table.images, in_tree=True), dtype=torch.int64)
         firsts = dict(zip((counts.cumsum(0) - counts).tolist(), counts.split(1), strict=True))
@@ -181,14 +183,14 @@ def _counted_in_tree(images: Sequence[Visual], table: MediaTable, joins: Mapping
 
 
 def _weights_of(samples: Sequence[Encoded]) -> list[np.ndarray] | None:
-    """float32 [n] of each sample; None: no sample has weights."""
+    """Return the weights of each sample, float32 [n]; None: no sample has weights."""
     if all(sample.weights is None for sample in samples):
         return None
     return [np.ones(s.num_tokens, np.float32) if s.weights is None else s.weights for s in samples]
 
 
 def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: float) -> torch.Tensor:
-    """[total], of the arrays' type: each at its start, `fill` elsewhere."""
+    """Write the arrays at their starts into a tensor [total] of their dtype, with `fill` elsewhere."""
     out = np.full(total, fill, arrays[0].dtype)
     for array, start in zip(arrays, starts, strict=True):
         out[start : start + len(array)] = array
@@ -207,7 +209,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
 
 
 def media_table(samples: Sequence[Encoded]) -> MediaTable:
-    """The media of samples that were checked, each with its placeholders."""
+    """Return the table of the media of checked samples, each with its placeholders."""
     media = _media_of(samples)
     if not any(media.values()):
         return MediaTable()
@@ -225,7 +227,7 @@ def media_table(samples: Sequence[Encoded]) -> MediaTable:
 
 
 def _expected(visual: Visual, kind: Kind, sample: Encoded) -> Expected:
-    """The record of a medium, and its placeholders: of one with a grid as many as its share of the patches."""
+    """Return a medium's record with its number of placeholders: with a grid, its share by patches."""
     if visual.grid is None or visual.runs:
         tokens = sum(visual.runs)
     else:
@@ -243,7 +245,7 @@ def _expected(visual: Visual, kind: Kind, sample: Encoded) -> Expected:
 
 
 def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, family: Family | None) -> Media:
-    """Tensors of media; log-mel frames stay float32: the model casts them itself."""
+    """Join the tensors of media. Log-mel frames stay float32, because the model casts them itself."""
     joins, images, videos, audios = _joins(family), row["image"], row["video"], row["audio"]
     seconds = _seconds(videos)
     parts = {name: [x.tensors[name] for x in (*images, *videos) if name in x.tensors] for name in joins}
@@ -264,10 +266,10 @@ def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, famil
 
 
 def _finite(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Floats, such as the tiles of images, in the type of pixels.
+    """Cast float tensors (the tiles of images, for example) to the dtype of the pixels.
 
     Raises:
-        NotFinite: one holds NaN or infinity.
+        NotFinite: a tensor holds NaN or infinity.
     """
     if not tensors[0].is_floating_point():
         return [*tensors]
@@ -277,7 +279,7 @@ def _finite(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[
 
 
 def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:
-    """One entry a video if any video has seconds; () if none has."""
+    """Return one entry per video if any video has seconds, or () if none has."""
     seconds = [video.seconds for video in videos]
     if all(second is None for second in seconds):
         return ()
@@ -295,7 +297,7 @@ def _table(grids: Sequence[Grid]) -> torch.Tensor | None:
 def _join(
     visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers, join: Join
 ) -> torch.Tensor | None:
-    """Join pixels, along the first axis in reused memory, into this type or the widest that they have."""
+    """Join pixels, in reused memory if along the first axis, as `dtype` or the widest dtype among them."""
     if not visuals:
         return None
     parts = [pixels.detach() for pixels in _pixels(visuals)]
@@ -306,7 +308,7 @@ def _join(
 
 
 def _pixels(visuals: Sequence[Visual]) -> list[torch.Tensor]:
-    """[P, C] of each: one object for media that were cut once."""
+    """Return the pixels of each medium, [P, C]. Media that were processed once are the same tensor."""
     parts = [visual.pixels for visual in visuals if visual.pixels is not None]
     assert len(parts) == len(visuals), "a measured sample has no pixels: decode it first"
     return parts

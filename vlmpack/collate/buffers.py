@@ -1,17 +1,18 @@
-"""Memory for the pixels of batches, used again once a batch is gone.
+"""Memory for the pixels of batches, reused once a batch is gone.
 
-Pixels are 450 times the bytes of the ids. Joining the patches of a batch in new memory costs several times the copy
-itself: the system hands out empty pages one by one, and takes them back with every batch. From a DataLoader worker it
-costs more, since torch copies what is not in shared memory once again, into new shared memory.
+Pixels take 450 times as many bytes as ids. Joining the patches of a batch in new memory costs several times the copy
+itself, because the system hands out empty pages one by one and takes them back with every batch. It costs even more in
+a DataLoader worker, where torch copies anything outside shared memory once again, into new shared memory.
 
-Here the patches are joined in blocks that stay. A block is free again when nothing refers to it:
+Here, patches are joined in blocks of memory that stay allocated. A block is free again when nothing refers to it:
 
     block    o r . . . . . .   p p p p p p p p p p p ...      header of 64 bytes, then the pixels
-             │ └ 1 while the receiver holds them, the main process that they were sent to
-             └── 1 while the owner does, the process that joined them
+             │ └ 1 while the receiver (the main process that the pixels were sent to) holds them
+             └── 1 while the owner (the process that joined the pixels) holds them
 
-"Holds" means that the memory itself is referred to, by the batch's tensor, a view of it, or what autograd saved of it;
-not that some variable still exists. No process blocks: when no block is free, new memory is taken, as without.
+"Holds" means that something refers to the memory itself: the batch's tensor, a view of it, or a tensor saved by
+autograd. Whether some variable still exists does not matter. No process ever waits: if no block is free, new memory is
+allocated.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ import torch
 from torch.utils.data import get_worker_info
 
 HEADER = 64
-"""Bytes in front of the pixels: they start at a cache line."""
+"""Bytes before the pixels, so that they start at a cache line."""
 GRAIN = 2**21
-"""Blocks are multiples of 2 MiB, so that batches of nearly one size share them."""
+"""Blocks are multiples of 2 MiB, so that batches of similar size can share them."""
 PIECE = 2**16
-"""Values that are copied and then checked, in the cache of a core: 256 KiB of float32."""
+"""Number of values that are copied and then checked while in a core's cache: 256 KiB of float32."""
 ROW = 2**12
-"""Values of a piece that are multiplied with themselves at a time."""
+"""Number of values in one dot product, for checking a piece."""
 OWNER, RECEIVER = 0, 1
-"""Bytes of the header: whether the process that joined the pixels holds them, and the one that they were sent to."""
+"""Bytes of the header: whether the process that joined the pixels holds them, and whether their receiver does."""
 
 
 class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collator refuses the sample that has this part)
     """A part holds NaN or infinity.
 
     Args:
-        part: which of those that were to be joined.
+        part: index of the part.
     """
 
     def __init__(self, part: int) -> None:
@@ -54,13 +55,13 @@ class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collato
 
 
 class PixelBuffers:
-    """Blocks of memory in which the pixels of batches are joined, in turn.
+    """Blocks of memory in which the pixels of batches are joined in turn.
 
-    A DataLoader worker makes blocks of its own, in shared memory: its batches reach the main process without a copy.
+    A DataLoader worker has its own blocks in shared memory, so its batches reach the main process without a copy.
 
     Args:
-        most: blocks kept at most; as many batches as that can be alive at a time without new memory. A training loop
-            needs two or three, a DataLoader worker `prefetch_factor` more. 0: none, new memory every time.
+        most: largest number of blocks to keep, and so of batches alive at a time without new memory. A training loop
+            needs two or three, a DataLoader worker `prefetch_factor` more. 0: new memory every time.
     """
 
     def __init__(self, most: int = 8) -> None:
@@ -77,23 +78,23 @@ class PixelBuffers:
 
     @property
     def held(self) -> int:
-        """Blocks that are still referred to."""
+        """Number of blocks that are still referred to."""
         return sum(not _is_free(block) for block in self._blocks)
 
     @property
     def kept(self) -> int:
-        """Blocks, free or held."""
+        """Number of blocks, free or held."""
         return len(self._blocks)
 
     def join(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """[P, ...]: parts [P_i, ...] one after the other, as `dtype`; one copy, or none for a part that stays as it is.
+        """Join parts [P_i, ...] into [P, ...] of a dtype. Copies once, or not at all if a single part can stay.
 
         Args:
             parts: at least one tensor, on the CPU.
-            dtype: of the result.
+            dtype: dtype of the result.
 
         Raises:
-            NotFinite: a part holds NaN or infinity; names the first.
+            NotFinite: a part holds NaN or infinity. Names the first such part.
         """
         in_worker = get_worker_info() is not None
         if len(parts) == 1 and not in_worker:
@@ -108,14 +109,14 @@ class PixelBuffers:
         return joined
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
-        if self._owner != os.getpid():  # forked: these blocks belong to the parent, which cannot see what we do to them
+        if self._owner != os.getpid():  # forked: these blocks belong to the parent, which cannot see our use of them
             self.__init__(self.most)
-        with self._taking:  # of two threads that find the same block free, one would overwrite the other's pixels
+        with self._taking:  # if two threads found the same block free, one would overwrite the other's pixels
             block = self._free_block(HEADER + prod(shape) * dtype.itemsize, shared=shared)
             return torch.empty(shape, dtype=dtype) if block is None else _lend(block, shape, dtype, shared=shared)
 
     def _free_block(self, size: int, *, shared: bool) -> torch.Tensor | None:
-        """A free block of at least so many bytes; a new one if there may be one more, or in place of one too small."""
+        """Return a free block of at least `size` bytes, or a new one that is added or replaces a smaller free one."""
         free = [block for block in self._blocks if _is_free(block)]
         fitting = [block for block in free if len(block) >= size]
         if fitting:
@@ -130,9 +131,9 @@ class PixelBuffers:
 
 
 class Lent(torch.Tensor):
-    """Pixels in a shared block of a worker, which the main process takes over where they are.
+    """Pixels in a shared block of a worker, which the main process takes over without a copy.
 
-    What is computed from it is a plain tensor.
+    Results computed from it are plain tensors.
     """
 
     block: torch.Tensor | None
@@ -140,10 +141,10 @@ class Lent(torch.Tensor):
 
 
 def _copy(part: torch.Tensor, place: torch.Tensor) -> bool:
-    """Copy into other memory or another type, and return whether the part is finite.
+    """Copy into other memory or another dtype, and return whether the part is finite.
 
-    One thread, as in a DataLoader's worker, checks each piece while it is in the cache: a pass of its own costs half a
-    copy. Several threads gain nothing by that.
+    With one thread, as in a DataLoader worker, each piece is checked while it is in the cache: a separate pass would
+    cost half a copy. With several threads this gains nothing.
     """
     if torch.get_num_threads() > 1:
         place.copy_(part)  # `torch.cat` into another type would go through a third tensor
@@ -157,7 +158,7 @@ def _copy(part: torch.Tensor, place: torch.Tensor) -> bool:
 
 
 def _copy_floats(source: np.ndarray, target: np.ndarray) -> bool:
-    """float32 [N] into the same, by numpy, whose calls cost less than torch's; False where a square may overflow too.
+    """Copy float32 [N] with numpy, whose calls cost less than torch's. May also return False if a square overflows.
 
     A row's product with itself is finite only if the row is. Rows are short, so that BLAS starts no threads for them.
     """
@@ -174,7 +175,7 @@ def _copy_floats(source: np.ndarray, target: np.ndarray) -> bool:
 
 
 def _copy_values(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """[N] into another type, or of another type than float32; False where the sum may overflow too."""
+    """Copy [N] with a change of dtype, or another dtype than float32. May also return False if the sum overflows."""
     total = 0.0
     with torch.inference_mode():
         for piece, place in zip(source.split(PIECE), target.split(PIECE), strict=True):
@@ -184,7 +185,7 @@ def _copy_values(source: torch.Tensor, target: torch.Tensor) -> bool:
 
 
 def is_finite(pixels: torch.Tensor) -> bool:
-    """One pass without a mask as large as the pixels: a sum is finite only if no NaN or infinity went into it."""
+    """Return whether pixels are finite, without a mask of their size: a finite sum rules out NaN and infinity."""
     return isfinite(pixels.sum(dtype=torch.float32)) or bool(pixels.isfinite().all())
 
 
@@ -202,10 +203,10 @@ def _lend(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, sh
 
 
 def _hold(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, holder: int) -> torch.Tensor:
-    """A tensor in the block, which marks it as held until the memory is referred to by nothing any more.
+    """Return a tensor in the block, and mark the block as held until nothing refers to the memory any more.
 
-    The tensor is made from an array, so that its memory is the array's: it is let go, the array with it, when the last
-    tensor that has this memory goes, whichever that is.
+    The tensor is made from an array that owns its memory. The array is released together with the last tensor that has
+    this memory, whichever that is.
     """
     memory = block.numpy()
     memory[holder] = 1
@@ -215,13 +216,13 @@ def _hold(block: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, ho
 
 
 def _let_go(header: np.ndarray, holder: int, process: int) -> None:
-    """Mark a block as free, but not in a child of a fork, which inherits batches that its parent still holds."""
+    """Mark a block as free, except in a forked child, which inherits batches that its parent still holds."""
     if os.getpid() == process:
         header[holder] = 0
 
 
 def _send(lent: Lent) -> tuple[Any, ...]:
-    """Send pixels to another process in the block that they lie in; to a second receiver, as a copy."""
+    """Send pixels to another process in their own block; to a second receiver, send a copy."""
     block, lent.block = lent.block, None
     if block is None:
         return _as_it_is, (lent.as_subclass(torch.Tensor).clone(),)
