@@ -1,11 +1,12 @@
-"""Audio of a sample: files or arrays, by the processor's own feature extractor, to log-mel frames and tokens.
+"""Read the audio of a sample, from files or arrays, as log-mel frames and tokens of the processor's feature extractor.
 
-    file ──PyAV──▶ array [n], at the processor's rate
+    file ──PyAV──▶ array [n], at the processor's sampling rate
     array [n] ──processor, all of a sample in one call──▶ frames [1, mel, f], mask [1, f], tokens
     length n  ──counted─────────────────────────────────▶ tokens
 
-All audios of a sample go through the processor in one call, as it would take them: it may pad them to the longest,
-which the last frames of the others show. Frames behind an audio's own are cut off; the mask leaves them out anyway.
+All audios of a sample go through the processor in one call, as in the processor's own use. It may pad them to the
+longest one, which affects the last frames of the others. Frames after an audio's end are removed; the mask excludes
+them anyway.
 """
 
 from __future__ import annotations
@@ -30,25 +31,27 @@ from vlmpack.errors import ConfigError, Refusal
 FEATURES, MASK = "input_features", "feature_attention_mask"
 """Names of the tensors of audio."""
 LOUDEST = 4.0
-"""Largest sample of an audio; resampling makes some that are a little beyond 1, and whole numbers are far beyond."""
+"""Largest accepted value of an audio. Resampling goes a little beyond 1; integer samples go far beyond it."""
 PADDED = "padded_to"
-"""Key beside a measured audio: samples to which its processor pads it. Audios that are cut off later may be longer."""
+"""Option of a measured audio: the length in samples to which the processor pads it. Kept because truncation may later
+remove the longest audio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AudioReader:
-    """Reads the audio of samples with the processor that the model was made with."""
+    """Reads the audio of samples with the model's own processor."""
 
     processor: Any
     """The processor, with a feature extractor."""
     metadata: ProcessorMetadata
-    """The metadata of it."""
+    """Its metadata."""
 
     def load_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
-        """Turn the audios of a sample into log-mel frames, in their order.
+        """Convert the audios of a sample to log-mel frames, in order.
 
         Raises:
             Refusal: one of them cannot be used.
+            ConfigError: the processor makes another number of frames or tokens than counted.
         """
         if not refs:
             return ()
@@ -57,7 +60,7 @@ class AudioReader:
         inputs, texts = self.processor._process_audio(arrays, **self._options | self._padding(width))
         frames = [int(mask.sum()) for mask in inputs[MASK]]
         runs = [text.count(self.metadata.audio_token) for text in texts]
-        counted = self._frames(arrays, width)  # as measured samples are
+        counted = self._frames(arrays, width)  # as for measured samples
         if counted != frames or [*map(self.tokens_of, counted)] != runs:
             made = f"the installed {type(self.processor).__name__} makes {frames} frames and {runs} tokens of audios"
             remedy = "use a transformers of the supported range"
@@ -68,7 +71,7 @@ class AudioReader:
         )
 
     def measure_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
-        """Count the tokens of the audios of a sample by their lengths.
+        """Count the tokens of a sample's audios from their lengths.
 
         Raises:
             Refusal: one of them cannot be used.
@@ -80,10 +83,10 @@ class AudioReader:
         return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, sources, strict=True))
 
     def read_tokenised(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
-        """The audios of a sample that was tokenised before, by its `input_features` and `feature_attention_mask`.
+        """Read the audios of a tokenized sample from its `input_features` and `feature_attention_mask`.
 
         Raises:
-            Refusal: one without the other, or tensors of other shapes than the processor makes (`audio_shape`).
+            Refusal: one of the two is missing, or the shapes are not those that the processor makes (`audio_shape`).
         """
         there = [name for name in (FEATURES, MASK) if feature.get(name) is not None]
         if not there:
@@ -99,24 +102,24 @@ class AudioReader:
         return tuple(_audio(values[None], self.tokens_of(values.shape[1])) for values in kept)
 
     def tokens_of(self, frames: int) -> int:
-        """Count the tokens that the processor writes for an audio of so many frames."""
+        """Count the tokens that the processor writes for an audio of this many frames."""
         module = import_module(type(self.processor).__mro__[self._depth].__module__)
         return int(module._get_feat_extract_output_lengths(torch.tensor([frames]))[0])
 
     # ------------------------------------------------------------------ one audio
 
     def _arrays(self, refs: Sequence[MediaRef]) -> list[np.ndarray]:
-        """float32 [n] of each audio of a sample.
+        """Return each audio of a sample as float32 [n].
 
         Raises:
-            Refusal: one of them cannot be used, or no token stands for it.
+            Refusal: one of them cannot be used, or is too short for a token.
         """
         arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
         for at, frames in enumerate(self._frames(arrays, _longest(arrays))):
             if self.tokens_of(frames) < 1:
                 fault = f"audio {at} has {len(arrays[at])} samples, too few for one token; leave it out"
                 raise Refusal("audio_source", fault)
-        # its beginning is mirrored over half a spectrum's width unless silence follows it
+        # the spectrogram mirrors the start over half a window, unless silence follows the audio
         least = self._extractor.n_fft // 2 + 1 if arrays and self._pads_to_longest else 0
         if arrays and (longest := _longest(arrays)) < least:
             seen = f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {longest} samples, but the spectrum"
@@ -125,10 +128,11 @@ class AudioReader:
         return arrays
 
     def _array(self, ref: MediaRef, at: int) -> np.ndarray:
-        """float32 [n] of one audio.
+        """Return one audio as float32 [n].
 
         Raises:
-            Refusal: it is no array of one channel at the processor's sampling rate, or too short or long for it.
+            Refusal: it is not a single-channel array at the processor's sampling rate, or its values or its length are
+                out of range.
         """
         source, rate = ref.source, ref.options.get("sampling_rate")
         if isinstance(source, Mapping) and source.get("array") is not None:
@@ -152,7 +156,7 @@ class AudioReader:
         if rate is not None and rate != extractor.sampling_rate:
             fault = f"audio {at} has {rate} samples a second, its processor takes {extractor.sampling_rate}; resample"
             raise Refusal("audio_rate", f"{fault} (cast_column(..., datasets.Audio(sampling_rate=...)))")
-        # WhisperFeatureExtractor cuts long audio off, unless it is told not to
+        # WhisperFeatureExtractor truncates long audio unless told not to
         if self._options.get("truncation", True) and len(array) > extractor.n_samples:
             lasts, most = (count / extractor.sampling_rate for count in (len(array), extractor.n_samples))
             fault = f"audio {at} lasts {lasts:.1f} s, and the processor cuts off what is beyond {most:.0f} s"
@@ -160,10 +164,11 @@ class AudioReader:
         return array.astype(np.float32)
 
     def _padding(self, longest: int) -> dict[str, Any]:
-        """The samples to which audios are padded: the longest, or, of a processor that pads to the most it takes, as
-        many as frames at the end read.
+        """Return the options that set the padded length in samples.
 
-        Silence behind them changes no frame of an audio, and Qwen2.5-Omni's would compute five minutes of it.
+        That is the longest audio. If the processor pads to its maximum instead, it is as many samples as the last
+        frames need: silence after an audio changes none of its frames, and Qwen2.5-Omni's would compute five minutes
+        of it.
         """
         extractor = self._extractor
         if self._pads_to_longest:
@@ -172,7 +177,7 @@ class AudioReader:
         return {"max_length": min(hops * extractor.hop_length, extractor.n_samples)}
 
     def _frames(self, arrays: Sequence[np.ndarray], longest: int) -> list[int]:
-        """Count the frames of a sample's audios: begun ones too, but none behind the last whole one of the call."""
+        """Count the frames of a sample's audios, partial ones included, up to the last whole frame of the call."""
         if not arrays:
             return []
         extractor = self._extractor
@@ -191,7 +196,7 @@ class AudioReader:
 
     @cached_property
     def _depth(self) -> int:
-        """Where among the classes of the processor transformers' own is."""
+        """Index of transformers' own class among the classes of the processor."""
         return next(at for at, cls in enumerate(type(self.processor).__mro__) if "transformers." in cls.__module__)
 
     @cached_property
@@ -202,7 +207,7 @@ class AudioReader:
 
     @cached_property
     def _pads_to_longest(self) -> bool:
-        """True if the processor pads the audios of a call to the longest, not to the most that it takes."""
+        """True: the processor pads the audios of a call to the longest one. False: to its maximum length."""
         return self._options.get("padding") in (True, "longest")
 
 
@@ -211,6 +216,6 @@ def _longest(arrays: Sequence[np.ndarray]) -> int:
 
 
 def _audio(features: torch.Tensor, tokens: int) -> Visual:
-    """One audio by its frames [1, mel, f]."""
+    """Make the record of one audio from its frames [1, mel, f]."""
     mask = torch.ones(1, features.shape[2], dtype=torch.int64)
     return Visual(pixels=features, tensors={MASK: mask}, runs=(tokens,))

@@ -1,8 +1,9 @@
-"""Digests of samples and processors: keys of lengths, what a stored sample was, and which processor packed it.
+"""Digests of samples and processors: cache keys for lengths, identities of stored samples, processor fingerprints.
 
-Keys are for the cache of lengths: a digest of everything that decides them. Of an image only height and width enter,
-and the keys beside it that choose another size: an image that is encoded again in its old size is found again, wherever
-it lies. Digests of samples are of all that the collator reads: text, options, id, and the bytes of media in any place.
+Keys are for the cache of lengths. A key is a digest of everything that determines a sample's length. For an image, that
+is only its height, its width and any keys beside it that set another size. An image that is moved, or re-encoded in the
+same size, keeps its key. Sample digests cover everything that the collator reads: text, options, id, and the
+bytes of media, wherever they are stored.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import ConfigError, Refusal, SampleError
 
 RULES = 5
-"""To be raised with every change that gives the same sample other lengths."""
+"""Increase this with every change that alters the length of a sample."""
 DIGEST_BYTES = 16
 
 
 def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
-    """Compute the digest of everything besides the samples that decides lengths, and marks if entries have them."""
+    """Compute the digest of everything besides the samples that determines lengths, and marks if entries have them."""
     parts = parts_of(collator.processor)
     tokenizer: Any = [parts.tokenizer.get_vocab(), parts.tokenizer.init_kwargs]
-    if parts.tokenizer.is_fast:  # all but what its last call left behind
+    if parts.tokenizer.is_fast:  # everything except the state left by its last call
         tokenizer = {**json.loads(parts.tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
     content = {
         "versions": [RULES, version("transformers"), version("tokenizers")],
@@ -59,17 +60,18 @@ def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
 
 
 def sample_key(feature: Any, settings: bytes, collator: VLMCollator, *, has_marks: bool = False) -> bytes | None:
-    """Compute the key of one sample under settings; to a model that has no vision `<image>` in a text is text.
+    """Compute a sample's key under the given settings.
 
     Args:
         feature: the sample.
-        settings: of `settings_key`.
+        settings: result of `settings_key`.
         collator: reads the sample.
-        has_marks: the content of media enters the key, not only their sizes.
+        has_marks: include the content of media in the key, not only their sizes.
 
     Returns:
-        16 bytes. None: the sample is not worth a key, as it was tokenized before; or it has none, as an image cannot
-        be read, its columns contradict each other, or it holds what JSON cannot.
+        16 bytes, or None. A tokenized sample gets no key, since that would not save time. Other samples get none if an
+        image cannot be read, columns contradict each other, a value cannot be written as JSON, or they hold audio or a
+        video file.
     """
     try:
         content = _content_of(feature, collator, partial(read_size, limits=collator.limits), _no_key)
@@ -83,32 +85,31 @@ def sample_key(feature: Any, settings: bytes, collator: VLMCollator, *, has_mark
 def sample_digest(sample: Any, collator: VLMCollator) -> str:
     """Compute the digest of a sample's whole content: 32 hexadecimal digits.
 
-    Equal for equal content: a file, its bytes and a data URI of them count alike. Columns that the collator does not
-    read are left out, unless the sample cannot be read as a conversation.
+    Equal content has equal digests: a file, its bytes and its data URI count as the same. Columns that the collator
+    does not read are left out, unless the sample cannot be read as a conversation.
 
     Args:
-        sample: as the collator takes it, or the SampleError that a data set raised in its place.
-        collator: its limits hold for images.
+        sample: a sample that the collator takes, or the SampleError in its place.
+        collator: provides the limits for images.
     """
     read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
     try:
         return _digest([sample_id_of(sample), *_content_of(sample, collator, *read)], default=_plain).hex()
-    except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # bad, or tokenized before
+    except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # a bad sample, or a tokenized one
         pass
     try:
         return _digest(sample, default=_any_content).hex()
-    except (TypeError, ValueError, RuntimeError) as error:  # of what it is, nothing else can be compared
+    except (TypeError, ValueError, RuntimeError) as error:  # nothing but the types can be compared
         return _digest([type(sample).__name__, type(error).__name__], default=_plain).hex()
 
 
 def _content_of(
     feature: Any, collator: VLMCollator, read: Callable[[Any], Any], read_file: Callable[[Any], Any]
 ) -> list[Any]:
-    """List what the collator reads of a sample, with the result of `read` for each image and frame, and of `read_file`
-    for each file of a video.
+    """List what the collator reads of a sample, with `read` of each image and frame and `read_file` of each video file.
 
     Raises:
-        TypeError: it is no conversation, or was tokenized before.
+        TypeError: the sample is not a conversation, is already tokenized, or holds audio.
         Refusal: its columns contradict each other.
     """
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
@@ -135,13 +136,13 @@ def _no_key(video: Any) -> Any:
 
 
 def _digest(content: Any, *, default: Callable[[Any], Any], key: bytes = b"") -> bytes:
-    """Hash JSON whose keys are not sorted: a template may write a mapping in the order it has."""
+    """Hash JSON without sorting keys, because a template may write a mapping in its own order."""
     text = json.dumps(content, default=default, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES, key=key).digest()
 
 
 def _plain(value: Any) -> Any:
-    """Convert what data sets hold besides JSON's types."""
+    """Convert values in datasets that JSON does not know."""
     if isinstance(value, np.generic | np.ndarray):
         return [str(value.dtype), value.tolist()]
     if isinstance(value, Mapping):
@@ -150,7 +151,7 @@ def _plain(value: Any) -> Any:
 
 
 def _any_content(value: Any) -> Any:
-    """Convert whatever else a sample may hold: tensors, media, refusals; of other objects the type counts."""
+    """Convert any other value in a sample: tensors, media, refusals. Only the type of other objects counts."""
     if isinstance(value, torch.Tensor):
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return ["tensor", str(value.dtype), value.shape, hashlib.blake2b(data).hexdigest()]
@@ -166,16 +167,16 @@ def _any_content(value: Any) -> Any:
 
 
 def content_sums(source: Any, limits: ImageLimits) -> Any:
-    """Sum up an image by its length, CRC-32 and Adler-32; its size comes first where it is decoded already.
+    """Return an image's length in bytes, CRC-32 and Adler-32, preceded by its size if it is already decoded.
 
-    They take a third of the time of SHA-256, and are enough against accidents.
+    These take a third of the time of SHA-256, and suffice against accidents.
 
     Args:
-        source: as `load_image` takes it.
-        limits: caps for images.
+        source: a source that `load_image` accepts.
+        limits: size limits for images.
 
     Returns:
-        A list of numbers; the slug of the reason if it cannot be read.
+        A list of numbers, or the reason's slug if the image cannot be read.
     """
     try:
         if isinstance(source, Image.Image):
@@ -189,7 +190,7 @@ def content_sums(source: Any, limits: ImageLimits) -> Any:
 
 
 def _file_sums(video: Any, limits: VideoLimits) -> Any:
-    """Sum up a file of a video as an image is summed up, without holding it."""
+    """Return the same sums for a video file, without holding it in memory."""
     length, crc, adler = 0, 0, 1
     try:
         with open_video(video, limits=limits) as file:
@@ -203,19 +204,19 @@ def _file_sums(video: Any, limits: VideoLimits) -> Any:
 # ---------------------------------------------------------------------- the processor
 
 IMAGE_SETTINGS = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb", "rescale_factor", "resample")
-"""Of an image processor, besides its sizes."""
+"""Settings of an image processor, besides its sizes."""
 _OF_TOKENS = ("_token", "_id", "_start", "_end", "vocab_size", "frame_timestamps", "seconds_per_grid")
-"""Ends of the names of fields of `ProcessorMetadata` that decide tokens beside vocabulary and template."""
+"""Endings of the `ProcessorMetadata` fields that determine tokens, besides vocabulary and template."""
 _SIZES = ("patch_size", "merge_size", "temporal_patch_size")
 PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 👍🏽 <|im_start|>user\nfoo_bar\t\\n 1e-5"
-"""A text on whose tokens tokenizers of one vocabulary may still differ: merges, numbers, spaces, normalization."""
+"""A text for which tokenizers with the same vocabulary may still differ: merges, numbers, spaces, normalization."""
 
 
 def fingerprint(collator: VLMCollator) -> dict[str, Any]:
-    """Describe the parts of a collator's processor that decide tokens and patches, as JSON; texts by their digests.
+    """Describe the parts of a collator's processor that determine tokens and patches, as JSON. Texts become digests.
 
-    Classes are no part of it: images are stored encoded, and the image processors of one model family, with torchvision
-    or without, cut them by the same settings.
+    Classes are left out: images are stored encoded, and the image processors of one model family, with or without
+    torchvision, make the same patches with the same settings.
     """
     metadata, parts = collator.metadata, parts_of(collator.processor)
     vocabulary = sorted(parts.tokenizer.get_vocab().items(), key=lambda item: item[1])
@@ -231,7 +232,7 @@ def fingerprint(collator: VLMCollator) -> dict[str, Any]:
 
 def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[str, Any]:
     settings = image_processor.to_dict()
-    if metadata.by_processor:  # of which no setting is known to have no effect
+    if metadata.by_processor:  # any of its settings may have an effect
         return {"settings": digest_of(settings)[:16]}
     fewest, most = pixel_bounds(image_processor, image_processor.size)
     return {
@@ -244,12 +245,12 @@ def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[s
 
 
 def digest_of(content: Any) -> str:
-    """SHA-256 of JSON, whatever its spaces and the order of its keys."""
+    """Return the SHA-256 of JSON, independent of its spaces and of the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any], name: str = "") -> Iterator[str]:
-    """Yield a line for each part in which two descriptions differ."""
+    """Yield a line for each difference between two descriptions."""
     for key in sorted({*stored, *current}):
         before, now, path = stored.get(key), current.get(key), f"{name}{key}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):

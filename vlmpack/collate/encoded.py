@@ -1,4 +1,4 @@
-"""One sample after encoding: token ids, what is trained on of them, and its media, as patches or only their grids."""
+"""One sample after encoding: token ids, labels, and media as patches or as grids only."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ from vlmpack.layout.row import IGNORE
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Visual:
-    """One image or one video, cut into patches or tiles, or only measured."""
+    """One image or video (as patches or tiles) or one audio (as log-mel frames). It may also be only measured."""
 
     grid: Grid | None = None
-    """(frames, rows, columns) of patches; None: a family whose images have no grid, or one measured by its tokens."""
+    """(frames, rows, columns) of patches; None: the family's media have no grid, or only their tokens were counted."""
     pixels: torch.Tensor | None
-    """Floats: [P, C], P = frames * rows * columns of `grid`, or of any shape without a grid; None: only measured."""
+    """Floats [P, C], P = frames * rows * columns of `grid`; any shape without a grid; None: only measured."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further tensors of an image under the model's names (`image_sizes`, `pixel_attention_mask`, ...)."""
+    """Further tensors of the medium under the model's names (`image_sizes`, `pixel_attention_mask`, ...)."""
     runs: tuple[int, ...] = ()
-    """Tokens of each of its runs of placeholders, as its processor wrote them; (): as many as its grid needs."""
+    """Length of each run of placeholders that the processor wrote; (): as many as the grid needs."""
     written: str = ""
-    """The text with which its processor replaces the placeholder of the template; "": it is in the ids already."""
+    """The processor's replacement text for the template's placeholder; "": the ids already contain it."""
 
     @property
     def values(self) -> tuple[torch.Tensor, ...]:
-        """Its pixels, and further tensors of floats, such as tiles; (): only measured."""
+        """The pixels and other float tensors (tiles, for example); (): only measured."""
         tensors = (self.pixels, *self.tensors.values())
         return tuple(tensor for tensor in tensors if tensor is not None and tensor.is_floating_point())
 
     @property
     def patch_grid(self) -> Grid:
-        """The grid of an image or video of a family whose images have one."""
+        """The grid, for a family whose media have one."""
         assert self.grid is not None, "an image without a grid"
         return self.grid
 
     seconds: float | None = None
-    """Seconds from one grid of a video to the next; None: an image, or a family that takes none."""
+    """Seconds from one grid of a video to the next; None: an image, or a family that does not take seconds."""
     timestamps: tuple[float, ...] = ()
-    """Seconds of each grid of a video, which some families write into the text; (): an image."""
+    """Time of each grid of a video in seconds, which some families write into the text; (): an image."""
     source: MediaRef | None = None
-    """Where it was read from; None: it came as patches."""
+    """Where the medium was read from; None: it was given as patches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
-    """n tokens, all on the host."""
+    """A sample of n tokens, all on the host."""
 
     input_ids: np.ndarray
     """int64 [n]."""
     labels: np.ndarray
-    """int64 [n], not shifted; -100 where nothing is trained on."""
+    """int64 [n], not shifted; -100 where not trained on."""
     weights: np.ndarray | None = None
-    """float32 [n]: the weight of each label in the loss; None: 1."""
+    """float32 [n]: weight of each label in the loss; None: all 1."""
     types: np.ndarray
     """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
     images: tuple[Visual, ...] = ()
@@ -73,49 +73,49 @@ class Encoded:
     videos: tuple[Visual, ...] = ()
     """In the order of their placeholders."""
     audios: tuple[Visual, ...] = ()
-    """In the order of their placeholders: log-mel frames [1, mel, f] as `pixels`, and one run of tokens."""
+    """In the order of their placeholders. Each has log-mel frames [1, mel, f] as `pixels`, and one run of tokens."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """int64 [n] each: further columns of its tokens that its family needs (`Family.token_columns`), by name."""
+    """Further token columns that the family needs (`Family.token_columns`), by name, int64 [n] each."""
     whole: tuple[tuple[int, int], ...] = ()
-    """(start, stop) of tokens that may not be torn, of a text: media with what is around them, ends of answers."""
+    """(start, stop) of tokens that truncation must not split: media with their border tokens, and ends of answers."""
     num_cut: int = 0
-    """Tokens that were cut off."""
+    """Number of tokens that truncation removed."""
     sample_id: int | str | None = None
-    """The sample's own id, where it has one."""
+    """The sample's own id, if it has one."""
     channel: str | None = None
-    """Name of its data set, where it has one."""
+    """Name of its dataset, if it has one."""
 
     @property
     def num_tokens(self) -> int:
-        """n."""
+        """Number of tokens (n)."""
         return len(self.input_ids)
 
     @property
     def media(self) -> Mapping[Kind, tuple[Visual, ...]]:
-        """Its images, videos and audios by kind."""
+        """Images, videos and audios by kind."""
         return {"image": self.images, "video": self.videos, "audio": self.audios}
 
     @property
     def media_runs(self) -> Runs:
-        """The prefix of a sample whose family has prefixes, or the runs of its media tokens."""
+        """The prefix as one run in a family with prefixes; otherwise the runs of media tokens."""
         if not self.columns:
             return media_runs(self.types)
         return ((0, self.prefix),) if self.prefix else ()
 
     @property
     def prefix(self) -> int:
-        """Tokens of the prefix of a sample whose family has prefixes; 0 of others."""
+        """Length of the prefix in a family with prefixes; otherwise 0."""
         column = next(iter(self.columns.values()), None)
         return 0 if column is None else prefix_length(column)
 
     @cached_property
     def num_targets(self) -> int:
-        """Labelled next-token targets: the first token is no target."""
+        """Number of labeled next-token targets. The first token is not a target."""
         return int(np.count_nonzero(self.labels[1:] != IGNORE))
 
 
 def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
-    """Raise a `Refusal` for the first thing that is wrong with a sample (reasons: docs/troubleshooting.md)."""
+    """Raise a `Refusal` for the first fault of a sample (reasons: docs/troubleshooting.md)."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample.labels, metadata)
     for visual in chain.from_iterable(sample.media.values()):
@@ -139,7 +139,7 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
 
 
 def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
-    """There are ids, and the embedding has a row for each."""
+    """Check that there are ids, and that the embedding has a row for each."""
     if len(input_ids) == 0:
         raise Refusal("empty", "it has no tokens at all; leave it out of the data set")
     low, high = int(input_ids.min()), int(input_ids.max())
@@ -149,7 +149,7 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
 
 
 def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
-    """Each unbroken run of placeholders has the length that its own image or frame needs, in order."""
+    """Check that each run of placeholders has the length that its image, frame or audio needs, in order."""
     lengths = run_lengths(types, TYPES[kind])
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
     if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
@@ -174,11 +174,11 @@ _VALUES: Mapping[Kind, str] = {
     "video": "pixels; add pixels and grid",
     "audio": "frames; add input_features and feature_attention_mask",
 }
-"""Tensors of a medium of each kind, and the remedy where one is missing."""
+"""Tensors of each kind of medium, and the remedy if one is missing."""
 
 
 def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Join needed runs that may stand side by side in the text, as far as the runs that are there reach."""
+    """Join needed runs that are adjacent in the text, so that they match the lengths of the runs found there."""
     joined, remaining = [], iter(needed)
     for length in lengths:
         total = 0
@@ -189,18 +189,18 @@ def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
-"""The type of the placeholders of each kind of medium."""
+"""Type of the placeholders of each kind of medium."""
 
 
 def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:
-    """Lengths of the unbroken runs of tokens of a kind, in order."""
+    """Return the lengths of the unbroken runs of tokens of a type, in order."""
     hit = np.concatenate(([False], types == of_kind, [False]))
     edges = np.flatnonzero(hit[1:] != hit[:-1])
     return (edges[1::2] - edges[::2]).tolist()
 
 
 def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:
-    """The runs of placeholders that one image or video is written as."""
+    """Return the lengths of the runs of placeholders for one medium."""
     if visual.grid is None or visual.runs:
         return list(visual.runs)
     frames, rows, columns = visual.grid
@@ -210,7 +210,7 @@ def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> lis
 
 
 def _check_labels(labels: np.ndarray, metadata: ProcessorMetadata) -> None:
-    in_range = np.count_nonzero(labels.view(np.uint64) < metadata.vocab_size)  # unsigned, negative ones are large
+    in_range = np.count_nonzero(labels.view(np.uint64) < metadata.vocab_size)  # unsigned: negative labels become large
     if in_range + np.count_nonzero(labels == IGNORE) < len(labels):
         odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
         fault = f"it holds the label {int(odd[0])}; labels are -100 or ids from 0 to {metadata.vocab_size - 1}"
@@ -218,10 +218,10 @@ def _check_labels(labels: np.ndarray, metadata: ProcessorMetadata) -> None:
 
 
 def check_labels_are_ids(sample: Encoded) -> None:
-    """Labels are the tokens' own ids or -100, as of a token that samples share: it is predicted once.
+    """Check that each label is its token's id or -100. A token that samples share is predicted only once.
 
     Raises:
-        Refusal: another one is there (`label_not_its_id`).
+        Refusal: a label is something else (`label_not_its_id`).
     """
     foreign = np.flatnonzero((sample.labels != sample.input_ids) & (sample.labels != IGNORE))
     foreign = foreign[foreign > 0]  # nothing predicts the first token
@@ -232,9 +232,9 @@ def check_labels_are_ids(sample: Encoded) -> None:
 
 
 def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
-    """Patches, where they were cut, are floats of the grid's shape; that they are finite is seen as they are joined.
+    """Check that patches are floats of the grid's shape. Whether they are finite is checked when they are joined.
 
-    The axes of a patch are the processor's where it made them.
+    If the processor encodes samples itself, only the number of patches is checked, not their other axes.
     """
     if (pixels := visual.pixels) is None:
         return
@@ -267,12 +267,12 @@ TrainOn = Literal["assistant", "last", "all"]
 
 
 def assistant_spans(input_ids: np.ndarray, metadata: ProcessorMetadata) -> list[tuple[int, int]]:
-    """(start, stop) of the text in each of the assistant's turns: from after the header to after `<|im_end|>`.
+    """Return (start, stop) of each assistant turn, from after the header to after `<|im_end|>`.
 
         <|im_start|> assistant \\n  It costs 5 . <|im_end|>  \\n <|im_start|> user ...
                                    ^start                   ^stop
 
-    A last turn without its end (a cut sample) runs to the end of the sample.
+    A last turn without an end (a truncated sample) extends to the end of the sample.
     """
     if metadata.turn_start_id is None:
         return []
@@ -294,13 +294,13 @@ def make_labels(
     spans: Iterable[tuple[int, int]] | None = None,
     untrained: Iterable[slice] = (),
 ) -> np.ndarray:
-    """int64 [n], not shifted: the ids where they are trained on, -100 elsewhere, on all media and on the first token.
+    """Return the labels, int64 [n], not shifted: ids where trained on; -100 elsewhere, on media and on the first token.
 
     Args:
         input_ids: int64 [n].
-        metadata: of the processor.
-        spans: (start, stop) pairs that are trained on; None: everything.
-        untrained: tokens that never are.
+        metadata: the processor's metadata.
+        spans: (start, stop) pairs to train on; None: everything.
+        untrained: tokens that are never trained on.
     """
     labels = input_ids.copy() if spans is None else np.full_like(input_ids, IGNORE)
     for start, stop in spans or ():
@@ -311,7 +311,7 @@ def make_labels(
 
 
 def weighed(sample: Encoded, weights: np.ndarray | None) -> Encoded:
-    """The sample with these weights, float32 [n]: a label of weight 0 is none, and weights that are all 1 are None."""
+    """Return the sample with these weights, float32 [n]. Labels of weight 0 become -100; all 1 becomes None."""
     if weights is None:
         return sample
     labels = np.where(weights == 0, IGNORE, sample.labels)
@@ -320,7 +320,7 @@ def weighed(sample: Encoded, weights: np.ndarray | None) -> Encoded:
 
 
 def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
-    """A copy of `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
+    """Copy `labels` with -100 on placeholders, on the tokens around them, and on the first token."""
     labels = labels.copy()
     for token_id in metadata.media_ids:
         labels[input_ids == token_id] = IGNORE
@@ -333,14 +333,14 @@ def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMet
 Overlength = Literal["error", "drop", "truncate", "truncate_start"]
 
 OVERLENGTH = "overlength"
-"""The reason under which samples that are too long are counted."""
+"""The reason under which overlong samples are counted."""
 
 
 def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None, overlength: Overlength) -> Encoded:
-    """The sample itself if it fits `max_length` tokens, or what the policy makes of it.
+    """Return the sample if it has at most `max_length` tokens; otherwise apply the policy for overlong samples.
 
     Raises:
-        Refusal: it does not fit (reason "overlength"), or nothing to learn would be left of it ("truncated_away").
+        Refusal: it does not fit (reason "overlength"), or truncation would leave no target ("truncated_away").
     """
     if max_length is None or sample.num_tokens <= max_length:
         return sample
@@ -357,19 +357,19 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
 
 
 def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, of_start: bool = False) -> Encoded:
-    """The first `max_length` tokens, or the last ones, but for an image, a video, an audio or an end that they tear.
+    """Keep the first or last `max_length` tokens, or fewer, so that no medium and no end of an answer is split.
 
-    Media that are cut off are left out with their tensors. Of what remains every token keeps its label; a first token,
-    which nothing predicts, has none.
+    Media that are removed lose their tensors too. Each remaining token keeps its label, except the first token, which
+    nothing predicts.
 
     Args:
         sample: longer than `max_length`.
-        metadata: of the processor.
-        max_length: most tokens.
-        of_start: cut the start off, not the end.
+        metadata: the processor's metadata.
+        max_length: largest number of tokens.
+        of_start: True: remove the start. False: remove the end.
 
     Raises:
-        Refusal: no target would be left, or the sample's images cannot be told apart.
+        Refusal: no target would be left, or the sample's images are encoded together and not all would be left.
     """
     media = {kind: list(_media_spans(sample, metadata, kind)) for kind in KINDS}
     whole = [*sample.whole, *(_with_borders(sample, span, metadata) for each in media.values() for _, span in each)]
@@ -398,7 +398,7 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
 
 
 def _media_spans(sample: Encoded, metadata: ProcessorMetadata, kind: Kind) -> Iterator[tuple[Visual, tuple[int, int]]]:
-    """Each medium of a kind, and (start, stop) from its first placeholder to its last."""
+    """Yield each medium of a kind, with the (start, stop) of its placeholders."""
     at = np.flatnonzero(sample.types == TYPES[kind]).tolist()
     ends = accumulate((sum(tokens_of(visual, metadata, kind=kind)) for visual in sample.media[kind]), initial=0)
     for visual, (first, last) in zip(sample.media[kind], pairwise(ends), strict=True):
@@ -406,7 +406,7 @@ def _media_spans(sample: Encoded, metadata: ProcessorMetadata, kind: Kind) -> It
 
 
 def _with_borders(sample: Encoded, span: tuple[int, int], metadata: ProcessorMetadata) -> tuple[int, int]:
-    """A medium's placeholders with the tokens that stand beside them."""
+    """Extend a medium's placeholders by the start and end tokens beside them."""
     (start, stop), ids = span, sample.input_ids.tolist()
     starts = (metadata.vision_start_id, metadata.audio_start_id, *metadata.video_ends[:1])
     ends = (metadata.vision_end_id, metadata.audio_end_id, *metadata.video_ends[1:])

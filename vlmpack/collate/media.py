@@ -1,16 +1,17 @@
-"""Images and videos of a sample: tensors and texts as the user's own processor makes them, or only measured.
+"""Read the media of a sample: tensors and texts made by the user's own processor, or only measurements.
 
     image ──processor──▶ Visual(pixels, grid or tensors, runs, written)    "<boi>" + 256 placeholders + "<eoi>", tiles
     header ──rule──────▶ Visual(grid) or Visual(runs, written)             no pixel is decoded: for planning rows
-    video ──video.py───▶ Visual(pixels, grid, timestamps), or Visual(grid, timestamps) by its header: of Qwen's
-    frames ─processor──▶ Visual(pixels, grid or tensors, runs, written), or of blank frames of that size: of others
+    video ──video.py───▶ Visual(pixels, grid, timestamps), or, measured, Visual(grid, timestamps)        Qwen
+    frames ─processor──▶ Visual(pixels, grid or tensors, runs, written); measured with blank frames      others
 
-What stands for an image in the ids depends on its size alone (in some families also on how many images the sample has).
-Qwen's processors size images by transformers' `smart_resize`, or by the keys beside an image (`vision_keys.py`). Other
-processors count an image's tokens (`_get_num_multimodal_tokens`), or else write the text of a blank image of that size,
-of which they make no pixels.
-Both rules are tried on images before the first one is measured, and an image that was measured is compared again when
-it is decoded.
+The number of tokens of an image depends only on its size (in some families also on how many images the sample has).
+Qwen's processors size images by transformers' `smart_resize`, or by the keys beside an image (`video.py`). Other
+processors count an image's tokens (`_get_num_multimodal_tokens`). If that does not work, they process a blank image of
+the same size without making pixels, and vlmpack takes the text that they write for it.
+
+Each rule is tested on trial images before the first image is measured. A measured image is compared again when it is
+decoded.
 """
 
 from __future__ import annotations
@@ -65,33 +66,33 @@ from vlmpack.layout.batch import Grid
 
 Result = TypeVar("Result")
 TRIALS: tuple[Size, ...] = ((97, 61), (371, 223), (300, 1200), (1100, 800))
-"""Heights and widths of images on which a processor's count is tried: upright, wide, and large enough for crops."""
+"""Heights and widths of trial images for a processor's count: tall, wide, and large enough for crops."""
 _SHRUNK = (371, 223)
-"""Height and width of the image on which Qwen's rule is tried."""
+"""Height and width of the trial image for Qwen's rule."""
 _SHRUNK_TOKENS = 12
-"""Most tokens of that image: it has to be made smaller, and rounded."""
+"""Largest number of tokens of that image, which forces the rule to shrink it and round."""
 NEAREST = 0
-"""Pillow's number of the resampling that computes nothing."""
+"""Pillow's number of nearest-neighbor resampling, the cheapest filter."""
 SIZES_KEPT = 4096
-"""Sizes of images whose text is kept."""
+"""Number of image or video sizes whose measurements are cached."""
 OPTIONS_OF_IMAGES: Mapping[str, Sequence[str]] = {"Lfm2VlProcessor": ("use_image_special_tokens",)}
-"""Options of a processor that it hands on with those of images, by its class."""
+"""Options that a processor passes on with the image options, by processor class."""
 NUMBERING = ("MiniCPMV4_6Processor",)
-"""Classes of processors that may write before each image which one of its sample it is."""
+"""Processor classes that may number the images of a sample in the text."""
 
 
 class BatchMedia:
-    """The images and videos of one batch that were loaded already, so that each is loaded and processed once.
+    """The images and videos of one batch that are already loaded, so that each is loaded and processed only once.
 
-    Keyed by what holds them: encoded bytes, a path, or the picture itself, with the keys beside them. They are kept as
-    long as a sample has them.
+    The key is the source (encoded bytes, a path, or the PIL image itself) with the keys beside it. An entry lives as
+    long as some sample uses it.
     """
 
     def __init__(self) -> None:
         self._visuals: WeakValueDictionary[Hashable, Visual] = WeakValueDictionary()
 
     def load_once(self, ref: MediaRef, kind: Kind, load: Callable[[MediaRef], Visual]) -> Visual:
-        """Return the visual that was made from the same source by the same keys, or else make it."""
+        """Return the visual already made from the same source with the same keys, or else make it."""
         source = _key(ref.source)
         if source is None:
             return load(ref)
@@ -103,9 +104,9 @@ class BatchMedia:
 
 
 def _key(source: Any) -> Hashable | None:
-    """A key that is equal only for equal pictures; None: there is no cheap one."""
+    """Return a key that is equal only for equal pictures. None: there is no cheap one."""
     if isinstance(source, Image.Image):
-        return "picture", id(source)  # its visual keeps it, and so its id
+        return "picture", id(source)  # the visual keeps the image alive, so its id stays unique
     if isinstance(source, bytes):
         return source
     if isinstance(source, str | Path):
@@ -119,7 +120,7 @@ def _key(source: Any) -> Hashable | None:
 
 
 def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at: int) -> Result:
-    """Read an image or video; `at`, its place among those of its sample, names it in a refusal.
+    """Read an image or video. A refusal names it by `at`, its index among the media of its kind in the sample.
 
     Raises:
         Refusal: it cannot be used.
@@ -128,7 +129,7 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at
         return read(ref)
     except ImageError as error:
         raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
-    except VlmpackError:  # the processor's fault, not this image's
+    except VlmpackError:  # the processor is at fault, not this image
         raise
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
         raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
@@ -136,26 +137,27 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at
 
 @dataclass(frozen=True, kw_only=True)
 class MediaReader:
-    """Reads the images and videos of samples with the processor that the model was made with."""
+    """Reads the media of samples with the model's own processor."""
 
     processor: Any
     """The processor: a `ProcessorMixin` with a `replace_image_token`."""
     metadata: ProcessorMetadata
     """Its metadata."""
     limits: ImageLimits
-    """Caps for images and frames."""
+    """Size limits for images and frames."""
     file_rules: FileRules = DEFAULT_RULES
-    """Rules for sampling and sizing files of videos."""
+    """Rules for sampling and sizing video files."""
 
     # ------------------------------------------------------------------ the media of a sample
 
     def load_each(
         self, refs: Sequence[MediaRef], *, kind: Kind, batch: BatchMedia | None = None, max_tokens: int | None = None
     ) -> tuple[Visual, ...]:
-        """Load the media of one kind of a sample and turn them into tensors, in their order.
+        """Load a sample's media of one kind as tensors, in order.
 
-        One that ends beyond `max_tokens` by its size alone is measured and not made: no sample of at most so many
-        tokens holds it. Images that the processor sizes are made: its own `size` bounds them.
+        A medium is only measured if its size alone shows that it ends beyond `max_tokens`: no sample of that length
+        holds it. This applies to videos and to images sized by keys. Images sized by the processor are always
+        processed, since the processor's `size` bounds them.
 
         Raises:
             Refusal: one of them cannot be used.
@@ -177,10 +179,10 @@ class MediaReader:
         return tuple(visuals)
 
     def measure_each(self, refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
-        """Measure the media of one kind of a sample by their headers, in their order.
+        """Measure a sample's media of one kind, in order, from their headers.
 
         Raises:
-            Refusal: a header shows that one cannot be used.
+            Refusal: a header shows that a medium cannot be used.
             ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
         if kind == "audio":
@@ -191,10 +193,10 @@ class MediaReader:
         return tuple(read_named(self._measurer(kind), ref, kind, at) for at, ref in enumerate(refs))
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
-        """A sample that was only measured, with the tensors of all its media.
+        """Return a measured sample with the tensors of all its media.
 
         Raises:
-            Refusal: one of them cannot be used, or is not of the size that was measured (`image_changed`, ...).
+            Refusal: one of them cannot be used, or its size is not the measured one (`image_changed`, ...).
         """
         filled: dict[str, Any] = {f"{k}s": self._filled(media, k, batch) for k, media in sample.media.items()}
         return replace(sample, **filled)
@@ -247,7 +249,7 @@ class MediaReader:
             raise ImageError(f"{seen} {name} sizes all images alike: leave them out", "vision_key")
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
-        """(height, width) in pixels by an image's keys, which is not too large to be made."""
+        """Return the (height, width) in pixels that an image's keys set, after checking that it is not too large."""
         size = image_size(ref.options, source, factor=self._side)
         check_enlarged(size, source=source, factor=self._side)
         return size
@@ -275,7 +277,7 @@ class MediaReader:
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
 
     def _video_of_processor(self, element: Mapping[str, Any], *, is_measured: bool) -> Visual:
-        """A video by the processor's own rules; only its file is decoded here. A measured one has blank frames."""
+        """Make a video by the processor's own rules; only its file is decoded here. Measuring uses blank frames."""
         part, name = self.parts.video_processor, type(self.processor).__name__
         if not self._family.has_videos:
             raise ImageError(f"a {name} reads images alone; give frames as images", "no_video")
@@ -289,7 +291,7 @@ class MediaReader:
 
     @cached_property
     def _blank_video(self) -> Callable[[tuple[int, ...], tuple[Any, ...]], Visual]:
-        """A measured video from what the processor makes of blank frames [F, H, W, 3]."""
+        """Measures a video by processing blank frames [F, H, W, 3]."""
 
         def blank(shape: tuple[int, ...], metadata: tuple[Any, ...]) -> Visual:
             visual = self.process_video(np.broadcast_to(np.zeros((), np.uint8), shape), metadata)
@@ -298,7 +300,7 @@ class MediaReader:
         return lru_cache(maxsize=SIZES_KEPT)(blank)
 
     def process_video(self, frames: np.ndarray, metadata: tuple[Any, ...]) -> Visual:
-        """Let the processor make the tensors of a video's frames, uint8 [F, H, W, 3], and the text in its place."""
+        """Let the processor make the tensors and the text for a video's frames, uint8 [F, H, W, 3]."""
         from transformers.video_utils import VideoMetadata
 
         options = {**self._options["videos_kwargs"], "video_metadata": [VideoMetadata(**dict(metadata))]}
@@ -308,14 +310,14 @@ class MediaReader:
         return visual
 
     def process(self, images: Sequence[Image.Image], **options: Any) -> tuple[Visual, ...]:
-        """Let the processor make the tensors of images, and the texts in place of their placeholders.
+        """Let the processor make the tensors of images and the texts that replace their placeholders.
 
         Args:
-            images: of one sample.
-            options: of the image processor, in place of the processor's own.
+            images: images of one sample.
+            options: options of the image processor that override its own.
 
         Raises:
-            ConfigError: the processor makes no `pixel_values` of them.
+            ConfigError: the processor does not return `pixel_values`, or not one text for each image.
         """
         processed, texts = self.processor._process_images([list(images)], **{**self._image_options, **options})
         if "pixel_values" not in processed or len(texts) != len(images):
@@ -326,7 +328,7 @@ class MediaReader:
     def _visuals(
         self, processed: Mapping[str, Any], texts: Sequence[str], *, pixels: str, grid: str
     ) -> tuple[Visual, ...]:
-        """One record a medium, of the tensors that its family's models take."""
+        """Return one record per medium, with the tensors that the family's models take."""
         visuals, names = [], [name for name in self._family.media if name in processed]
         for at, text in enumerate(texts):
             tensors = {name: _of_image(processed[name], at, len(texts)) for name in names}
@@ -334,13 +336,13 @@ class MediaReader:
             if grid in tensors:
                 frames, rows, columns = tensors.pop(grid).reshape(3).tolist()
                 shape = frames, rows, columns
-            # Qwen's write the grid's placeholders
+            # Qwen's processors write as many placeholders as the grid needs
             written = self._written(text, pixels != "pixel_values") if self.metadata.by_processor else {}
             visuals.append(Visual(grid=shape, pixels=values, tensors=tensors, **written))
         return tuple(visuals)
 
     def _written(self, text: str, of_video: bool = False) -> dict[str, Any]:
-        """The text of a medium with one placeholder a run, and the length of each run."""
+        """Return a medium's text with one placeholder per run, and the length of each run."""
         is_own = of_video and self.metadata.video_token_id != NO_ID
         placeholder = self.metadata.video_token if is_own else self.placeholder
         run = re.compile(f"(?:{re.escape(placeholder)})+")
@@ -348,22 +350,22 @@ class MediaReader:
         return {"runs": runs, "written": run.sub(lambda _: placeholder, text)}
 
     def texts_of(self, visuals: Sequence[Visual], text: str, token: str) -> list[str]:
-        """The texts in place of the placeholders in `text`, numbered where the processor numbers a sample's media."""
+        """Return the texts that replace the placeholders in `text`, numbered if the processor numbers media."""
         texts = [visual.written or token for visual in visuals]
         if self._numbers_images and visuals:
             return self.processor._prepend_local_ids([text], texts, token)
         return texts
 
-    # ------------------------------------------------------------------ by sizes alone
+    # ------------------------------------------------------------------ measuring by size
 
     @property
     def _side(self) -> int:
-        """Pixels along one side of a token."""
+        """Side of a token in pixels."""
         return self.metadata.patch_size * self.metadata.merge_size
 
     @cached_property
     def _resize_rule(self) -> Callable[[int, int], Grid]:
-        """The rule of Qwen's processors from an image's height and width to its grid, after one trial with this one.
+        """The rule of Qwen's processors from an image's height and width to its grid, tested once on this processor.
 
         Raises:
             ConfigError: the processor resizes by another rule.
@@ -375,12 +377,12 @@ class MediaReader:
         low, high = self._side**2, _SHRUNK_TOKENS * self._side**2
         options: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}}
         if any(getattr(image_processor, name, None) is not None for name in ("min_pixels", "max_pixels")):
-            options |= {"min_pixels": low, "max_pixels": high}  # which would go before `size`
+            options |= {"min_pixels": low, "max_pixels": high}  # these would override `size`
         self._try_rule(_SHRUNK, partial(self._resized, bounds=(low, high)), **options)
         return self._resized
 
     def _resized(self, height: int, width: int, bounds: tuple[int, int] | None = None) -> Grid:
-        """The grid by transformers' own rule; `bounds` of the area, None: the processor's."""
+        """Return the grid by transformers' own rule. `bounds` limits the area; None: the processor's bounds."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         image_processor = self.parts.image_processor
@@ -388,7 +390,7 @@ class MediaReader:
         return self._grid_of(*smart_resize(height, width, self._side, min_pixels=low, max_pixels=high))
 
     def _unresized(self, height: int, width: int) -> Grid:
-        """The grid of an image that is cut into patches as it is."""
+        """Return the grid of an image that is not resized."""
         if height % self._side or width % self._side:
             raise ValueError(f"{height} x {width} pixels are no multiples of {self._side}, and its do_resize is off")
         return self._grid_of(height, width)
@@ -397,7 +399,7 @@ class MediaReader:
         return 1, height // self.metadata.patch_size, width // self.metadata.patch_size
 
     def _try_rule(self, shape: Size, rule: Callable[[int, int], Grid], **options: Any) -> None:
-        """Raise a ConfigError unless the processor cuts a black image of this height and width by `rule`."""
+        """Raise a ConfigError unless the processor makes the grid of a black image of this shape by `rule`."""
         height, width = shape
         (visual,) = self.process([Image.new("RGB", (width, height))], **options)
         if visual.patch_grid != (expected := rule(height, width)):
@@ -410,14 +412,14 @@ class MediaReader:
 
     @cached_property
     def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
-        """The images of one sample as measured ones, from what the processor writes for blank ones of these sizes."""
+        """Measures the images of one sample by the texts that the processor writes for blank images of their sizes."""
         expected = [[(image.runs, image.written) for image in self._written_of((size,))] for size in TRIALS]
         for unmade in (("do_rescale", "do_normalize", "do_pad"), ("do_rescale", "do_normalize")):
             try:
                 blank = self._shapes_alone(unmade)
                 if [[(image.runs, image.written) for image in blank((size,))] for size in TRIALS] == expected:
                     return lru_cache(maxsize=SIZES_KEPT)(blank)
-            except Exception:  # a processor that needs what is not made, or leaves the classes of transformers
+            except Exception:  # the processor needs what is left out, or does not use transformers' classes
                 continue
         return lru_cache(maxsize=SIZES_KEPT)(self._written_of)
 
@@ -426,9 +428,9 @@ class MediaReader:
         return tuple(Visual(pixels=None, runs=visual.runs, written=visual.written) for visual in visuals)
 
     def _shapes_alone(self, unmade: Sequence[str]) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
-        """What the processor writes of blank images, from shapes alone: it cuts and counts, and makes no pixels.
+        """Return a function that measures blank images by shapes alone: the processor counts without making pixels.
 
-        `unmade`: steps of the image processor that are left out.
+        `unmade` names steps of the image processor to leave out.
         """
         processor, images = copy(self.processor), copy(self.parts.image_processor)
         images.__class__ = _without_pixels(type(images))
@@ -438,7 +440,7 @@ class MediaReader:
 
     @cached_property
     def _counted(self) -> Callable[[Size], Visual] | None:
-        """A measured image from the processor's own count; None: it has none, or trials contradict it."""
+        """Measures an image by the processor's own count; None: it has no count, or the trial images contradict it."""
         visuals = [self._blank((size,))[0] for size in TRIALS]
         if any(len(visual.runs) != 1 for visual in visuals) or len({visual.written for visual in visuals}) > 1:
             return None
@@ -452,7 +454,7 @@ class MediaReader:
         return lambda size: Visual(pixels=None, runs=(self._count(size) - extra,), written=written)
 
     def _count(self, size: Size) -> int:
-        """Tokens of an image as the processor counts them; some count those around it too."""
+        """Count the tokens of an image with the processor. Some processors include the tokens around it."""
         (count,) = self.processor._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"]
         return int(count)
 
@@ -474,7 +476,7 @@ class MediaReader:
 
     @cached_property
     def _options(self) -> dict[str, Any]:
-        """Options of a call of the processor: those of images, of texts, and its own."""
+        """Options of a processor call: for images, for texts, and the processor's own."""
         merge = self.processor._merge_kwargs
         is_old = signature(merge).parameters["ModelProcessorKwargs"].default is Parameter.empty  # transformers 5.17
         kinds = (self.processor.valid_processor_kwargs,) if is_old else ()
@@ -483,20 +485,20 @@ class MediaReader:
 
     @cached_property
     def _image_options(self) -> dict[str, Any]:
-        """Options of its images, and those of its own that it hands on with them; texts' come first, as it has it."""
+        """Options for images, and options that the processor passes on with them, preferably from the text options."""
         names = OPTIONS_OF_IMAGES.get(class_in(self.processor, OPTIONS_OF_IMAGES), ())
         its = {name: self._options["text_kwargs"].get(name, self._options[name]) for name in names}
         return self._options["images_kwargs"] | its
 
     @cached_property
     def text_options(self) -> dict[str, Any]:
-        """The processor's own choice of special tokens."""
+        """The processor's choice of special tokens."""
         options = self._options["text_kwargs"]
         return {name: options[name] for name in ("add_special_tokens",) if name in options}
 
     @cached_property
     def _numbers_images(self) -> bool:
-        """True if the processor writes before each image which one of its sample it is."""
+        """True: the processor numbers the images of a sample in the text."""
         if not class_in(self.processor, NUMBERING):
             return False
         chosen = self._options["images_kwargs"].get("use_image_id", self._options["use_image_id"])
@@ -504,14 +506,14 @@ class MediaReader:
 
 
 def _without_pixels(cls: type) -> type:
-    """An image processor of this class whose back-end gives arrays of the right shapes, where it knows them."""
+    """Derive an image processor class whose back-end returns arrays of the right shapes, where it can."""
     from transformers.image_processing_backends import PilBackend, TorchvisionBackend
 
     backend: Any = PilBackend if issubclass(cls, PilBackend) else TorchvisionBackend
 
     class Shapes(backend):
         def resize(self, image: Any, size: Any, *args: Any, **options: Any) -> Any:
-            """Zeros of the new size, which take no memory; a size by its edges is the back-end's own affair."""
+            """Return zeros of the new size, which take no memory. A size given by its edges goes to the back-end."""
             if not (size.height and size.width):
                 return super().resize(image, size, *args, **options)
             shape = (*image.shape[:-2], size.height, size.width)
@@ -523,14 +525,14 @@ def _without_pixels(cls: type) -> type:
 
 
 def _of_image(tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:
-    """The part of one image; what is one for all images of a sample goes with its first."""
+    """Return one image's part of a tensor. A tensor for all images of a sample goes to the first image."""
     if count == 1:
         return tensor
     return tensor[at : at + 1] if len(tensor) == count else tensor[: 0 if at else None]
 
 
 def trial_image(size: Size) -> Image.Image:
-    """A picture of a height and width in which no two rows or columns are alike."""
+    """Make a picture of this height and width in which all rows and columns differ."""
     height, width = size
     values = np.arange(height * width * 3, dtype=np.int64).reshape(height, width, 3) ** 2 % 251
     return Image.fromarray(values.astype(np.uint8))
@@ -541,7 +543,7 @@ def _shown(grid: Grid) -> str:
 
 
 def _shape(visual: Visual) -> str:
-    """All that decides where a medium's tokens lie, in words."""
+    """Describe everything that determines the positions of a medium's tokens."""
     if visual.runs:
         return f"{sum(visual.runs)} tokens in {len(visual.runs)} run(s)"
     times = "" if visual.seconds is None else f", {visual.seconds:g} s each"
