@@ -1,27 +1,27 @@
-"""Chat templates: conversations as text, and the places in it of what an assistant says.
+"""Render conversations with chat templates, and find the assistant's answers in the text.
 
     text        <bos><start_of_turn>user\nP0<end_of_turn>\n<start_of_turn>model\nP1<end_of_turn>\n<start_of_turn>user...
-    question    behind P0, with the prompt │<end_of_turn>\n<start_of_turn>model\n│
-    answer      behind P1, as the last turn                                        │<end_of_turn>\n│
+    question    after P0, with the prompt  │<end_of_turn>\n<start_of_turn>model\n│
+    answer      after P1, as the last turn                                         │<end_of_turn>\n│
     trained on                                                                   P1<end_of_turn>
 
-A template that marks its assistant's text itself (`{% generation %}`) is taken at its word. Of any other one each shape
-of conversation is written with probes in place of its texts, and so is each of its beginnings. An answer starts where
-the text behind the last probe before it leaves the generation prompt, and stops where the text behind its own last one
-leaves what the template writes without the turns that follow. So a template may end its last turn otherwise (gpt-oss,
-Phi-3), leave earlier thoughts out (GLM-4-MoE, MiniCPM-V), or open thoughts in its generation prompt alone (DeepSeek).
-The token that ends an answer may be the beginning of the next turn (GLM's `<|user|>`), or stand behind the marks. An
-empty thought that the sample did not write is not trained on.
+If a template marks its assistant's text itself (`{% generation %}`), these marks are used. For any other template, each
+shape of conversation is rendered with probes in place of its texts, and so is each of its beginnings (its first k
+messages). An answer starts where the text after the last probe before it departs from the generation prompt. It stops
+where the text after its own last probe departs from what the template writes without the following turns. A template
+may therefore end its last turn differently (gpt-oss, Phi-3), drop earlier thoughts (GLM-4-MoE, MiniCPM-V), or open
+thoughts only in its generation prompt (DeepSeek). The token that ends an answer may be the start of the next turn
+(GLM's `<|user|>`), or come after the marks. An empty thought that the sample does not contain is not trained on.
 
-A template has to write every text of every message, or the sample is refused:
+A template must write every text of every message, or the sample is refused:
 
 messages   system "Be short."   user "Total?"   assistant "5"
     probes     system P0            user P1         assistant P2        rendered once for each shape of conversation
-    written    <|im_start|>system\nP0<|im_end|>...P1...P2...            a probe that is not there: its text is refused
-    texts      "Be short.", "Total?", "5"                               are looked for in the order of their probes
+    written    <|im_start|>system\nP0<|im_end|>...P1...P2...            if a probe is missing, its text is refused
+    texts      "Be short.", "Total?", "5"                               must appear in the order of their probes
 
-A probe holds a line break and both quotation marks. It does not occur in a list of parts that a template writes as
-Python shows it, though the words of a text do.
+A probe holds a line break and both kinds of quotation marks. If a template prints a list of parts with Python's `repr`,
+the probe does not appear in it unchanged, although the words of a text would.
 """
 
 from __future__ import annotations
@@ -59,72 +59,72 @@ _TOOL = {
 _CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
 
 _OFF = ("add_generation_prompt", "continue_final_message")
-"""Options that no sample may turn on: a turn would have no answer, or no end."""
+"""Options that no sample may turn on: a turn would lose its answer or its end."""
 _NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
-"""Variables of a template that no sample chooses: those that transformers sets, and those that no sample may set."""
+"""Template variables that a sample does not choose: transformers sets them, or the sample must not set them."""
 _EMPTY = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
-"""An empty thought, or its end."""
+"""An empty thought, or only its end."""
 _WRITTEN_EMPTY = re.compile(r"<think>\s*</think>|^\s*</think>")
 """An empty thought in the content of an answer."""
 _OPENED = re.compile(r"(?:\s|</?think>)*")
-"""What a generation prompt may write and an answer leave out."""
+"""Text that a generation prompt may write and an answer may leave out."""
 _NOTHING = re.compile("")
 _SHAPES_KEPT = 4096
-"""Shapes of conversations whose probes are kept."""
+"""Number of conversation shapes whose probes are cached."""
 _LAYOUTS_KEPT = 512
-"""Layouts that are kept: each holds all that a template writes around texts, tools among it."""
+"""Number of cached layouts. Each holds everything that a template writes around texts, including tools."""
 
 
 class _Generation(Extension):
-    """The grammar of `{% generation %}`, by which templates mark the assistant's text, as transformers reads it."""
+    """The grammar of `{% generation %}`, with which templates mark the assistant's text, as in transformers."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
 
     def parse(self, parser: Parser) -> list[Node]:
-        """The statements inside the block."""
+        """Parse the statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Beginning(NamedTuple):
-    """A conversation's first messages as a template writes them alone, compared with its whole text."""
+    """A conversation's first messages, rendered alone and compared with the whole text."""
 
     number: int
-    """Of the last text that both have, in the order of the whole one; 0: none."""
+    """Number of the last text that both have, in the order of the whole text; 0: none."""
     stop: int
-    """Where the whole text leaves the other one behind it."""
+    """Position after that text where the whole text departs from the partial one."""
     rest: str
-    """What the other one has from there on."""
+    """The rest of the partial text from there on."""
     before: Mapping[int, str]
-    """What the other one has before each text."""
+    """For each text, the partial text before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """Writes conversations as text."""
+    """Renders conversations as text."""
 
     processor: Any
     """The processor, or the tokenizer of a text model."""
     takes_parts: bool
-    """True if the content of a message may be a list of parts: templates of text models take none."""
+    """True: the content of a message may be a list of parts. False for text models, whose templates take none."""
     special_tokens: tuple[str, ...] = ()
-    """The tokenizer's special tokens; needed for `answers` and `tokens` alone."""
+    """The tokenizer's special tokens; only needed for `answers` and `tokens`."""
     reads_marks: bool = True
-    """False: answers are found in the same way whether the template marks them or not, as of ChatML."""
+    """False: ignore the template's own marks when finding answers, as with ChatML."""
     add_stop: str | None = None
-    """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
+    """Token to append after the last answer if the template does not end it with one; None: none."""
     is_first: Callable[[str], bool] | None = None
-    """Returns whether an event has not been warned of; None: no warning."""
+    """Returns whether there was no warning about an event yet; None: no warning."""
     shapes: dict[Any, Shape | None] = field(default_factory=dict)
-    """By shape of a conversation what the template writes of it; None: it cannot write its probes."""
+    """Shape of a conversation -> what the template writes of it; None: it cannot write its probes."""
     layouts: dict[str, Layout | None] = field(default_factory=dict)
-    """By all of a conversation but its texts where its answers lie; None: the template cannot write its probes."""
+    """Everything in a conversation except its texts -> positions of answers; None: the template cannot write probes."""
 
     def render(self, conversation: Conversation) -> str:
-        """The text of its messages.
+        """Render the messages of a conversation.
 
         Raises:
-            Refusal: the template cannot write them (`template_error`), or leaves out what they hold
+            Refusal: the template cannot write them (`template_error`), or leaves out part of their content
                 (`template_ignores`).
             ConfigError: the processor has no template.
         """
@@ -143,11 +143,11 @@ class ChatTemplate:
         return text
 
     def answers(self, conversation: Conversation, text: str) -> list[Span]:
-        """Find what each of the assistant's turns says in `text`, which `render` returned, its end included.
+        """Find the text of each assistant turn, including its end, in `text`, the result of `render`.
 
         Raises:
-            Refusal: the template marks another number of answers, or begins or ends a turn that is trained on otherwise
-                when others follow it (`turn_mismatch`).
+            Refusal: the template marks another number of answers, or begins or ends a trained turn differently when
+                other turns follow it (`turn_mismatch`).
         """
         messages = conversation.messages
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
@@ -161,7 +161,7 @@ class ChatTemplate:
             marks = (((0, 0), (0, 0)) if isinstance(x, str) else x for x in layout.answers)
             return [(ends[one] + start, ends[other] + stop) for (one, start), (other, stop) in marks]
         spans = self._marked(conversation, text)
-        for at in range(len(spans) - 1, 0, -1):  # TRL's templates mark an answer and its end one after the other
+        for at in range(len(spans) - 1, 0, -1):  # TRL's templates mark an answer and its end as two adjacent spans
             if len(spans) > len(turns) and not text[spans[at - 1][1] : spans[at][0]].strip():
                 spans[at - 1 : at + 1] = [(spans[at - 1][0], spans[at][1])]
         if len(spans) != len(turns):
@@ -173,21 +173,21 @@ class ChatTemplate:
         return [self._with_end(text, span, messages[at + 1 :]) for at, span in said]
 
     def is_ended(self, said: str) -> bool:
-        """Return whether the text of an answer ends with a token that the template writes, blanks behind it aside."""
+        """Return whether an answer's text ends with a token that the template writes, apart from trailing blanks."""
         return said.rstrip().endswith(self.tokens)
 
     def stop_of(self, text: str, span: Span) -> int:
-        """Find where the special tokens begin with which an answer ends; none: its end."""
+        """Find the start of the special tokens at an answer's end; without any, return the answer's end."""
         ending = re.search(rf"(?:{self._token.pattern})*$", text[slice(*span)])
         return span[1] if ending is None else span[0] + ending.start()
 
     def end_of(self, conversation: Conversation, text: str, answers: Sequence[Span] | None = None) -> str:
-        """Return the token to write behind a conversation; "": there is none to be written. Warn once where one lacks.
+        """Return the token to append to a conversation; "": none. Warn once about an answer without an end token.
 
         Args:
             conversation: the sample.
-            text: of it, as `render` returned it.
-            answers: the answers in it that are trained on; None: the last message is looked at alone.
+            text: its text, the result of `render`.
+            answers: the trained answers in it; None: check only the last message.
         """
         if answers is None:
             weights = conversation.turn_weights
@@ -217,11 +217,11 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Return whether the template marks its assistant's text itself (`{% generation %}`)."""
+        """Whether the template marks its assistant's text itself (`{% generation %}`)."""
         return self.reads_marks and re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
 
     def _marked(self, conversation: Conversation, text: str) -> list[Span]:
-        """Spans of the template's own `{% generation %}` blocks."""
+        """Return the spans of the template's own `{% generation %}` blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         (written,), (spans,) = render_jinja_template(
@@ -236,7 +236,7 @@ class ChatTemplate:
         return [(int(start), int(stop)) for start, stop in spans]
 
     def _located(self, conversation: Conversation, text: str) -> tuple[Layout, list[int]]:
-        """The layout of a conversation, and the ends of its written texts in `text` after a 0."""
+        """Return the layout of a conversation, and a 0 followed by the ends of its written texts in `text`."""
         messages, options = conversation.messages, conversation.template_options
         key = repr(([map_texts(message, at, lambda *_: "") for at, message in enumerate(messages)], options))
         leaves, _ = leaves_of(messages, options)
@@ -250,7 +250,7 @@ class ChatTemplate:
                 self.layouts.clear()
             self.layouts[key] = layout
             ends = layout and layout.ends(leaves, text)
-        if layout is None or ends is None:  # its texts change what the template writes around them
+        if layout is None or ends is None:  # the conversation's texts change what the template writes around them
             layout, ends = self._layout(messages, options, ()), [0]
             assert layout is not None
         return layout, ends
@@ -258,9 +258,9 @@ class ChatTemplate:
     def _layout(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], probes: Sequence[Leaf]
     ) -> Layout | None:
-        """Find the answers of messages whose texts are these probes; None: the template cannot write them.
+        """Find the answers of messages whose texts are these probes. None: the template cannot write them.
 
-        Without probes whole texts are compared, and beginnings have to be written as they stand in the conversation.
+        Without probes, whole texts are compared, and beginnings must be written exactly as in the whole conversation.
         """
         text = self._tried(messages, options)
         if text is None:
@@ -276,7 +276,7 @@ class ChatTemplate:
         starts, ends = [*(spots[at].start for at in order), len(text)], [0, *(spots[at].stop for at in order)]
 
         def compare(stop: int, **prompt: bool) -> _Beginning | None:
-            """How messages[:stop] are written alone; None: they cannot be."""
+            """Render messages[:stop] alone and compare. None: the template cannot write them."""
             written = self._tried(messages[:stop], {**options, **prompt})
             if written is None:
                 return None
@@ -322,12 +322,12 @@ class ChatTemplate:
         )
 
     def _thoughtful(self, message: Mapping[str, Any], text: str, span: Span) -> Span:
-        """Leave an empty thought out with which an answer begins, unless its message has one."""
+        """Exclude an empty thought at the start of an answer, unless the message itself has one."""
         empty = None if _WRITTEN_EMPTY.search(text_of(message)) else _EMPTY.match(text, *span)
         return span if empty is None else (empty.end(), span[1])
 
     def _shared(self, one: str, other: str) -> int:
-        """Characters with which both begin; a special token counts as a whole."""
+        """Count the characters of the common prefix. A special token is never split."""
         size = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
         size = min(size, len(other))
         cut = (token.start() for text in (one, other) for token in self._token.finditer(text) if token.end() > size)
@@ -335,14 +335,15 @@ class ChatTemplate:
 
     @cached_property
     def _token(self) -> re.Pattern[str]:
-        """One of the template's special tokens."""
+        """Matches one of the template's special tokens."""
         longest = sorted(self.tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
     def _with_end(self, text: str, span: Span, following: Sequence[Mapping[str, Any]]) -> Span:
-        """Extend an answer by the token that ends it, where the template writes that behind it.
+        """Extend an answer by the token that ends it, if the template writes one after it.
 
-        The beginning of another turn is one only where a user or a tool speaks: nothing else stops the model there.
+        The start of another turn counts as such an end only for a turn of a user or a tool: nothing else stops the
+        model there.
         """
         start, stop = span
         if self.is_ended(text[start:stop]) or not (end := self._end.match(text, stop)):
@@ -355,7 +356,7 @@ class ChatTemplate:
         return self._behind()
 
     def _behind(self, *following: str) -> str:
-        """The special token that the template writes right behind an answer which these roles follow; "": none."""
+        """Return the special token directly after an answer that is followed by these roles; "": none."""
         turns = [{"role": role, "content": "?"} for role in ("user", "assistant", *following)]
         turns[1]["content"] = probe(0)
         text = self._tried(turns)
@@ -364,12 +365,12 @@ class ChatTemplate:
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
-        """One of the template's special tokens, after blanks."""
+        """Matches one of the template's special tokens, after blanks."""
         return re.compile(rf"\s*(?:{self._token.pattern})")
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
-        """The special tokens that the template writes, tried with each role, or has in its source; in that order."""
+        """Special tokens that the template writes in trials with each role, or has in its source, in this order."""
         template = self.processor.chat_template
         if template is None:
             return ()
@@ -383,11 +384,11 @@ class ChatTemplate:
     # ------------------------------------------------------------------ what the template takes
 
     def _formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Copy messages with their contents in a form that the template writes as they are."""
+        """Copy messages, with contents in a form that the template writes correctly."""
         return [{**message, "content": self._form(message)} for message in messages]
 
     def _form(self, message: Mapping[str, Any]) -> Any:
-        """The content itself, unless the template writes the other form only."""
+        """Return the content in its own form, unless the template only writes the other form."""
         content = message["content"]
         if not self.takes_parts:
             return text_of(message)
@@ -399,7 +400,7 @@ class ChatTemplate:
 
     @cached_property
     def _forms(self) -> Mapping[str, tuple[Form, ...]]:
-        """By role, the forms of a content that the template writes as they are, and not as Python shows them."""
+        """By role, the forms of content that the template writes as text, and not as Python's `repr`."""
         return {
             role: tuple(form for form, text in texts.items() if is_written(text))
             for role, texts in self._trials.items()
@@ -407,7 +408,7 @@ class ChatTemplate:
 
     @cached_property
     def _trials(self) -> Mapping[str, Mapping[Form, str]]:
-        """By role and form, what the template writes of a short conversation; "": it cannot write that."""
+        """By role and form, the template's text of a short conversation; "": it cannot write that."""
         trials: dict[str, dict[Form, str]] = {}
         plain: dict[str, dict[str, Any]] = {}
         for role, before, after in (
@@ -434,7 +435,7 @@ class ChatTemplate:
         *,
         is_formed: bool = False,
     ) -> str | None:
-        """Write messages; None: the template cannot, and may fail in any way. `is_formed`: as they are."""
+        """Render messages. None: the template fails, for any reason. `is_formed`: pass contents unchanged."""
         try:
             return self._write(messages if is_formed else self._formed(messages), **(options or {}))
         except Exception:
@@ -453,17 +454,17 @@ class ChatTemplate:
 
     @cached_property
     def _leaves_tools_out(self) -> bool:
-        """Whether the template writes tools nowhere: they are tried once."""
+        """Whether the template ignores tools, tested once."""
         turns = [{"role": role, "content": _as_parts("?")} for role in ("user", "assistant")]
         written = self._tried(turns, {"tools": [_TOOL]})
         return written is not None and written == self._tried(turns)
 
     @cached_property
     def _variables(self) -> frozenset[str]:
-        """The options that the template reads: its undeclared variables, but for those that are not a sample's choice.
+        """Options that the template reads: its undeclared variables, except those that a sample does not choose.
 
         Raises:
-            ConfigError: the template is no Jinja template.
+            ConfigError: the template is not valid Jinja.
         """
         template = self.processor.chat_template
         sources = template.values() if isinstance(template, Mapping) else [template]
@@ -478,13 +479,13 @@ class ChatTemplate:
     def _write(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)
 
-    # ------------------------------------------------------------------ every text is written
+    # ------------------------------------------------------------------ checks that every text is written
 
     def _check_texts(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], text: str) -> None:
-        """Refuse a conversation of which a text is not in `text`, as the template wrote it, or a key is not read.
+        """Refuse a conversation if the template did not write one of its texts into `text`, or ignores one of its keys.
 
-        Templates may strip blanks around a text, leave out the thoughts of all answers but the last, and write what
-        tools return or are called with as JSON or Python has it.
+        Templates may strip blanks around a text, drop the thoughts of all answers but the last, and write the results
+        and arguments of tools as JSON or as Python's `repr`.
 
         Raises:
             Refusal: `template_ignores`.
@@ -507,7 +508,7 @@ class ChatTemplate:
             at = found + len(said)
 
     def _shape(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
-        """What the template writes of these messages with probes in the place of their texts; None: it cannot."""
+        """Return what the template writes of these messages with probes as texts. None: it cannot write them."""
         probes: list[Leaf] = []
 
         def insert(message: int, path: str, text: str) -> str:
@@ -534,12 +535,12 @@ def _as_parts(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-# ---------------------------------------------------------------------- probes in the place of texts
+# ---------------------------------------------------------------------- probes as texts
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys of an assistant's thoughts, which templates may leave out of all answers but the last."""
+"""Keys of an assistant's thoughts, which templates may drop from all answers but the last."""
 _LINKS = ("id", "type", "index")
-"""Keys inside calls and the like that say nothing themselves."""
+"""Keys inside tool calls and similar values that carry no content."""
 _TAGS = re.compile(r"(</?think>)")
 """Marks around thoughts inside the content of an answer."""
 _THOUGHT = "thought"
@@ -547,73 +548,73 @@ _THOUGHT = "thought"
 
 
 class Leaf(NamedTuple):
-    """One text of a conversation that has more than blanks in it."""
+    """One text of a conversation that is not blank."""
 
     message: int
-    """Number of its message."""
+    """Index of its message."""
     path: str
-    """Where it stands in the message: "content", "content[1]", "tool_calls[0].function.name", ..."""
+    """Location in the message: "content", "content[1]", "tool_calls[0].function.name", ..."""
     text: str
     """The text."""
 
     @property
     def key(self) -> str:
-        """The key of the message under which it stands."""
+        """The message's key that holds the text."""
         return re.split(r"[.\[]", self.path, maxsplit=1)[0]
 
     @property
     def is_content(self) -> bool:
-        """Return whether it is a text of the content, and not of another key."""
+        """Whether it is part of the content, and not of another key."""
         return self.path in ("content", _THOUGHT) or self.path.startswith("content[")
 
     @property
     def is_thought(self) -> bool:
-        """Return whether it is a thought, which templates may leave out of all answers but the last."""
+        """Whether it is a thought, which templates may drop from all answers but the last."""
         return self.path == _THOUGHT or (not self.is_content and self.key in THOUGHTS)
 
 
 class Shape(NamedTuple):
-    """What a template writes of all conversations that have texts in the same places."""
+    """What a template writes of all conversations that have texts in the same locations."""
 
     places: tuple[int, ...]
-    """Place of each leaf's probe in the text; -1: the template does not write it."""
+    """Position of each leaf's probe in the text; -1: the template does not write it."""
     order: tuple[int, ...]
-    """Numbers of the written leaves in the order in which they stand in the text."""
+    """Numbers of the written leaves, in the order of the text."""
     unread: tuple[tuple[int, str], ...]
-    """(message, key) of keys without a text that change nothing."""
+    """(message, key) of keys without a text that do not change the rendering."""
 
 
 class Spot(NamedTuple):
-    """A text inside another one."""
+    """The position of a text inside another one."""
 
     start: int
     """Its first character."""
     stop: int
     """The character after its last."""
     form: int
-    """0: as it is, 1: as JSON, 2: as Python shows it."""
+    """0: unchanged, 1: as JSON, 2: as Python's `repr`."""
 
 
 Mark = tuple[int, int]
-"""A place in a text: number of a written leaf, 0: none, and the characters behind it, or else from the beginning."""
+"""A position in a text: (number n, offset) counts characters after the n-th written leaf; n = 0: from the start."""
 
 
 class Layout(NamedTuple):
-    """Where a template writes the texts and answers of all conversations that differ in their texts alone."""
+    """Where a template writes the texts and answers of all conversations that only differ in their texts."""
 
     order: tuple[int, ...]
-    """Numbers of the w written leaves in the order in which they stand in the text."""
+    """Numbers of the w written leaves, in the order of the text."""
     forms: tuple[int, ...]
-    """How each of them is written: see `Spot`."""
+    """Form in which each of them is written (see `Spot`)."""
     literals: tuple[str, ...]
-    """The w + 1 texts before each of them and behind the last."""
+    """The w + 1 texts before each written leaf and after the last one."""
     answers: tuple[tuple[Mark, Mark] | str, ...]
-    """Start and stop of each answer, or why it has none."""
+    """Start and stop of each answer, or the reason why they are unknown."""
 
     def ends(self, leaves: Sequence[Leaf], text: str) -> list[int] | None:
-        """Find the ends of the written leaves in a text, after a 0; None: it is not of this layout.
+        """Return a 0 followed by the ends of the written leaves in a text. None: the text does not have this layout.
 
-        A template may take blanks around a leaf away.
+        A template may strip blanks around a leaf.
         """
         ends, at = [0], len(self.literals[0])
         if not text.startswith(self.literals[0]):
@@ -633,24 +634,24 @@ class Layout(NamedTuple):
 
 
 def probe(number: int) -> str:
-    """A text that stands in what a template writes only if the template writes it as it is."""
+    """Return a text that appears in a rendering only if the template writes it unchanged."""
     return f'probe {number}:\n"it\'s" {number}.'
 
 
 def is_written(text: str, number: int = 0) -> bool:
-    """Return whether a probe stands in a text as it is."""
+    """Return whether a text contains a probe unchanged."""
     return probe(number) in text
 
 
 def find_spot(leaf: Leaf, role: str, text: str) -> Spot | None:
-    """Find a probe; what tools return or are called with may be written as JSON or Python has it too."""
+    """Find a probe. Results and arguments of tools may also be written as JSON or as Python's `repr`."""
     forms = _forms(leaf.text)[: 1 if leaf.is_content and role != "tool" else None]
     found = ((text.find(form), number, len(form)) for number, form in enumerate(forms))
     return next((Spot(at, at + length, number) for at, number, length in found if at >= 0), None)
 
 
 def _forms(text: str) -> tuple[str, str, str]:
-    """A text as it is, as JSON, and as Python shows it."""
+    """Return a text unchanged, as JSON, and as Python's `repr`."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]
 
 
@@ -683,9 +684,9 @@ def refusal_of(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
 
 
 def map_texts(message: Mapping[str, Any], at: int, visit: Callable[[int, str, str], str]) -> dict[str, Any]:
-    """Copy a message, each text that has more than blanks in it replaced by what `visit` makes of its place and itself.
+    """Copy a message, replacing each text that is not blank by the result of `visit(message index, path, text)`.
 
-    Numbers and kinds of calls, and the keys of a tool's result that name its call, are left as they are.
+    Ids and types of calls stay unchanged, and so do the keys that link a tool's result to its call.
     """
 
     def seen(path: str, text: str) -> str:
@@ -727,13 +728,13 @@ def map_texts(message: Mapping[str, Any], at: int, visit: Callable[[int, str, st
 
 
 def extra_keys(message: Mapping[str, Any]) -> list[str]:
-    """The keys of a message that hold something, beside role, content, and what ties a result to its call."""
+    """Return the keys of a message that hold something, except role, content, and a tool result's link to its call."""
     known = ("role", "content", *(("name", "tool_call_id") if message["role"] == "tool" else ()))
     return [key for key, value in message.items() if key not in known and not is_empty(value)]
 
 
 def leaves_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[Leaf], Any]:
-    """Return the texts of a conversation, and its shape: where the texts are, and what else changes the rendering."""
+    """Return the texts of a conversation, and its shape: their locations, and all else that changes the rendering."""
     leaves: list[Leaf] = []
 
     def take(message: int, path: str, text: str) -> str:
@@ -759,14 +760,14 @@ def leaves_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
 # ---------------------------------------------------------------------- characters
 
 SHOWN = 20
-"""Characters on either side of one that cannot be used, in an error."""
+"""Number of characters that an error shows on either side of an invalid one."""
 
 
 def check_characters(text: str) -> None:
-    """Refuse half a character: JSON can write one of two surrogates, which is legal in a `str` and in no text.
+    """Refuse half a surrogate pair, which JSON can write and a `str` can hold, but which no text can contain.
 
     Raises:
-        Refusal: there is one (`bad_text`).
+        Refusal: the text holds one (`bad_text`).
     """
     try:
         text.encode()

@@ -1,16 +1,17 @@
-"""One sample of any accepted shape → token ids, labels and tensors, with the user's own processor: `Encoder`.
+"""Encode one sample of any accepted format with the user's own processor: token ids, labels and tensors (`Encoder`).
 
     template    <start_of_turn>user\n <boi> What is it?<end_of_turn>\n<start_of_turn>model\nA cat<end_of_turn>\n
     expanded    <start_of_turn>user\n \n\n<boi><image><eoi>\n\n What is it?<end_of_turn>...
-    tokens      the expanded text's, each placeholder repeated as often as its image needs
-    labels      tokens of the answers and of what ends them, and never those of an image
+    tokens      of the expanded text, with each placeholder repeated as often as its image needs
+    labels      tokens of the answers and of their ends, but never those of an image
 
-The chat template and the tokenizer are called as `apply_chat_template(tokenize=True)` calls them, and each image is
-written as `replace_image_token` writes it; of each run of placeholders one is tokenised, and then repeated. Images go
-through the processor one at a time, because their sizes may differ. Before the first one, a sample of two trial images
-is encoded both here and by one call of the whole processor: every token and value must be the same.
+The chat template and the tokenizer are called as in `apply_chat_template(tokenize=True)`, and each image is written as
+in `replace_image_token`. Only one placeholder of each run is tokenized; it is repeated afterwards. Images go through
+the processor one at a time, because their sizes may differ. Before the first image, a trial sample of two images is
+encoded both here and by one call of the whole processor. All tokens and values must be the same.
 
-Answers are found in the ids where the template writes ChatML (`<|im_start|>assistant`), else in the template's text.
+If the template writes ChatML (`<|im_start|>assistant`), answers are found in the ids. Answers of other templates, and
+of ChatML with thoughts, are found in the template's text.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
 TOKEN_NAMES = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "labels")
-"""Outputs of a processor with an entry for each token; all others are an image's."""
+"""Outputs of a processor with one entry per token; all other outputs belong to images."""
 _TRIAL = ((120, 90), (70, 260))
-"""Heights and widths of the images of the trial sample."""
+"""Heights and widths of the images in the trial sample."""
 _SMALLEST = (64, 64)
-"""Height and width of the image in a batch without samples."""
+"""Width and height of the image in a batch without samples, and of blank images."""
 _TILED = (800, 1100)
-"""Width and height of an image that is cut into tiles."""
+"""Width and height of an image that is split into tiles."""
 _NUMBERS = re.compile(r"\d+")
 
 Visuals = Mapping[Kind, Sequence[Visual]]
@@ -76,33 +77,33 @@ Visuals = Mapping[Kind, Sequence[Visual]]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The n tokens of a text in which media are expanded, to one placeholder a run."""
+    """The n tokens of a text with expanded media. The text has one placeholder per run, the tokens have them all."""
 
     ids: np.ndarray
     """int64 [n]."""
     text: str = ""
     """The expanded text."""
     starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [n]: first character of each in it; one without any stands where the last one ended. Empty: not needed."""
+    """int64 [n]: first character of each token. An empty token gets the end of the previous one. Empty: not needed."""
     stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [n]: the character after its last. Empty: not needed."""
+    """int64 [n]: the character after each token. Empty: not needed."""
     media: tuple[Span, ...] = ()
-    """Characters of each medium in it."""
+    """Characters of each medium in the expanded text."""
     places: tuple[Span, ...] = ()
-    """Characters of each medium's placeholder in the text before."""
+    """Characters of each medium's placeholder in the text before expansion."""
 
     def moved(self, at: int) -> int:
-        """Return the place in the expanded text of a character of the text before."""
+        """Convert a character position in the text before expansion to one in the expanded text."""
         gained = [0, *(medium[1] - place[1] for medium, place in zip(self.media, self.places, strict=True))]
         return at + gained[bisect_right([stop for _, stop in self.places], at)]
 
     def between(self, span: Span) -> slice:
-        """The tokens of these characters of the expanded text, those that reach into them included."""
+        """Return the tokens of these characters of the expanded text, including tokens that only overlap them."""
         start = int(np.searchsorted(self.stops, span[0], side="right"))
         return slice(start, max(start, int(np.searchsorted(self.starts, span[1]))))
 
     def followed_by(self, other: Tokens) -> Tokens:
-        """These tokens and those of a text without media behind them."""
+        """Append the tokens of a text without media."""
         gap = len(self.text)
         return replace(
             self,
@@ -115,35 +116,35 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Samples → `Encoded`: the ids and tensors that `processor(text=..., images=...)` gives."""
+    """Encodes samples to `Encoded`, with the ids and tensors that `processor(text=..., images=...)` would give."""
 
     processor: Any
     """The processor, or the tokenizer of a text model."""
     metadata: ProcessorMetadata
     """Its metadata."""
     limits: ImageLimits
-    """Caps for images and frames."""
+    """Size limits for images and frames."""
     train_on: TrainOn
     """Which tokens are trained on."""
     markers: Markers = "auto"
-    """The meaning of `<image>` and `<video>` in a text."""
+    """The meaning of `<image>`, `<video>` and `<audio>` in a text."""
     name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
-    """Takes columns that nothing reads and returns those that no warning has named; None: no warning."""
+    """Takes unread columns and returns those that no warning has named yet; None: no warning."""
     is_first: Callable[[str], bool] | None = None
-    """Returns whether an event has not been warned of; None: no warning."""
+    """Returns whether there was no warning about an event yet; None: no warning."""
     max_length: int | None = None
-    """Tokens beyond which media are not made, as no sample holds them; None: no limit."""
+    """Media beyond this number of tokens are not processed, since no sample can hold them; None: no limit."""
     truncates_start: bool = False
-    """Of a longer sample the end is kept: its first media are cut off, not its last."""
+    """True: overlong samples keep their end and lose their first media. False: they lose their last media."""
     file_rules: FileRules = DEFAULT_RULES
-    """Rules for sampling and sizing files of videos."""
+    """Rules for sampling and sizing video files."""
     add_stop: str | None = None
-    """Token written behind the last answer where the template writes none that ends it; None: nothing is."""
+    """Token to append after the last answer if the template does not end it with one; None: none."""
     ignored_keys: Collection[str] = ()
-    """Keys of messages and their parts that are left out."""
+    """Keys to drop from messages and their parts."""
 
     def encode(self, feature: Any, batch: BatchMedia | None = None) -> Encoded:
-        """Encode and check one sample; media that the batch has already are not processed again.
+        """Encode and check one sample. Media that are already in `batch` are not processed again.
 
         Raises:
             Refusal: the sample cannot be used.
@@ -154,17 +155,17 @@ class Encoder:
         return self._encode(feature, partial(self.media.load_each, batch=batch, max_tokens=limit))
 
     def measure(self, feature: Any) -> Encoded:
-        """The same without pixels, which are left where they are: images and videos are only measured.
+        """Encode and check one sample without pixels: images and videos are only measured.
 
         Raises:
-            Refusal: the sample cannot be used, as far as can be seen without decoding its media.
-            ConfigError: no sample can be used, or images cannot be measured, with this processor.
+            Refusal: the sample cannot be used, as far as can be told without decoding its media.
+            ConfigError: this processor cannot be used at all, or cannot measure images.
         """
         return self._encode(feature, self.media.measure_each)
 
     @cached_property
     def media(self) -> MediaReader:
-        """Reads images and videos, measured ones included."""
+        """Reads and measures media."""
         return MediaReader(
             processor=self.processor,
             metadata=self.metadata,
@@ -174,9 +175,9 @@ class Encoder:
 
     @cached_property
     def filler(self) -> Encoded:
-        """The sample of a batch without samples: a small black image, or one token of text; no targets.
+        """The sample for a batch without samples: a small black image, or one text token, without targets.
 
-        A rank without a step would block the others in the next collective; with this sample it runs forward and
+        A rank that skips a step would block the others in the next collective. With this sample, it runs forward and
         backward through every part of the model, with a loss of 0.
         """
         metadata = self.metadata
@@ -210,7 +211,7 @@ class Encoder:
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
             sample = self._tokenised(feature)
-            made = self._family.expert_types if self._family else None  # kinds of tokens, by which experts are chosen
+            made = self._family.expert_types if self._family else None  # token types by which experts are chosen
             has_media = any(sample.media.values()) or not self.metadata.has_vision
             named = {name: feature[name] for name in feature if name != made}
             self._warn_of_unread(check_unread(named, has_media=has_media, texts=()))
@@ -240,7 +241,7 @@ class Encoder:
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
 
     def _tokenised(self, feature: Mapping[str, Any]) -> Encoded:
-        """A sample of token ids; kinds of its tokens for experts are made anew."""
+        """Read a tokenized sample. Token types for experts are computed anew."""
         if self._columns:
             raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
         sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
@@ -288,7 +289,7 @@ class Encoder:
         return self.max_length is not None and len(tokens.ids) > self.max_length
 
     def _plain(self, conversation: Conversation, media: Visuals) -> Encoded:
-        """Tokenise prompt and completion apart, as generation will do it; the completion and its end are the target."""
+        """Tokenize prompt and completion separately, as in generation. The completion and its end are the target."""
         assert conversation.plain is not None
         prompt, completion = self._marked(conversation.plain[0], media), conversation.plain[1]
         if self._columns and not media["image"]:
@@ -313,8 +314,8 @@ class Encoder:
     ) -> Encoded:
         """Label a sample: its answers, or everything, except media, the tokens around them and the first token.
 
-        If it is too long, note what truncation keeps whole: its media and the `ends` of answers. `prefix`: tokens of
-        the prompt; None: all of them. `weights`: float32 [n] of its tokens; None: 1.
+        If the sample is too long, note what truncation must keep whole: its media and the `ends` of answers. `prefix`
+        is the number of prompt tokens; None: all tokens. `weights`: float32 [n], one per token; None: all 1.
         """
         ids, metadata = tokens.ids, self.metadata
         visuals: dict[str, Any] = {f"{kind}s": tuple(each) for kind, each in media.items()}
@@ -335,7 +336,7 @@ class Encoder:
     # ------------------------------------------------------------------ answers
 
     def _spans(self, ids: np.ndarray, conversation: Conversation) -> list[slice]:
-        """The tokens of ChatML's answers."""
+        """Return the tokens of answers in ChatML."""
         if self.train_on == "all":
             return []
         spans = assistant_spans(ids, self.metadata)
@@ -348,11 +349,11 @@ class Encoder:
         return [slice(*span) for span in spans]
 
     def _answer(self, tokens: Tokens, span: Span) -> slice:
-        """The tokens of an answer in the template's text.
+        """Return the tokens of an answer in the template's text.
 
-        One that reaches into it from the header counts if it holds no more than blanks of the header, or if the
-        template marks the answer itself: as transformers does. One that reaches out of it counts if it holds no more
-        than blanks of what follows: of LLaVA's "4 USER:" the token " US" does not.
+        A token that starts before the answer counts if it only contains blanks of the header, or if the template marks
+        answers itself (as in transformers). A token that ends after the answer counts if it only contains blanks of
+        the following text: in LLaVA's "4 USER:", the token " US" does not count.
         """
         start, stop = tokens.moved(span[0]), tokens.moved(span[1])
         hit = tokens.between((start, stop))
@@ -374,7 +375,7 @@ class Encoder:
 
     @cached_property
     def _borders(self) -> tuple[list[int], list[int]]:
-        """Ids of what templates write before and after an image."""
+        """Ids of the texts that templates write before and after an image."""
         tokenizer, metadata = self.media.parts.tokenizer, self.metadata
         start, end = (
             tokenizer.encode(text, add_special_tokens=False) for text in (metadata.vision_start, metadata.vision_end)
@@ -384,16 +385,17 @@ class Encoder:
     # ------------------------------------------------------------------ tokens
 
     def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False, has_offsets: bool = False) -> Tokens:
-        """Expand the placeholders of a text, tokenise it, and repeat each placeholder as often as its medium needs.
+        """Expand the placeholders of a text, tokenize it, and repeat each placeholder as often as its medium needs.
 
         Args:
-            text: with one placeholder a medium.
-            media: in their order.
-            is_continued: true of a text that follows another one, which gets no beginning of its own.
-            has_offsets: also find the characters of each token; of processors that are used whole, they always are.
+            text: a text with one placeholder per medium.
+            media: the media, in order.
+            is_continued: True for a text that follows another one and gets no beginning-of-text token.
+            has_offsets: also find the characters of each token; always done if the processor encodes samples itself.
 
         Raises:
-            Refusal: it has another number of placeholders (`placeholder_mismatch`), or half a character (`bad_text`).
+            Refusal: the number of placeholders is wrong (`placeholder_mismatch`), or the text holds half a surrogate
+                pair (`bad_text`).
         """
         check_characters(text)
         expanded, places, spans = self._expand(text, media)
@@ -416,7 +418,7 @@ class Encoder:
         return Tokens(**repeated, text=expanded, media=spans, places=places)
 
     def _repeats(self, ids: np.ndarray, media: Visuals) -> np.ndarray:
-        """int64 [n]: how often each token of an expanded text is there: placeholders as often as their media need."""
+        """Return how often each token of an expanded text is repeated, int64 [n]: placeholders as their media need."""
         repeats, types = np.ones(len(ids), np.int64), token_types(ids, self.metadata)
         for kind, visuals in media.items():
             needed = [count for visual in visuals for count in tokens_of(visual, self.metadata, kind=kind)]
@@ -430,7 +432,7 @@ class Encoder:
         return repeats
 
     def _expand(self, text: str, media: Visuals) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
-        """(expanded text, placeholders in the text before, media in the expanded text)."""
+        """Return the expanded text, the placeholders in the text before, and the media in the expanded text."""
         places: list[Span] = []
         texts: dict[int, str] = {}
         for kind, token in self._placeholders:
@@ -453,9 +455,10 @@ class Encoder:
         return "".join((*pieces, text[end:])), tuple(places), tuple(spans)
 
     def _written(self, kind: Kind, visuals: Sequence[Visual], text: str) -> list[str]:
-        """The texts in place of the placeholders of a kind.
+        """Return the texts that replace the placeholders of a kind.
 
-        Frames are written as `Qwen3VLProcessor.replace_video_token` does: each between vision tokens, after its time.
+        Video frames are written as in `Qwen3VLProcessor.replace_video_token`: each frame between vision tokens, after
+        its time.
         """
         metadata = self.metadata
         token = {"image": metadata.image_token, "video": metadata.video_token, "audio": metadata.audio_token}[kind]
@@ -468,13 +471,13 @@ class Encoder:
 
     @cached_property
     def _placeholders(self) -> tuple[tuple[Kind, str], ...]:
-        """The kinds of media that a text may have, and the token that stands for one of them."""
+        """The kinds of media that a text may have, each with its placeholder."""
         metadata = self.metadata
         tokens = (metadata.image_token, metadata.video_token, metadata.audio_token)
         return tuple((kind, token) for kind, token in zip(KINDS, tokens, strict=True) if token)
 
     def _marked(self, prompt: str, media: Visuals) -> str:
-        """A plain prompt with its `<image>`, `<video>` and `<audio>` as placeholders, if it does not hold these."""
+        """Replace `<image>`, `<video>` and `<audio>` in a plain prompt by placeholders, if it has none yet."""
         metadata = self.metadata
         around = {"audio": (metadata.audio_start, metadata.audio_end)}
         for kind, token in self._placeholders:
@@ -489,10 +492,10 @@ class Encoder:
         return prompt
 
     def _laid_out(self, text: str, count: int, *, is_chat: bool = False) -> str:
-        """Lay a text out as the processor does before it puts images in: PaliGemma's writes more around them.
+        """Apply the processor's layout of a text before images are inserted. PaliGemma's adds text around them.
 
         Raises:
-            Refusal: it changes what a chat template wrote, in which the places of answers would be lost.
+            Refusal: the layout changes a chat template's text, so that the positions of answers would be lost.
         """
         if not count or not self.metadata.by_processor:
             return text
@@ -504,12 +507,12 @@ class Encoder:
             raise Refusal("template_error", f"{fault}, {remedy}", of_all=True)
         return laid_out
 
-    # ------------------------------------------------------------------ special tokens in a person's text
+    # ------------------------------------------------------------------ special tokens in a sample's own text
 
     def _check_texts(self, conversation: Conversation) -> None:
-        """A person's text that holds the template's own tokens would make false images or false turns.
+        """Refuse a sample whose own text holds the template's tokens: they would make false images or turns.
 
-        Templates that write XML put the angle brackets around a name: `<|im_end|` is as good as the token.
+        Templates that write XML put angle brackets around a name, so `|im_end|` is as bad as `<|im_end|>`.
         """
         typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
         for text in typed:
@@ -523,21 +526,21 @@ class Encoder:
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
-        """All special tokens: to look for these is enough in a text that has none."""
+        """All special tokens. A text without any of them needs no further check."""
         return tuple(dict.fromkeys((*self.metadata.media_tokens, *self.metadata.special_tokens)))
 
     @cached_property
     def _reserved(self) -> tuple[str, ...]:
-        """Tokens that the processor or the chat template writes; any other special token is text."""
+        """Tokens that only the processor or the chat template may write; other special tokens are ordinary text."""
         named = self.media.parts.tokenizer.special_tokens_map
         ends = [str(named[name]) for name in ("bos_token", "eos_token", "pad_token") if name in named]
         return tuple(dict.fromkeys((*self._media_tokens, *self._template.tokens, *ends)))
 
     @cached_property
     def _media_tokens(self) -> tuple[str, ...]:
-        """Special tokens of images, videos and audio: those that have names, and those in the text of an image.
+        """Special tokens of images, videos and audio: the named ones, and those in the text of an image.
 
-        Of tokens that differ in their numbers, such as those of rows and columns, all are there if one is.
+        If one of several tokens that differ only in numbers (rows and columns, for example) is used, all of them count.
         """
         if not (self.metadata.has_vision and self.metadata.by_processor):
             return self.metadata.media_tokens
@@ -554,7 +557,7 @@ class Encoder:
 
     @property
     def _columns(self) -> tuple[str, ...]:
-        """Names of the columns that the model needs beside ids: that of the prefix, which is the prompt."""
+        """Names of the columns that the model needs beside ids: the column that marks the prompt as prefix."""
         return self._family.token_columns if self._family else ()
 
     @property
@@ -566,15 +569,15 @@ class Encoder:
 
     @cached_property
     def _is_confirmed(self) -> bool:
-        """True: the whole processor gives the same ids and tensors for a sample of two images.
+        """True once the whole processor has given the same ids and tensors for a sample of two images.
 
         Raises:
-            FamilyError: it does not; the message names what differs.
+            FamilyError: it gave others. The message names the difference.
         """
         pictures = [trial_image(size) for size in _TRIAL]
         text = f"{self.metadata.image_token}a {self.metadata.image_token} b"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # GLM-4V's, of numpy
+            warnings.simplefilter("ignore", DeprecationWarning)  # numpy's, caused by GLM-4V's processor
             whole = self.processor(text=[text], images=[pictures], return_tensors="pt")
         groups = [pictures] if self.metadata.images_together else [[picture] for picture in pictures]
         visuals = [visual for group in groups for visual in self.media.process(group)]
@@ -597,7 +600,7 @@ class Encoder:
 
 
 def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
-    """A tensor of an image by the name under which the processor returns it; None: this image has none."""
+    """Return an image's tensor by the processor's name for it. None: this image has none."""
     if name == "image_grid_thw":
         return torch.tensor([visual.grid])
     assert visual.pixels is not None
@@ -608,14 +611,14 @@ def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
 
 
 def _last_alone(conversation: Conversation) -> Conversation:
-    """Return a conversation of whose answers the last alone is trained on, by its own weights."""
+    """Return the conversation with training only on its last answer, with that answer's own weights."""
     count = sum(message["role"] == "assistant" for message in conversation.messages)
     weights: tuple[Weights, ...] = conversation.turn_weights or ((("", 1.0),),) * count
     return replace(conversation, turn_weights=((("", 0.0),),) * (count - 1) + weights[-1:]) if count else conversation
 
 
 def _check_answered(conversation: Conversation) -> None:
-    """Refuse a conversation that would teach the end of a turn alone; an empty answer beside one with text is kept."""
+    """Refuse a conversation that would only train on ends of turns. An empty answer beside one with text is fine."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
     weights = conversation.turn_weights or ((("", 1.0),),) * len(answers)
     trained = [(message, pieces) for message, pieces in zip(answers, weights, strict=True) if is_trained(pieces)]
@@ -632,7 +635,7 @@ def _check_answered(conversation: Conversation) -> None:
 
 
 def _check_unweighed(conversation: Conversation) -> None:
-    """Refuse weights where everything is trained on, answer or not; 0 and 1 say what is an answer to be learnt."""
+    """Refuse weights other than 0 and 1 if everything is trained on. 0 and 1 only choose answers, and are ignored."""
     factors = [weight for pieces in conversation.turn_weights or () for _, weight in pieces]
     if odd := next((weight for weight in factors if weight not in (0, 1)), None):
         fault = f"an answer has the weight {odd}, but train_on='all' weighs every token alike"
@@ -640,10 +643,10 @@ def _check_unweighed(conversation: Conversation) -> None:
 
 
 def _weights(tokens: Tokens, answers: Sequence[slice], conversation: Conversation) -> np.ndarray | None:
-    """float32 [n]: the weight of each token of the answers, 1 elsewhere; None: 1 everywhere.
+    """Return the weight of each token, float32 [n]: 1 outside the answers. None: 1 everywhere.
 
     Raises:
-        Refusal: `turn_mismatch`: texts of an answer have several weights, and are not found in it.
+        Refusal: `turn_mismatch`: an answer's texts have several weights, but cannot be found in it.
     """
     if conversation.turn_weights is None or not answers:
         return None
@@ -654,13 +657,14 @@ def _weights(tokens: Tokens, answers: Sequence[slice], conversation: Conversatio
 
 
 def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[float]:
-    """The weight of each token of an answer whose texts have several.
+    """Return the weight of each token of an answer whose texts have several weights.
 
         texts     "2 + 2 = 5? "  weight 0     "No, 4."  weight 1
         tokens     2  +  2  =  5  ?           No  ,  4  .  <|im_end|>
 
-    A token belongs to the texts in which its characters lie, blanks aside; one that lies in several gets the least of
-    their weights. What the template writes before the first text and behind the last belongs to these.
+    A token belongs to the texts that contain its characters, apart from blanks. If there are several, it gets the
+    lowest of their weights. Text that the template adds before the first text or after the last one belongs to that
+    text.
     """
     start, stop = int(tokens.starts[answer.start]), int(tokens.stops[answer.stop - 1])
     places = [at for at in range(start, stop) if not tokens.text[at].isspace()]  # templates strip blanks
@@ -671,7 +675,7 @@ def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[f
     if first < 0 or (first and said.find(wanted, first + 1) >= 0):
         fault = f"texts of an answer have several weights, but the template does not write {wanted[:40]!r} once in it"
         raise Refusal("turn_mismatch", f"{fault}; give the whole answer one weight, or tokenised samples loss_weights")
-    begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # of the second text, and so on
+    begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # starts of the second text, the third ...
     weights = []
     for begin, end in zip(tokens.starts[answer].tolist(), tokens.stops[answer].tolist(), strict=True):
         text = tokens.text[begin:end]
