@@ -166,9 +166,9 @@ class AudioReader:
     def _padding(self, longest: int) -> dict[str, Any]:
         """Return the options that set the padded length in samples.
 
-        That is the longest audio. If the processor pads to its maximum instead, it is as many samples as the last
-        frames need: silence after an audio changes none of its frames, and Qwen2.5-Omni's would compute five minutes
-        of it.
+        That is the longest audio. If the processor would pad to its maximum instead, it is as many samples as the last
+        frames need. Silence after an audio changes none of its frames, and Qwen2.5-Omni's processor would compute five
+        minutes of it.
         """
         extractor = self._extractor
         if self._pads_to_longest:

@@ -116,7 +116,7 @@ class ChatTemplate:
     is_first: Callable[[str], bool] | None = None
     """Returns whether there was no warning about an event yet; None: no warning."""
     shapes: dict[Any, Shape | None] = field(default_factory=dict)
-    """Shape of a conversation -> what the template writes of it; None: it cannot write its probes."""
+    """Key of a conversation's shape -> how the template renders it; None: it cannot write the probes."""
     layouts: dict[str, Layout | None] = field(default_factory=dict)
     """Everything in a conversation except its texts -> positions of answers; None: the template cannot write probes."""
 
@@ -381,7 +381,7 @@ class ChatTemplate:
         written = "\n".join((*tried, *sources, *read))
         return tuple(sorted((token for token in self.special_tokens if token in written), key=written.index))
 
-    # ------------------------------------------------------------------ what the template takes
+    # ------------------------------------------------------------------ the template's forms and options
 
     def _formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Copy messages, with contents in a form that the template writes correctly."""
@@ -508,7 +508,7 @@ class ChatTemplate:
             at = found + len(said)
 
     def _shape(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
-        """Return what the template writes of these messages with probes as texts. None: it cannot write them."""
+        """Render these messages with probes as texts, and return their shape. None: the template cannot write them."""
         probes: list[Leaf] = []
 
         def insert(message: int, path: str, text: str) -> str:
@@ -574,7 +574,7 @@ class Leaf(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a template writes of all conversations that have texts in the same locations."""
+    """How a template renders all conversations that have texts in the same locations."""
 
     places: tuple[int, ...]
     """Position of each leaf's probe in the text; -1: the template does not write it."""

@@ -57,8 +57,8 @@ class VLMCollator:
             gets a `PrefixTree`. True means `SharePrefixes()`. Labels must be token ids.
         max_length: the largest number of tokens in a sample; None: no limit.
         overlength: what to do with a longer sample. "error" refuses it as a bad sample. "drop" leaves it out and counts
-            it. "truncate" keeps its first tokens and "truncate_start" its last ones; media that the limit would split
-            are removed whole, and so are the ends of answers. `skip_log.truncated` counts truncated samples.
+            it. "truncate" keeps its first tokens and "truncate_start" its last ones. A medium, or the end tokens of an
+            answer, that the limit would split are removed whole. `skip_log.truncated` counts truncated samples.
         train_on: "assistant" trains on the assistant's turns, including their end-of-turn tokens (for prompt and
             completion: the completion only). "last" trains on the last assistant turn only. "all" trains on everything
             except media tokens. Tokenized samples keep their own labels.
@@ -74,7 +74,7 @@ class VLMCollator:
             `SkippedWarning` at the first one.
         skip_limit: the number of skipped samples above which the run stops; None: `SkipLimit()`.
         limits: size limits for images, checked against their headers before decoding.
-        sampling: how many frames to take from a video file; None: as the processor's video processor does it.
+        sampling: how many frames to take from a video file; None: the video processor's own rule.
         video_limits: size limits for video files.
         vocab_size: upper bound (exclusive) for token ids; None: the tokenizer's number of entries.
         pixel_dtype: dtype of the pixels; bfloat16 halves their size. None: the processor's own dtype (float32; bfloat16
@@ -313,7 +313,7 @@ class VLMCollator:
             sample = make()
         except VlmpackError:
             raise
-        except Exception as error:  # a data set may hold anything
+        except Exception as error:  # a dataset may hold anything
             raise self._error(_to_refusal(error), index, sample_id) from error
         names = {"sample_id": sample_id, "channel": sample.channel if channel is None else channel}
         is_named = (sample.sample_id, sample.channel) == tuple(names.values())

@@ -106,7 +106,7 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
 def _content_of(
     feature: Any, collator: VLMCollator, read: Callable[[Any], Any], read_file: Callable[[Any], Any]
 ) -> list[Any]:
-    """List what the collator reads of a sample, with `read` of each image and frame and `read_file` of each video file.
+    """List the content of a sample, with the result of `read` for images and frames and of `read_file` for video files.
 
     Raises:
         TypeError: the sample is not a conversation, is already tokenized, or holds audio.

@@ -607,7 +607,7 @@ def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
     return visual.pixels if name == "pixel_values" else visual.tensors.get(name)
 
 
-# ---------------------------------------------------------------------- what is trained on
+# ---------------------------------------------------------------------- weights
 
 
 def _last_alone(conversation: Conversation) -> Conversation:

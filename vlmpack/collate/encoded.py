@@ -311,7 +311,7 @@ def make_labels(
 
 
 def weighed(sample: Encoded, weights: np.ndarray | None) -> Encoded:
-    """Return the sample with these weights, float32 [n]. Labels of weight 0 become -100; all 1 becomes None."""
+    """Return the sample with these weights, float32 [n]. Weight 0 makes a label -100; weights of all 1 become None."""
     if weights is None:
         return sample
     labels = np.where(weights == 0, IGNORE, sample.labels)

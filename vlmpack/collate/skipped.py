@@ -58,7 +58,7 @@ class SharedDocument:
 
     @contextmanager
     def changed(self) -> Iterator[dict[str, Any]]:
-        """Yield the current content for changes until the block ends. Locks out other processes; blocks may nest."""
+        """Yield the current content, which the block may change. Other processes wait; blocks may nest."""
         if self._process != os.getpid():  # forked, perhaps while another thread of the parent held its lock
             self._lock, self._depth, self._process = RLock(), 0, os.getpid()
         with self._lock:

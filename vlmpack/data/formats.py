@@ -11,7 +11,7 @@
     LLaMA-Factory v1  {"content": [{"type": "text", "value"}], "loss_weight"} │
     Anthropic         {"content": [{"type": "tool_use"}, ...]}               ─┘
 
-Each format is one function here. It takes a row and returns it with `messages` if the row has that format. `READERS`
+Each format has one function here. It takes a row and returns it with `messages` if the row has that format. `READERS`
 lists these functions. Datasets and collators only call `as_messages`; they know nothing else about other libraries.
 
 Tools and tool calls may be JSON text: `{"from": "function_call", "value": ...}` (LLaMA-Factory), `{"role":

@@ -475,7 +475,7 @@ def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, 
 
 
 def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dict[str, Any]]:
-    """Add a turn whose text is the JSON of calls: to the previous assistant turn, as ms-swift does, or alone."""
+    """Add a turn of JSON calls: to the previous assistant turn, as ms-swift does, or as a separate turn."""
     before = turns[-1] if turns else None
     if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
         raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")

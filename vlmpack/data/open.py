@@ -72,8 +72,8 @@ def open_dataset(
         split: the split to open, if the source has several. A file given by name is a single split, whatever its
             name: for a file, any split but "train" is refused.
         num: use only the first `num` samples; None: all of them.
-        image_root: folder where relative paths of images and videos start; None: the folder of the file that names
-            them.
+        image_root: folder where relative paths of images, videos and audio start; None: the folder of the file that
+            names them.
         branches: "conversation" makes each record one sample. "turns" makes one sample of each question, with its
             answer and the record's images (`branch_turns`). "answers" makes one sample of each answer, with everything
             before it. `num` counts these samples. To count them, all conversations are read once.
@@ -265,7 +265,7 @@ class OpenDataset(SampleDataset):
         return f"OpenDataset({len(self)} samples of {self.name})"
 
 
-# ---------------------------------------------------------------------- what the rows are
+# ---------------------------------------------------------------------- checks of the rows
 
 
 def _check_first_rows(dataset: OpenDataset) -> None:

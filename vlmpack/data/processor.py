@@ -82,7 +82,8 @@ def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
 def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
     """Load a processor outside Qwen-VL, with its Pillow image processor and its settings.
 
-    Loads the video processor if torchvision is installed, and skips an audio part that is not used.
+    Loads the video processor if the family has videos and torchvision is installed, or if the processor needs one
+    anyway. Skips an audio part that is not used.
     """
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
     from transformers.utils.import_utils import is_torchvision_available
@@ -181,7 +182,7 @@ def settings_of(processor: Any) -> dict[str, Any]:
 
 
 def _save_pretrained(processor: Any, save_directory: str | Path, push_to_hub: bool = False, **_: Any) -> None:
-    """Call `save_processor` as transformers calls it: a processor's `push_to_hub` saves with this, then uploads."""
+    """Call `save_processor` as transformers calls it: a processor's `push_to_hub` saves with this and then uploads."""
     if push_to_hub:
         raise ConfigError("save_pretrained(push_to_hub=True) is not supported here; call push_to_hub of the processor")
     save_processor(processor, save_directory)
