@@ -1,18 +1,19 @@
-"""Every error vlmpack raises on purpose, and the argument checks that several packages need.
+"""The errors that vlmpack raises on purpose, and the argument checks that several packages share.
 
 VlmpackError
 ├── SampleError    one sample cannot be used: which one, what was seen, what to do
 ├── LayoutError    a batch or row contradicts itself: masks, lengths, boundaries
-├── BackendError   no attention back-end can serve this call, with each one's reasons
-├── FamilyError    this model (or processor) is of a family that is not supported, and why
-├── ConfigError    settings that contradict each other or the surrounding trainer
-└── RequestError   a client of the step service asked for what cannot be done
+├── BackendError   no attention back-end can serve this call, with the reasons of each one
+├── FamilyError    the family of this model or processor is not supported, and why
+├── ConfigError    settings contradict each other or the surrounding trainer
+└── RequestError   a client of the step service sent an invalid request
 
-UnpackedWarning, a UserWarning: a training step of an enabled model computes its padding, and why; or an evaluation of
-PackedTrainer is not packed.
-SkippedWarning, a UserWarning: samples that cannot be used are left out, and where they are listed.
+UnpackedWarning, a UserWarning: a training step of an enabled model computes padding, or an evaluation of PackedTrainer
+is not packed. The message says why.
+SkippedWarning, a UserWarning: unusable samples are skipped. The message says where they are listed.
 
-SampleError and ConfigError are a ValueError too, which scripts catch where a data set or an argument is refused.
+SampleError, ConfigError and RequestError are also ValueErrors, so scripts that catch ValueError for a bad data set or
+argument keep working.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import SupportsInt, cast, final
 
 
 class VlmpackError(Exception):
-    """The root: `except VlmpackError` catches whatever vlmpack refuses."""
+    """Base class of all errors that vlmpack raises on purpose."""
 
 
 class SampleError(VlmpackError, ValueError):
@@ -34,10 +35,10 @@ class SampleError(VlmpackError, ValueError):
 
     Args:
         message: what was seen and what to do about it, without the sample's name.
-        index: position of the sample in the list given to the collator. None: `message` names the sample already,
-            as when torch builds the error of a DataLoader worker again from its text.
-        sample_id: the sample's own id where it has one.
-        reason: a short slug such as ``"image_token_mismatch"``: the key under which it is counted.
+        index: position of the sample in the list given to the collator. None: `message` already names the sample,
+            for example when torch rebuilds the error of a DataLoader worker from its text.
+        sample_id: the sample's id, if it has one.
+        reason: a short slug such as ``"image_token_mismatch"``, used as the key for counting.
     """
 
     def __init__(
@@ -52,63 +53,67 @@ class SampleError(VlmpackError, ValueError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple:
-        """Pickle by parts: the text alone would be taken for the whole message."""
+        """Pickle the constructor's arguments; the default would pass the finished text as `message`."""
         return _rebuild_sample_error, (self.detail, self.index, self.reason, self.sample_id)
 
 
 class LayoutError(VlmpackError):
-    """A batch or a row contradicts itself; the message names the row, what was seen and the remedy."""
+    """A batch or row contradicts itself; the message names the row, what was seen and the remedy."""
 
 
 class BackendError(VlmpackError):
-    """No attention back-end can serve the call; the message lists each one's reasons."""
+    """No attention back-end can serve the call; the message lists the reasons of each one."""
 
 
 class FamilyError(VlmpackError):
-    """The model or processor belongs to a family that vlmpack cannot pack exactly; the message says what leaks."""
+    """vlmpack cannot pack the family of this model or processor exactly; the message says what would leak."""
 
 
 class ConfigError(VlmpackError, ValueError):
-    """Settings that contradict each other, or a trainer set up in a way that would corrupt packed rows."""
+    """Settings contradict each other, or the trainer is set up in a way that would corrupt packed rows."""
 
 
 class RequestError(VlmpackError, ValueError):
-    """A client of the step service sent what cannot be done; the message names the datum, what was seen, the remedy."""
+    """A client of the step service sent an invalid request; the message names the datum, what was seen, the remedy."""
 
 
 class UnpackedWarning(UserWarning):
-    """A training step or an evaluation went past the packed forward: padding is computed, or batches weigh alike; the
-    message says why."""
+    """A training step or an evaluation bypassed the packed forward.
+
+    Padding is then computed, or batches are weighted equally. The message says why.
+    """
 
 
 class SkippedWarning(UserWarning):
-    """Samples that cannot be used are left out of what was measured, collated or planned; the message names the first
-    ones, and where all are listed or counted."""
+    """Unusable samples were skipped while measuring, collating or planning.
+
+    The message names the first ones, and says where all are listed or counted.
+    """
 
 
 @contextmanager
 def skipped_are_reported() -> Iterator[None]:
-    """Suppress `SkippedWarning` where the caller reports or raises refused samples itself."""
+    """Suppress `SkippedWarning` because the caller reports or raises refused samples itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SkippedWarning)
         yield
 
 
 def check_kind(name: str, value: object, kind: type, such_as: str) -> None:
-    """Raise unless the argument `name` is of its type; Python itself would only miss an attribute, far from here.
+    """Check the type of the argument `name`; otherwise Python would raise an AttributeError far from the cause.
 
     Raises:
-        ConfigError: it is not; says what would be.
+        ConfigError: the type is wrong. The message gives an example of a valid value.
     """
     if not isinstance(value, kind):
         raise ConfigError(f"{name} has to be a {kind.__name__}, such as {such_as}, got a {type(value).__name__}")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise unless the argument `name` is one of a few words.
+    """Check that the argument `name` is one of `choices`.
 
     Raises:
-        ConfigError: it is not; lists them.
+        ConfigError: it is not. The message lists the choices.
     """
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -123,18 +128,18 @@ def check_whole_number(
     remedy: str | None = None,
     error: type[VlmpackError] = ConfigError,
 ) -> int:
-    """Return the argument `name` as an int, numpy's numbers included and True and False not.
+    """Return the argument `name` as an int; numpy integers are accepted, True and False are not.
 
     Args:
-        name: of the argument, as the message begins.
+        name: name of the argument; the message begins with it.
         value: the number.
-        at_least: the smallest that is allowed.
-        at_most: the largest that is allowed; None: any.
-        remedy: what to do, at the end of the message; None: the limits say it.
-        error: what is raised.
+        at_least: smallest allowed value.
+        at_most: largest allowed value; None: no limit.
+        remedy: what to do, put at the end of the message; None: the limits are enough.
+        error: type of error to raise.
 
     Raises:
-        VlmpackError: it is no whole number, or lies outside the limits; of the kind `error`.
+        VlmpackError: `value` is not a whole number or is outside the limits. The type is `error`.
     """
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     number = int(cast(SupportsInt, value)) if is_whole else at_least - 1
@@ -146,15 +151,15 @@ def check_whole_number(
 
 
 def check_extra(extra: str, *packages: str, needed_by: str) -> None:
-    """Raise unless packages that an extra of vlmpack brings are installed; none of them is imported.
+    """Check that the packages of an extra are installed, without importing them.
 
     Args:
-        extra: the extra, such as "data".
-        packages: their names as they are imported.
-        needed_by: what needs them, as the message begins.
+        extra: the extra of vlmpack that installs them, such as "data".
+        packages: import names.
+        needed_by: what needs them; the message begins with it.
 
     Raises:
-        ConfigError: some are missing, with the command that installs them.
+        ConfigError: some are missing. The message gives the command that installs them.
     """
     if missing := [package for package in packages if not _is_installed(package)]:
         raise ConfigError(
@@ -165,7 +170,7 @@ def check_extra(extra: str, *packages: str, needed_by: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # the package that it would be a part of
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -174,13 +179,13 @@ def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_i
 
 
 @final
-class Refusal(Exception):  # noqa: N818 (never leaves the package: the collator turns it into a SampleError)
+class Refusal(Exception):  # noqa: N818 (internal: the collator turns it into a SampleError)
     """A sample cannot be used. The collator adds its index and id, and counts it under `reason`.
 
     Args:
         reason: a short slug, listed in docs/troubleshooting.md.
         message: what was seen and what to do about it.
-        of_all: whether it is likely true of all samples, and so a mistake of the setup.
+        of_all: True if it probably applies to all samples, which points to a mistake in the setup.
     """
 
     def __init__(self, reason: str, message: str, *, of_all: bool = False) -> None:

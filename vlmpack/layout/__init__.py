@@ -1,4 +1,4 @@
-"""Map tokens between padded batches and packed rows: pure index maths on tensors."""
+"""Map tokens between padded batches and packed rows: pure index math on tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The padded batch: B rows of width S, the 2D mask that says which tokens are real, and the media."""
+"""The padded batch: B rows of width S, the 2D mask of real tokens, and the media."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
 METADATA_KEY = "vlmpack"
-"""The key under which `HostMetadata` travel in a batch dictionary, beside the tensors."""
+"""Key of `HostMetadata` in a batch dictionary, beside the tensors."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class HostMetadata:
-    """Metadata of a batch on the host, so that no step needs a host-device sync for it."""
+    """Metadata of a batch on the host, so that a step can read it without a host-device sync."""
 
     lengths: tuple[int, ...]
-    """Real tokens of each sample."""
+    """Number of real tokens of each sample."""
     offsets: tuple[int, ...] = ()
-    """Column of each sample's first real token in the padded batch; empty: right padded, all 0."""
+    """Column of each sample's first real token in the padded batch; empty: right-padded, all 0."""
     media: MediaTable | None = None
-    """Every image, video and audio, with its places; None: not known, and read from the tensors. Of a row on an
-    accelerator that takes one host-device sync for its ids, and one for each tensor of grids, sizes or frames."""
+    """Every image, video and audio with its positions; None: not known, read from the tensors instead. On an
+    accelerator, this costs one host-device sync for the ids and one for each tensor of grids, sizes or frames."""
     prefixes: tuple[int, ...] = ()
-    """Tokens at the beginning of each sample that attend to each other in both directions (PaliGemma); empty: not
-    known, and read from the column of the batch."""
+    """Length of each sample's bidirectional prefix in tokens (PaliGemma); empty: not known, read from the batch's
+    column instead."""
     num_targets: int | None = None
-    """Labelled next-token targets of the whole batch; None: not counted."""
+    """Number of next-token targets (labels that are not -100) of the whole batch; None: not counted."""
     num_distinct_targets: int | None = None
     """Tokens of a row's prefix tree that are a target of at least one sample; None: no tree, or not counted."""
     sample_ids: tuple[int | str, ...] = ()
-    """Ids of the samples, where they have them."""
+    """Ids of the samples, if they have ids."""
     channels: tuple[str | None, ...] = ()
-    """Name of each sample's data set, None of one without; empty: no sample has one."""
+    """Name of each sample's data set, None for a sample without one; empty: no sample has one."""
     segments: Segments | None = None
-    """The boundaries of a row in a batch dictionary; None of a padded batch, and in a `PackedRow`, which holds them."""
+    """The boundaries of a row in a batch dictionary; None for a padded batch and in a `PackedRow`, which holds them."""
     tree: PrefixTree | None = None
     """The prefix tree of a row in a batch dictionary; None: samples share nothing, or a `PackedRow` holds it."""
 
     @property
     def spans(self) -> MaskSpans:
-        """Where each sample's real tokens are in the padded batch."""
+        """Position of each sample's real tokens in the padded batch."""
         return MaskSpans(lengths=self.lengths, offsets=self.offsets or (0,) * len(self.lengths))
 
     def to(self, *_: Any, **__: Any) -> HostMetadata:
-        """Return itself, so that a loop may move whatever a batch holds: metadata stays on the host."""
+        """Return `self`: metadata stays on the host when a loop calls `.to()` on everything in a batch."""
         return self
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Media:
-    """Pixels and grids in sample order, under the names that Hugging Face models give them."""
+    """Pixels and grids in sample order, under the names that Hugging Face models use."""
 
     pixel_values: torch.Tensor | None = None
-    """[P, C] patches of all images, one after the other; of families whose images are no grids, of any shape."""
+    """[P, C] concatenated patches of all images; any shape for families whose images have no grids."""
     image_grid_thw: torch.Tensor | None = None
-    """[N, 3] int64: frames, rows, columns of patches of each image."""
+    """[N, 3] int64: frames, rows and columns of patches of each image."""
     pixel_values_videos: torch.Tensor | None = None
     """[P, C] patches of all videos."""
     video_grid_thw: torch.Tensor | None = None
@@ -80,25 +80,25 @@ class Media:
 
     @property
     def seconds_per_grid(self) -> Any:
-        """Seconds from one grid of each video to the next, by either name; None: there are none."""
+        """Seconds from one grid of each video to the next, under either of its two names; None: not given."""
         seconds = self.second_per_grid_ts
         return self.tensors.get("video_second_per_grid") if seconds is None else seconds
 
     @property
     def audio_mask(self) -> torch.Tensor | None:
-        """[N, F]: 1 on the frames that each audio has, 0 on padding; None: there is no audio."""
+        """[N, F]: 1 on the frames of each audio, 0 on padding; None: there is no audio."""
         return self.tensors.get("feature_attention_mask")
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Media:
-        """Move to a device; `non_blocking`: asynchronously, from pinned memory."""
+        """Move to a device; with `non_blocking`, copies from pinned memory are asynchronous."""
         return moved(self, device, non_blocking=non_blocking)
 
     def to_hf(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by name."""
+        """Return the tensors that are not None, by name."""
         return {name: self.__dict__[name] for name in MEDIA_KEYS if self.__dict__[name] is not None} | {**self.tensors}
 
     def with_sizes(self, table: MediaTable) -> Media:
-        """The same media with the tensors by which towers keep images apart on the host, where the table has them."""
+        """Return the same media with the tensors of `SIZES` on the host, where the table knows their values."""
         known = {name: [row for m in table.of_kind(kind) for row in m.sizes] for name, kind in SIZES.items()}
         names = [name for name in SIZES if name in self.tensors and known[name]]
         tensors = {name: torch.tensor(known[name], dtype=torch.int64, device="cpu") for name in names}
@@ -106,14 +106,14 @@ class Media:
 
     @classmethod
     def from_hf(cls, batch: Mapping[str, Any], *, names: Collection[str] = ()) -> Media:
-        """Take the media out of a batch dictionary; `names`: further tensors of the model's family."""
+        """Read the media from a batch dictionary; `names`: further tensors of the model's family."""
         further = {name: batch[name] for name in names if name not in MEDIA_KEYS and batch.get(name) is not None}
         return cls(**{name: batch.get(name) for name in MEDIA_KEYS}, tensors=further)
 
 
 MEDIA_KEYS = tuple(f.name for f in fields(Media) if f.name != "tensors")
 SIZES = {"image_sizes": IMAGE, "target_sizes": IMAGE, "target_sizes_videos": VIDEO}
-"""Tensors [N, 2] of rows and columns, by which towers keep images apart, and the kind of their media."""
+"""[N, 2] tensors of rows and columns that tell a vision tower where each image ends, and the kind of their media."""
 
 
 @final
@@ -124,22 +124,22 @@ class PaddedBatch:
     input_ids: torch.Tensor
     """[B, S] int64."""
     attention_mask: torch.Tensor
-    """[B, S]: 1 (or True) on real tokens, one unbroken run in each row, padding on either side."""
+    """[B, S]: 1 (or True) on real tokens, in one unbroken run per row; padding may be on either side."""
     labels: torch.Tensor | None = None
-    """[B, S] int64 in Hugging Face's convention: not shifted, -100 where nothing is to be learnt."""
+    """[B, S] int64 in Hugging Face's convention: not shifted, -100 on tokens that are not trained on."""
     loss_weights: torch.Tensor | None = None
-    """[B, S] floats: the weight of each label in the loss; None: 1."""
+    """[B, S] floats: the weight of each label in the loss; None: all 1."""
     mm_token_type_ids: torch.Tensor | None = None
     """[B, S]: 0 text, 1 image, 2 video, 3 audio."""
     position_ids: torch.Tensor | None = None
-    """[3, B, S] time, height, width, or [4, B, S] with the place in the sample first; [B, S] of a text model. The step
-    compares them with those it computes, except at pads. None: none came along."""
+    """[3, B, S] time, height, width, or [4, B, S] with the position in the sample first; [B, S] for a text model. The
+    step compares them with the positions it computes, except on padding. None: not given."""
     media: Media = field(default_factory=Media)
     """Pixels and grids in sample order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further [B, S] or [k, B, S] tensors to be packed along (advantages, reference log-probabilities)."""
+    """Further [B, S] or [k, B, S] tensors to pack with the tokens (advantages, reference log-probabilities)."""
     metadata: HostMetadata | None = None
-    """Metadata on the host; None: lengths are read from the mask, one host-device sync."""
+    """Metadata on the host; None: lengths are read from the mask, which costs one host-device sync."""
 
     def __repr__(self) -> str:
         return f"PaddedBatch({shape_of(self.input_ids)}{_tokens(self)}{media_in_words(self.media)})"
@@ -149,13 +149,17 @@ class PaddedBatch:
         return moved(self, device, non_blocking=non_blocking)
 
     def pin_memory(self) -> PaddedBatch:
-        """The same batch with tensors and media in pinned memory, as `DataLoader(pin_memory=True)` calls it: from there
-        `to(device, non_blocking=True)` copies asynchronously."""
+        """Return the same batch in pinned memory, from which `to(device, non_blocking=True)` copies asynchronously.
+
+        `DataLoader(pin_memory=True)` calls this.
+        """
         return pinned(self)
 
     def to_hf(self) -> dict[str, Any]:
-        """A dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first. With `loss_weights` a model
-        without packing, which would ignore them, refuses it (`OnlyPacked`)."""
+        """Return a dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first.
+
+        A model without packing would ignore `loss_weights`. If there are any, such a model raises (`OnlyPacked`).
+        """
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
         others: dict[str, Any] = {} if self.metadata is None else {METADATA_KEY: self.metadata}
         if self.loss_weights is not None:
@@ -166,10 +170,10 @@ class PaddedBatch:
     def from_hf(
         cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = (), media: Collection[str] = ()
     ) -> PaddedBatch:
-        """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
+        """Invert `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
 
         Raises:
-            LayoutError: there are no token ids; or weights of a row.
+            LayoutError: there are no token ids, or the batch has `shift_weights`, which belong to a packed row.
         """
         check_is_batch(batch)
         if batch.get("shift_weights") is not None:
@@ -185,7 +189,7 @@ class PaddedBatch:
 TOKEN_KEYS = ("input_ids", "attention_mask", "labels", "loss_weights", "mm_token_type_ids", "position_ids")
 
 
-# ---------------------------------------------------------------------- what a model without packing must not take
+# ---------------------------------------------------------------------- inputs that only an enabled model may get
 
 _MIXED = (
     "a packed row reached a model without passing through the packed forward, which would mix its samples: call "
@@ -202,15 +206,15 @@ _WEIGHTS_IGNORED = (
 @final
 @dataclass(frozen=True)
 class OnlyPacked:
-    """Stands under `use_cache` in the dictionary of a row, and stops a model without packing.
+    """The `use_cache` value of a packed row; it makes a model without packing raise.
 
-    Models of transformers accept every keyword, so a model without packing would take a row for one sample. But each
+    Models of transformers accept every keyword, so a model without packing would treat a row as one sample. But each
     of them evaluates `use_cache` as a bool, and so calls `__bool__` below. An enabled model removes the object from
     its inputs first.
     """
 
     reason: str = _MIXED
-    """Why such a model must not compute the batch, and the remedy."""
+    """Why a model without packing must not compute the batch, and the remedy."""
 
     def __bool__(self) -> bool:
         """Refuse the batch.
@@ -221,15 +225,15 @@ class OnlyPacked:
         raise ConfigError(self.reason)
 
     def to(self, *_: Any, **__: Any) -> OnlyPacked:
-        """Itself: it lies on no device."""
+        """Return `self`; it holds no tensors."""
         return self
 
 
 def check_weights(weights: Any, labels: Any, name: str) -> None:
-    """Insist on weights in floats, one for each label.
+    """Check that the weights are floats, one for each label.
 
     Raises:
-        LayoutError: they are others, or there are no labels.
+        LayoutError: they are not, or there are no labels.
     """
     if weights is None:
         return
@@ -241,18 +245,18 @@ def check_weights(weights: Any, labels: Any, name: str) -> None:
         raise LayoutError(f"{name} must be floats {list(labels.shape)}, one for each label, got {seen}")
 
 
-# ---------------------------------------------------------------------- on a device, and in words
+# ---------------------------------------------------------------------- devices, and text for repr
 
 Moved = TypeVar("Moved", bound=Any)
 
 
 def moved(value: Moved, device: torch.device | str | int, *, non_blocking: bool) -> Moved:
-    """Move the tensors of a value object to a device, those in media and mappings too."""
+    """Move the tensors of a value object to a device, including tensors in its media and mappings."""
     return _with_tensors(value, lambda tensor: copied(tensor, device, non_blocking=non_blocking))
 
 
 def pinned(value: Moved) -> Moved:
-    """Copy the tensors of a value object to pinned memory, those in media and mappings too."""
+    """Copy the tensors of a value object to pinned memory, including tensors in its media and mappings."""
     return _with_tensors(value, lambda tensor: tensor.pin_memory())
 
 
@@ -268,12 +272,12 @@ def _with_tensors(value: Moved, change: Callable[[torch.Tensor], torch.Tensor]) 
 
 
 def shape_of(value: Any) -> str:
-    """The shape of a tensor, in words; of anything else, of which no batch should be, its type."""
+    """Return the shape of a tensor as text, or the type of anything else (which a batch should not hold)."""
     return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def media_in_words(media: Media) -> str:
-    """The numbers of images and videos, in words; "" of a text."""
+    """Return the numbers of images, videos and audios as text; "" if there are none."""
     if not isinstance(media, Media):
         return f", media {shape_of(media)}"
     grids: dict[str, Any] = {
@@ -287,27 +291,27 @@ def media_in_words(media: Media) -> str:
 
 
 def _tokens(batch: PaddedBatch) -> str:
-    """The number of real tokens, in words; "" where only a device holds it, or nothing does."""
+    """The number of real tokens as text; "" if it is unknown or could only be read from a device."""
     ids, mask = batch.input_ids, batch.attention_mask
     try:
         if batch.metadata is None and not on_host(mask):
             return ""
         real = int((mask != 0).sum()) if batch.metadata is None else sum(batch.metadata.lengths)
         return f", {real} tokens, {real / max(ids.numel(), 1):.2%} full"
-    except (AttributeError, RuntimeError):  # no tensors, or some without values: a repr has to go on
+    except (AttributeError, RuntimeError):  # not tensors, or meta tensors: a repr must not raise
         return ""
 
 
-# ---------------------------------------------------------------------- its mask
+# ---------------------------------------------------------------------- the mask
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MaskSpans:
-    """The one unbroken run of real tokens in each row of a mask."""
+    """The unbroken run of real tokens in each row of a mask."""
 
     lengths: tuple[int, ...]
-    """Tokens of the run; 0: a row without any."""
+    """Number of tokens of the run; 0: an empty row."""
     offsets: tuple[int, ...]
     """First column of the run; 0 for a right-padded row."""
 
@@ -315,10 +319,10 @@ class MaskSpans:
 def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
     """Read the length and first column of every row from a 2D attention mask [B, S].
 
-    On an accelerator this is the one host-device sync of packing; `HostMetadata` make it needless.
+    On an accelerator this is the only host-device sync of packing; `HostMetadata` avoids it.
 
     Raises:
-        LayoutError: a mask that is no tensor, not 2D, holds anything but 0 and 1, or has a hole. Names the row.
+        LayoutError: the mask is not a tensor, is not 2D, holds anything but 0 and 1, or has a hole. Names the row.
     """
     check_is_tensor(mask, "attention_mask")
     if mask.ndim != 2:
@@ -335,7 +339,7 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
 
 
 def check_is_batch(batch: Mapping[str, Any]) -> None:
-    """Raise a `LayoutError` for a dictionary without token ids, which may be a sample's or a data set's columns."""
+    """Raise a `LayoutError` for a dictionary without token ids, for example a raw sample or a data set's columns."""
     if batch.get("input_ids") is None:
         columns = ", ".join(map(str, batch)) or "nothing"
         raise LayoutError(
@@ -347,10 +351,17 @@ def check_is_batch(batch: Mapping[str, Any]) -> None:
 def check_tensor(
     name: str, value: Any, shape: Sequence[int | None], what: str, *, dtypes: Collection[torch.dtype] = ()
 ) -> None:
-    """Insist on a tensor of a shape, in which None is any size, and of one of these types; (): of any.
+    """Check the shape and dtype of a tensor.
+
+    Args:
+        name: name of the tensor, for the message.
+        value: the tensor to check.
+        shape: expected size of each axis; None: any size.
+        what: the axes and values in words, for the message.
+        dtypes: allowed dtypes; (): any.
 
     Raises:
-        LayoutError: it is another; `what` says in words what its axes and values are.
+        LayoutError: it is not a tensor, or has another shape or dtype.
     """
     is_tensor = isinstance(value, torch.Tensor)
     fits = is_tensor and value.ndim == len(shape) and (not dtypes or value.dtype in dtypes)
@@ -363,7 +374,7 @@ def check_tensor(
 
 
 def check_is_tensor(value: Any, name: str) -> None:
-    """Raise a `LayoutError` for a column that is missing, or was left as a list or an array."""
+    """Raise a `LayoutError` for a column that is missing, or is still a list or an array."""
     if not isinstance(value, torch.Tensor):
         raise LayoutError(
             f"{name} must be a tensor [batch, width], got {type(value).__name__}; keep what the tokenizer gives with "
@@ -372,18 +383,18 @@ def check_is_tensor(value: Any, name: str) -> None:
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
-"""Types of token ids and labels: a bool counts nothing, and what has no sign has no -100."""
+"""Dtypes of token ids and labels: bools are masks, and unsigned dtypes cannot hold -100."""
 
 
 def whole_numbers(value: Any, name: str) -> torch.Tensor:
-    """Return token ids or labels as int64: the tensor itself, where it is that already.
+    """Return token ids or labels as int64, without a copy if they already are.
 
     Args:
         value: the column [..., batch, width].
-        name: what to call it in an error.
+        name: name of the column, for the message.
 
     Raises:
-        LayoutError: no tensor, or numbers that are not whole and signed.
+        LayoutError: `value` is not a tensor of signed whole numbers.
     """
     check_is_tensor(value, name)
     if value.dtype not in _WHOLE:
@@ -395,7 +406,7 @@ def whole_numbers(value: Any, name: str) -> torch.Tensor:
 
 
 def _mask_values(mask: torch.Tensor) -> np.ndarray:
-    """The mask on the host, in a type that numpy has."""
+    """The mask on the host, in a dtype that numpy supports."""
     if mask.is_complex() or mask.layout != torch.strided or mask.shape[1] == 0:
         raise LayoutError(
             f"attention_mask of {mask.dtype} {list(mask.shape)} ({mask.layout}) holds no readable 0/1 values; keep the "
@@ -406,7 +417,7 @@ def _mask_values(mask: torch.Tensor) -> np.ndarray:
 
 
 def _check_zero_one(values: np.ndarray) -> None:
-    # A tokenizer's mask passes in one look: as unsigned numbers, negative ones are large.
+    # Fast path for a tokenizer's mask: viewed as unsigned, negative numbers are large.
     if values.dtype == np.int64 and values.view(np.uint64).max(initial=0) <= 1:
         return
     odd = (values != 0) & (values != 1)
@@ -419,7 +430,7 @@ def _check_zero_one(values: np.ndarray) -> None:
 
 
 def _check_unbroken(real: np.ndarray, lengths: np.ndarray) -> None:
-    # A row without a hole goes up from 0 to 1 once, if at all.
+    # A row without a hole rises from 0 to 1 at most once.
     rises = np.count_nonzero(real[:, 0]) + np.count_nonzero(real[:, 1:] > real[:, :-1])
     if rises == np.count_nonzero(lengths):
         return
@@ -436,18 +447,18 @@ _CHANGED = (
     "the collator; reorder samples before it, or leave the metadata out of the batch"
 )
 _COUNTS = (torch.int64, torch.int32)
-"""Types that transformers can count frames in."""
+"""Dtypes of grids in transformers."""
 _ROUNDED = 1e-2
-"""Relative distance of seconds from the metadata: loops that run in bfloat16 round whatever a batch holds."""
+"""Relative tolerance when seconds are compared with the metadata: bfloat16 training loops round every tensor."""
 
 
 def compare_media(held: MediaTable, media: Media) -> None:
-    """Compare the records of the media that tensors hold with grids, frames, sizes and seconds of these tensors.
+    """Compare the records of the media with the grids, frames, sizes and seconds in the tensors.
 
-    Tensors on a device are compared there. Seconds and sizes that no record has are not compared.
+    Tensors on a device are compared there. Seconds and sizes are compared only if the records have them.
 
     Raises:
-        LayoutError: they are others, or no such tensors.
+        LayoutError: records and tensors differ, or a tensor is missing.
     """
     for kind, name in ((IMAGE, "image_grid_thw"), (VIDEO, "video_grid_thw")):
         grids = host_grids(media.to_hf().get(name), name, known=held.grids(kind))
@@ -473,15 +484,15 @@ def compare_media(held: MediaTable, media: Media) -> None:
 
 
 def host_grids(tensor: torch.Tensor | None, name: str, *, known: Sequence[Grid] | None = None) -> tuple[Grid, ...]:
-    """Grids of images or videos on the host.
+    """Return the grids of images or videos on the host.
 
     Args:
-        tensor: [N, 3] of whole numbers; None: there are none.
-        name: of the tensor.
-        known: what the host metadata has; None: the tensor is read, one host-device sync.
+        tensor: [N, 3] int64 or int32; None: not given, `known` is returned.
+        name: name of the tensor.
+        known: grids of the host metadata; None: the tensor is read, which costs one host-device sync.
 
     Raises:
-        LayoutError: no such tensor; the metadata has others, or another number of them.
+        LayoutError: the tensor is malformed, or the metadata has other grids or another number of them.
     """
     if tensor is None:
         return tuple(known or ())
@@ -500,14 +511,14 @@ def host_grids(tensor: torch.Tensor | None, name: str, *, known: Sequence[Grid] 
 
 
 def host_frames(mask: torch.Tensor | None, *, known: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Log-mel frames of each audio on the host.
+    """Return the number of log-mel frames of each audio on the host.
 
     Args:
         mask: [N, F], 1 on the frames of each audio and 0 on padding; None: there is no audio.
-        known: as of `host_grids`.
+        known: frames of the host metadata; None: the mask is read, which costs one host-device sync.
 
     Raises:
-        LayoutError: as of `host_grids`.
+        LayoutError: the mask is malformed, or the metadata has other frames or another number of audios.
     """
     if mask is None:
         return ()
@@ -529,14 +540,14 @@ def host_frames(mask: torch.Tensor | None, *, known: Sequence[int] | None = None
 
 
 def host_seconds(seconds: Any, *, known: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Seconds from one grid of each video to the next, N of them, on the host.
+    """Return the seconds from one grid of each video to the next, N numbers on the host.
 
     Args:
-        seconds: a list, [N] or [N, 1]; None: there are none.
-        known: as of `host_grids`; they count where there are no others.
+        seconds: a list or a tensor, [N] or [N, 1]; None: not given, `known` is returned.
+        known: seconds of the host metadata; None: `seconds` are read, a host-device sync if they are on a device.
 
     Raises:
-        LayoutError: no such numbers, or the metadata has others.
+        LayoutError: `seconds` are malformed, or differ from the metadata.
     """
     if seconds is None:
         return tuple(known or ())
