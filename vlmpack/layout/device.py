@@ -1,4 +1,4 @@
-"""Move data between host and device, and check it there, without host-device syncs."""
+"""Move data between host and device, and check values on the device, without host-device syncs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _nothing_on_host = False
 
 
 def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function of host metadata out of compiled graphs, which would be compiled again for every new length."""
+    """Keep a function of host metadata out of compiled graphs, which would otherwise recompile for every new length."""
     return torch.compiler.disable(function)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
 def around_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function itself out of compiled graphs, but not what it calls: the model's own layers."""
+    """Keep a function out of compiled graphs, but not the functions it calls (the model's own layers)."""
     return torch.compiler.disable(function, recursive=False)  # pyright: ignore[reportReturnType]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy a host array to `device` without a host-device sync: pinned and asynchronous on CUDA.
 
-    No inference tensor, wherever it is made: it may be kept, and be part of a training step later.
+    The result is never an inference tensor, because it may be cached and used in a later training step.
     """
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
@@ -37,8 +37,10 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def copied(tensor: torch.Tensor, device: torch.device | str | int, *, non_blocking: bool = True) -> torch.Tensor:
-    """Copy a tensor to a device, asynchronously if `non_blocking`; a copy to the host waits for its values, which would
-    be read before they arrive."""
+    """Copy a tensor to a device, asynchronously if `non_blocking`.
+
+    A copy to the host always waits; otherwise its values could be read before they arrive.
+    """
     is_host = torch.device(device).type == "cpu" and not _nothing_on_host
     return tensor.to(device, non_blocking=non_blocking and not is_host)
 
@@ -50,7 +52,7 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def nothing_on_host() -> Iterator[None]:
-    """Take the paths of an accelerator on a CPU too, so that host-device syncs can be counted there."""
+    """Take the code paths of an accelerator on a CPU, so that host-device syncs can be counted without one."""
     global _nothing_on_host
     before, _nothing_on_host = _nothing_on_host, True
     try:
@@ -60,20 +62,20 @@ def nothing_on_host() -> Iterator[None]:
 
 
 LONGEST_DEVICE_MESSAGE = 254
-"""Bytes of a message that CUDA's `_assert_async` accepts. It refuses a longer one even when the condition holds
+"""Maximum message length in bytes for CUDA's `_assert_async`. It refuses a longer one even when the condition holds
 ("Message length must be smaller than 255", aten/src/ATen/native/cuda/TensorCompare.cu)."""
 
 
 def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
-    """Raise unless a boolean scalar is true: at once on the host, by an asynchronous assertion on a device.
+    """Check that a boolean scalar is true: at once on the host, by an asynchronous assertion on a device.
 
-    A device prints the first 254 bytes of the message; the host raises the whole of it.
+    A device prints the first 254 bytes of the message; the host raises an error with the whole message.
 
     Raises:
-        Exception: an `error` with this message, if the tensor is on the host and false.
+        Exception: the tensor is on the host and false. The type is `error`.
     """
     if not on_host(condition):
-        shortened = message.encode()[:LONGEST_DEVICE_MESSAGE].decode(errors="ignore")  # never half a character
+        shortened = message.encode()[:LONGEST_DEVICE_MESSAGE].decode(errors="ignore")  # no partial character
         torch._assert_async(condition, shortened)  # pyright: ignore[reportPrivateImportUsage]
     elif not bool(condition):
         raise error(message)

@@ -1,10 +1,10 @@
-"""The media of a row: one record for each image, video and audio, on the host, made where the batch is made.
+"""The media of a row: one host record for each image, video and audio, made together with the batch.
 
     sample 0     x [ i i i i ] x             sample 1     x [ i i ] 0 [ i i ] x
     Medium       IMAGE, runs ((2, 6),)       Medium       VIDEO, runs ((2, 4), (7, 9))
 
-Positions, token types, towers, prefix trees, audio windows and context-parallel shares read the same records. A family
-makes them of a batch's tensors and its token ids (`Family.media_of_row`); a collator, of what it encoded.
+Positions, token types, towers, prefix trees, audio windows and context parallelism read the same records. A family
+makes them from a batch's tensors and token ids (`Family.media_of_row`); a collator makes them while it encodes samples.
 
 T row tokens.
 """
@@ -28,7 +28,7 @@ Grid = tuple[int, int, int]
 """(frames, rows, columns) of patches of one image or video."""
 
 Runs = tuple[tuple[int, int], ...]
-"""(start, stop) of each run of tokens, rising."""
+"""(start, stop) of each run of tokens, in increasing order."""
 
 TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 """Kinds of tokens: the values of `mm_token_type_ids`."""
@@ -40,55 +40,55 @@ KINDS = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 @final
 @dataclass(frozen=True, kw_only=True)
 class Medium:
-    """One image, video or audio; in a batch whose images are not counted, one tile of an image."""
+    """One image, video or audio; for a tiled family without host metadata, one tile of an image."""
 
     kind: int
     """IMAGE, VIDEO or AUDIO."""
     sample: int = 0
-    """The sample that has it."""
+    """Index of its sample."""
     runs: Runs = ()
-    """(start, stop) of each run of its placeholders, from its sample's first token on."""
+    """(start, stop) of each run of its placeholders, counted from its sample's first token."""
     grid: Grid | None = None
-    """Its frames, rows and columns of patches; None: its family's images have no grids, or it is audio."""
+    """Frames, rows and columns of patches; None: audio, or the family's images have no grids."""
     seconds: float | None = None
-    """Of a video, from one frame of its grid to the next (Qwen2.5-VL, Qwen-Omni); None: not known."""
+    """Seconds from one frame of a video's grid to the next (Qwen2.5-VL, Qwen-Omni); None: not known."""
     frames: int = 0
     """Log-mel frames of an audio."""
     sizes: tuple[tuple[int, ...], ...] = ()
-    """Its rows of `image_sizes`, `target_sizes` or `target_sizes_videos`, by which towers keep images apart."""
+    """Its rows of `image_sizes`, `target_sizes` or `target_sizes_videos`, which tell a tower where each image ends."""
     bidirectional: bool = False
     """True if models may let its tokens attend to each other in both directions."""
     entries: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """How many entries of each media tensor are its; {}: not counted."""
+    """Number of its entries in each media tensor; {}: not counted."""
     context: Hashable = field(default=None, compare=False)
-    """A further value on which its features depend: whether it is the only image of its sample (LLaVA-OneVision), the
-    longest audio of its sample (Qwen3-Omni)."""
+    """A further value that its features depend on: whether it is the only image of its sample (LLaVA-OneVision), or the
+    length of its sample's longest audio in frames (Qwen3-Omni)."""
 
     @property
     def tokens(self) -> int:
-        """Its placeholders."""
+        """Number of its placeholders."""
         return sum(stop - start for start, stop in self.runs)
 
     @property
     def patches(self) -> int:
-        """Patches of its grid; 0 without one."""
+        """Number of patches of its grid; 0 without a grid."""
         return 0 if self.grid is None else prod(self.grid)
 
     @property
     def span(self) -> tuple[int, int]:
-        """From its first placeholder to behind its last, in its sample."""
+        """(start, stop) in its sample, from its first placeholder to its last."""
         return self.runs[0][0], self.runs[-1][1]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaTable:
-    """The media of a row or batch: images, then videos, then audios, each in the order of their placeholders."""
+    """The media of a row or batch: images, then videos, then audios, each kind in the order of its placeholders."""
 
     media: tuple[Medium, ...] = ()
     """The records."""
     axes: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """The axis of media tensors along which media follow each other, where it is not the first."""
+    """The axis along which media are concatenated, for the media tensors where it is not the first axis."""
     image_counts: str | None = field(default=None, compare=False)
     """Name of the tensor that counts the images of each sample with images (LLaVA-OneVision); None: there is none."""
 
@@ -113,7 +113,7 @@ class MediaTable:
 
     @property
     def patches(self) -> int:
-        """Patches of all grids."""
+        """Number of patches of all grids."""
         return sum(medium.patches for medium in self.media)
 
     def grids(self, kind: int) -> tuple[Grid, ...]:
@@ -121,7 +121,7 @@ class MediaTable:
         return tuple(medium.grid for medium in self.media if medium.kind == kind and medium.grid is not None)
 
     def types(self, segments: Segments) -> np.ndarray:
-        """int64 [T]: the kind of each token of a row with these samples, 0 text and padding."""
+        """Return the kind of each token of a row with these samples: int64 [T], 0 for text and padding."""
         types_T = np.zeros(segments.total, np.int64)
         for medium in self.media:
             first = segments.stride[medium.sample]
@@ -130,15 +130,15 @@ class MediaTable:
         return types_T
 
     def spans(self, segments: Segments, kind: int) -> np.ndarray:
-        """int64 [N, 2]: where in a row each medium of one kind begins and ends, text inside it included."""
+        """Return (start, stop) in a row of each medium of one kind, including text inside it: int64 [N, 2]."""
         spans = [np.add(medium.span, segments.stride[medium.sample]) for medium in self.of_kind(kind)]
         return np.asarray(spans, np.int64).reshape(-1, 2)
 
     def in_tree(self, tree: PrefixTree) -> MediaTable:
-        """The media that a prefix tree computes, each kind in its order.
+        """Return only the media that a prefix tree computes, each kind in the order of the tree.
 
         Raises:
-            LayoutError: the row has fewer media than the tree.
+            LayoutError: the tree computes a medium that the table does not have.
         """
         chosen: list[Medium] = []
         for kind, numbers in ((IMAGE, tree.images), (VIDEO, tree.videos), (AUDIO, tree.audios)):
@@ -153,29 +153,29 @@ class MediaTable:
 
 
 def placeholders(media: Sequence[Medium], segments: Segments) -> np.ndarray:
-    """int64 [M]: where in a row with these samples the placeholders of media are, medium after medium."""
+    """Return the positions in a row of the placeholders of these media, medium by medium: int64 [M]."""
     runs = [(segments.stride[medium.sample] + start, stop - start) for medium in media for start, stop in medium.runs]
     starts, lengths = np.asarray(runs, np.int64).reshape(-1, 2).T
     return ranges(starts, lengths)
 
 
-# ---------------------------------------------------------------------- where media are among the tokens
+# ---------------------------------------------------------------------- find the placeholders of media
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """A medium before its placeholders are found."""
+    """A medium whose placeholders are not found yet."""
 
     medium: Medium
-    """The record, without its sample and its runs."""
+    """The record, without sample and runs."""
     tokens: tuple[int, ...]
-    """Placeholders of each of its runs."""
+    """Number of placeholders of each of its runs."""
 
 
 @final
 class _Found:
-    """The runs of placeholders of one kind in a row, none of them across two samples."""
+    """The runs of placeholders of one kind in a row; no run crosses a sample boundary."""
 
     def __init__(self, kind: int, types_T: np.ndarray, segments: Segments) -> None:
         self.name, self.segments = KINDS[kind], segments
@@ -187,14 +187,14 @@ class _Found:
         self.starts, self.stops = edges[:-1][of_kind], edges[1:][of_kind]
         self.lengths = self.stops - self.starts
         ends = np.asarray([stop for _, stop in segments.spans], np.int64)
-        # where slots end, so that a sample of no tokens holds none
+        # search the ends of slots, so that an empty sample gets no run
         samples = np.searchsorted(np.asarray(segments.stride[1:], np.int64), self.starts, side="right")
         is_inside = (self.starts < np.append(ends, 0)[samples]) & (samples < segments.num_samples)
         self.samples = np.where(is_inside, samples, _PADDING)
 
 
 _PADDING = -1
-"""The sample of a token that belongs to none."""
+"""Sample index of a token that belongs to no sample."""
 _REMEDY = (
     "images and videos come in the order of their samples, each in a run of placeholders of its own (so do frames "
     "from Qwen3-VL on), between vision_start and vision_end; give pixels and grids in that order"
@@ -205,18 +205,18 @@ _EVERY = "every image, video and audio needs its placeholders and its values, in
 def place(
     expected: Sequence[Expected], types_T: np.ndarray, segments: Segments, *, counted: Collection[int] = ()
 ) -> MediaTable:
-    """Find the placeholders of each medium: those of a kind follow each other in the order of the row.
+    """Find the placeholders of each medium; media of one kind are in the order of the row.
 
     Args:
-        expected: the media, of each kind in the order of samples.
+        expected: the media, each kind in the order of samples.
         types_T: int64 [T], 0 text, 1 image, 2 video, 3 audio.
         segments: the row's samples.
-        counted: kinds of media whose placeholders are counted alone: text may stand between them, and nothing between
-            them and those of the next medium (tiles).
+        counted: kinds of media whose placeholders are assigned by their number alone (tiles). There may be text between
+            the placeholders of one medium, and none between two media.
 
     Raises:
-        LayoutError: media and placeholders do not fit each other, or those of one medium lie in two samples. Names the
-            sample, what was found and what was expected.
+        LayoutError: media and placeholders do not match, or the placeholders of one medium are in two samples. Names
+            the sample, what was found and what was expected.
     """
     media: list[Medium] = []
     for kind in KINDS:
@@ -228,7 +228,7 @@ def place(
 
 
 def _placed(medium: Medium, sample: int, runs: Iterable[tuple[int, int]], segments: Segments) -> Medium:
-    """`runs`: in the row."""
+    """Set sample and runs of a medium; the argument `runs` is counted from the start of the row."""
     first = segments.stride[sample]
     return replace(medium, sample=sample, runs=tuple([(start - first, stop - first) for start, stop in runs]))
 
@@ -246,10 +246,10 @@ def _place_runs(expected: Sequence[Expected], found: _Found) -> list[Medium]:
 
 
 def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
-    """Compare runs of placeholders with the sizes [N] of the expected ones, and the medium [N] of each."""
+    """Compare runs of placeholders with the expected sizes [N]; `medium` [N] is the medium of each expected run."""
     name, starts, lengths, samples = found.name, found.starts, found.lengths, found.samples
     shared = min(len(lengths), len(sizes))
-    first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # that is not the next medium
+    first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # first mismatch
     if lengths.sum() != sizes.sum():
         seen = ""
         if first < len(lengths) and samples[first] != _PADDING:
@@ -302,7 +302,7 @@ def _place_counted(expected: Sequence[Expected], found: _Found) -> list[Medium]:
 
 
 def _check_totals(found: _Found, tokens: np.ndarray) -> None:
-    """Compare the placeholders of each sample with the tokens [N] of media: a sample ends where a medium does."""
+    """Compare the placeholders of each sample with the tokens [N] of media: a sample must end where a medium ends."""
     name, total, is_inside = found.name, int(found.lengths.sum()), found.samples != _PADDING
     counted = np.bincount(found.samples[is_inside], found.lengths[is_inside], len(found.segments.lengths)).astype(int)
     if total != counted.sum():
@@ -323,10 +323,10 @@ def _check_totals(found: _Found, tokens: np.ndarray) -> None:
 
 
 def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int]:
-    """The numbers of images of each sample with images.
+    """Return the number of images of each sample with images.
 
-    A model reads off them alone whether an image is the only one of its sample (`Medium.context`). In a prefix tree
-    those that are not stand side by side, where further images of their samples follow them, and count as one sample's.
+    A model uses these counts only to tell whether an image is the only one of its sample (`Medium.context`). In a
+    prefix tree, neighboring images that are not the only one of their sample are counted as images of one sample.
     """
     counts: list[int] = []
     before: Hashable = None
@@ -340,26 +340,26 @@ def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int
 # ---------------------------------------------------------------------- content
 
 LOOKED_AT = 2**13
-"""Values of a medium, spread over it, that have to agree with another's before both are compared whole."""
+"""Approximate number of evenly spaced values that must agree before two media are compared in full."""
 PIECE = 2**15
-"""Values that are compared at a time, in the cache of a core."""
+"""Number of values to compare at a time; they fit the cache of a core."""
 
 
 def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
-    """Number media by their content: equal numbers if and only if shape, type and every value are the same bits.
+    """Number media by their content: equal numbers if and only if shape, dtype and the bits of all values are equal.
 
-    A sample of the values is hashed; media that agree in it are compared whole.
+    Evenly spaced values are hashed first; media that agree in these are compared in full.
 
     Args:
-        blocks: the values of each, of any shape, on the host.
+        blocks: the values of each medium, any shape, on the host.
     """
     numbers: list[int] = []
     by_object: dict[int, int] = {}
-    alike: dict[Hashable, list[int]] = {}  # places of different media that agree in the values looked at
+    alike: dict[Hashable, list[int]] = {}  # distinct media that agree in the values looked at
     for at, block in enumerate(blocks):
         if id(block) not in by_object:
             values = _bits(block)
-            step = len(values) // LOOKED_AT | 1  # odd: sides of patches are even
+            step = len(values) // LOOKED_AT | 1  # odd, because the sides of patches are even
             candidates = alike.setdefault((block.shape, block.dtype, values[::step].tobytes()), [])
             equal = next((other for other in candidates if _are_equal(values, _bits(blocks[other]))), at)
             if equal == at:
@@ -373,11 +373,11 @@ _OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(block: torch.Tensor) -> np.ndarray:
-    """Every value as a whole number of the same bits: NaN equals itself, and no type is missing in numpy."""
+    """Reinterpret every value as an integer with the same bits: NaN equals itself, and numpy supports every dtype."""
     return block.detach().contiguous().view(_OF_WIDTH[block.element_size()]).numpy().reshape(-1)
 
 
 def _are_equal(values: np.ndarray, others: np.ndarray) -> bool:
-    """Compare piece by piece, up to the first difference."""
+    """Compare piece by piece and stop at the first difference."""
     pieces = range(0, len(values), PIECE)
     return all(np.array_equal(values[at : at + PIECE], others[at : at + PIECE]) for at in pieces)

@@ -1,7 +1,7 @@
-"""Pack a [B, S] batch into a [1, T] row and unpack it: one copy or one gather a tensor in each direction.
+"""Pack a [B, S] batch into a [1, T] row and unpack it: one copy or one gather per tensor in each direction.
 
-A model computes rows without gaps: `without_gaps` leaves padding between samples out, `Compact.spread` puts results
-back where the tokens are in the row.
+A model computes rows without gaps: `without_gaps` removes padding between samples, and `Compact.spread` moves results
+back to the positions of the original row.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from vlmpack.layout.segments import Segments, SlotRule, ranges
 def pack(
     batch: PaddedBatch, *, rule: SlotRule | None = None, keep_empty: bool = False, pad_token_id: int = 0
 ) -> PackedRow:
-    """Put the real tokens of a padded batch one after the other into one row [1, T].
+    """Concatenate the real tokens of a padded batch into one row [1, T].
 
-    Lengths come from the 2D mask alone (or from `batch.metadata`, which the collator read from the same mask). A
-    left-padded batch gives the same row as a right-padded one. One gather a tensor; on a host whole samples are copied,
-    with padding between them or not, which is three to four times as fast. Media pass through as they are, because
-    sample order and row order are the same.
+    Lengths come from the 2D mask alone, or from `batch.metadata`, which the collator read from the same mask. A
+    left-padded batch gives the same row as a right-padded one. Media pass through unchanged, because sample order and
+    row order are the same. On a device, packing is one gather per tensor. On the host, whole samples of int64 tensors
+    are copied, which is three to four times as fast as a gather.
 
     Args:
         batch: the padded batch.
-        rule: slots and row width; None: no padding at all.
+        rule: padded lengths of the samples and width of the row; None: no padding at all.
         keep_empty: keep all-zero rows as segments of length 0 (fixed batch shapes) instead of refusing them.
-        pad_token_id: id written into gaps, where nothing reads it; must be a valid row of the embedding.
+        pad_token_id: token id of padding. Nothing reads it, but it must be a valid row of the embedding.
 
     Raises:
-        LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or with `batch.metadata`, has an
-            all-zero row (with `keep_empty`: nothing else), or hides media or labels. Names the row, what was seen and
-            the remedy.
+        LayoutError: the mask is not a usable 2D mask, disagrees with `input_ids` or `batch.metadata`, has an all-zero
+            row (with `keep_empty`: has only all-zero rows, and the rule gives the row no width), or hides media or
+            labels. Names the row, what was seen and the remedy.
     """
     if not isinstance(batch, PaddedBatch):
         check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
     spans = _spans(batch)
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
     counted = batch.metadata is not None and batch.metadata.num_targets is not None
-    # A count that is given is compared with the row's targets in the step, which finds labels that stood on padding.
+    # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
     if batch.labels is not None and not counted and sum(spans.lengths) < batch.labels.numel():
         _check_labels(batch.labels, batch.attention_mask, spans)
     segments = Segments.from_lengths(spans.lengths, rule)
@@ -90,18 +90,19 @@ def unpack(
     offsets: Sequence[int] = (),
     fill: float = 0,
 ) -> torch.Tensor:
-    """The inverse of `pack` for one tensor: `[1, T, ...]` becomes `[B, S, ...]`. Differentiable.
+    """Invert `pack` for one tensor: turn `[1, T, ...]` into `[B, S, ...]`. Differentiable.
 
     Args:
         tensor: a row tensor: [1, T, ...], or [k, 1, T, ...] with `token_dim=2`.
         segments: the row's boundaries; B is `segments.num_samples`.
-        token_dim: the dimension of length T; the one before it is the row dimension of length 1.
+        token_dim: the dimension of length T; the dimension before it has length 1.
         width: S in tokens; None: the longest sample.
-        offsets: first column of each sample (`HostMetadata.offsets`); empty: right padded.
+        offsets: first column of each sample (`HostMetadata.offsets`); empty: right-padded.
         fill: value on padding.
 
     Raises:
-        LayoutError: the tensor is not a row of these segments, or a sample does not fit `width`.
+        LayoutError: the tensor is not a row of these segments, `offsets` has another number of samples, or a sample
+            does not fit `width`.
     """
     check_kind("tensor", tensor, torch.Tensor, "row.input_ids; unpack takes one tensor at a time")
     check_kind("segments", segments, Segments, "row.segments")
@@ -121,17 +122,17 @@ def unpack(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Compact:
-    """A row as a model computes it: its samples one after the other, padding behind them."""
+    """A row as a model computes it: all samples without gaps, then the padding."""
 
     row: PackedRow
-    """That row, of T' tokens."""
+    """The row without gaps, T' tokens."""
     given: PackedRow
-    """The row that it was made of, of T tokens."""
+    """The original row, T tokens."""
     index: torch.Tensor | None = None
-    """int64 [T']: where in the given row each token is; None: at the same place."""
+    """int64 [T']: position of each token in the original row; None: positions are the same."""
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Results [1, T', ...] as [1, T, ...] of the given row, 0 on padding. Differentiable."""
+        """Move results [1, T', ...] to the positions of the original row [1, T, ...], 0 on padding. Differentiable."""
         if self.index is None:
             return tensor
         segments = self.given.segments
@@ -139,13 +140,13 @@ class Compact:
         return row.index_copy(1, self.index[: segments.num_tokens], tensor[:, : segments.num_tokens])
 
     def place(self, index: torch.Tensor) -> torch.Tensor:
-        """Where in the given row these tokens are, int64."""
+        """Return the positions of these tokens in the original row, int64."""
         return index if self.index is None else self.index.index_select(0, index)
 
 
 @outside_graph
 def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
-    """Leave out the padding between the samples of a row, see `Segments.without_gaps`."""
+    """Remove the padding between the samples of a row; see `Segments.without_gaps`."""
     segments = row.segments.without_gaps(rule)
     if segments is row.segments:
         return Compact(row=row, given=row)
@@ -175,12 +176,12 @@ def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
 
 
 def _kept(row: PackedRow, segments: Segments) -> np.ndarray:
-    """int64 [T']: the real tokens, and as much padding as the row keeps."""
+    """int64 [T']: positions of the real tokens, then of as much padding as the row keeps."""
     padding = np.flatnonzero(row.segments.padding_mask().numpy())
     return np.concatenate([row.segments.real_index().numpy(), padding])[: segments.total]
 
 
-# ---------------------------------------------------------------------- what is where in the batch
+# ---------------------------------------------------------------------- checks of the batch
 
 
 def _spans(batch: PaddedBatch) -> MaskSpans:
@@ -206,7 +207,7 @@ def _check_shapes(batch: PaddedBatch) -> None:
         if tensor is None:
             continue
         check_is_tensor(tensor, name)
-        whole = name in ("labels", "mm_token_type_ids")  # others may have several rows a sample
+        whole = name in ("labels", "mm_token_type_ids")  # others may be [k, B, S]
         if (tensor.shape if whole else tensor.shape[-2:]) != batch.input_ids.shape:
             raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
     if batch.labels is not None:
@@ -215,7 +216,7 @@ def _check_shapes(batch: PaddedBatch) -> None:
 
 
 def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
-    """Compare metadata with the mask on the host; on a device only with the shapes, which takes no sync."""
+    """Compare metadata with a mask on the host; for a mask on a device, compare shapes only, to avoid a sync."""
     (rows, width), spans = batch.input_ids.shape, metadata.spans
     ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
     agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
@@ -254,7 +255,7 @@ def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
 
 @outside_graph
 def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans) -> None:
-    """Refuse labels on padding: lost here, they would be counted by a trainer, and learnt by the padded model."""
+    """Refuse labels on padding: packing drops them, but trainers count them and padded models train on them."""
     fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
     if not on_host(labels):
         require(~((labels != IGNORE) & (mask == 0)).any(), fault, LayoutError)
@@ -274,7 +275,7 @@ def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans) ->
 
 @final
 class _Take:
-    """Gathers the real tokens of [..., B, S] tensors into rows [..., 1, T]."""
+    """Gather the real tokens of [..., B, S] tensors into rows [..., 1, T]."""
 
     def __init__(self, segments: Segments, offsets: Sequence[int], *, width: int) -> None:
         self._segments = segments
@@ -282,7 +283,7 @@ class _Take:
         self._index: torch.Tensor | None = None
 
     def __call__(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
-        """One copy on the host, one gather on a device; `fill` is what padding gets."""
+        """Copy int64 tensors on the host, gather all others; padding gets `fill`."""
         if on_host(tensor) and tensor.dtype == torch.int64:
             return self._joined(tensor, fill)
         if self._index is None:
@@ -291,16 +292,16 @@ class _Take:
         return row.masked_fill_(self._segments.padding_mask(row.device), fill) if self._segments.has_padding else row
 
     def targets(self, labels: torch.Tensor) -> torch.Tensor:
-        """`shift_labels` of the row of `labels`; joined on the host they take no further pass over the row."""
+        """Return the row's `shift_labels` from the batch's `labels`; on the host, copying and shifting are one pass."""
         if on_host(labels) and labels.dtype == torch.int64:
             return self._joined(labels, IGNORE, ahead=1)
         return shift_labels(self(labels, IGNORE), self._segments)
 
     @outside_graph
     def _joined(self, tensor: torch.Tensor, fill: int, *, ahead: int = 0) -> torch.Tensor:
-        """Whole samples copied one after the other, as fast as memory is: a host's gather is four times slower.
+        """Concatenate whole samples at memory speed; a gather on the host is four times slower.
 
-        With `ahead`, each token is the one so many places later in its sample, or `fill` where there is none.
+        With `ahead`, each position gets the token `ahead` positions later in its sample, or `fill` if there is none.
         """
         batch, segments = tensor.numpy(), self._segments
         flat = batch.reshape(*batch.shape[:-2], -1)
@@ -315,7 +316,7 @@ class _Take:
 
     @outside_graph
     def _row_index(self, device: torch.device) -> torch.Tensor:
-        """int64 [T]: the position in the flat [B * S] batch that each row token comes from; 0 in gaps."""
+        """int64 [T]: source of each row token in the flat [B * S] batch; 0 on padding."""
         lengths = np.asarray(self._segments.lengths[: len(self._firsts)], np.int64)
         index = np.zeros(self._segments.total, np.int64)
         index[self._segments.real_index().numpy()] = ranges(np.asarray(self._firsts), lengths)
@@ -326,7 +327,7 @@ class _Take:
 def _batch_index(
     segments: Segments, offsets: tuple[int, ...], *, width: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index, padding), both [B * S]: the row position that each batch position comes from, and whether none does."""
+    """(index, padding), both [B * S]: source of each batch position in the row, and True where it is padding."""
     if offsets and len(offsets) != segments.num_samples:
         raise LayoutError(f"unpack: {len(offsets)} offsets for the {segments.num_samples} samples of the row")
     columns = np.asarray(offsets or (0,) * segments.num_samples, np.int64)

@@ -1,18 +1,18 @@
-"""A tree over the samples of a packed row: what samples begin with alike goes through the model once (`PrefixTree`).
+"""A prefix tree over the samples of a packed row: shared prefixes go through the model once (`PrefixTree`).
 
 Three samples, two images in them:
 
     samples      P A      P B C      P B D
-    row    [T]   P A P B C P B D     PackedRow, as always: every sample whole
-    nodes  [t]   P A B C D           what goes through the model, nodes in depth-first order
+    row    [T]   P A P B C P B D     the PackedRow, with all samples in full
+    nodes  [t]   P A B C D           the tokens that go through the model, nodes in depth-first order
 
                  P ─┬─ A             node        0   1   2   3   4
                     └─ B ─┬─ C       parents    -1   0   0   2   2
                           └─ D       leaves      1   3   4         the node in which each sample ends
 
-    source [t]   where in the row each token of the tree is taken from: 0 1 3 4 7 if every node has one token
-    place  [T]   where in the tree each token of the row is:            0 1 0 2 3 0 2 4
-    keys         P  P A  P B  P B C  P B D: what each node's queries attend to, its ancestors and itself
+    source [t]   position in the row of each token of the tree: 0 1 3 4 7     (if every node has one token)
+    place  [T]   position in the tree of each token of the row: 0 1 0 2 3 0 2 4
+    keys         P  P A  P B  P B C  P B D: each node's queries attend to its ancestors and itself
 
 T row tokens, t tree tokens, n nodes, B samples.
 """
@@ -34,29 +34,29 @@ from vlmpack.layout.segments import Segments, ranges
 @final
 @dataclass(frozen=True, kw_only=True)
 class PrefixTree:
-    """Nodes of shared beginnings, their tokens, and the path of each sample: python ints on the host.
+    """The nodes of shared prefixes and the path of each sample: Python ints on the host.
 
-    Index tensors are derived from them once a device. Samples may end in inner nodes, and several may end in the same
-    node (twins); a sample that shares nothing is a root of its own.
+    Index tensors are derived from them once per device. Samples may end in inner nodes, and several samples may end in
+    the same node. A sample that shares nothing is its own root.
 
     Raises:
-        LayoutError: the nodes are not in depth-first order, or their paths are not the samples of the row.
+        LayoutError: the nodes are not in depth-first order, or their paths do not match the samples of the row.
     """
 
     segments: Segments
-    """The row's boundaries: every sample whole, one after the other, without padding."""
+    """The row's boundaries: all samples in full, without padding."""
     parents: tuple[int, ...]
-    """Parent of each node; -1: a root. A node stands before its children, and its descendants are contiguous."""
+    """Parent of each node; -1: a root. A node comes before its children, and its descendants are contiguous."""
     lengths: tuple[int, ...]
-    """Tokens of each node, at least 1."""
+    """Number of tokens of each node, at least 1."""
     leaves: tuple[int, ...]
-    """Node in which each sample ends."""
+    """The node in which each sample ends."""
     images: tuple[int, ...] = ()
-    """Images that are computed, in the order of the tree: numbers among all images of the samples, in row order."""
+    """Images that go through the model, in tree order: indices into all images of the row."""
     videos: tuple[int, ...] = ()
-    """Videos that are computed, likewise."""
+    """Videos that go through the model, likewise."""
     audios: tuple[int, ...] = ()
-    """Audios that are computed, likewise."""
+    """Audios that go through the model, likewise."""
 
     def __post_init__(self) -> None:
         check_without_padding(self.segments)
@@ -80,7 +80,7 @@ class PrefixTree:
     # ------------------------------------------------------------------ on the host
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Nodes from the root to `node`."""
+        """Return the nodes from the root to `node`."""
         nodes = []
         while node >= 0:
             nodes.append(node)
@@ -94,9 +94,9 @@ class PrefixTree:
 
     @cached_property
     def keys(self) -> Segments:
-        """Boundaries of each node's keys, those of its ancestors and its own, laid one node after the other.
+        """Boundaries of each node's keys (its ancestors' tokens and its own), concatenated node by node.
 
-        Causal attention of a node's queries to them is aligned at the end (lower right): the last query sees all keys.
+        Causal attention of a node's queries to these keys is aligned at the lower right: the last query sees all keys.
         """
         totals: list[int] = []
         for parent, length in zip(self.parents, self.lengths, strict=True):
@@ -113,30 +113,30 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens t that go through the model."""
+        """Number t of tokens that go through the model."""
         return self.nodes.total
 
     @property
     def attended_pairs(self) -> int:
-        """Query-key pairs of causal attention along the paths: each query's ancestors, and its node up to itself."""
+        """Number of query-key pairs of causal attention along the paths, over all tokens of the tree."""
         return sum(n * k - n * (n - 1) // 2 for n, k in zip(self.lengths, self.keys.lengths, strict=True))
 
     # ------------------------------------------------------------------ on a device
 
     def source(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [t]: where in the row each token of the tree is taken from: the first sample that has it."""
+        """int64 [t]: position in the row of each token of the tree, in the first sample that has it."""
         return self._derived("source", device, lambda: self._source)
 
     def place(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [T]: where in the tree each token of the row is; `place[source]` counts 0, 1, 2, ..."""
+        """int64 [T]: position in the tree of each token of the row; `place[source]` is 0, 1, 2, ..."""
         return self._derived("place", device, lambda: self._place)
 
     def key_index(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [sum of `keys`]: the tokens of the tree on each node's path, one node after the other."""
+        """int64 [sum of `keys`]: positions in the tree of each node's keys, node by node."""
         return self._derived("key_index", device, lambda: self._along(range(len(self.lengths))))
 
     def predecessor(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [t]: the token that predicts each one, the one before it on its path; -1 where a root begins."""
+        """int64 [t]: position in the tree of the token before each token on its path; -1 for a root's first token."""
         return self._derived("predecessor", device, self._predecessor)
 
     def _derived(self, name: str, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
@@ -150,11 +150,11 @@ class PrefixTree:
     def _source(self) -> np.ndarray:
         source = np.empty(self.num_tokens, np.int64)
         row = np.arange(self.segments.total)
-        source[self._place[::-1]] = row[::-1]  # written from behind: the first sample stays
+        source[self._place[::-1]] = row[::-1]  # reversed, so that the first sample wins
         return source
 
     def _along(self, nodes: Sequence[int]) -> np.ndarray:
-        """The tokens of the tree on the path of each of these nodes."""
+        """Positions in the tree of all tokens on the path of each of these nodes."""
         steps = [step for node in nodes for step in self.path(node)]
         starts, lengths = np.asarray(self.nodes.stride, np.int64), np.asarray(self.lengths, np.int64)
         return ranges(starts[steps], lengths[steps])
@@ -166,15 +166,15 @@ class PrefixTree:
         return before
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the fields alone: what is derived from them is computed again."""
+        """Pickle the fields only; derived values are recomputed."""
         return {field.name: self.__dict__[field.name] for field in fields(self)}
 
 
 def check_without_padding(segments: Segments) -> None:
-    """Refuse rows with padding or repeated boundaries, and samples without tokens.
+    """Check that the row has no padding, no repeated boundaries and no empty samples.
 
     Raises:
-        LayoutError: there are some.
+        LayoutError: it has some.
     """
     if segments.has_padding or len(segments.lengths) != segments.num_samples:
         raise LayoutError(

@@ -1,7 +1,7 @@
 """The packed row: every real token of a batch in one [1, T] sequence, with the boundaries of its samples.
 
-Row tensors are rolled to the left inside each segment, and labels are shifted so: nothing crosses a boundary. Lengths
-[3, 5, 2], slots a multiple of 4, fill 0:
+`roll_left` moves row tensors to the left inside each segment; nothing crosses a boundary. Labels are shifted this way.
+Lengths [3, 5, 2], padded to a multiple of 4, fill 0:
 
     row        1 2 3 .  4 5 6 7 8 . . .  9 10 . .
     depth 1    2 3 0 0  5 6 7 8 0 0 0 0  10 0 0 0
@@ -36,7 +36,7 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, checked_boundaries, ranges
 
 IGNORE = -100
-"""The label that cross-entropy leaves out."""
+"""The label that cross-entropy ignores."""
 
 
 @final
@@ -47,24 +47,25 @@ class PackedRow:
     input_ids: torch.Tensor
     """[1, T] int64."""
     segments: Segments
-    """Where each sample lives in the row."""
+    """Boundaries of the samples in the row."""
     shift_labels: torch.Tensor | None = None
-    """[1, T] int64: the target of each token, already shifted inside its segment; -100: none."""
+    """[1, T] int64: the target of each token, already shifted inside its segment; -100: no target."""
     shift_weights: torch.Tensor | None = None
-    """[1, T] floats: the weight of each target in the loss, shifted as they are; None: 1."""
+    """[1, T] floats: the weight of each target in the loss, shifted like the targets; None: all 1."""
     position_ids: torch.Tensor | None = None
-    """[3, 1, T] time, height, width, or [4, 1, T] with the place in the sample first; [1, T] of a text model. The step
-    compares them with those it computes. None: none came along."""
+    """[3, 1, T] time, height, width, or [4, 1, T] with the position in the sample first; [1, T] for a text model. The
+    step compares them with the positions it computes. None: not given."""
     mm_token_type_ids: torch.Tensor | None = None
     """[1, T]: 0 text, 1 image, 2 video, 3 audio."""
     media: Media = field(default_factory=Media)
-    """Pixels and grids in row order; with a `tree`, those that it computes, in its order."""
+    """Pixels and grids in row order; with a `tree`, only the media that it computes, in the tree's order."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
     metadata: HostMetadata | None = None
-    """Metadata on the host beside the boundaries: media, target count, sample ids; always those of every sample."""
+    """Metadata on the host beside the boundaries: media, target count, sample ids; with a `tree` too, it describes all
+    samples in full."""
     tree: PrefixTree | None = None
-    """Which beginnings samples share (`share`); None: each goes through the model by itself."""
+    """Shared prefixes of the samples (`share`); None: each sample goes through the model in full."""
 
     def __post_init__(self) -> None:
         if tuple(self.input_ids.shape) != (1, self.segments.total):
@@ -96,26 +97,28 @@ class PackedRow:
         return moved(self, device, non_blocking=non_blocking)
 
     def pin_memory(self) -> PackedRow:
-        """The same row with tensors and media in pinned memory, as `DataLoader(pin_memory=True)` calls it: from there
-        `to(device, non_blocking=True)` copies asynchronously. Boundaries are whole numbers on the host."""
+        """Return the same row in pinned memory, from which `to(device, non_blocking=True)` copies asynchronously.
+
+        `DataLoader(pin_memory=True)` calls this. Boundaries stay Python ints.
+        """
         return pinned(self)
 
     @property
     def moe_padding_mask(self) -> torch.Tensor:
-        """[1, T] bool: True where the row holds padding, which a router must not count."""
+        """[1, T] bool: True on padding, which a router must not count."""
         return self.segments.padding_mask(self.input_ids.device)[None]
 
     @property
     def known_metadata(self) -> HostMetadata:
-        """`metadata`; where there are none, those that follow from the boundaries."""
+        """`metadata`, or if it is None, metadata with the lengths from the boundaries."""
         return self.metadata or HostMetadata(lengths=self.segments.lengths[: self.segments.num_samples])
 
     def to_hf(self) -> dict[str, Any]:
-        """A dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
+        """Return a dictionary for a DataLoader and for `model(**batch)` of a model with packing enabled.
 
-        Labels are unshifted again, with each segment's first one masked, so that a trainer which counts
-        `labels[..., 1:]` counts every target once. A model without packing refuses it (`OnlyPacked`), unless it is one
-        sample without gaps and weights, which such a model takes as it is.
+        Labels are unshifted, with each segment's first label masked, so that a trainer that counts `labels[..., 1:]`
+        counts every target once. A model without packing refuses the dictionary (`OnlyPacked`), unless the row is a
+        single sample without padding and weights, which any model computes correctly.
 
         Raises:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
@@ -128,7 +131,7 @@ class PackedRow:
 
     @property
     def labels(self) -> torch.Tensor | None:
-        """int64 [1, T]: `shift_labels` as Hugging Face counts them, each under its own token; None: there are none.
+        """int64 [1, T]: unshifted labels in Hugging Face's convention; None if there are no `shift_labels`.
 
         Raises:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
@@ -136,7 +139,10 @@ class PackedRow:
         return None if self.shift_labels is None else self._unshifted(self.shift_labels)
 
     def step_inputs(self) -> dict[str, Any]:
-        """The same dictionary with `shift_labels` instead of labels; `input_ids` comes first."""
+        """Return the dictionary of `to_hf` with `shift_labels` instead of `labels`, and without `OnlyPacked`.
+
+        `input_ids` comes first.
+        """
         names = ("input_ids", "mm_token_type_ids", "position_ids")
         return {
             **{name: self.__dict__[name] for name in names if self.__dict__[name] is not None},
@@ -154,15 +160,16 @@ class PackedRow:
     def from_hf(
         cls, batch: Mapping[str, Any], *, extras: tuple[str, ...] = (), media: Collection[str] = ()
     ) -> PackedRow:
-        """The inverse of `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
+        """Invert `to_hf`; `extras` and `media` (`Family.media`) name the further tensors to keep.
 
-        Boundaries come from the metadata on the host where it travels along; otherwise from `cu_seqlens_q` and
-        `cu_seqlens_q_padded` (tensors or lists), a host-device sync if they lie on a device.
+        Boundaries come from the host metadata if the batch has it, otherwise from `cu_seqlens_q` and
+        `cu_seqlens_q_padded` (tensors or lists), which costs a host-device sync if they are on a device.
 
         Raises:
-            LayoutError: no token ids; no boundaries, impossible ones, or others than those of the metadata; boundaries
-                that leave open where the padding is; `labels` and `shift_labels` that differ; token columns that are
-                not [1, T].
+            LayoutError: token ids are missing; boundaries are missing, impossible, different from the metadata's, or
+                do not say where the padding is; `labels` and `shift_labels` contradict each other; there are labels
+                on padding; token columns are not [1, T]; or the batch has `loss_weights`, which belong to a padded
+                batch.
         """
         check_is_batch(batch)
         if batch.get("loss_weights") is not None:
@@ -214,7 +221,7 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
 
 
 def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
-    """Compare boundaries that came beside the metadata with it; those on a device are compared there."""
+    """Compare boundaries in the batch with those of the metadata; boundaries on a device are compared there."""
     expected = {
         "cu_seqlens_q": (segments.real, segments.cu_seqlens),
         "cu_seqlens_q_padded": (segments.stride, segments.cu_seqlens_padded),
@@ -259,25 +266,25 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
     return targets
 
 
-# ---------------------------------------------------------------------- rolled to the left
+# ---------------------------------------------------------------------- roll left and shift labels
 
 
 def roll_left(
     row_tensor: torch.Tensor, segments: Segments, *, depth: int = 1, fill: float, token_dim: int = -1
 ) -> torch.Tensor:
-    """`out[..., i] = row_tensor[..., i + depth]` inside a segment's real tokens, `fill` on every other place.
+    """Set `out[..., i] = row_tensor[..., i + depth]` inside a segment's real tokens, and `fill` everywhere else.
 
     Rolling by 1 twice is rolling by 2. Differentiable; no host-device sync.
 
     Args:
-        row_tensor: [1, T], [k, 1, T], or any other shape with the row's T tokens along `token_dim`; any type.
-        segments: the row's boundaries: gaps, a tail and repeated boundaries included.
-        depth: tokens to move by, at least 1.
-        fill: what the last `depth` tokens of a segment and padding get: 0, True for a padding mask, -100 for labels.
+        row_tensor: [1, T], [k, 1, T], or any other shape with the row's T tokens along `token_dim`; any dtype.
+        segments: the row's boundaries, which may have gaps, a tail and repeated boundaries.
+        depth: number of tokens to move by, at least 1.
+        fill: value of padding and of the last `depth` tokens of a segment: 0, True for a padding mask, -100 for labels.
         token_dim: the dimension of length T.
 
     Raises:
-        LayoutError: the tensor is not a row of these segments, or a depth below 1.
+        LayoutError: the tensor is not a row of these segments, or `depth` is below 1.
     """
     if row_tensor.shape[token_dim] != segments.total:
         raise LayoutError(
@@ -291,10 +298,10 @@ def roll_left(
 
 @outside_graph
 def without_successor(segments: Segments, depth: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """int64 [n]: where in the row no token of the same segment comes `depth` places later; all padding is there.
+    """Return the positions with no token of the same segment `depth` tokens later, and all padding: int64 [n].
 
     Raises:
-        LayoutError: a depth below 1.
+        LayoutError: `depth` is below 1.
     """
     if depth < 1:
         raise LayoutError(f"a row is rolled left by at least 1 token, got depth={depth}; the row itself is depth 0")
@@ -302,7 +309,7 @@ def without_successor(segments: Segments, depth: int, device: torch.device | str
 
 
 def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """Targets of a row: `out[..., i] = labels[..., i + 1]` inside a segment, -100 on last tokens and padding.
+    """Return a row's targets: `out[..., i] = labels[..., i + 1]` inside a segment, -100 on last tokens and padding.
 
     Args:
         labels: [1, T] int64, not shifted.
@@ -312,15 +319,20 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
-    """The inverse of `shift_labels`; each segment's first label, which predicts nothing, becomes -100."""
+    """Invert `shift_labels`; each segment's first label, which no token predicts, becomes -100."""
     return torch.roll(shifted, 1, dims=-1).index_fill_(-1, _without_predecessor(segments, shifted.device), IGNORE)
 
 
 def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str) -> None:
-    """Raise if padding of a row has a label, shifted or not, [1, T]: it belongs to no sample.
+    """Check that no padding of a row has a label; such a label belongs to no sample.
+
+    Args:
+        labels: [1, T], shifted or not.
+        segments: the row's boundaries.
+        message: the error message.
 
     Raises:
-        LayoutError: some has (an accelerator asserts the same, asynchronously).
+        LayoutError: padding has a label (on an accelerator, an asynchronous assertion instead).
     """
     if segments.has_padding:
         stray = (labels != IGNORE) & segments.padding_mask(labels.device)
@@ -329,7 +341,7 @@ def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str
 
 @outside_graph
 def _without_predecessor(segments: Segments, device: torch.device | str) -> torch.Tensor:
-    """int64 [n]: first tokens, and all padding."""
+    """int64 [n]: positions of first tokens and of all padding."""
     if not segments.has_padding:
         return segments.first_tokens(device)
     return segments.derived(

@@ -1,13 +1,13 @@
-"""Boundaries of a packed row (`Segments`), and the rule that sets the room of its segments (`SlotRule`).
+"""Boundaries of a packed row (`Segments`), and the rule for padding its segments (`SlotRule`).
 
-Lengths [3, 5, 2], slots a multiple of 4:
+A slot is the span of a segment with the padding behind it. Lengths [3, 5, 2], slots a multiple of 4:
 
     row      a a a .  b b b b b . . .  c c . .
-    real     [0, 3, 8, 10]               cu_seqlens:        cumulative tokens attended
+    real     [0, 3, 8, 10]               cu_seqlens:        cumulative real tokens
     stride   [0, 4, 12, 16]              cu_seqlens_padded: where slots start in the row
 
-A model computes rows without gaps (`without_gaps`): samples one after the other, and behind them the padding that a
-width needs, as segments that belong to no sample.
+A model computes rows without gaps (`without_gaps`): all samples, then the padding that the row's width needs, as
+segments that belong to no sample.
 
 G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 """
@@ -31,35 +31,41 @@ from vlmpack.layout.device import outside_graph, to_device
 Kept = TypeVar("Kept")
 
 TAIL_PIECE = 128
-"""Padding behind the samples goes through a model in segments of at most this many tokens: n tokens then cost n * 128
-pairs, not n * n."""
+"""Maximum length in tokens of the segments that padding behind the samples is split into: attention over n tokens of
+padding then costs n * 128 pairs instead of n * n."""
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4"]
-"""The number format of matrix products."""
+"""Number format of matrix products."""
 
 ROWS_PER_BLOCK: dict[Precision, int] = {"fp32": 1, "bf16": 1, "fp16": 1, "fp8": 16, "mxfp8": 32, "nvfp4": 128}
-"""Each rank's number of tokens must be a multiple of this: low-precision products read tokens in blocks."""
+"""The number of tokens on each rank must be a multiple of this: low-precision products read tokens in blocks."""
 
 Layout = Literal["mirrored", "contiguous"]
-"""The cut of a row over context-parallel ranks: every segment in 2 * ranks chunks, of which a rank has one from the
-front and its mirror image from the back; or the row in as many pieces as there are ranks, wherever segments end."""
+"""How a row is split over context-parallel ranks.
+
+mirrored      every segment is split into 2 * ranks chunks; a rank gets one from the front and its mirror image from the
+              back
+contiguous    the row is split into one piece per rank, wherever segments end
+"""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SlotRule:
-    """The room that each segment, and the whole row, takes up."""
+    """The rule for the padded length of each segment and of the whole row."""
 
     multiple: int = 1
-    """Each segment's slot is its length rounded up to a multiple of this. 1: no gaps at all."""
+    """Each segment is padded to a multiple of this; 1: no gaps at all."""
     row_multiple: int = 1
-    """The row's width is rounded up to a multiple of this, on the row's tail (fp8 16, mxfp8 32, nvfp4 128)."""
+    """The row's width is rounded up to a multiple of this by padding at its end (fp8 16, mxfp8 32, nvfp4 128)."""
     pad_to: int | None = None
-    """A fixed row width in tokens (CUDA graphs); rows that need more are an error."""
+    """A fixed row width in tokens (CUDA graphs); rows that need more are an error; None: not fixed."""
     max_segments: int | None = None
-    """A fixed number of segments: the final boundary is repeated up to it; more samples are an error."""
+    """A fixed number of segments: the final boundary is repeated to reach it; more samples are an error; None: not
+    fixed."""
     tail_in_slot: bool = False
-    """True: the row's tail belongs to the last sample's slot, so that slots cover the row (mirrored cuts)."""
+    """True: padding at the row's end belongs to the last sample's slot, so that slots cover the row (mirrored
+    layout)."""
 
     @classmethod
     def for_parallel(
@@ -73,26 +79,27 @@ class SlotRule:
         pad_to: int | None = None,
         max_segments: int | None = None,
     ) -> SlotRule:
-        """The least room under which a row can be cut over ranks.
+        """Return the rule with the least padding that lets ranks split a row evenly.
 
-        A contiguous cut, that of a model with packing enabled, takes slots without gaps: only the row's width is a
-        multiple of context. A mirrored cut, Megatron's, needs slots that are a multiple of lcm(2 context if context >
-        1, context * tensor under sequence parallel): Megatron-Bridge's rule, without its waste. What the number of
-        tokens on a rank has to be a multiple of, 16 (fp8), 32 (mxfp8) or 128 (nvfp4), goes on the row's tail.
+        The contiguous layout, used by models with packing enabled, needs no gaps: only the row's width is a multiple of
+        `context`. The mirrored layout, used by Megatron, needs slots that are a multiple of lcm(2 * context if context
+        > 1 else 1, context * tensor if sequence_parallel else context). This is Megatron-Bridge's rule without its
+        waste. Low precision needs a multiple of 16 (fp8), 32 (mxfp8) or 128 (nvfp4) tokens per rank; that padding goes
+        to the row's end.
 
         Args:
-            context: context-parallel ranks.
-            tensor: tensor-parallel ranks.
+            context: number of context-parallel ranks.
+            tensor: number of tensor-parallel ranks.
             sequence_parallel: True if tensor-parallel ranks split tokens between them outside attention.
-            precision: of the matrix products.
-            layout: how a row is cut over context-parallel ranks: `contiguous` for `enable_packing`, `mirrored` for
+            precision: number format of matrix products.
+            layout: how a row is split over context-parallel ranks: `contiguous` for `enable_packing`, `mirrored` for
                 Megatron and ring attention.
-            pad_to: as the field.
-            max_segments: as the field.
+            pad_to: see the field.
+            max_segments: see the field.
 
         Raises:
-            LayoutError: a number of ranks below 1, a precision or a layout that is not known, or a `pad_to` that
-                cannot be cut.
+            LayoutError: a number of ranks is below 1, `precision` or `layout` is unknown, or `pad_to` cannot be split
+                evenly.
         """
         for name, count in (("context", context), ("tensor", tensor)):
             if not isinstance(count, int) or count < 1:
@@ -124,12 +131,16 @@ class SlotRule:
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `n`."""
+    """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
 def row_width(needed: int, rule: SlotRule) -> int:
-    """T: the row's width in tokens when its slots take up `needed`."""
+    """Return T, the row's width in tokens, if its slots need `needed` tokens.
+
+    Raises:
+        LayoutError: the slots do not fit `pad_to`.
+    """
     if rule.pad_to is None:
         return round_up(needed, rule.row_multiple)
     if needed > rule.pad_to:
@@ -141,7 +152,11 @@ def row_width(needed: int, rule: SlotRule) -> int:
 
 
 def missing_segments(count: int, rule: SlotRule) -> int:
-    """Number of times that the final boundary is repeated after `count` samples."""
+    """Return how often the final boundary is repeated after `count` samples.
+
+    Raises:
+        LayoutError: there are more samples than `max_segments`.
+    """
     if rule.max_segments is None:
         return 0
     if count > rule.max_segments:
@@ -152,14 +167,14 @@ def missing_segments(count: int, rule: SlotRule) -> int:
 
 
 def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: str) -> tuple[int, ...]:
-    """Convert `values` to python ints, G + 1 of them for G segments; a host-device sync for a tensor on a device.
+    """Convert boundaries to Python ints and check them; a tensor on a device costs a host-device sync.
 
     Args:
-        values: whole numbers in one dimension.
-        name: what to call them in an error.
+        values: G + 1 whole numbers in one dimension, for G segments.
+        name: name of the boundaries, for the message.
 
     Raises:
-        LayoutError: anything else, fewer than two, not from 0, or decreasing. Names the boundary.
+        LayoutError: `values` are anything else, fewer than two, do not start at 0, or decrease. Names the boundary.
     """
     try:
         boundaries = tuple(index(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values))
@@ -184,29 +199,29 @@ def _describe(values: object) -> str:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """The boundaries of one packed row: python ints on the host, and int32 tensors derived from them once a device.
+    """The boundaries of one packed row: Python ints on the host, and index tensors derived from them once per device.
 
     No property reads a device tensor, so none needs a host-device sync.
     """
 
     lengths: tuple[int, ...]
-    """Real tokens of each segment."""
+    """Number of real tokens of each segment."""
     slots: tuple[int, ...]
-    """Tokens of row that each segment takes up, `slots[i] >= lengths[i]`."""
+    """Padded length of each segment, `slots[i] >= lengths[i]`."""
     total: int
     """Width T of the row, at least `sum(slots)`; the rest is the row's tail and belongs to no sample."""
     num_samples: int
-    """The leading segments that are samples; those after them are repeated final boundaries, or padding."""
+    """Number of leading segments that are samples; later ones are repeated final boundaries, or padding."""
 
     # ------------------------------------------------------------------ constructors
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], rule: SlotRule | None = None) -> Segments:
-        """Lay samples of these lengths (tokens) one after the other by `rule`.
+        """Place samples of these lengths (tokens) in a row, padded by `rule`.
 
         Raises:
-            LayoutError: no lengths, or some that are negative or not whole; more samples than `max_segments`, or more
-                tokens than `pad_to`.
+            LayoutError: there are no lengths, a length is negative or not a whole number, or there are more samples
+                than `max_segments` or more tokens than `pad_to`.
         """
         rule = rule or SlotRule()
         try:
@@ -238,19 +253,19 @@ class Segments:
         total: int | None = None,
         num_samples: int | None = None,
     ) -> Segments:
-        """Read segments back from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`).
+        """Read segments from cumulative boundaries (`cu_seqlens_q`, `cu_seqlens_q_padded`).
 
-        A host-device sync for tensors that lie on a device, the only one here.
+        Reading tensors on a device costs a host-device sync, the only one in this class.
 
         Args:
             real: cumulative real tokens, G + 1 values from 0.
-            stride: cumulative slots; None: the same as `real` (no gaps).
+            stride: cumulative padded lengths; None: the same as `real` (no gaps).
             total: row width T; None: `stride[-1]`.
-            num_samples: how many leading segments are samples; None: all but trailing repeated boundaries.
+            num_samples: number of leading segments that are samples; None: all but trailing repeated boundaries.
 
         Raises:
-            LayoutError: boundaries that are not whole numbers, do not start at 0, decrease, disagree in number,
-                overflow a slot or the row.
+            LayoutError: boundaries are not whole numbers, do not start at 0, decrease, differ in number, or exceed a
+                slot or the row.
         """
         real = checked_boundaries(real, "cu_seqlens_q")
         stride = real if stride is None else checked_boundaries(stride, "cu_seqlens_q_padded")
@@ -272,17 +287,18 @@ class Segments:
         return cls(lengths=lengths, slots=slots, total=total, num_samples=num_samples)
 
     def without_tail(self) -> Segments:
-        """The same row with its tail in the last sample's slot, so that the slots cover it."""
+        """Return the same row with its tail moved into the last sample's slot, so that slots cover the row."""
         tail, last = self.total - sum(self.slots), max(self.num_samples, 1) - 1
         slots = (*self.slots[:last], self.slots[last] + tail, *self.slots[last + 1 :])
         return replace(self, slots=slots) if tail else self
 
     def without_gaps(self, rule: SlotRule | None = None) -> Segments:
-        """The boundaries under which a model computes these samples: each behind the last, padding behind all of them.
+        """Return the boundaries with which a model computes these samples: all samples without gaps, then the padding.
 
-        A row without gaps keeps its width. Gaps between samples are left out, unless the row has the fixed width of
-        `rule`; what is left is rounded up to its `row_multiple`. Padding is cut into segments, of which rows of a fixed
-        number of segments have as many whatever their samples are.
+        A row without gaps keeps its width, and so does a row of the fixed width `rule.pad_to`. Otherwise, the padding
+        between samples is dropped, and the width is rounded up to `rule.row_multiple`. The padding that remains is
+        split into segments of at most `TAIL_PIECE` tokens. If the number of segments is fixed (`max_segments`), the
+        number of padding segments depends on the row's width alone, not on its samples.
         """
         rule, total = rule or SlotRule(), self.total
         if self.slots != self.lengths and total != rule.pad_to:
@@ -298,12 +314,12 @@ class Segments:
 
     @cached_property
     def real(self) -> tuple[int, ...]:
-        """Cumulative real tokens, G + 1 values: what `cu_seqlens` means."""
+        """Cumulative real tokens, G + 1 values: the values of `cu_seqlens`."""
         return (0, *accumulate(self.lengths))
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Where each slot starts in the row, G + 1 values: what `cu_seqlens_padded` means."""
+        """Start of each slot in the row, G + 1 values: the values of `cu_seqlens_padded`."""
         return (0, *accumulate(self.slots))
 
     @cached_property
@@ -313,22 +329,22 @@ class Segments:
 
     @property
     def max_length(self) -> int:
-        """Longest segment in real tokens."""
+        """Length of the longest segment in real tokens."""
         return max(self.lengths)
 
     @property
     def max_slot(self) -> int:
-        """Widest slot in tokens."""
+        """Longest padded length in tokens."""
         return max(self.slots)
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample."""
+        """Number of tokens of each sample."""
         return self.lengths[: self.num_samples]
 
     @cached_property
     def num_tokens(self) -> int:
-        """Real tokens R of the row, those of its samples."""
+        """Number R of real tokens: the tokens of all samples."""
         return sum(self.sample_lengths)
 
     @property
@@ -338,16 +354,18 @@ class Segments:
 
     @cached_property
     def max_padding(self) -> int:
-        """Longest run of padding behind a segment, or behind the last slot, in tokens."""
+        """Length of the longest run of padding behind a segment or behind the last slot, in tokens."""
         return max(self.total - self.stride[-1], *map(sub, self.slots, self.lengths))
 
     @property
     def fill(self) -> float:
-        """Real tokens per token of row, 0 to 1."""
+        """Fraction of the row's tokens that are real, 0 to 1."""
         return self.num_tokens / self.total if self.total else 0.0
 
     def in_chunks(self, size: int) -> Segments:
-        """The same row cut into chunks of `size` tokens, counted from the start of each segment; the last is shorter.
+        """Return the same row split into chunks of `size` tokens, counted from the start of each segment.
+
+        The last chunk of a segment may be shorter.
 
         size 2    a a | a .   b b | b b | b . . .   c c . .        padding is in the last chunk's slot
         """
@@ -365,46 +383,46 @@ class Segments:
 
     @property
     def attended_pairs(self) -> int:
-        """Query-key pairs of causal attention inside the samples: the sum of n (n + 1) / 2."""
+        """Number of query-key pairs of causal attention inside the samples: the sum of n (n + 1) / 2."""
         return sum(n * (n + 1) // 2 for n in self.sample_lengths)
 
     @property
     def slots_and_tail(self) -> tuple[int, ...]:
-        """Tokens of each slot, and of the row's tail behind them: G + 1 values that cover the row."""
+        """Length of each slot, then of the row's tail: G + 1 values that cover the row."""
         return (*self.slots, self.total - sum(self.slots))
 
     # ------------------------------------------------------------------ the same on a device
 
     def cu_seqlens(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """`real` as int32 [G + 1]."""
+        """Return `real` as int32 [G + 1]."""
         return self.derived("real", device, lambda: np.asarray(self.real, np.int32))
 
     def cu_seqlens_padded(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """`stride` as int32 [G + 1]."""
+        """Return `stride` as int32 [G + 1]."""
         return self.derived("stride", device, lambda: np.asarray(self.stride, np.int32))
 
     def seq_idx(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int32 [T]: the segment whose slot holds each token; G (one past the last) on the row's tail."""
+        """int32 [T]: the segment of each token, padding behind a segment included; G on the row's tail."""
         return self.derived("seq_idx", device, self._seq_idx)
 
     def padding_mask(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """bool [T]: True where the row holds padding."""
+        """bool [T]: True on padding."""
         return self.derived("padding", device, self._padding)
 
     def real_index(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [R]: where in the row its real tokens are, in order."""
+        """int64 [R]: positions of the real tokens in the row, in order."""
         return self.derived("real_index", device, self._real_index)
 
     def position_in_segment(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [T]: 0, 1, 2, ... from each segment's start; 0 outside segments."""
+        """int64 [T]: 0, 1, 2, ... from each segment's start; 0 on padding outside segments."""
         return self.derived("position", device, self._position)
 
     def first_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [at most G]: where in the row each segment has its first real token; empty segments have none."""
+        """int64 [at most G]: position of each segment's first real token in the row; empty segments are left out."""
         return self.derived("first", device, lambda: np.asarray([a for a, b in self.spans if b > a], np.int64))
 
     def last_tokens(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [at most G]: where in the row each segment has its last real token; empty segments have none."""
+        """int64 [at most G]: position of each segment's last real token in the row; empty segments are left out."""
         return self.derived("last", device, lambda: np.asarray([b - 1 for a, b in self.spans if b > a], np.int64))
 
     def _seq_idx(self) -> np.ndarray:
@@ -420,35 +438,35 @@ class Segments:
         return ranges(np.asarray(self.stride[: self.num_samples], np.int64), np.asarray(self.sample_lengths, np.int64))
 
     def _position(self) -> np.ndarray:
-        if self.real[-1] == self.total:  # copies of one range: less memory is touched than by `ranges`
+        if self.real[-1] == self.total:  # copies of one range touch less memory than `ranges` does
             longest = np.arange(self.max_length)
             return np.concatenate([longest[:n] for n in self.lengths])
         return np.where(self._padding(), 0, ranges(0, np.asarray(self.slots_and_tail, np.int64)))
 
     @cached_property
     def _kept(self) -> dict[Hashable, Any]:
-        """Not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts empty."""
+        """Cache; not a field, so that a dataclass rebuilt field by field (FSDP's mixed precision) starts empty."""
         return {}
 
     @outside_graph
     def kept(self, key: Hashable, make: Callable[[], Kept]) -> Kept:
-        """Return what `make` returns: something derived from the boundaries, made once per key."""
+        """Return the result of `make`, which depends on the boundaries alone; cached by key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
     def derived(self, key: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """Return what `make` returns, on `device`: an index derived from the boundaries, made once per key."""
+        """Return the index array of `make`, which depends on the boundaries alone, on `device`; cached by key."""
         place = torch.device(device)
         return self.kept((key, place), lambda: to_device(make(), place))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the fields alone: a DataLoader worker ships a few ints, and derived tensors are computed again."""
+        """Pickle the fields only: a DataLoader worker sends a few ints, and derived tensors are recomputed."""
         return {field.name: self.__dict__[field.name] for field in fields(self)}
 
 
 def ranges(starts: np.ndarray | int, lengths: np.ndarray, dtype: type[np.integer] = np.int64) -> np.ndarray:
-    """The whole numbers of every range [start, start + length), one range after the other, of type `dtype`."""
+    """Concatenate the ranges [start, start + length) into one array of type `dtype`."""
     before = np.cumsum(lengths) - lengths
     numbers = np.arange(lengths.sum(), dtype=dtype)
     numbers += np.repeat((starts - before).astype(dtype), lengths)

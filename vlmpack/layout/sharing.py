@@ -1,9 +1,9 @@
-"""Find what the samples of a row begin with alike, and keep the media of it once: `share`, and `unshare`, its inverse.
+"""Find the shared prefixes of a row's samples, and keep their media once: `share`, and its inverse `unshare`.
 
-Every token is a symbol: its id; for a placeholder, a number of the CONTENT of its image or video, with its grid. Ids
-alone would merge different images of one grid. The samples' symbols make a compressed trie, the `PrefixTree`:
+Every token is a symbol: its id, or for a placeholder, a number for the CONTENT of its medium with its grid. Token ids
+alone would merge different images of the same grid. The symbols make a compressed trie, the `PrefixTree`:
 
-    samples      a b I I c      a b I I d e      a b J J c          I, J: two images of one grid
+    samples      a b I I c      a b I I d e      a b J J c          I, J: two images of the same grid
     trie         a b ─┬─ I I ─┬─ c
                       │       └─ d e
                       └─ J J c
@@ -28,7 +28,7 @@ from vlmpack.layout.segments import Segments
 from vlmpack.layout.trie import compressed_trie
 
 MIN_SHARED = 64
-"""Tokens below which a shared beginning is not worth a node: chat templates share about ten of every sample."""
+"""Minimum length in tokens of a shared prefix to make a node; every sample shares about ten tokens of chat template."""
 
 
 @outside_graph
@@ -40,26 +40,26 @@ def share(
     tree: PrefixTree | None = None,
     read_media: ReadMedia | None = None,
 ) -> PackedRow:
-    """Find the prefix tree of a row on the host, and keep every image, video and audio of it once.
+    """Find the prefix tree of a row on the host, and keep each of the tree's images, videos and audios once.
 
-    Tokens, labels, extras and metadata stay those of every sample. Media are compared by their content.
+    Tokens, labels, extras and metadata still describe all samples in full. Media are compared by their content.
 
     Args:
-        row: without padding, on the host; one that has a tree gets a new one.
-        min_shared: tokens of a shared beginning, from the last branching on, that make it worth a node; a shorter one
-            is repeated in each of its branches, unless it stands behind another one and its samples together would
-            repeat so many tokens. Equal samples are always shared.
-        groups: a group of each sample; samples of different groups share nothing. None: all are compared.
-        tree: the tree, where it is known; it is compared with the samples. None: it is found.
-        read_media: reads the media of the row: `Family.media_reader(model.config)`. None: images and videos have
-            grids, and the row's metadata knows their places.
+        row: a row without padding, on the host; if it has a tree, the tree is replaced.
+        min_shared: minimum length in tokens of a shared prefix, counted from the last branch. A shorter one is repeated
+            in each of its branches, unless it follows another shared prefix and the repetitions would add up to at
+            least this many tokens. Equal samples are always shared.
+        groups: the group of each sample; samples of different groups share nothing. None: all are compared.
+        tree: the tree, if it is known; it is checked against the samples. None: find it.
+        read_media: function that reads the media of the row: `Family.media_reader(model.config)`. None: images and
+            videos have grids, and the row's metadata has their positions.
 
     Returns:
-        The row with `tree`; the row itself if its samples share nothing.
+        The row with `tree`, or without one if its samples share nothing.
 
     Raises:
-        LayoutError: padding, labels that are not the tokens' own ids, a row on a device, media that do not fit their
-            placeholders, or a tree that is not this row's. Names the sample and the remedy.
+        LayoutError: the row has padding or is on a device, labels are not the tokens' own ids, media do not match their
+            placeholders, or `tree` belongs to another row. Names the sample and the remedy.
     """
     check_kind("row", row, PackedRow, "collator.collate(samples)")
     check_without_padding(row.segments)
@@ -79,10 +79,10 @@ def share(
 
 
 def check_unshared(row: PackedRow, user: str) -> None:
-    """Refuse a row with a tree where every sample has to be computed by itself.
+    """Refuse a row with a tree, for callers that compute every sample in full.
 
     Raises:
-        LayoutError: it has one; names `user`, which takes none.
+        LayoutError: the row has a tree. The message names `user`, the caller.
     """
     if row.tree is not None:
         raise LayoutError(
@@ -92,18 +92,18 @@ def check_unshared(row: PackedRow, user: str) -> None:
 
 
 def with_tree(row: PackedRow, tree: PrefixTree) -> PackedRow:
-    """Return a row, whose media are the tree's already, with its tree, and its distinct targets counted."""
+    """Add a tree and the number of distinct targets to a row whose media are already the tree's."""
     metadata = replace(row.known_metadata, num_distinct_targets=_num_distinct_targets(row, tree))
     return replace(row, tree=tree, metadata=metadata)
 
 
 @outside_graph
 def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow:
-    """Return the row without its tree, with the media of every sample: the inverse of `share`.
+    """Return the row without its tree and with the media of every sample: the inverse of `share`.
 
     Args:
-        row: a row; without a tree it is returned as it is.
-        read_media: as of `share`.
+        row: a row; without a tree, it is returned unchanged.
+        read_media: see `share`.
 
     Raises:
         LayoutError: the row is on a device, or its media cannot be found.
@@ -116,7 +116,7 @@ def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow
     place, chosen = tree.place().numpy(), {}
     for kind, computed in zip(KINDS, (tree.images, tree.videos, tree.audios), strict=True):
         starts = table.spans(row.segments, kind)[:, 0]
-        # each medium of the row stands where one of the tree does
+        # each medium of the row has the same position in the tree as a computed one
         chosen[kind] = np.searchsorted(place[starts[list(computed)]], place[starts]).tolist()
     media = _take(table.in_tree(tree), row.media, chosen, table)
     metadata = replace(row.known_metadata, num_distinct_targets=None)
@@ -133,21 +133,22 @@ def find_prefix_tree(
     min_shared: int = MIN_SHARED,
     groups: Sequence[Hashable] | torch.Tensor | None = None,
 ) -> PrefixTree | None:
-    """Find the tree of a row whose media are known by numbers; its pixels are not read.
+    """Find the tree of a row whose media are given as numbers, without reading pixels.
 
     Args:
-        row: without padding, on the host, its metadata with the table of all media.
-        images: one number for each image, in row order; equal ones are equal images (`content_numbers`).
-        videos: of each video, likewise.
-        audios: of each audio, likewise.
-        min_shared: as of `share`.
-        groups: as of `share`.
+        row: a row without padding, on the host; its metadata has the table of all media.
+        images: one number for each image, in row order; equal images have equal numbers (`content_numbers`).
+        videos: one number for each video, likewise.
+        audios: one number for each audio, likewise.
+        min_shared: see `share`.
+        groups: see `share`.
 
     Returns:
-        The tree; None: samples share nothing.
+        The tree; None if samples share nothing.
 
     Raises:
-        LayoutError: as `share`.
+        LayoutError: see `share`.
+        ConfigError: `min_shared` is not a whole number of at least 1.
     """
     check_whole_number("min_shared", min_shared)
     check_without_padding(row.segments)
@@ -163,7 +164,7 @@ def find_prefix_tree(
 
 
 def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list[Hashable]:
-    """Groups that are equal where they say the same: two tensors of one number are not."""
+    """Convert groups to hashable values: two tensors with the same number would not compare as equal."""
     if groups is None:
         return [0] * count
     if len(groups) != count:
@@ -174,14 +175,15 @@ def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list
 # ---------------------------------------------------------------------- parts of the media tensors
 
 ReadMedia = Callable[[PackedRow], PackedRow]
-"""Adds the table of its media, with their entries, to a row whose tensors are those of its samples, or of its tree."""
+"""Function that adds the media table, with entries counted, to a row whose tensors hold the media of its samples, or of
+its tree if it has one."""
 
 
 def _read(row: PackedRow, read_media: ReadMedia | None) -> tuple[PackedRow, MediaTable]:
-    """The row with the table of its media, and that table, whose entries are those of the tensors.
+    """Return the row with its media table, and that table; its entries match the tensors.
 
     Raises:
-        LayoutError: `read_media` raises it; tensors on a device, or with another number of entries.
+        LayoutError: `read_media` raises it, tensors are on a device, or tensors have another number of entries.
     """
     for tensor in row.media.to_hf().values():
         if not on_host(values := torch.as_tensor(tensor)):
@@ -200,7 +202,7 @@ def _read(row: PackedRow, read_media: ReadMedia | None) -> tuple[PackedRow, Medi
 
 
 def _read_grids(row: PackedRow) -> PackedRow:
-    """Count the entries of images and videos with grids, whose places the row's metadata has."""
+    """Count the entries of images and videos with grids, whose positions are in the row's metadata."""
     tensors, table = row.media.to_hf(), row.known_metadata.media
     seen = None if table is not None or not tensors else "media, and no host metadata of their places"
     if {*tensors} - {*MEDIA_KEYS, "video_second_per_grid"}:
@@ -219,14 +221,14 @@ def _read_grids(row: PackedRow) -> PackedRow:
 
 
 def with_entries(row: PackedRow, table: MediaTable) -> PackedRow:
-    """Return the row with this table, in which the entries of images and videos with grids are counted."""
+    """Return the row with this table, after counting the entries of images and videos with grids."""
     tensors = row.media.to_hf()
     media = tuple(replace(m, entries=_grid_entries(m, tensors)) if m.grid else m for m in table.media)
     return replace(row, metadata=replace(row.known_metadata, media=replace(table, media=media)))
 
 
 def _grid_entries(medium: Medium, tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Its patches, and one of each other tensor of its kind."""
+    """Number of its patches, and 1 for each other tensor of its kind."""
     pixels, *others = _OF_GRIDS[medium.kind]
     return {name: medium.patches if name == pixels else 1 for name in (pixels, *others) if name in tensors}
 
@@ -235,11 +237,11 @@ _OF_GRIDS = {
     IMAGE: ("pixel_values", "image_grid_thw"),
     VIDEO: ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"),
 }
-"""Tensors of images and videos with grids, that of their patches first."""
+"""Tensors of images and videos with grids; the first one holds the patches."""
 
 
 def _parts(table: MediaTable, tensors: Mapping[str, Any], kind: int) -> dict[str, list[torch.Tensor]]:
-    """The part of each medium of one kind in each of its tensors."""
+    """Split each tensor of one kind of media into the parts of each medium."""
     media = table.of_kind(kind)
     counts = {name: [medium.entries.get(name, 0) for medium in media] for name in tensors}
     return {
@@ -250,7 +252,7 @@ def _parts(table: MediaTable, tensors: Mapping[str, Any], kind: int) -> dict[str
 
 
 def _media_numbers(table: MediaTable, media: Media, kind: int) -> list[int]:
-    """One number for each medium of one kind; equal ones have equal features."""
+    """One number for each medium of one kind; media with equal numbers have equal features."""
     parts = _parts(table, media.to_hf(), kind)
     contents: list[Sequence[Hashable]] = [content_numbers(blocks) for blocks in parts.values()]
     numbers: dict[Hashable, int] = {}
@@ -261,9 +263,14 @@ def _media_numbers(table: MediaTable, media: Media, kind: int) -> list[int]:
 def _take(
     table: MediaTable, media: Media, chosen: Mapping[int, Sequence[int]], target: MediaTable, *, in_tree: bool = False
 ) -> Media:
-    """The tensors of the media of these numbers, by kind, in this order; `target`: their records.
+    """Select media by index, in this order.
 
-    `in_tree`: they are those of a prefix tree, and not of samples one after the other.
+    Args:
+        table: records of the media that the tensors hold.
+        media: the tensors.
+        chosen: indices of the selected media, by kind.
+        target: records of the selected media.
+        in_tree: True if the selected media belong to a prefix tree, False if they belong to samples in row order.
     """
     tensors, taken = media.to_hf(), {}
     for kind, numbers in chosen.items():
@@ -284,24 +291,26 @@ def _take(
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Symbols:
-    """The row as numbers that are equal where tokens, and the media that they stand for, are.
+    """The row as numbers; two numbers are equal if the tokens and the media behind them are equal.
 
-    No branch begins inside an atom: a medium with the text between its frames, or a run of tokens that see each other
-    in both directions. All tokens of an atom have the number of its whole content.
+    An atom is a medium with the text between its frames, or a run of tokens that attend to each other in both
+    directions. No branch begins inside an atom, because all its tokens have the number of its whole content.
     """
 
     values: np.ndarray
-    """int64 [T]."""
+    """int64 [T]: the number of each token."""
     atoms: np.ndarray
-    """int64 [T]: where in the row the atom of each token begins; other tokens are their own."""
+    """int64 [T]: position in the row where the atom of each token begins; for other tokens, their own position."""
     segments: Segments
-    """Of the row."""
+    """The row's boundaries."""
     starts: Sequence[np.ndarray]
-    """int64 each: where in the row the first placeholder of each image, each video and each audio is."""
+    """One int64 array for images, videos and audios: position in the row of the first placeholder of each medium."""
 
     @classmethod
     def of(cls, row: PackedRow, numbers: Sequence[Sequence[int]]) -> _Symbols:
-        """Check that the row can be shared, and number its tokens; `numbers`: of images, videos and audios.
+        """Check that the row can be shared, and number its tokens.
+
+        `numbers`: content numbers of images, of videos and of audios.
 
         Raises:
             LayoutError: see `share`.
@@ -323,21 +332,21 @@ class _Symbols:
                 write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
         for start, stop in [*_bidirectional(table, segments), *_prefixes(metadata, segments)]:
             begin, last = int(atoms[start]), int(atoms[stop - 1])
-            if begin != last:  # an atom may reach beyond the run
+            if begin != last:  # the last atom may extend beyond the run
                 end = last + int(np.count_nonzero(atoms == last))
                 write(begin, end, values[begin:end].tobytes())
         return cls(values=values, atoms=atoms, segments=segments, starts=[s[:, 0] for s in spans])
 
     @property
     def of_samples(self) -> list[np.ndarray]:
-        """int64 of each sample."""
+        """The numbers of each sample, int64."""
         return [self.values[start:stop] for start, stop in self.segments.spans]
 
     def compared(self, tree: PrefixTree) -> PrefixTree:
-        """A caller's tree, with the media that are computed.
+        """Check a caller's tree, and return it with the media that it computes.
 
         Raises:
-            LayoutError: it is of another row; samples differ where it says that they are alike; or a node ends
+            LayoutError: the tree belongs to another row, it shares tokens that differ between samples, or a node ends
                 inside an atom.
         """
         if tree.segments != self.segments:
@@ -345,9 +354,9 @@ class _Symbols:
                 f"the tree is of samples of {list(tree.segments.lengths)[:9]} tokens, the row of "
                 f"{list(self.segments.lengths)[:9]}"
             )
-        first = tree.source().numpy()[tree.place().numpy()]  # where in the row each token is taken from
+        first = tree.source().numpy()[tree.place().numpy()]  # position in the row that each token is taken from
         self._require(self.values == self.values[first], "is another one there, or stands for other media")
-        whole = self.atoms[first] == self.atoms[first[self.atoms]]  # as the atom's first token is
+        whole = self.atoms[first] == self.atoms[first[self.atoms]]  # from the same sample as the atom's start
         self._require(whole, "is inside an image or video there, or inside tokens that all see each other")
         return self.with_media(tree)
 
@@ -361,20 +370,20 @@ class _Symbols:
             )
 
     def with_media(self, tree: PrefixTree) -> PrefixTree:
-        """The tree with the media that are computed: those whose placeholders it takes from the row."""
+        """Return the tree with the media that it computes: the ones whose placeholders it takes from the row."""
         images, videos, audios = (_computed(tree, starts) for starts in self.starts)
         return replace(tree, images=images, videos=videos, audios=audios)
 
 
 def _computed(tree: PrefixTree, starts: np.ndarray) -> tuple[int, ...]:
-    """The media that the tree takes from the row, in its own order."""
+    """Indices of the media that the tree takes from the row, in the order of the tree."""
     place, source = tree.place().numpy(), tree.source().numpy()
     computed = np.flatnonzero(source[place[starts]] == starts)
     return tuple(computed[np.argsort(place[starts[computed]])].tolist())
 
 
 def _bidirectional(table: MediaTable, segments: Segments) -> list[list[int]]:
-    """(start, stop) in the row of media whose tokens attend to each other, those side by side in a sample together."""
+    """(start, stop) in the row of bidirectional media; adjacent runs of a sample are joined."""
     joined: list[list[int]] = []
     media = sorted((medium for medium in table.media if medium.bidirectional), key=lambda m: (m.sample, m.runs))
     runs = [(m.sample, start, stop) for m in media for start, stop in m.runs]
@@ -400,7 +409,7 @@ def _check_on_host(row: PackedRow) -> None:
 
 
 def _check_targets(row: PackedRow) -> None:
-    """A shared token is predicted once, whoever learns it, so its label can be nothing but its id.
+    """Check that every label is its token's id: a shared token is predicted once for all samples that train on it.
 
     Raises:
         LayoutError: a sample has another label.
@@ -421,7 +430,7 @@ def _check_targets(row: PackedRow) -> None:
 
 
 def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
-    """Tokens of the tree that are a target of at least one sample; None: the row has no labels."""
+    """Number of tokens of the tree that are a target of at least one sample; None: the row has no labels."""
     if row.shift_labels is None:
         return None
     predictions = np.flatnonzero(row.shift_labels[0].numpy() != IGNORE)

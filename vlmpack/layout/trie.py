@@ -1,4 +1,4 @@
-"""The compressed trie of samples, each a sequence of symbols: found by sorting, without recursion.
+"""The compressed trie of samples, which are sequences of symbols: built by sorting, without recursion.
 
     samples      a b c      a b d e f      a b d e g
     sorted       a b c
@@ -8,8 +8,8 @@
                       └─ d e ─┬─ f
                               └─ g
 
-Of a run of sorted samples, the least number shared between neighbours is what all of them share. The run is cut where
-neighbours share no more than that, and each piece is a child.
+All samples of a sorted run share as many symbols as the least that two neighbors share. The run is split where
+neighbors share no more than that, and each piece becomes a child.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class CompressedTrie:
     """Nodes in depth-first order; siblings in the order of their first samples."""
 
     parents: list[int]
-    """Parent of each node, -1 for a root."""
+    """Parent of each node; -1 for a root."""
     lengths: list[int]
-    """Symbols of each node."""
+    """Number of symbols of each node."""
     leaves: list[int]
-    """Node in which each sample ends."""
+    """The node in which each sample ends."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """Sorted samples [low, high), whose first `start` symbols are those of the path to `parent`."""
+    """Sorted samples [low, high); the path to `parent` has their first `start` symbols."""
 
     low: int
     high: int
@@ -46,7 +46,7 @@ class _Run:
     parent: int = -1
 
     def pays(self, depth: int, min_shared: int) -> bool:
-        """Compare a node that ends at `depth` with the least: its symbols or, below a root, those it saves."""
+        """Return whether a node that ends at `depth` has, or below a root saves, at least `min_shared` symbols."""
         length, repetitions = depth - self.start, self.high - self.low - 1
         return length >= min_shared or (self.parent >= 0 and length * repetitions >= min_shared)
 
@@ -54,18 +54,18 @@ class _Run:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Sorted:
-    """Samples in an order in which those that begin alike are neighbours."""
+    """Samples sorted so that samples with a shared prefix are neighbors."""
 
     order: np.ndarray
-    """int64 [B]: the samples."""
+    """int64 [B]: indices of the samples."""
     lengths: np.ndarray
-    """int64 [B]: symbols of each."""
+    """int64 [B]: number of symbols of each sample."""
     shared: np.ndarray
-    """int64 [B]: symbols that each has in common with the one before it; -1 at the first of a group."""
+    """int64 [B]: number of first symbols that each sample shares with the one before it; -1 at the start of a group."""
 
     @classmethod
     def of(cls, samples: Sequence[np.ndarray], groups: Sequence[Hashable]) -> _Sorted:
-        """Sort by group, then by bytes: whatever order that is, equal symbols have equal bytes."""
+        """Sort by group, then by bytes; any order of symbols works, because equal symbols have equal bytes."""
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         keys = [(numbers[group], sample.tobytes()) for group, sample in zip(groups, samples, strict=True)]
         order = sorted(range(len(keys)), key=keys.__getitem__)
@@ -81,33 +81,33 @@ class _Sorted:
         return [_Run(low=low, high=high) for low, high in pairwise(edges)]
 
     def depth(self, run: _Run) -> int:
-        """Symbols that all samples of a run begin with."""
+        """Return the number of first symbols that all samples of a run share."""
         return int(self.shared[run.low + 1 : run.high].min(initial=self.lengths[run.high - 1]))
 
     def end_of_shortest(self, run: _Run, depth: int) -> int:
-        """Where the samples end that have no symbol after the first `depth`: they stand in front."""
+        """Return the end of the samples with no symbol after the first `depth`; they are sorted to the front."""
         return run.low + int(np.count_nonzero(self.lengths[run.low : run.high] == depth))
 
     def cut(self, low: int, high: int, depth: int) -> list[tuple[int, int]]:
-        """Pieces of [low, high) whose samples share more than `depth` symbols."""
+        """Split [low, high) into pieces whose samples share more than `depth` symbols."""
         cuts = np.flatnonzero(self.shared[low:high] == depth) + low
         return list(pairwise(sorted({low, *cuts.tolist(), high})))
 
     def first_on_top(self, runs: Iterable[_Run]) -> list[_Run]:
-        """Runs for a stack, from which they come in the order of their first samples."""
+        """Order runs for a stack so that they are popped in the order of their first samples."""
         return sorted(runs, key=lambda run: -int(self.order[run.low : run.high].min()))
 
 
 def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], min_shared: int) -> CompressedTrie:
-    """Build the trie of samples; those of different groups share nothing.
+    """Build the compressed trie of samples; samples of different groups share nothing.
 
-    A root of less than `min_shared` symbols that has children is left out, and its symbols are repeated in each child.
-    So is another node, unless all its samples together would repeat `min_shared` symbols or more.
+    A root with children and fewer than `min_shared` symbols is left out, and its symbols are repeated in each child.
+    The same applies to other inner nodes, unless the repetitions would add up to at least `min_shared` symbols.
 
     Args:
-        samples: int64 [any] of each, at least one symbol.
-        groups: of each sample.
-        min_shared: at least 1; 1: every node.
+        samples: symbols of each sample, int64 [any], at least one symbol.
+        groups: the group of each sample.
+        min_shared: at least 1; 1 keeps every node.
     """
     ordered = _Sorted.of(samples, groups)
     trie = CompressedTrie(parents=[], lengths=[], leaves=[-1] * len(samples))
@@ -132,7 +132,7 @@ def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], m
 
 
 def _num_alike(sample: np.ndarray, other: np.ndarray) -> int:
-    """Symbols before the first difference; those of the shorter one if there is none."""
+    """Number of symbols before the first difference; the shorter length if there is none."""
     length = min(len(sample), len(other))
     differs = sample[:length] != other[:length]
     first = int(differs.argmax())
