@@ -1,1 +1,1 @@
-"""Attention back-ends and the choice among them: block-diagonal causal (document) attention."""
+"""Attention back-ends and the choice among them: causal attention under a document (block-diagonal) mask."""

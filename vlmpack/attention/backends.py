@@ -1,11 +1,11 @@
 """Attention back-ends, one final class each, and the choice among them.
 
-    torch_varlen, flash_attn   varlen kernels, which are given boundaries          CUDA
-    flex                       a compiled kernel, given the keys of each query      CUDA, where those cannot serve
-    sdpa_segments              one call of PyTorch's own attention for each segment anywhere; the default on a CPU
-    eager_mask                 dense scores under a block-diagonal mask             the oracle for the others
+    torch_varlen, flash_attn   varlen kernels, called with `cu_seqlens`            CUDA
+    flex                       a compiled kernel, called with each query's keys    CUDA, if the two above cannot serve
+    sdpa_segments              one call of PyTorch's own attention per segment     anywhere; the default on a CPU
+    eager_mask                 dense scores under a document mask                  the reference for all others
 
-Shapes: T row tokens, T' tokens of keys, N query heads, K key-value heads (N a multiple of K), H head dimension.
+Shapes: T row tokens, T' key tokens, N query heads, K key-value heads (N a multiple of K), H head dimension.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from vlmpack.layout.segments import Segments, ranges
 @final
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall:
-    """The properties of one attention call that decide which back-ends can serve it."""
+    """The properties of an attention call that decide which back-ends can serve it."""
 
     device: str
     """Device type, "cpu" or "cuda"."""
     dtype: torch.dtype
-    """Element type of q, k and v."""
+    """Dtype of q, k and v."""
     head_dim: int
     """H."""
     num_heads: int
@@ -62,9 +62,9 @@ class AttentionCall:
     dropout: float = 0.0
     """Probability of dropping an attention weight."""
     value_dim: int | None = None
-    """Width of a value; None: H."""
+    """Head dimension of values; None: H."""
     pattern: tuple[str, ...] = ()
-    """The parts of its pattern beside causal attention, such as "window"."""
+    """Names of the pattern's parts beside causal attention, such as "window"."""
 
     @classmethod
     def of(
@@ -76,7 +76,7 @@ class AttentionCall:
         dropout: float = 0.0,
         pattern: Pattern = CAUSAL,
     ) -> AttentionCall:
-        """Read the properties off tensors and a pattern."""
+        """Read the properties from tensors and a pattern."""
         return cls(
             device=q_TNH.device.type,
             dtype=q_TNH.dtype,
@@ -93,26 +93,29 @@ class Softmax(NamedTuple):
     """The settings of one attention call."""
 
     causal: bool
-    """True if a token sees no later one."""
+    """True if tokens do not attend to later tokens."""
     scale: float
-    """Of the scores."""
+    """Factor of the scores."""
     dropout: float
     """Probability of dropping an attention weight."""
     pattern: Pattern = CAUSAL
-    """Limits beside the causal one; in a span's call, without the causal limit, its window too."""
+    """The pattern beside causal attention. Calls that compute spans are not causal, but may have a window."""
 
 
 class Backend(ABC):
-    """One way to let every segment of a row attend to itself and to nothing else."""
+    """Base class of attention back-ends: every segment of a row attends to itself and to nothing else."""
 
     name: ClassVar[str]
     patterns: ClassVar[frozenset[str]] = frozenset(Pattern.__dataclass_fields__)
-    """The parts of a pattern that it computes."""
+    """Names of the pattern's parts that it supports."""
     by_mask: ClassVar[bool] = False
-    """True if chunks and spans are in its mask; False: they are finer segments, and further calls."""
+    """True if its mask contains chunks and spans; False: chunks become shorter segments, and spans further calls."""
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Why this back-end cannot serve `call`: one sentence a reason; empty: it can, as plain PyTorch can any."""
+        """Return the reasons why this back-end cannot serve `call`, one sentence each; empty if it can.
+
+        The back-ends of plain PyTorch (`sdpa_segments`, `eager_mask`) can serve every call.
+        """
         missing = [name for name in call.pattern if name not in self.patterns]
         return [f"it computes no {', no '.join(missing)}, which this layer has"] if missing else []
 
@@ -129,21 +132,22 @@ class Backend(ABC):
         keys: Segments | None = None,
         pattern: Pattern = CAUSAL,
     ) -> Tensor:
-        """softmax(q k^T * scale) v within each segment: [T, N, H].
+        """Compute softmax(q k^T * scale) v within each segment: [T, N, H].
 
-        Every row of the result, and of the gradients, is written; rows of padding are 0.
+        Segments cover the row, as those of `Segments.without_gaps` do: padding is computed too, in its own segments.
 
         Args:
             q_TNH: queries.
             k_TKH: keys.
             v_TKH: values.
-            segments: the boundaries of all three, or of the queries alone.
-            causal: True if a token sees no later one.
-            scale: of the scores.
+            segments: the boundaries of queries, keys and values; with `keys`, of the queries alone.
+            causal: True if tokens do not attend to later tokens.
+            scale: factor of the scores.
             dropout: probability of dropping an attention weight.
-            keys: the boundaries of keys and values where they reach back further than the queries: as many segments,
-                neither kind with gaps or empty segments; the last query of each is at the place of its last key.
-            pattern: what a layer with causal attention does beside it, among the `patterns` of this back-end.
+            keys: the boundaries of keys and values if segments have more keys than queries; None: the same as
+                `segments`. Both must have the same number of segments, without gaps or empty segments, and the last
+                query of each segment must be at the position of its last key.
+            pattern: the layer's pattern beside causal attention, limited to the `patterns` of this back-end.
         """
         row, keys, others, spans = segments, keys or segments, keys, pattern.spans
         if (size := pattern.chunk) is not None and not self.by_mask:
@@ -171,7 +175,7 @@ class Backend(ABC):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """Compute a call; `keys` are `segments` where keys are those of the queries' own tokens."""
+        """Compute one call; `keys` is `segments` itself if queries and keys have the same tokens."""
 
 
 # ---------------------------------------------------------------------- varlen kernels
@@ -181,12 +185,12 @@ AMPERE = (8, 0)
 
 
 class VarlenKernel(Backend):
-    """FlashAttention 2."""
+    """Base class of the FlashAttention 2 kernels."""
 
     patterns = frozenset({"window", "chunk", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """FlashAttention's limits on device, dtype, heads and patterns."""
+        """Check FlashAttention's limits on device, dtype, heads and patterns."""
         reasons = super().unsupported(call)
         if call.device != "cuda":
             reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
@@ -205,10 +209,10 @@ class VarlenKernel(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """One call of the kernel. Boundaries cover the row: it leaves rows behind the last one unwritten.
+        """Call the kernel once. Segments must cover the row: the kernel does not write tokens behind the last one.
 
-        Kernels take values as wide as keys: narrower ones (multi-head latent attention) get zeros, of which their
-        results are zeros.
+        Kernels need values as wide as keys: narrower values (multi-head latent attention) are padded with zeros, and
+        the padding is cut off the result.
         """
         seqlens = (
             segments.cu_seqlens(q_TNH.device),
@@ -223,18 +227,18 @@ class VarlenKernel(Backend):
 
     @abstractmethod
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
-        """Call the kernel; `seqlens`: boundaries of queries and of keys, and the longest stretch of each."""
+        """Call the kernel; `seqlens`: cu_seqlens of queries and of keys, then the longest segment of each."""
 
 
 def _window(softmax: Softmax) -> tuple[int, int]:
-    """The tokens before and after a query that it attends to, as FlashAttention counts them; -1: all."""
+    """FlashAttention's `window_size`: how many tokens before and after itself a query attends to; -1: all."""
     window = softmax.pattern.window
     return (-1 if window is None else window - 1), (0 if softmax.causal else -1)
 
 
 @cache
 def _capability() -> tuple[int, int]:
-    """Of the current GPU; that of Ampere without a GPU, and on AMD's, which count otherwise."""
+    """Compute capability of the current GPU; Ampere's without a GPU and on AMD, which numbers them differently."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return AMPERE
     return torch.cuda.get_device_capability()
@@ -242,31 +246,31 @@ def _capability() -> tuple[int, int]:
 
 @final
 class TorchVarlen(VarlenKernel):
-    """FlashAttention as built into PyTorch; no package to install."""
+    """The FlashAttention kernel built into PyTorch; it needs no further package."""
 
     name = "torch_varlen"
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """FlashAttention's limits, and no dropout."""
+        """Check FlashAttention's limits, and that there is no dropout."""
         reasons = super().unsupported(call)
         if call.dropout:
             reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
         return reasons
 
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
-        """`torch.nn.attention.varlen.varlen_attn`."""
+        """Call `torch.nn.attention.varlen.varlen_attn`."""
         from torch.nn.attention.varlen import varlen_attn
 
         is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
         grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
         inputs: list[Any] = [*(x.contiguous() for x in (q_TNH, k_TKH, v_TKH)), *seqlens]
         out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=_window(softmax), **grouped)
-        return out  # a pair only where auxiliary outputs are requested
+        return out  # a tensor, because no auxiliary outputs are requested
 
 
 @cache
 def _has_enable_gqa() -> bool:
-    """Return whether heads are grouped by an argument; torch 2.11 has none, and groups them anyway."""
+    """Return whether `varlen_attn` has the argument `enable_gqa`; torch 2.11 groups heads without it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
@@ -274,13 +278,13 @@ def _has_enable_gqa() -> bool:
 
 @final
 class FlashAttn(VarlenKernel):
-    """The package `flash-attn`: FlashAttention 2, with attention dropout."""
+    """FlashAttention 2 of the package `flash-attn`, with attention dropout."""
 
     name = "flash_attn"
     patterns = frozenset({"window", "chunk", "softcap", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """FlashAttention's limits, and the package's absence."""
+        """Check FlashAttention's limits, and that the package is installed."""
         reasons = super().unsupported(call)
         if call.dropout and "softcap" in call.pattern:
             reasons.append(
@@ -291,7 +295,7 @@ class FlashAttn(VarlenKernel):
         return [*reasons, missing] if missing else reasons
 
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
-        """`flash_attn.flash_attn_varlen_func`; its backward pass is deterministic where PyTorch's algorithms are."""
+        """Call `flash_attn.flash_attn_varlen_func`, with a deterministic backward pass if PyTorch asks for it."""
         from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue, reportMissingImports]
 
         causal, scale, dropout, pattern = softmax
@@ -307,13 +311,16 @@ class FlashAttn(VarlenKernel):
 
 @cache
 def _missing() -> str | None:
-    """Why the kernel is not there, looked up once; None: it is. Being found is not enough: FlashAttention 4 alone has
-    another kernel under the name, and a build for another PyTorch cannot be loaded."""
+    """Return why the kernel is missing, or None if it is there.
+
+    Finding the package is not enough: FlashAttention 4 has another kernel under the same name, and a build for another
+    PyTorch cannot be loaded.
+    """
     if find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401  # pyright: ignore
-    except Exception as error:  # whatever its import raises, the other back-ends serve
+    except Exception as error:  # whatever the import raises, other back-ends can serve
         return f"the package flash-attn has no kernel for this PyTorch ({type(error).__name__}: {error})"
     return None
 
@@ -323,19 +330,19 @@ def _missing() -> str | None:
 
 @final
 class FlexAttention(Backend):
-    """`torch.nn.attention.flex_attention`, compiled: every pattern in one kernel, and none of its scores in memory."""
+    """Compiled `torch.nn.attention.flex_attention`: one kernel for every pattern, without the scores in memory."""
 
     name = "flex"
     by_mask = True
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Its limits on device, heads and dropout."""
+        """Check its limits on device, dtype, heads and dropout."""
         reasons = super().unsupported(call)
         if call.device != "cuda":
             reasons.append(f"its backward pass runs on CUDA only, the tensors are on {call.device}")
         elif not _has_compiler():
             reasons.append("it needs Triton, with which PyTorch compiles it")
-        if call.dtype not in (torch.float16, torch.bfloat16):  # float32 is for proofs, which need no compiled kernel
+        if call.dtype not in (torch.float16, torch.bfloat16):  # float32 is for exactness checks, which need no kernel
             reasons.append(f"it takes float16 and bfloat16 only, the tensors are {call.dtype}")
         if not 16 <= call.head_dim <= MAX_HEAD_DIM or not 16 <= (call.value_dim or 16) <= MAX_HEAD_DIM:
             reasons.append(f"head dimensions must be 16 to {MAX_HEAD_DIM}, this one is {call.head_dim}")
@@ -346,7 +353,7 @@ class FlexAttention(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """One call, under a mask that is made once a row, for all layers and their recomputation."""
+        """Call the kernel once, with a mask that all layers of a row share, recomputation included."""
         causal, scale, _, pattern = softmax
         device = q_TNH.device
         limits = (causal, pattern.window, pattern.chunk, pattern.spans)
@@ -369,30 +376,30 @@ def _has_compiler() -> bool:
 # ---------------------------------------------------------------------- PyTorch's own attention
 
 AttendSegment = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""[n, L, N, H], keys and values [n, L', K, H] of n segments to [n, L, N, H]."""
+"""Function of queries [n, L, N, H], keys and values [n, L', K, H] of n segments; returns [n, L, N, H]."""
 
 MANY = 256
-"""From so many segments on, those of the same length go through one call."""
+"""Number of segments from which on segments of the same length are computed in one call."""
 
 AT_ONCE = 1 << 15
-"""Most segments of a call: a CUDA grid has room for 65,535."""
+"""Maximum number of segments in a call: a CUDA grid dimension is limited to 65,535."""
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @final
 class SdpaSegments(Backend):
-    """One `scaled_dot_product_attention` a segment; padding is neither read nor computed."""
+    """One call of `scaled_dot_product_attention` per segment, without a mask where possible."""
 
     name = "sdpa_segments"
 
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """One call a segment; of many, those of the same length in one."""
+        """Call attention once per segment; if there are many segments, once per length."""
 
         def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
-            """n segments of one length."""
+            """Compute n segments of the same length."""
             window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
             if not softmax.causal:
                 mask = None
@@ -408,7 +415,10 @@ class SdpaSegments(Backend):
 
 
 def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
-    """[n, L, N, H] of n segments under one mask, bool [L, L']; None: all of L' = L keys, or those that are causal."""
+    """Compute n segments [n, L, N, H] under one mask, bool [L, L'].
+
+    Without a mask: all keys, or causal attention with L' = L or L = 1.
+    """
     causal, scale, dropout, pattern = softmax
     if mask is None and not (pattern.softcap is None and pattern.sinks is None):
         sizes = q_nLNH.shape[1], k_nLKH.shape[1]
@@ -419,7 +429,7 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
         q_nLNH, k_nLKH, v_nLKH, mask = with_sinks(q_nLNH, k_nLKH, v_nLKH, mask, sinks=pattern.sinks, scale=scale)
     q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
     in_flash = mask is None and q_nNLH.dtype != torch.float32 and q_nNLH.shape[3] <= MAX_HEAD_DIM
-    if q_nNLH.device.type == "cuda" and not in_flash:  # the other kernel that writes out no scores groups no heads
+    if q_nNLH.device.type == "cuda" and not in_flash:  # the memory-efficient kernel does not group heads
         group = q_nNLH.shape[1] // k_nKLH.shape[1]
         k_nKLH, v_nKLH = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k_nKLH, v_nKLH))
     with _kernels(q_nNLH.device):
@@ -439,9 +449,9 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
 def _one_by_one(
     attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
 ) -> Tensor:
-    """One call a segment, on views of the row."""
+    """One call per segment, on views of the row."""
     sizes, key_sizes = ([n for n in of.lengths if n] for of in (segments, keys))
-    # One split a tensor: slicing each segment out would make the backward pass write G full-size gradients.
+    # One split per tensor: slicing each segment would make the backward pass write G full-size gradients.
     rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
     pieces = zip(*(x.split_with_sizes(cut) for x, cut in rows), strict=True)
     return torch.cat([attend(*(x[None] for x in piece)).squeeze(0) for piece in pieces])
@@ -450,14 +460,14 @@ def _one_by_one(
 def _by_length(
     attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
 ) -> Tensor:
-    """One call for all segments of a length, on copies: a call takes longer than the few tokens of such a segment."""
+    """One call for all segments of the same length, on copies: for short segments, the calls cost more than copying."""
     lengths_G2 = np.asarray([segments.lengths, keys.lengths[: len(segments.lengths)]], np.int64).T
     distinct, counts = np.unique(lengths_G2[lengths_G2[:, 0] > 0], axis=0, return_counts=True)
     order = np.lexsort(lengths_G2.T[::-1])
     order = order[lengths_G2[order, 0] > 0]
 
     def index(of: Segments) -> Tensor:
-        """int64: where the tokens are, shortest segments first."""
+        """int64: positions of the tokens, shortest segments first."""
         return of.derived(("by length", segments.lengths, keys.lengths), q_TNH.device, lambda: _tokens(of, order))
 
     places = index(segments)
@@ -482,7 +492,7 @@ def _tokens(segments: Segments, order: np.ndarray) -> np.ndarray:
 
 
 def _kernels(device: torch.device) -> AbstractContextManager[object]:
-    """On a GPU all but cuDNN's, which plans anew for every length: that takes longer than the attention itself."""
+    """Exclude cuDNN on a GPU: it makes a new plan for every length, which takes longer than the attention itself."""
     return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" else nullcontext()
 
 
@@ -491,7 +501,7 @@ def _kernels(device: torch.device) -> AbstractContextManager[object]:
 
 @final
 class EagerMask(Backend):
-    """softmax over a [T, T'] score matrix, written out; memory and work grow with T squared."""
+    """Softmax over a dense [T, T'] score matrix; memory and work grow with T squared."""
 
     name = "eager_mask"
     by_mask = True
@@ -499,7 +509,7 @@ class EagerMask(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """Three matrix products."""
+        """Compute the scores, the mask and the weighted sum of values explicitly."""
         causal, scale, dropout, pattern = softmax
         visible_TT = visible_keys(segments, keys, q_TNH.device, causal=causal, pattern=pattern)
         q_1TNH, k_1TKH, v_1TKH = (x[None] for x in (q_TNH, k_TKH, v_TKH))
@@ -513,15 +523,15 @@ AUTO = "auto"
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (TorchVarlen(), FlashAttn(), FlexAttention(), SdpaSegments(), EagerMask())
 }
-"""In the order in which "auto" tries them."""
+"""The back-ends by name, in the order in which "auto" tries them."""
 
 
 def choose(call: AttentionCall, name: str = AUTO) -> Backend:
-    """Choose the back-end for `call`: the named one, or with "auto" the first that can.
+    """Choose the back-end for `call`: the named one, or with "auto" the first that can serve it.
 
     Raises:
-        BackendError: no back-end of that name, or the named one cannot serve the call, with its reasons. A named
-            back-end is never exchanged for another.
+        BackendError: there is no back-end of that name, or it cannot serve the call; the message gives its reasons. A
+            named back-end is never replaced by another one.
     """
     if name == AUTO:
         return next(backend for backend in BACKENDS.values() if not backend.unsupported(call))

@@ -1,8 +1,8 @@
-"""FlexAttention: one compiled kernel for every pattern, given the keys of each query.
+"""FlexAttention: one compiled kernel for every pattern, called with the keys of each query.
 
-The keys of a query are neighbors (`patterns.key_bounds`), so a mask is two numbers a query. Blocks of 128 queries and
-128 keys are sorted on the host: those in which no query has a key are skipped, and those in which every query has all
-of them need no mask.
+The keys of a query are contiguous (`patterns.key_bounds`), so a mask is two numbers per query. Blocks of 128 queries
+and 128 keys are classified on the host: blocks without any query-key pair are skipped, and blocks with all pairs need
+no mask.
 
     row of samples a, b, c     keys  a a b b c c      # full    / masked    . skipped
     queries a                        / . . . . .
@@ -29,11 +29,11 @@ from vlmpack.layout.segments import round_up
 
 BLOCK = 128
 RECOMPILATIONS = 64
-"""Kernels of one process: one for each combination of types, heads and patterns, whatever the lengths of rows."""
+"""Maximum number of kernels in a process: one for each combination of dtypes, heads and patterns, for any lengths."""
 
 
 def block_mask(bounds_2T: np.ndarray, keys: int, device: torch.device) -> BlockMask:
-    """Lay out the blocks of a row; `bounds_2T`: what `key_bounds` returns, of `keys` keys."""
+    """Build the block mask of a row with `keys` keys; `bounds_2T`: the result of `key_bounds`."""
     queries = bounds_2T.shape[1]
     first_PB, end_PB = np.pad(bounds_2T, ((0, 0), (0, -queries % BLOCK))).reshape(2, -1, BLOCK)
     start_Q = np.arange(0, round_up(keys, BLOCK), BLOCK)
@@ -43,7 +43,7 @@ def block_mask(bounds_2T: np.ndarray, keys: int, device: torch.device) -> BlockM
     masked_PQ = some_PQ & ~all_PQ
 
     def ordered(which: np.ndarray) -> tuple[Tensor, Tensor]:
-        """How many blocks each row of blocks has, and their numbers first."""
+        """Return the number of selected blocks in each row of blocks, and all block indices, selected ones first."""
         arrays = which.sum(1), np.argsort(~which, axis=1, kind="stable")
         counts, numbers = (to_device(np.ascontiguousarray(x, np.int32), device)[None, None] for x in arrays)
         return counts, numbers
@@ -61,8 +61,10 @@ def block_mask(bounds_2T: np.ndarray, keys: int, device: torch.device) -> BlockM
 
 
 def attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask: BlockMask, *, scale: float, pattern: Pattern) -> Tensor:
-    """softmax attention [T, N, H] under a mask, with the softcap and the sinks of `pattern`; 0 for queries without
-    keys."""
+    """Compute softmax attention [T, N, H] under a mask, with the softcap and sinks of `pattern`.
+
+    Queries without keys get 0.
+    """
     q_1NTH, k_1KSH, v_1KSH = (x.transpose(0, 1)[None] for x in (q_TNH, k_SKH, v_SKH))
     settings: dict[str, Any] = {"scale": scale, "enable_gqa": q_TNH.shape[1] != k_SKH.shape[1]}
     if pattern.softcap is not None:
@@ -74,13 +76,13 @@ def attend(q_TNH: Tensor, k_SKH: Tensor, v_SKH: Tensor, mask: BlockMask, *, scal
     if pattern.sinks is None:
         return out[0].transpose(0, 1)
     out_1NTH, aux = out
-    share_NT1 = torch.sigmoid(aux.lse[0] - pattern.sinks[:, None])[..., None]  # of the weights that no sink has
+    share_NT1 = torch.sigmoid(aux.lse[0] - pattern.sinks[:, None])[..., None]  # weight that the sink leaves
     return (out_1NTH[0] * share_NT1).to(q_TNH.dtype).transpose(0, 1)
 
 
 @cache
 def compiled() -> Any:
-    """The kernel for rows of any length. It is compiled or raises: plain PyTorch would write all scores out."""
+    """Return the kernel for rows of any length. It compiles or raises; uncompiled, it would store all scores."""
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

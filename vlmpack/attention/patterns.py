@@ -1,28 +1,30 @@
 """Patterns: the keys that a layer's queries attend to, and how their scores become weights.
 
-    causal        every earlier token of the sample, and the token itself
-    window        of these the nearest `window`                    Mistral, Gemma, Olmo 3, Cohere 2, gpt-oss
-    chunk         those of the same chunk of its sample            Llama 4
+    causal        the token itself and every earlier token of its sample
+    window        the last `window` of these (sliding window)      Mistral, Gemma, Olmo 3, Cohere 2, gpt-oss
+    chunk         the ones in the same chunk of the sample         Llama 4
     softcap       scores s become softcap * tanh(s / softcap)      Gemma 2
-    sinks         one more key a head, with a score and no value   gpt-oss
-    spans         later tokens of the same span (`spans.py`)       Gemma 3 and 4, PaliGemma
+    sinks         one more key per head, a score without a value   gpt-oss
+    spans         also later tokens of the same span (`spans.py`)  Gemma 3 and 4, PaliGemma
 
-**Windows by blocks.** A segment longer than two windows is cut into blocks of W queries, each of which has 2 W keys: so
-work grows with L W and masks are [W, 2 W]. W = 3, a segment of 11 tokens:
+**Windows by blocks.** A segment longer than two windows is split into blocks of W queries, and each block has 2 W keys.
+Work grows with L * W, and masks are [W, 2 W]. W = 3, a segment of 11 tokens:
 
     first    0 1 2             keys 0 1 2                 causal
     middle   3 4 5, 6 7 8      keys 0 .. 5, 3 .. 8        one call, one mask
     last     9 10              keys 6 .. 10               the same mask, its first rows
 
-**Chunks are finer segments.** A sample is cut every C tokens from its start, so any back-end computes them (`Chunks`).
-Where queries are the last ones of their keys (`keys`), so are those of each chunk, and keys of earlier chunks go.
+**Chunks are shorter segments.** A sample is split every C tokens from its start, so any back-end can compute chunks
+(`Chunks`). If a segment has more keys than queries (`keys`), the queries are at its last positions. This then also
+holds in each chunk, and keys of chunks without queries are dropped.
 
-**Sinks as a key.** One more channel of the queries holds sink / scale (a second one what rounding left of it), and is 0
-in all keys but a first one, which is 0 elsewhere and has no value. Its score is then the sink, and PyTorch's own
-attention computes sinks with their gradients.
+**Sinks as a key.** One more key comes first in every segment; its value is 0. Queries get a channel with sink / scale,
+and a second one with the rounding error of the first. Both channels are 1 in the new key and 0 in all others, and the
+other channels of the new key are 0. So its score is the sink, and PyTorch's own attention computes sinks and their
+gradients.
 
-L queries, L' keys of a segment, the last L of which are at the places of the queries; N query heads, K key-value heads
-(N a multiple of K), H head dimension, W window.
+L queries and L' keys of a segment, where the queries are at the positions of the last L keys; N query heads, K
+key-value heads (N a multiple of K), H head dimension, W window.
 """
 
 from __future__ import annotations
@@ -41,65 +43,66 @@ from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments, ranges
 
 SINK_CHANNELS = 8
-"""Channels that sinks add to queries and keys: two are used, the others keep kernels' alignment."""
+"""Number of channels that sinks add to queries and keys: two are used, the others keep the alignment of kernels."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Reach:
-    """The tokens before it that a query of a layer attends to: all, or those of its window or of its chunk."""
+    """The earlier tokens that a query of a layer attends to: all of them, or a sliding window, or a chunk."""
 
     window: int | None = None
-    """Tokens that a query attends to, itself included; None: no window."""
+    """Number of tokens that a query attends to, itself included; None: no window."""
     chunk: int | None = None
-    """Tokens of a chunk, counted from the start of the sample, which attend to none before it; None: no chunks."""
+    """Length of chunks in tokens, counted from the start of the sample; a query attends to no token before its chunk.
+    None: no chunks."""
 
     def __str__(self) -> str:
         return "sample" if not self.is_local else f"chunk of {self.chunk}" if self.chunk else f"window of {self.window}"
 
     @property
     def is_local(self) -> bool:
-        """Return whether some tokens before a query are out of its reach."""
+        """Return whether a window or chunks limit the keys of a query."""
         return self != EVERYTHING
 
     def first_key(self, place: int) -> int:
-        """The place in the sample of the first token that the query at `place` attends to."""
+        """Return the position in the sample of the first key of the query at position `place`."""
         if self.chunk is not None:
             return place // self.chunk * self.chunk
         return 0 if self.window is None else max(place + 1 - self.window, 0)
 
     def queries_of(self, place: int) -> int:
-        """The place behind the last query that attends to the token at `place`, in a sample that goes on for ever."""
+        """Return one past the last query that attends to the key at position `place`, in an endless sample."""
         if self.chunk is not None:
             return (place // self.chunk + 1) * self.chunk
         return ENDLESS if self.window is None else place + self.window
 
 
 EVERYTHING = Reach()
-"""All tokens before a query."""
+"""No limit: queries attend to all earlier tokens of their sample."""
 ENDLESS = 1 << 62
-"""A place behind those of any sample."""
+"""A position larger than any in a sample."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pattern:
-    """A pattern of one layer beside causal attention within samples."""
+    """The attention pattern of one layer, beside causal attention within samples."""
 
     window: int | None = None
-    """Tokens that a query attends to, itself included; None: all before it."""
+    """Size of the sliding window: number of tokens that a query attends to, itself included; None: no window."""
     chunk: int | None = None
-    """Tokens of a chunk of a sample, which attend to none before it; None: there are no chunks."""
+    """Length of chunks in tokens; a query attends to no token before its chunk. None: no chunks."""
     softcap: float | None = None
-    """The bound of scores; None: they have none."""
+    """Bound of the scores; None: no softcap."""
     sinks: Tensor | None = None
-    """[N]: of each head the score of a key without value; None: there is none."""
+    """[N]: for each head, the score of a key without a value; None: no sinks."""
     spans: Spans | None = None
-    """Runs of tokens of the row that see each other in both directions, in no layer with chunks; None: none."""
+    """Bidirectional spans of the row; layers with chunks have none. None: no spans."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parts that a back-end has to compute."""
+        """Names of the parts that a back-end has to support."""
         return tuple(name for name, value in vars(self).items() if value is not None)
 
     @property
@@ -108,18 +111,18 @@ class Pattern:
         return self if self.spans is None else replace(self, spans=None)
 
     def of_heads(self, first: int, count: int) -> Pattern:
-        """The pattern of `count` heads from head `first` on."""
+        """Return the pattern of heads [first, first + count)."""
         if self.sinks is None or len(self.sinks) == count:
             return self
         return replace(self, sinks=self.sinks[first : first + count])
 
 
 CAUSAL = Pattern()
-"""No pattern beside causal attention."""
+"""Plain causal attention."""
 
 
 def attended_pairs(segments: Segments, reach: Reach = EVERYTHING) -> int:
-    """Query-key pairs of causal attention in one layer: of n tokens n (n + 1) / 2, less those out of its reach."""
+    """Return the number of query-key pairs of one layer: n (n + 1) / 2 for n tokens, less pairs outside `reach`."""
     if reach.chunk is not None:
         return segments.in_chunks(reach.chunk).attended_pairs
     if reach.window is None:
@@ -137,21 +140,22 @@ class Chunks:
     """The boundaries of a row's chunks."""
 
     queries: Segments
-    """Of its queries."""
+    """Boundaries of the queries."""
     keys: Segments
-    """Of the keys in the chunks that have queries; the last query of each is at the place of its last key."""
+    """Boundaries of the keys, in chunks with queries only; the last query of a chunk is at the position of its last
+    key."""
     key_index: np.ndarray | None = None
-    """int64 [S]: where these are among all keys; None: they are all keys."""
+    """int64 [S]: positions of these keys among all keys; None: they are all keys."""
 
     @classmethod
     def of(cls, segments: Segments, keys: Segments, size: int) -> Chunks:
-        """Cut a row into chunks of `size` tokens, counted from the first key of each segment.
+        """Split a row into chunks of `size` tokens, counted from the first key of each segment.
 
         Args:
             segments: the boundaries of the queries.
-            keys: those of the keys: the same, or of as many segments, without gaps; the last query of each is at the
-                place of its last key.
-            size: tokens of a chunk.
+            keys: the boundaries of the keys: `segments` itself, or the same number of segments without gaps. The last
+                query of each segment is at the position of its last key.
+            size: length of a chunk in tokens.
         """
         if keys is segments:
             cut = segments.in_chunks(size)
@@ -175,14 +179,13 @@ class Chunks:
 
 
 def key_bounds(segments: Segments, keys: Segments, *, causal: bool, pattern: Pattern = CAUSAL) -> np.ndarray:
-    """The keys of a query are neighbors, whatever the pattern: int32 [2, T], the first of each query and the place
-    behind the last.
+    """Return the range [first, end) of each query's keys: int32 [2, T]. Keys are contiguous in every pattern.
 
     Args:
         segments: the boundaries of the queries.
-        keys: those of the keys; the last query of each segment is at the place of its last key.
-        causal: False if a token sees all of its segment, whatever the pattern.
-        pattern: window, chunk and spans of the layer.
+        keys: the boundaries of the keys; the last query of each segment is at the position of its last key.
+        causal: False if tokens attend to their whole segment; `pattern` is ignored then.
+        pattern: window, chunks and spans of the layer.
     """
     lengths_G = np.asarray(segments.lengths, np.int64)
     first_G, end_G = np.asarray(keys.spans[: len(lengths_G)], np.int64).T
@@ -207,26 +210,29 @@ def key_bounds(segments: Segments, keys: Segments, *, causal: bool, pattern: Pat
 def visible_keys(
     segments: Segments, keys: Segments, device: torch.device, *, causal: bool, pattern: Pattern = CAUSAL
 ) -> Tensor:
-    """The mask of a whole row, bool [T, T']: query (row) may read key (column). Arguments as of
-    `key_bounds`."""
+    """Return the mask of a whole row, bool [T, T']: True if the query (row) attends to the key (column).
+
+    The arguments are those of `key_bounds`.
+    """
     first_T, end_T = to_device(key_bounds(segments, keys, causal=causal, pattern=pattern), device)
     key_T = torch.arange(keys.total, device=device)
     return (key_T >= first_T[:, None]) & (key_T < end_T[:, None])
 
 
-# ---------------------------------------------------------------------- n segments of a length
+# ---------------------------------------------------------------------- n segments of the same length
 
 AttendMasked = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""[n, L, N, H], keys and values [n, L', K, H], bool [L, L'] to [n, L, N, H]; no mask: causal, L = L' or L = 1."""
+"""Function of queries [n, L, N, H], keys and values [n, L', K, H] and a mask, bool [L, L']; returns [n, L, N, H].
+Without a mask: causal attention with L = L' or L = 1."""
 
 
 def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None, attend: AttendMasked) -> Tensor:
-    """AttendMasked causally within a window: by blocks where segments are longer than two of them."""
+    """Call `attend` causally within a window; segments longer than two windows are computed by blocks."""
     queries, visible = q_nLNH.shape[1], k_nLKH.shape[1]
     if window is None or visible <= window:
         return attend(q_nLNH, k_nLKH, v_nLKH, _last_queries(queries, visible, q_nLNH.device))
     if queries < visible or visible <= 2 * window:
-        reach = min(visible, queries + window)  # the keys before these are in no query's window
+        reach = min(visible, queries + window)  # earlier keys are in no query's window
         mask = _in_window(queries, reach, window, q_nLNH.device)
         return attend(q_nLNH, k_nLKH[:, -reach:], v_nLKH[:, -reach:], mask)
     return _by_blocks(q_nLNH, k_nLKH, v_nLKH, window, attend)
@@ -239,7 +245,7 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
     mask = _in_window(window, 2 * window, window, q_nLNH.device)
 
     def pairs(x_nLKH: Tensor) -> Tensor:
-        """[n * middle, 2 W, K, H]: each block but the first, after the one before it."""
+        """[n * middle, 2 W, K, H]: each block except the first, preceded by the block before it."""
         x_nbWKH = x_nLKH[:, :whole].unflatten(1, (blocks, window))
         return torch.cat([x_nbWKH[:, :-1], x_nbWKH[:, 1:]], 2).flatten(0, 1)
 
@@ -255,22 +261,22 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
 
 
 def within_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """The mask of a span's queries, bool [L, L'], the last L of L' places, which see later ones too."""
+    """Return the window mask of a span's queries, bool [L, L'], for the last L of L' positions; later keys are seen."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries - window + 1)
 
 
 def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """The causal mask; None where attention needs none."""
+    """The causal mask; None if attention needs none."""
     return None if queries in (1, keys) else causal_mask(queries, keys, device)
 
 
 def _in_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Causal mask of a window, bool [L, L'], for the last L of L' positions."""
+    """Causal mask with a window, bool [L, L'], for the last L of L' positions."""
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Causal mask, bool [L, L'], for the last L of L' positions."""
+    """Return the causal mask, bool [L, L'], for the last L of L' positions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -280,11 +286,11 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 def with_sinks(
     q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor, *, sinks: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values and a mask with sinks as one more key, before the others."""
+    """Return queries, keys, values and mask with the sinks as one more key, before all others."""
     n, queries = q_nLNH.shape[:2]
     score = sinks / scale
     rounded = score.to(q_nLNH.dtype)
-    rest = (score - rounded).to(q_nLNH.dtype).detach()  # what a channel in bfloat16 leaves of a sink in float32
+    rest = (score - rounded).to(q_nLNH.dtype).detach()  # rounding error of a float32 sink in bfloat16
     channels = torch.stack([rounded, rest], -1).expand(n, queries, -1, 2)
     sink = F.pad(k_nLKH.new_ones(n, 1, k_nLKH.shape[2], 2), (k_nLKH.shape[3], SINK_CHANNELS - 2))
     return (
@@ -305,7 +311,10 @@ def written_out(
     dropout: float,
     pattern: Pattern,
 ) -> Tensor:
-    """Attention with all its scores, bool [L, L'] of which are visible: [n, L, N, H], 0 where none is."""
+    """Compute attention with the score matrix in memory: [n, L, N, H].
+
+    `visible`: bool [L, L'], True if the query (row) attends to the key (column); at least one key per query.
+    """
     group = q_nLNH.shape[2] // k_nLKH.shape[2]
     q_nNLH = q_nLNH.transpose(1, 2)
     k_nNLH, v_nNLH = (x.transpose(1, 2).repeat_interleave(group, 1) for x in (k_nLKH, v_nLKH))

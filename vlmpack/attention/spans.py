@@ -1,17 +1,18 @@
-"""Bidirectional spans: runs of tokens that attend to later tokens of the same run, as image tokens and prefixes do.
+"""Bidirectional spans: runs of tokens that also attend to later tokens of the run, such as image tokens and prefixes.
 
-A span's queries attend to all keys up to its end, so no mask is needed for them: a second call computes them, without
-the causal limit, and its results take the place of those of the first.
+A span's queries attend to all keys up to its end, so they need no mask: a second call computes them without the causal
+limit, and its results replace those of the first call.
 
-    sample    t t i i i i t t t        two image spans would be two segments of the second call
-    first     causal                   every token; those of spans are computed in vain
+    sample    t t i i i i t t t        (two image spans would be two segments of the second call)
+    first     causal                   every token; results of spans are overwritten
     second    queries   i i i i        keys  t t i i i i
 
-With a sliding window of W the second call's keys begin W - 1 tokens before the span, and each of its queries sees none
-that lies W or more before it. Where a span reaches beyond the window, queries from its W-th token on see the whole span
-and nothing before it: a third call computes these, and spans that begin their sample, as prefixes do.
+With a sliding window W, the second call's keys begin W - 1 tokens before the span, and no query attends to a key W or
+more tokens before it. If tokens may see their span beyond the window (`beyond_window`), the queries from index W of the
+span on attend to the whole span and to nothing before it. A third call computes these queries, and whole spans at the
+start of their sample, such as prefixes.
 
-T row tokens, T' tokens of keys, S keys of a call, R its queries.
+T row tokens, T' key tokens, S keys of a call, R queries of a call.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import torch
 from vlmpack.layout.segments import Segments, ranges
 
 Place = tuple[int, int, int, int]
-"""(start, stop) of queries, and of their keys."""
+"""(start, stop) of a span's queries in the row, then (start, stop) of its keys among all keys."""
 
 
 @final
@@ -36,12 +37,12 @@ class Spans:
     """The spans of one row."""
 
     runs: tuple[tuple[int, int], ...]
-    """(start, stop) of each: places of the row, rising, each within one segment."""
+    """(start, stop) of each span in the row, in increasing order, each within one segment."""
     beyond_window: bool = False
-    """True if a span's tokens also see those of the span that lie out of the window."""
+    """True if tokens of a span also attend to earlier tokens of the span outside the window."""
 
     def further_pairs(self, window: int | None) -> int:
-        """Query-key pairs of one layer beside those of causal attention; `window`: that of the layer."""
+        """Return the number of query-key pairs that spans add to causal attention in a layer with this window."""
         lengths = [stop - start for start, stop in self.runs]
         later = sum(n * (n - 1) // 2 for n in lengths)
         if window is None or not self.beyond_window:
@@ -50,12 +51,12 @@ class Spans:
         return later + sum(n * (n + 1) // 2 for n in beyond)
 
     def cut(self, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
-        """Lay out the calls that compute spans, each of whose results take the place of earlier ones.
+        """Return the calls that compute spans, in order; the results of a call replace earlier results.
 
         Args:
             segments: the boundaries of the queries.
-            keys: those of the keys; the last query of each segment is at the place of its last key.
-            window: tokens that a query sees, itself included; None: all before it.
+            keys: the boundaries of the keys; the last query of each segment is at the position of its last key.
+            window: number of tokens that a query attends to, itself included; None: no window.
         """
         starts = [start for start, _ in segments.spans]
         is_narrow = not self.beyond_window
@@ -86,12 +87,13 @@ class Spans:
 @final
 @dataclass(frozen=True, kw_only=True)
 class SpanCall:
-    """A call that computes spans, or the last queries of some."""
+    """A call that computes spans, or only the last queries of spans."""
 
     places: tuple[Place, ...]
-    """Of each span."""
+    """The ranges of each span."""
     window: int | None
-    """Tokens that a query sees, itself included, beside the later ones of its span; None: all before it."""
+    """Number of tokens that a query attends to, itself included and later tokens of its span not counted; None: no
+    window."""
 
     @cached_property
     def segments(self) -> Segments:
@@ -104,11 +106,11 @@ class SpanCall:
         return Segments.from_lengths([stop - start for _, _, start, stop in self.places])
 
     def query_index(self, device: torch.device) -> torch.Tensor:
-        """int64 [R]: where its queries are in the row."""
+        """int64 [R]: positions of its queries in the row."""
         return self.segments.derived("queries of spans", device, lambda: self._index(0))
 
     def key_index(self, device: torch.device) -> torch.Tensor:
-        """int64 [S]: where its keys are among all keys."""
+        """int64 [S]: positions of its keys among all keys."""
         return self.keys.derived("keys of spans", device, lambda: self._index(2))
 
     def _index(self, first: int) -> np.ndarray:

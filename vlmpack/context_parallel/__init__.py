@@ -1,4 +1,4 @@
-"""Context parallelism: one packed row over many ranks, with Ulysses or all-gather KV, and images spread over ranks."""
+"""Context parallelism: one packed row split over ranks, with Ulysses or all-gather KV, and images spread over ranks."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""Attention over the ranks that have one row: Ulysses, or all-gather KV where heads do not divide evenly by ranks.
+"""Attention over the ranks that share a row: Ulysses, or all-gather KV if ranks do not divide the number of heads.
 
-**Ulysses**: a rank gives away heads of its tokens, and gets the tokens of all ranks for some heads. Two ranks, a row of
-tokens 0 1 2 3 with heads a b:
+**Ulysses**: a rank has its own tokens with all heads, and exchanges them for all tokens with some heads. Two ranks, a
+row of tokens 0 1 2 3 with heads a b:
 
     before     rank 0   0a 0b 1a 1b        after     rank 0   0a 1a 2a 3a
                rank 1   2a 2b 3a 3b                  rank 1   0b 1b 2b 3b
 
-So whatever computes attention sees the whole row and all its boundaries, with fewer heads.
+So any attention back-end can compute the whole row with its boundaries, with fewer heads.
 
 **All-gather KV**: each rank's queries attend to the keys of all ranks. Two ranks, a row of two segments; rank 1
 computes:
 
     row          a a a a a b b b        rank 0 has a a a a, rank 1 has a b b b
     queries              a b b b        segments of 1 and 3
-    keys         a a a a a b b b        segments of 5 and 3: those of its queries, as far as its last one
+    keys         a a a a a b b b        segments of 5 and 3: its queries' segments, up to its last query
 
-R ranks, T row tokens, t = T / R tokens of a rank, N query heads, K key-value heads, H head dimension, F features.
+R ranks, T row tokens, t = T / R tokens per rank, N query heads, K key-value heads, H head dimension, F features.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments, ranges
 
 ATTENTION = "attention"
-"""The name under which the bytes of attention are counted."""
+"""Name under which the bytes of attention are counted."""
 
 Attend = Callable[..., torch.Tensor]
-"""An attention back-end: q [T, N, H], k [T, K, H], v [T, K, H], `Segments` (and `keys`) to [T, N, H]."""
+"""An attention back-end: function of q [T, N, H], k [T, K, H], v [T, K, H], `Segments` (and `keys`); returns [T, N, H].
+"""
 
 
 def to_heads(parts_tRF: Sequence[torch.Tensor], ranks: Collectives, what: str) -> list[torch.Tensor]:
-    """[t, R, F] of several tensors, what each rank is to have of the own tokens, to [T, F] of each, in one exchange."""
+    """Exchange heads for tokens in one all-to-all: [t, R, F], own tokens with a part for each rank, becomes [T, F].
+
+    All tensors are sent together.
+    """
     sizes = [part.shape[-1] for part in parts_tRF]
     sent_RtF = torch.cat(list(parts_tRF), -1).transpose(0, 1)
     got_TF = ranks.all_to_all(sent_RtF.flatten(0, 1), what)
@@ -48,7 +52,7 @@ def to_heads(parts_tRF: Sequence[torch.Tensor], ranks: Collectives, what: str) -
 
 
 def to_tokens(part_TF: torch.Tensor, ranks: Collectives, what: str) -> torch.Tensor:
-    """The inverse for one tensor: [T, F] to [t, R, F]."""
+    """Invert `to_heads` for one tensor: [T, F] becomes [t, R, F]."""
     got = ranks.all_to_all(part_TF, what)
     return got.unflatten(0, (ranks.size, -1)).transpose(0, 1)
 
@@ -61,9 +65,9 @@ def attend_by_heads(
     partition: Partition,
     ranks: Collectives,
 ) -> torch.Tensor:
-    """[t, N, H] of the own tokens. N has to be a multiple of the ranks.
+    """Compute attention of this rank's tokens with Ulysses: [t, N, H]. N must be a multiple of the number of ranks.
 
-    Key-value heads go to every rank whose query heads read them, to several where ranks outnumber them.
+    A key-value head is sent to every rank with query heads that read it: to several ranks if ranks outnumber heads.
     """
     size, heads = ranks.size, q_tNH.shape[1]
     wanted = _kv_index(partition, heads, k_tKH.shape[1], k_tKH.device)
@@ -81,16 +85,16 @@ def attend_by_heads(
 
 
 def _kv_index(partition: Partition, heads: int, kv: int, device: torch.device) -> torch.Tensor:
-    """`kv_heads` on `device`, copied there once a row and not in every layer."""
+    """`kv_heads` on `device`, copied once per row and not in every layer."""
     key = ("kv heads", heads, kv, partition.ranks)
     return partition.segments.derived(key, device, lambda: np.asarray(kv_heads(heads, kv, partition.ranks), np.int64))
 
 
 def kv_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[int]:
-    """The key-value heads that go to each rank, as many to one as to another, laid one after the other.
+    """Return the key-value heads to send to each rank, rank by rank; every rank gets the same number.
 
-    Attention shares out a rank's n query heads evenly, in order, over the key-value heads that it has. Where the heads
-    that n queries read can be laid so, each goes once; otherwise once for each of its queries.
+    Grouped-query attention spreads a rank's n query heads evenly, in order, over its key-value heads. If that matches
+    the heads that the queries read, each key-value head is sent to a rank once; otherwise once per query head.
     """
     n, group = num_heads // ranks, num_heads // num_kv_heads
     read = [[head // group for head in range(rank * n, (rank + 1) * n)] for rank in range(ranks)]
@@ -105,7 +109,7 @@ def kv_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[int]:
 
 @final
 class GatheredKV:
-    """The keys that the queries of one rank's contiguous part attend to, computed once a row."""
+    """The keys that the queries of one rank's contiguous part attend to, computed once per row."""
 
     def __init__(self, partition: Partition, ranks: Collectives) -> None:
         self._partition = partition
@@ -113,23 +117,23 @@ class GatheredKV:
 
     @cached_property
     def queries(self) -> Segments:
-        """The segments of the part that have tokens in it. They cover it."""
+        """Boundaries of the queries: the segments with tokens in this part; they cover the part."""
         return Segments.from_lengths([length for length in self._local.lengths if length])
 
     @cached_property
     def keys(self) -> Segments:
-        """Of each of these segments its tokens from its start, on any rank, to its last one in the part."""
+        """Boundaries of the keys: each of these segments from its start, on any rank, to its last token in the part."""
         starts, stops = self._spans
         return Segments.from_lengths((stops - starts).tolist())
 
     @outside_graph
     def index(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64: the place in the row of each of the keys."""
+        """int64: position in the row of each key."""
         name = ("gathered keys", self._partition.ranks, self._ranks.rank)
         return self._partition.segments.derived(name, device, self._index)
 
     def attend(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
-        """[t, N, H] of this rank's tokens, any numbers of heads."""
+        """Compute attention of this rank's tokens: [t, N, H], with any numbers of heads."""
         kv_TF = self._ranks.all_gather(torch.cat([k_tKH.flatten(1), v_tKH.flatten(1)], 1), ATTENTION)
         kv_SF = kv_TF.index_select(0, self.index(kv_TF.device))
         k_SKH, v_SKH = (
@@ -144,7 +148,7 @@ class GatheredKV:
 
     @cached_property
     def _spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """(start, stop) in the row of the keys of each segment that has tokens in the part, each int64."""
+        """int64 starts and stops in the row of the keys of each segment with tokens in the part."""
         starts, stops = np.asarray(self._partition.segments.spans, np.int64).T
         held = np.asarray(self._local.lengths) > 0
         return starts[held], np.minimum(stops[held], (self._ranks.rank + 1) * self._partition.local_total)

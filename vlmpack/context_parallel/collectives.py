@@ -1,11 +1,11 @@
-"""Collectives with their exact backward passes; every byte that ranks send each other is counted.
+"""Collectives with exact backward passes; every byte that ranks send to each other is counted.
 
-Two kinds of gathering differ in what the ranks do next, and so in what their gradients mean:
+Two kinds of all-gather differ in what the ranks do with the result, and so in their backward passes:
 
-    `all_gather`         each rank computes something else from the result: the backward pass is a reduce-scatter
-    `all_gather_equal`   all ranks compute the same from it: each keeps the gradient of its part, and nothing is sent
+    `all_gather`         each rank computes something different: the backward pass is a reduce-scatter
+    `all_gather_equal`   all ranks compute the same: each keeps the gradient of its part, and nothing is sent
 
-R ranks, n entries of a rank along the first dimension.
+R ranks, n entries per rank along the first dimension.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from torch.autograd.function import once_differentiable
 from vlmpack.layout.device import to_device
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
-"""This rank's tensor to what it has after all ranks exchanged theirs."""
+"""Function of this rank's tensor; returns this rank's result of an exchange between all ranks."""
 
 
 @final
 class Collectives:
-    """The ranks of one process group, as one of them sees them."""
+    """The collectives of one process group, as called by one of its ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: the ranks; None: this process alone, to which everything is a copy and nothing is sent."""
+        """`group`: the ranks; None: this process alone, so that nothing is sent."""
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         """Number of ranks."""
         self.rank = 0 if group is None else dist.get_rank(group)
-        """The number of this rank among them."""
+        """Index of this rank in the group."""
         self.sent: Counter[str] = Counter()
-        """Bytes sent to other ranks since this was made or cleared, by what they were for. A gathering counts what
-        each rank hands on in a ring, (R - 1) parts; a sum what is handed on in a ring twice, 2 (R - 1) / R."""
+        """Bytes that this rank sent to others since the counter was created or cleared, by purpose. Ring algorithms are
+        assumed: an all-gather sends (R - 1) parts, an all-reduce 2 (R - 1) / R times the tensor."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Collectives:
-        """Processes cannot be copied: the copy of a model talks to the same ones."""
+        """Return `self`: process groups cannot be copied, so the copy of a model uses the same ones."""
         return self
 
     # ------------------------------------------------------------------ differentiable
@@ -52,13 +52,13 @@ class Collectives:
     def all_to_all(
         self, x: torch.Tensor, what: str, send: Sequence[int] | None = None, receive: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """All-to-all: the parts of x along its first dimension go to one rank each, in order.
+        """Send one part of `x` along its first dimension to each rank, in the order of ranks.
 
         Args:
             x: [n, ...].
-            what: under which name bytes are counted.
-            send: entries for each rank; None: n / R each.
-            receive: entries from each rank; None: n / R each.
+            what: name under which bytes are counted.
+            send: number of entries for each rank; None: n / R each.
+            receive: number of entries from each rank; None: n / R each.
         """
         sizes = list(send or self._even(x)), list(receive or self._even(x))
         return self._apply(
@@ -66,13 +66,13 @@ class Collectives:
         )
 
     def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Exchange along a route: this rank's [n, ...] to [m, ...], m the sum of `route.receive_counts`."""
+        """Exchange entries along a route: [n, ...] becomes [m, ...], where m is the sum of `route.receive_counts`."""
         return self.all_to_all(
             x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts
         )
 
     def all_gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """[n, ...] of each rank to [R n, ...] on all of them, which continue differently."""
+        """Gather [n, ...] of each rank into [R n, ...] on all ranks, which then compute different things."""
 
         def scatter(grad: torch.Tensor) -> torch.Tensor:
             parts = self._send_parts(grad, what, self._even(grad), self._even(grad))
@@ -81,11 +81,11 @@ class Collectives:
         return self._apply(x, lambda x: self._gather(x, what), scatter)
 
     def all_gather_equal(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """[n, ...] of each rank to [R n, ...] on all of them, which continue with the identical value."""
+        """Gather [n, ...] of each rank into [R n, ...] on all ranks, which then compute the same."""
         return self._apply(x, lambda x: self._gather(x, what), lambda grad: grad.chunk(self.size)[self.rank])
 
     def all_reduce(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """The sum over the ranks, on all of them, which continue with the identical value."""
+        """Sum over all ranks, which then compute the same."""
 
         def total(x: torch.Tensor) -> torch.Tensor:
             out = x.clone()
@@ -100,7 +100,7 @@ class Collectives:
     # ------------------------------------------------------------------ plain
 
     def all_reduce_(self, x: torch.Tensor, what: str) -> None:
-        """The sum over the ranks, in place. No gradient."""
+        """Sum over all ranks in place. No gradient."""
         if self.size > 1:
             self.sent[what] += 2 * (self.size - 1) * _bytes(x) // self.size
             dist.all_reduce(x, group=self._group)
@@ -126,7 +126,7 @@ def _bytes(x: torch.Tensor) -> int:
 
 
 class _Collective(Function):
-    """A collective, and the one that its gradients go through."""
+    """A collective, and the collective of its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Exchange, back: Exchange):
@@ -145,14 +145,14 @@ class Route:
     """One rank's side of an exchange: `all_to_all_single(got, own[send], receive_counts, send_counts)`."""
 
     send: torch.Tensor
-    """int64, on the host: places among the rank's own, in the order in which they are sent: rank after rank."""
+    """int64, on the host: indices of the rank's own entries, in the order in which they are sent, rank by rank."""
     send_counts: tuple[int, ...]
-    """Entries for each rank."""
+    """Number of entries for each rank."""
     receive_counts: tuple[int, ...]
-    """Entries from each rank."""
+    """Number of entries from each rank."""
 
     def sent_from(self, device: torch.device) -> torch.Tensor:
-        """`send` on `device`, copied there once, without a host–device sync."""
+        """Return `send` on `device`, copied once, without a host–device sync."""
         if device not in self._on_device:
             self._on_device[device] = to_device(self.send.numpy(), device)
         return self._on_device[device]
@@ -165,24 +165,24 @@ class Route:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Transfers:
-    """All that goes from any rank to any, N things."""
+    """All N entries that ranks send to each other in one exchange."""
 
     source: np.ndarray
-    """int64 [N]: the rank that has each."""
+    """int64 [N]: the rank that has each entry."""
     local: np.ndarray
-    """int64 [N]: where that rank has it."""
+    """int64 [N]: its index on that rank."""
     target: np.ndarray
     """int64 [N]: the rank that needs it."""
     ranks: int
     """Number of ranks."""
 
     def arriving(self, rank: int) -> np.ndarray:
-        """int64: which of the N come to `rank`, in the order in which they come."""
+        """Return the indices of the entries that `rank` receives, in the order of arrival: int64."""
         arriving = np.flatnonzero(self.target == rank)
         return arriving[np.argsort(self.source[arriving], kind="stable")]
 
     def route(self, rank: int) -> Route:
-        """The side of `rank`."""
+        """Return the route of `rank`."""
         leaving = np.flatnonzero(self.source == rank)
         leaving = leaving[np.argsort(self.target[leaving], kind="stable")]
         return Route(

@@ -1,4 +1,4 @@
-"""The context group of ranks that have one row together, and sums over ranks for a training loop without Trainer."""
+"""The group of ranks that share a row, and sums over ranks for a training loop without Trainer."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from vlmpack.layout.segments import SlotRule
 
 @final
 class Parallel:
-    """The process groups of packed rows; handed to `enable_packing`.
+    """The ranks that share a packed row; pass it to `enable_packing`.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "context"))
         enable_packing(model, parallel=Parallel(mesh))
 
-    The ranks of one context group are given the same row, and each computes its stretch of it. With or without a
-    context dimension, all ranks of the job call the same modules as often as each other, whatever is in their rows:
-    a rank without an image puts a blank one through the vision tower and reads nothing of it.
+    All ranks of a context group get the same row, and each computes its part. With or without a context dimension, all
+    ranks of the job call the same modules equally often, whatever their rows contain: a rank without an image runs a
+    blank one through the vision tower and ignores the result.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None, *, context: str = "context") -> None:
         """Read the mesh.
 
         Args:
-            mesh: a mesh with a dimension of that name, whose ranks share a row; None: each rank has rows of its own.
-            context: the name.
+            mesh: a mesh with a dimension `context`, whose ranks share a row; None: each rank has its own rows.
+            context: name of that dimension.
 
         Raises:
-            ConfigError: the mesh has no such dimension.
+            ConfigError: the mesh has no dimension of that name.
         """
         self.collectives = Collectives(None if mesh is None else _group(mesh, context))
         """The ranks that share a row."""
@@ -48,20 +48,20 @@ class Parallel:
 
     @property
     def ranks(self) -> int:
-        """Return the number of context parallel ranks."""
+        """Return the number of context-parallel ranks."""
         return self.collectives.size
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes that this rank sent to the others of its context group, by what they were for."""
+        """Bytes that this rank sent to the others of its context group, by purpose."""
         return dict(self.collectives.sent)
 
     def slots(self, rule: SlotRule) -> SlotRule:
-        """`rule` for rows that can be cut into as many parts of one size as there are ranks."""
+        """Return `rule` with a row width that can be split into equal parts, one for each rank."""
         return replace(rule, row_multiple=lcm(rule.row_multiple, self.ranks))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
-        """Processes cannot be copied: the copy of a model talks to the same ones."""
+        """Return `self`: process groups cannot be copied, so the copy of a model uses the same ones."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -82,19 +82,18 @@ def _group(mesh: DeviceMesh, context: str) -> Any:
 
 
 _BUCKET = 1 << 25
-"""Numbers that are sent together."""
+"""Number of gradient elements to send together."""
 
 
 def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Add up every gradient over all ranks of the mesh, in place: whole parameters, or each rank's part of them.
+    """Sum all gradients over all ranks of the mesh, in place; for sharded parameters, each rank's shard.
 
-    What a rank has after its backward pass is the part of a gradient that comes from its tokens. Every rank of the mesh
-    has to call this with gradients for the same parameters, as ranks of a `Parallel` have.
+    After its backward pass, a rank has the gradients from its own tokens. Every rank of the mesh must call this
+    function with gradients for the same parameters, which the ranks of a `Parallel` always have.
 
     Args:
-        model: whose gradients.
-        mesh: the ranks: the context dimension of a mesh, or all dimensions over which nothing else (DDP, FSDP2) adds
-            up.
+        model: the model whose gradients are summed.
+        mesh: the context dimension of a mesh, or all dimensions over which nothing else (DDP, FSDP2) sums gradients.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     for bucket in _buckets(grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads):
@@ -105,7 +104,7 @@ def sum_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def sum_counts(count: int | torch.Tensor, mesh: DeviceMesh) -> int:
-    """The sum over all ranks of the mesh of a number that each has: its row's targets. Blocks."""
+    """Sum a number over all ranks of the mesh, such as the number of targets of each rank's row. Blocks."""
     total = torch.as_tensor(count, dtype=torch.int64).reshape(1).to(mesh.device_type)
     _all_reduce(total, mesh)
     return int(total)
@@ -117,7 +116,7 @@ def _all_reduce(x: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Runs of gradients of one type and device, in order."""
+    """Group consecutive gradients of the same dtype and device."""
     bucket: list[torch.Tensor] = []
     numbers = 0
     for grad in grads:

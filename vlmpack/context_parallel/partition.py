@@ -1,12 +1,12 @@
-"""The tokens of a row that each rank holds.
+"""Which tokens of a row each rank holds.
 
-Slots of 8 and 4 tokens on 2 ranks, each slot in 2 * ranks chunks:
+Padded lengths 8 and 4 on 2 ranks; mirrored, each slot is split into 2 * ranks chunks:
 
     row          0 1 2 3 4 5 6 7   8 9 10 11
-    mirrored     0 0 1 1 1 1 0 0   0 1 1  0      rank r holds the chunks r and 2 * ranks - 1 - r of every slot
-    contiguous   0 0 0 0 0 0 1 1   1 1 1  1      rank r holds the r-th stretch of the row, wherever segments end
+    mirrored     0 0 1 1 1 1 0 0   0 1 1  0      rank r holds chunks r and 2 * ranks - 1 - r of every slot
+    contiguous   0 0 0 0 0 0 1 1   1 1 1  1      rank r holds the r-th part of the row, wherever segments end
 
-T row tokens, t = T / ranks tokens of a rank.
+T row tokens, t = T / ranks tokens per rank.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from vlmpack.layout.segments import Layout, Segments, ranges
 @final
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """One row cut over ranks; every rank holds as many tokens as any other, in the order of the row.
+    """A row split over ranks; every rank holds the same number of tokens, in the order of the row.
 
     Raises:
-        LayoutError: the row cannot be cut so; names the segment, what was seen and what to set.
+        LayoutError: the row cannot be split this way. Names the segment, what was seen and what to set.
     """
 
     segments: Segments
     """The whole row's boundaries."""
     ranks: int
-    """Number of ranks that hold it."""
+    """Number of ranks that share the row."""
     layout: Layout
-    """`mirrored`: every rank attends to as many causal pairs as any other. `contiguous`: any boundaries."""
+    """`mirrored` gives every rank the same number of causal query-key pairs; `contiguous` works with any boundaries."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.layout not in get_args(Layout):
@@ -54,11 +54,11 @@ class Partition:
                 f"with SlotRule(row_multiple={self.ranks})"
             )
 
-    # ------------------------------------------------------------------ where tokens live
+    # ------------------------------------------------------------------ index maps
 
     @property
     def local_total(self) -> int:
-        """Tokens of a rank, t."""
+        """Number t of tokens per rank."""
         return self.segments.total // self.ranks
 
     def check_rank(self, rank: int) -> None:
@@ -67,36 +67,36 @@ class Partition:
             raise LayoutError(f"rank {rank} is not one of the {self.ranks} ranks 0 to {self.ranks - 1}")
 
     def index(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [t]: the place in the row of each token of `rank`, rising."""
+        """int64 [t]: positions in the row of the tokens of `rank`, in increasing order."""
         self.check_rank(rank)
         return self._derived(("index", rank), device, partial(self._index, rank))
 
     def order(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [T]: the place in the row of each token of all ranks' parts laid one after the other."""
+        """int64 [T]: position in the row of each token in the concatenated parts of all ranks."""
         return self._derived("order", device, self._order)
 
     def place(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [T]: where each token of the row is in all ranks' parts laid one after the other.
+        """int64 [T]: position of each row token in the concatenated parts of all ranks.
 
-        `place // t` is the rank that holds it, `place % t` where it is in that rank's part.
+        `place // t` is the rank that holds the token, `place % t` its position in that rank's part.
         """
         return self._derived("place", device, self._place)
 
     def local_segments(self, rank: int) -> Segments:
-        """The boundaries of a rank's part: each segment by its own number, with the tokens of it that are here.
+        """Return the boundaries of a rank's part: all G segments, each with the number of its tokens on this rank.
 
-        A segment without a token here has length 0. Its `position_in_segment` counts tokens of the part, not of the
-        sample: positions of tokens are those of the row, cut.
+        A segment without tokens on this rank has length 0. `position_in_segment` counts tokens of the part, not of the
+        sample; for token positions, split the row's own.
         """
         self.check_rank(rank)
         if rank not in self._local_segments:
             self._local_segments[rank] = self._make_local_segments(rank)
         return self._local_segments[rank]
 
-    # ------------------------------------------------------------------ cutting, and back
+    # ------------------------------------------------------------------ split and join
 
     def cut(self, tensor: torch.Tensor, rank: int, *, token_dim: int = -1) -> torch.Tensor:
-        """The part of `rank`: T tokens along `token_dim` become t. Differentiable; a view of a contiguous part.
+        """Return the part of `rank`: T tokens along `token_dim` become t. Differentiable; contiguous parts are views.
 
         Raises:
             LayoutError: the tensor is not a row of these segments, or there is no such rank.
@@ -105,14 +105,14 @@ class Partition:
         self._check_width(tensor, token_dim, self.segments.total, "the row")
         if self._in_order:
             return tensor.narrow(token_dim, rank * self.local_total, self.local_total)
-        index = self.index(rank, tensor.device)  # by itself: a compiled graph breaks there
+        index = self.index(rank, tensor.device)  # separate statement: a compiled graph breaks here
         return _select(tensor, index, token_dim)
 
     def join(self, parts: Sequence[torch.Tensor], *, token_dim: int = -1) -> torch.Tensor:
-        """The inverse of `cut`: the parts of all ranks, in the order of ranks, become the row. Differentiable.
+        """Join the parts of all ranks, in the order of ranks, into the row: the inverse of `cut`. Differentiable.
 
         Raises:
-            LayoutError: another number of parts than ranks, or parts of another width.
+            LayoutError: the number of parts is not the number of ranks, or a part has another width.
         """
         if len(parts) != self.ranks:
             raise LayoutError(f"a row on {self.ranks} ranks is joined from {self.ranks} parts, got {len(parts)}")
@@ -131,7 +131,7 @@ class Partition:
                 f"{tensor.shape[token_dim]} at dimension {token_dim}"
             )
 
-    # ------------------------------------------------------------------ made once for a row
+    # ------------------------------------------------------------------ computed once per row
 
     @property
     def _in_order(self) -> bool:
@@ -174,7 +174,7 @@ class Partition:
 
 
 def _select(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.Tensor:
-    """`index_select`; on a host `gather` takes several lines of single numbers 15 times as fast."""
+    """Index select; along the last dimension, `gather` is 15 times as fast on the host for several rows of numbers."""
     if token_dim in (-1, tensor.ndim - 1):
         return tensor.gather(-1, index.expand(*tensor.shape[:-1], -1))
     return tensor.index_select(token_dim, index)

@@ -1,4 +1,4 @@
-"""Spread the images of a row over ranks, and route their features to their tokens.
+"""Spread the images of a row over ranks, and send their features to the ranks that hold their tokens.
 
 Images of 16, 64, 16 and 32 patches on 2 ranks, 4 patches to a token:
 
@@ -6,7 +6,7 @@ Images of 16, 64, 16 and 32 patches on 2 ranks, 4 patches to a token:
     rank            1           0                                    1           1
     features        0 1 2 3     4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19     ...
 
-An image's features are computed by one rank and put on the tokens of any. P patches, F features of all images.
+One rank computes an image's features; any ranks may hold its tokens. P patches, F features of all images.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ from vlmpack.layout.media import Grid, Medium, placeholders
 @final
 @dataclass(frozen=True, kw_only=True)
 class MediaShare:
-    """The images (or the videos) of one row, each computed by one rank."""
+    """The images and videos of one row, each computed by one rank; "image" below means either."""
 
     media: tuple[Medium, ...]
-    """Each, with its grid, in row order."""
+    """The images, with their grids, in row order."""
     rank_of: tuple[int, ...]
-    """The rank that computes each."""
+    """The rank that computes each image."""
     ranks: int
     """Number of ranks."""
 
     @classmethod
     def spread(cls, media: Sequence[Medium], *, ranks: int) -> MediaShare:
-        """Most patches first, each to the rank that has fewest so far: at most 4/3 of the best that can be done.
+        """Assign images to ranks, largest first, each to the rank with the fewest patches so far.
+
+        The largest load is at most 4/3 of the optimum.
 
         Args:
             media: images or videos with grids, in row order.
-            ranks: how many ranks there are.
+            ranks: number of ranks.
         """
         load = [(0, rank) for rank in range(ranks)]
         rank_of = [0] * len(media)
@@ -56,40 +58,40 @@ class MediaShare:
         return cls(media=tuple(media), rank_of=tuple(rank_of), ranks=ranks)
 
     def of_kind(self, kind: int) -> MediaShare:
-        """The share of the images, or of the videos, among these media."""
+        """Return the assignment of one kind of media, IMAGE or VIDEO."""
         pairs = [(medium, rank) for medium, rank in zip(self.media, self.rank_of, strict=True) if medium.kind == kind]
         return replace(self, media=tuple(medium for medium, _ in pairs), rank_of=tuple(rank for _, rank in pairs))
 
-    # ------------------------------------------------------------------ what is whose
+    # ------------------------------------------------------------------ the images of each rank
 
     @property
     def patches(self) -> tuple[int, ...]:
-        """Patches of each image."""
+        """Number of patches of each image."""
         return tuple(medium.patches for medium in self.media)
 
     def num_features(self, rank: int) -> int:
-        """Features that `rank` computes, one for each placeholder."""
+        """Return the number of features that `rank` computes, one for each placeholder."""
         return sum(self.media[item].tokens for item in self.items(rank))
 
     def grids(self, rank: int) -> list[Grid]:
-        """The grids of the images that `rank` computes."""
+        """Return the grids of the images that `rank` computes."""
         return [grid for item in self.items(rank) if (grid := self.media[item].grid) is not None]
 
     @property
     def load(self) -> tuple[int, ...]:
-        """Patches that each rank computes."""
+        """Number of patches that each rank computes."""
         patches = self.patches
         return tuple(sum(patches[item] for item in self.items(rank)) for rank in range(self.ranks))
 
     def items(self, rank: int) -> tuple[int, ...]:
-        """The images that `rank` computes, rising."""
+        """Return the indices of the images that `rank` computes, in increasing order."""
         return tuple(item for item, owner in enumerate(self.rank_of) if owner == rank)
 
     def take(self, pixels_PC: torch.Tensor, rank: int) -> torch.Tensor:
-        """[P, C] patches of all images to those that `rank` computes.
+        """Select the patches that `rank` computes from the patches of all images, [P, C].
 
         Raises:
-            LayoutError: another number of patches than the grids describe.
+            LayoutError: the number of patches does not match the grids.
         """
         if pixels_PC.shape[0] != sum(self.patches):
             raise LayoutError(
@@ -101,16 +103,16 @@ class MediaShare:
         return torch.cat(of_rank) if of_rank else pixels_PC[:0]
 
     def pick(self, of_each: torch.Tensor, rank: int) -> torch.Tensor:
-        """One entry for each image along the first dimension (its grid) to those of the images of `rank`."""
+        """Select the entries of the images of `rank` from a tensor with one entry per image, such as grids."""
         return of_each.index_select(0, to_device(np.asarray(self.items(rank), np.int64), of_each.device))
 
-    # ------------------------------------------------------------------ where features go
+    # ------------------------------------------------------------------ routes of features
 
     def route(self, partition: Partition, rank: int) -> MediaRoute:
-        """Return the routes of `rank`: what it sends to each rank, and where received features belong.
+        """Return what `rank` sends to each rank, and where the features that it receives belong.
 
         Args:
-            partition: who holds which token.
+            partition: the tokens that each rank holds.
             rank: the rank.
         """
         tokens_F = placeholders(self.media, partition.segments)
@@ -123,11 +125,11 @@ class MediaShare:
             items=tuple(np.unique(self._item[arriving]).tolist()),
         )
 
-    # ------------------------------------------------------------------ of each of F features, int64, made once
+    # ------------------------------------------------------------------ int64 [F], one value per feature
 
     @cached_property
     def _item(self) -> np.ndarray:
-        """The image it belongs to."""
+        """Index of its image."""
         return np.repeat(np.arange(len(self.media)), [medium.tokens for medium in self.media])
 
     @cached_property
@@ -137,14 +139,14 @@ class MediaShare:
 
     @cached_property
     def _place(self) -> np.ndarray:
-        """Its place among the features that all ranks compute, one rank after the other."""
+        """Its position in the concatenated features of all ranks."""
         place = np.empty(len(self._owner), np.int64)
         place[np.argsort(self._owner, kind="stable")] = np.arange(len(place))
         return place
 
     @property
     def _local(self) -> np.ndarray:
-        """Its place among the features of the rank that computes it."""
+        """Its position in the features of the rank that computes it."""
         firsts = np.searchsorted(np.sort(self._owner), np.arange(self.ranks))
         return self._place - firsts[self._owner]
 
@@ -152,11 +154,11 @@ class MediaShare:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MediaRoute:
-    """The features that one rank sends and gets in one exchange of all ranks."""
+    """The features that one rank sends and receives in one exchange of all ranks."""
 
     route: Route
-    """The receiver of each feature that this rank computes, and how many come from each rank."""
+    """The receiver of each feature that this rank computes, and the number of features from each rank."""
     tokens: torch.Tensor
-    """int64: the place in the rank's part of the row of each feature that it gets, in the order in which they come."""
+    """int64: position in the rank's part of the row of each feature that it receives, in the order of arrival."""
     items: tuple[int, ...]
-    """The images whose tokens this rank holds, all of them or some."""
+    """Indices of the images with at least one token on this rank."""
