@@ -1,4 +1,4 @@
-"""Model families as data: multimodal rotary positions, tokens per image, where a model's parts are."""
+"""Model families as data: rotary positions, tokens per image, and the submodules of each model."""
 
 from __future__ import annotations
 

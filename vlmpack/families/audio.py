@@ -1,15 +1,15 @@
-"""Audio of a family: tokens and boundaries of audio features, and samples whose positions the model itself computes.
+"""Audio of a family: tokens and boundaries of audio features, and positions that the model's own code computes.
 
-    frames    log-mel frames [N, mel, F], padded to a common number, with a mask of those that each audio has
-    chunks    the frames of an audio, cut; convolutions run over each, padded to the longest chunk of the call
-    windows   what the blocks of the tower attend within: one chunk, or several
+    frames    log-mel frames [N, mel, F], padded to a common number, with a mask of each audio's own frames
+    chunks    pieces of an audio's frames; convolutions run over each one, padded to the longest chunk of the call
+    windows   the boundaries that blocks of the tower attend within: one chunk, or several
     tokens    one placeholder for each feature, in one run
 
 Audio tokens count as text in rotary positions.
 
-A tower that reads the padding of its chunks (Qwen3-Omni) makes other features of a short audio beside a longer one, in
-transformers' padded batches too. Its audios go through it in groups, so that the longest chunk of a call is that of
-every sample in it.
+If a tower reads the padding of its chunks (Qwen3-Omni), the features of a short audio depend on longer audios in the
+same call, in transformers' padded batches too. Such a tower computes audios in groups, so that the longest chunk of a
+call is also the longest chunk of every sample in it.
 
 N audios, F frames.
 """
@@ -30,10 +30,11 @@ from vlmpack.layout.media import AUDIO, VIDEO, MediaTable, Medium
 from vlmpack.layout.segments import Segments
 
 AudioTokens = Callable[[int, Any], int]
-"""Frames of an audio, and the configuration of the audio part, to its tokens."""
+"""Function of the frames of an audio and the audio part's configuration; returns the number of tokens."""
 
 AudioWindows = Callable[[Sequence[int], Any], Segments]
-"""Frames of the audios of one call of the tower, and its configuration, to what its blocks attend within."""
+"""Function of the frames of each audio in a call of the tower and its configuration; returns the boundaries that its
+blocks attend within."""
 
 
 @final
@@ -42,21 +43,21 @@ class AudioPart:
     """The audio part of a family's models: log-mel frames in, features of audio tokens out."""
 
     tokens: AudioTokens
-    """Its tokens of an audio."""
+    """Number of tokens of an audio."""
     windows: AudioWindows
     """The boundaries that its blocks attend within."""
     path: str = "model.audio_tower"
-    """Where it is."""
+    """Its path in the model."""
     reads_padding: bool = False
     """True if its features depend on the longest chunk of a call."""
     passes_row: bool = True
-    """True if the tower passes keywords of a row on to its layers."""
+    """True if the tower passes keyword arguments of a row on to its layers."""
 
     def check_features(self, media: Media, config: Any) -> None:
         """Compare the shape of `input_features` with the mask and the model.
 
         Raises:
-            LayoutError: other shapes than the processor makes, or features without their mask.
+            LayoutError: the shapes differ, or only one of features and mask is given.
         """
         features, mask = media.tensors.get("input_features"), media.audio_mask
         if features is None and mask is None:
@@ -73,7 +74,7 @@ class AudioPart:
         """Return the indices into `audios` for each call of the tower.
 
         Args:
-            audios: the ones that are computed, in that order.
+            audios: the audios to compute, in order.
             table: the media of all samples.
             config: the model's configuration.
         """
@@ -87,7 +88,7 @@ class AudioPart:
 
 
 def longest_of_samples(table: MediaTable) -> dict[int, int]:
-    """Frames of the longest audio of each sample that has one."""
+    """Return the number of frames of the longest audio, for each sample with audio."""
     longest: dict[int, int] = {}
     for audio in table.audios:
         longest[audio.sample] = max(longest.get(audio.sample, 0), audio.frames)
@@ -98,23 +99,23 @@ def longest_of_samples(table: MediaTable) -> dict[int, int]:
 
 
 PositionsOfSample = Callable[[np.ndarray, MediaTable, Any], torch.Tensor]
-"""The kinds of a sample's tokens, int64 [L], its media, and the model's configuration, to its positions [3, L], int64
-or float32."""
+"""Function of the kinds of a sample's tokens, int64 [L], its media, and the model's configuration; returns positions
+[3, L], int64 or float32."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class AskModel:
-    """Multimodal rotary positions, of which those of a sample with videos are the installed `get_rope_index`'s.
+    """Multimodal rotary positions; for samples with videos, the installed transformers' `get_rope_index` computes them.
 
-    A video, or an image of several frames, moves what follows by its length in time there, in float32 where the model
-    has fractions of positions. All other samples follow from grids, as of `Rotary`.
+    There, a video (or an image of several frames) moves later tokens by its duration, in float32 if the model has
+    fractional positions. For all other samples, positions follow from grids as with `Rotary`.
     """
 
     of_sample: PositionsOfSample
-    """Calls it."""
+    """Function that calls `get_rope_index`."""
     axes: int = 3
-    """Rotary positions of a token."""
+    """Number of rotary positions per token."""
     start: int = 0
     """Position of the first token."""
 
@@ -124,17 +125,17 @@ class AskModel:
         """Replace the positions of samples with videos, or with images of several frames.
 
         Args:
-            positions_4T: right for all others.
+            positions_4T: positions that are already correct for all other samples.
             table: the media of the row.
-            segments: its samples.
-            restarts: where positions restart; none of these boundaries is inside a medium.
+            segments: the boundaries of its samples.
+            restarts: the boundaries where positions restart; none of them is inside a medium.
             config: the model's configuration.
 
         Returns:
-            [4, T]; float32 where the model's own are.
+            [4, T]; float32 if the model's own positions are.
 
         Raises:
-            LayoutError: a video without seconds, or positions restart right before a medium.
+            LayoutError: a video has no seconds, or positions restart right before a medium.
         """
         seconds = [video.seconds for video in table.videos if video.seconds is not None]
         if len(seconds) != len(table.videos):
@@ -161,16 +162,16 @@ class AskModel:
 
 
 def check_markers(input_ids: torch.Tensor, table: MediaTable, segments: Segments, config: Any) -> None:
-    """Insist that the token which marks its start is before each image and each video: positions count these tokens.
+    """Check that the start token comes right before each image and video: the model's positions count these tokens.
 
     Args:
         input_ids: [1, T].
-        table: the row's media.
-        segments: its samples.
+        table: the media of the row.
+        segments: the boundaries of its samples.
         config: the model's configuration.
 
     Raises:
-        LayoutError: it is not; on the host it names the sample.
+        LayoutError: a start token is missing. On the host, the message names the sample.
     """
     runs = [(medium.sample, start) for medium in table.media if medium.kind != AUDIO for start, _ in medium.runs]
     if not runs:

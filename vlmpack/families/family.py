@@ -1,4 +1,4 @@
-"""Describe a model family: where its parts are, its positions and media, the mechanisms of its layers."""
+"""The description of a model family: its submodules, positions, media, and the mechanisms of its layers."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ from vlmpack.layout.segments import Segments
 from vlmpack.layout.sharing import ReadMedia
 
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
-"""The output of the head, and the text part's configuration, to logits."""
+"""Function of the head's output and the text part's configuration; returns logits."""
 
 
 def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Take the head's output as logits."""
+    """Return the head's output as logits."""
     return output
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """Rotary positions: time, height and width by the grids of images and videos, or the place in the sample alone."""
+    """Rotary positions: time, height and width from the grids of images and videos, or the position in the sample."""
 
     axes: int = 3
-    """Rotary positions of a token, 3 or 1."""
+    """Number of rotary positions per token: 3 (time, height, width) or 1 (position in the sample)."""
     start: int = 0
     """Position of the first token."""
 
@@ -68,83 +68,82 @@ class Rotary:
 class Family:
     """One model family, as data.
 
-    `config` is always the whole model's configuration, the one with a text and a vision part if it has vision.
+    `config` is always the configuration of the whole model; with vision, it contains a text and a vision configuration.
     """
 
     model_type: str
     """`config.model_type` of the family."""
     model_class: str
-    """Name of the transformers class that is trained."""
+    """Name of the transformers class to train."""
     oldest_transformers: tuple[int, int] = (5, 17)
-    """Oldest version of transformers whose code of the family it was tested with."""
+    """Oldest (major, minor) version of transformers that this descriptor was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
-    """The mechanisms of its decoder layers beside plain attention: of each of `vlmpack.model`, by its name, the names
-    of its parts."""
+    """Mechanisms of its decoder layers beside plain attention (`vlmpack.model.mechanisms`): the name of each mechanism,
+    and the names of its submodules."""
     positions_rule: Rotary | AskModel = field(default_factory=Rotary)
-    """The rotary positions of its text part."""
+    """Rule for the rotary positions of its text part."""
     videos: VideoPlacement = single_run
-    """The way in which its processor writes videos as tokens."""
+    """How its processor writes videos as tokens."""
     videos_as_images: bool = False
-    """True if its videos are written with the placeholder of images: rows hand their frames on as images."""
+    """True if its videos have the placeholder of images: a row then passes their frames to the model as images."""
     tile_tokens: TileTokens | None = None
-    """Of a family whose images are rows of a batch, or tiles: the placeholder tokens of each; None: images are patches
-    with a grid each."""
+    """Number of placeholder tokens of each tile or image, for a tiled family (its images are rows of a batch, or
+    tiles); None: images are patches with grids."""
     tile_entries: TileEntries | None = None
-    """Of such a family: the number of entries of each tile or image in tensors that have not one each; None: all
-    have."""
+    """For a tiled family: number of entries of each tile or image in tensors where it is not 1; None: it always is."""
     without_padding: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None
-    """Of such a family whose tensors may hold tiles that are padding: the same tensors without these; None: they hold
-    none."""
+    """For a tiled family: function that removes padding tiles from the tensors; None: they have none."""
     video_tokens: TileTokens | None = None
-    """Of such a family that takes videos: the placeholder tokens of each; None: it takes none."""
+    """For a tiled family: number of placeholder tokens of each video; None: it takes no videos."""
     tile_boundaries: TileBoundaries | None = None
-    """Of such a family whose tower attends within boundaries: those of each of its blocks; None: it has none."""
+    """For a tiled family: the boundaries that blocks of its tower attend within; None: its tower needs none."""
     token_types: str | None = "mm_token_type_ids"
-    """Keyword by which the backbone takes the kind of each token; None: it takes none."""
+    """Keyword of the backbone for the kind of each token; None: it has none."""
     expert_types: str | None = None
-    """Keyword by which the backbone takes the kinds of tokens by which experts are chosen, those that start and end an
-    image among its own; None: it takes none."""
+    """Keyword of the backbone for the token kinds that select experts, in which tokens that start or end an image or
+    video count as its own; None: it has none."""
     processor: str | None = "Qwen3VLProcessor"
-    """Name of the transformers class of its processors; None: a text model, which has a tokenizer."""
+    """Name of the transformers class of its processor; None: a text model with a tokenizer."""
     patch_size: int = 16
-    """Pixels along the side of a patch."""
+    """Side of a patch in pixels."""
     flat_patches: bool = True
-    """True if the values of a patch are one axis of `pixel_values`; False: channels, rows and columns are three."""
+    """True if `pixel_values` is [P, C]; False: [P, channels, rows, columns]."""
     patches_of_frames: bool = True
-    """True if a patch holds several frames (`temporal_patch_size`), an image twice; False: one."""
+    """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     media_over_ranks: bool = True
-    """True if ranks can compute its images together (`Parallel`), which takes grids."""
+    """True if context-parallel ranks can share the images of a row (`Parallel`); this also requires grids."""
     audio: AudioPart | None = None
     """Its audio part; None: it takes no audio."""
     text_type: str | None = None
-    """`model_type` whose code has its decoder layers; None: its own."""
+    """`model_type` of the transformers module with its decoder layers; None: its own."""
     backbone_path: str = "model"
-    """The model without its head; "": no part is that, since the head is inside the text part."""
+    """The model without its head; "": there is no such submodule, because the head is inside the text part."""
     text_path: str = "model.language_model"
     """The text part: embeddings and positions in, hidden states out."""
     vision_path: str | None = "model.visual"
     """The vision part: patches in, image features out; None: text only."""
     blocks_path: str = "blocks"
-    """The blocks of a tower that attends within boundaries, inside the vision part."""
+    """The blocks inside the vision part, for a tower that attends within boundaries."""
     keeps_row: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Modules inside the vision part that are given a row, and do not pass it on to a part of theirs, or a list of
-    parts, that attends within boundaries: that part of each, by path. ``""`` is the vision part itself."""
+    """Modules of the vision part that do not pass keyword arguments of a row on to a submodule (or a list of
+    submodules) that attends within boundaries: the path of each module, and the path of that submodule inside it.
+    ``""`` is the vision part itself."""
     head_path: str = "lm_head"
-    """The linear layer from hidden states to logits, or to what `logits` makes them of."""
+    """The linear layer from hidden states to logits, or to the input of `logits`."""
     returns_router_logits: bool = True
-    """False if the model without its head has experts, and does not return what their routers gave in its text part."""
+    """False if the backbone has experts but does not return their router logits."""
     logits: LogitsRule = plain_logits
-    """The model's function of the output of the head."""
+    """Function that the model applies to the head's output."""
     sees: Sees | None = None
-    """The tokens that see later ones of their sample; None: none do, attention is causal."""
+    """The tokens that attend to later tokens of their sample; None: attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
-    """Tensors by which the backbone takes images and videos, and how those of samples are joined."""
+    """The backbone's media tensors by name, and how the tensors of several samples are joined."""
 
     @property
     def modelling(self) -> str:
-        """Module of transformers that holds its layers and the functions that they call."""
+        """Name of the transformers module that defines its layers and the functions that they call."""
         name = self.text_type or self.model_type
         return f"transformers.models.{name}.modeling_{name}"
 
@@ -155,12 +154,12 @@ class Family:
 
     @property
     def has_grids(self) -> bool:
-        """Return whether its images are patches with a grid each."""
+        """Return whether its images are patches with grids."""
         return self.has_vision and self.tile_tokens is None
 
     @property
     def has_videos(self) -> bool:
-        """Return whether it takes videos apart from images."""
+        """Return whether it takes videos, in tensors of their own."""
         return "pixel_values_videos" in self.media
 
     @property
@@ -179,12 +178,12 @@ class Family:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """Names of the columns of a batch that packed rows need beside ids: that of the prefix."""
+        """Names of the batch columns that packed rows need beside ids: the column that marks the prefix."""
         return (self.sees.column,) if isinstance(self.sees, Prefix) else ()
 
     @property
     def processor_class(self) -> type:
-        """The transformers class of its processors."""
+        """The transformers class of its processor."""
         assert self.processor is not None, f"{self.model_type} is a text model"
         return getattr(import_module("transformers"), self.processor)
 
@@ -200,21 +199,22 @@ class Family:
         restarts: Segments | None = None,
         device: torch.device | str = "cpu",
     ) -> torch.Tensor:
-        """MRoPE positions of a packed row: int64 [4, 1, T], the text row, then time, height, width.
+        """Return the positions of a packed row: int64 [4, 1, T], the position in the sample, then time, height, width.
 
-        Every segment gets what `get_rope_index` of the installed transformers gives its sample alone, bit for bit,
-        and 0, 1, 2, ... as its text row; padding is 0. They are float32 where the model's own are (`AskModel`), and
-        computed on the host: no host–device sync.
+        Time, height and width of every segment are equal, bit for bit, to those that `get_rope_index` of the installed
+        transformers returns for the sample on its own. The position in the sample is 0, 1, 2, ...; padding is 0.
+        Positions are float32 if the model's own are (`AskModel`). They are computed on the host, without a host–device
+        sync.
 
         Args:
             table: the media of the row (`media_of_row`).
-            segments: the row's samples.
+            segments: the boundaries of the row's samples.
             config: the model's configuration.
-            restarts: the row cut where rotary positions restart (`rope_cu_seqlens`); None: at its samples.
-            device: where the result lives.
+            restarts: the boundaries where rotary positions restart (`rope_cu_seqlens`); None: at each sample.
+            device: device of the result.
 
         Raises:
-            LayoutError: grids that cannot be, or a video without seconds that needs them.
+            LayoutError: a grid is impossible, or a video without seconds needs them.
         """
         restarts = restarts or segments
         if not (table.images or table.videos) or self.positions_rule.axes == 1:
@@ -227,9 +227,10 @@ class Family:
         return to_device(positions_4T[:, None], torch.device(device))
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:
-        """The model's `position_ids` of [4, 1, T]: time, height, width; of a text model the text row, [1, T].
+        """Return the model's `position_ids` from positions [4, 1, T].
 
-        With the text row beside the others, transformers would look for packed samples by itself, with a sync.
+        With three axes, these are time, height and width, [3, 1, T]; with one axis, the position in the sample plus
+        `Rotary.start`, [1, T]. With all four, transformers would itself search for packed samples, with a sync.
         """
         rule = self.positions_rule
         return positions[-3:] if rule.axes == 3 else positions[0] + rule.start if rule.start else positions[0]
@@ -237,10 +238,10 @@ class Family:
     # ------------------------------------------------------------------ media
 
     def placements(self, media: Sequence[Medium], config: Any) -> list[Placement]:
-        """The tokens of images and videos with grids, of each kind in its order.
+        """Return the tokens of images and videos with grids, in the order of `media`.
 
         Raises:
-            LayoutError: a grid that cannot be; names its place among those of its kind.
+            LayoutError: a grid is impossible. Names the image or video by its index among those of its kind.
         """
         merge, vision = self.merge(config), config.vision_config
         numbers, placements = dict.fromkeys(KINDS, 0), []
@@ -257,32 +258,32 @@ class Family:
         return placements
 
     def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
-        """Placeholder tokens of all these images."""
+        """Return the number of placeholder tokens of all images with these grids."""
         return sum(sum(each.tokens) for each in self.placements([Medium(kind=IMAGE, grid=g) for g in grids], config))
 
     def video_runs(self, grids: Sequence[Grid], config: Any) -> list[int]:
-        """Tokens of each run of placeholders that these videos stand for: whole videos, or single frames."""
+        """Return the number of tokens in each run of placeholders of these videos; a run is a video, or a frame."""
         return [n for each in self.placements([Medium(kind=VIDEO, grid=g) for g in grids], config) for n in each.tokens]
 
     @outside_graph
     def media_of_row(self, row: PackedRow, config: Any) -> MediaTable:
-        """The media of the samples of a row, each with its placeholders.
+        """Return the media of a row's samples, each with its placeholders.
 
-        They are those of the host metadata, which is compared with tensors and token ids; on an accelerator without a
-        host–device sync. Metadata that does not know them is read from the tensors and the ids.
+        If the host metadata has the media, it is compared with the tensors and token ids, on an accelerator without a
+        host–device sync. Otherwise the media are read from the tensors and token ids.
 
         Args:
-            row: with a prefix tree, its tensors are those of the media that the tree computes.
+            row: the row; with a prefix tree, its tensors hold the media that the tree computes.
             config: the model's configuration.
 
         Raises:
-            LayoutError: media that the family does not take, that do not fit their placeholders, or are others than
-                those of the metadata. On the host it names the sample.
+            LayoutError: the family does not take such media, or they do not match their placeholders or the metadata.
+                On the host, the message names the sample.
         """
         return media_of_row(self, row, config)
 
     def check_takes(self, images: Sequence[Grid], videos: Sequence[Grid]) -> None:
-        """Refuse images and videos that a model of the family does not take: a LayoutError."""
+        """Raise a `LayoutError` for images and videos that models of the family do not take."""
         count = len(images) + len(videos)
         if count and not self.has_vision:
             raise LayoutError(f"{self.model_type} is a text model, but the batch has {count} images or videos")
@@ -295,11 +296,11 @@ class Family:
             raise LayoutError(f"{self.model_type} takes no videos, but the batch has {len(videos)}; leave them out")
 
     def media_reader(self, config: Any) -> ReadMedia:
-        """Return the function that finds the media of a row, each with its part of the tensors, for `share`."""
+        """Return the function that `share` needs to find a row's media and their entries in the tensors."""
         return partial(with_media_table, self, config=config)
 
     def with_contexts(self, table: MediaTable) -> MediaTable:
-        """Add what the features of each medium depend on beside its tensors (`Medium.context`)."""
+        """Set `Medium.context`: the value that a medium's features depend on beside its own tensors."""
         counts_images = any(join.counts_images for join in self.media.values())
         of_samples = [image.sample for image in table.images]
         longest = longest_of_samples(table) if self.audio is not None and self.audio.reads_padding else {}
@@ -312,7 +313,7 @@ class Family:
         return replace(table, media=tuple(replace(medium, context=context(medium)) for medium in table.media))
 
     def check_floats(self, media: Media) -> None:
-        """Insist that pixels, and features of audio, are floats: towers would cast whole numbers, or fail."""
+        """Check that pixels and audio features are floats: towers would cast whole numbers, or fail."""
         for name, tensor in media.to_hf().items():
             is_float = not isinstance(tensor, torch.Tensor) or tensor.is_floating_point()
             if not is_float and name in (*self.pixel_names, "input_features"):
@@ -322,8 +323,10 @@ class Family:
                 )
 
     def media_types(self, input_ids: torch.Tensor, config: Any) -> torch.Tensor:
-        """0 text, 1 image, 2 video, 3 audio for each token, int64 in the shape of `input_ids`: what processors give as
-        `mm_token_type_ids`."""
+        """Return the kind of each token, as a processor's `mm_token_type_ids`: int64 in the shape of `input_ids`.
+
+        0 text, 1 image, 2 video, 3 audio.
+        """
         if not self.has_vision:
             return torch.zeros_like(input_ids)
         if self.videos_as_images:
@@ -333,23 +336,31 @@ class Family:
         return types + AUDIO * (input_ids == config.audio_token_id).long() if self.has_audio else types
 
     def types_of_row(self, row: PackedRow, config: Any) -> torch.Tensor:
-        """The same of a row, [1, T]: where images and videos have one placeholder, the row's own column tells them
-        apart, or tokens of the same sample."""
+        """Return the kind of each token of a row, [1, T].
+
+        If images and videos have the same placeholder, the row's `mm_token_type_ids` tell them apart, or without
+        them, the tokens that start and end videos in the same sample.
+        """
         if not self.videos_as_images:
             return self.media_types(row.input_ids, config)
         return kinds_between(row.input_ids, config, segments=row.segments, column=row.mm_token_type_ids)
 
     @property
     def type_values(self) -> str:
-        """The values of `mm_token_type_ids` on placeholders, in words."""
+        """The values of `mm_token_type_ids` on placeholders, as text for a message."""
         kinds = ((IMAGE, "image", self.has_vision), (VIDEO, "video", self.has_videos), (AUDIO, "audio", self.has_audio))
         return "".join(f"{value} exactly on {name} placeholders, " for value, name, has in kinds if has)
 
     def tower_media(
         self, media: Media, table: MediaTable, segments: Segments, tree: PrefixTree | None
     ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
-        """The media of a row whose images have grids as the model without its head takes them, and the grids of each
-        call of its tower (`table`: the media of the samples); raises a LayoutError where `frames_as_images` does."""
+        """Return a row's media as the backbone takes them, and the grids of each call of its tower.
+
+        For families with grids. `table`: the media of the samples.
+
+        Raises:
+            LayoutError: see `frames_as_images`.
+        """
         if self.videos_as_images:
             media, grids = frames_as_images(media, table, segments, tree, self.model_type)
             return media, (grids,)
@@ -357,8 +368,10 @@ class Family:
         return media, (computed.grids(IMAGE), computed.grids(VIDEO))
 
     def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
-        """The column of `expert_types`, int64 in the shape of `input_ids`, as the family's processor makes it of them;
-        {}: it has none."""
+        """Return the column `expert_types` as the family's processor makes it; {} if the family has none.
+
+        int64 in the shape of `input_ids`.
+        """
         if self.expert_types is None:
             return {}
         types = torch.zeros_like(input_ids)
@@ -370,14 +383,16 @@ class Family:
     # ------------------------------------------------------------------ the vision tower
 
     def tower_segments(self, media: Media, config: Any) -> Sequence[Segments]:
-        """Every set of boundaries that blocks of the tower attend within, of images without grids; their sizes are
-        read."""
+        """Return all sets of boundaries that blocks of the tower attend within, for images without grids.
+
+        Reads the sizes of images from the tensors.
+        """
         if self.tile_boundaries is None or not {*self.pixel_names} & media.to_hf().keys():
             return ()
         return self.tile_boundaries(media.to_hf(), config)
 
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
-        """Every set of boundaries that blocks of the vision tower attend within, for one call with these grids."""
+        """Return all sets of boundaries that blocks of the vision tower attend within, for a call with these grids."""
         if not self.vision_windows:
             return (frame_segments(grids),)
         vision = config.vision_config
@@ -385,11 +400,11 @@ class Family:
         return frame_segments(grids), window_segments(grids, window=window, merge=vision.spatial_merge_size)
 
     def patch_channels(self, config: Any) -> int:
-        """Numbers that make up one patch, C of `pixel_values` [P, C]."""
+        """Return the number of values of one patch: C of `pixel_values` [P, C]."""
         return prod(self.patch_shape(config))
 
     def patch_shape(self, config: Any) -> tuple[int, ...]:
-        """Shape of one patch in `pixel_values` [P, ...] of images with grids."""
+        """Return the shape of one patch in `pixel_values` [P, ...] of images with grids."""
         vision = config.vision_config
         if not self.flat_patches:
             return getattr(vision, "num_channels", 3), vision.patch_size, vision.patch_size
@@ -397,7 +412,7 @@ class Family:
         return (vision.in_channels * frames * vision.patch_size**2,)
 
     def tile_patches(self, media: Media, config: Any) -> int:
-        """Patches of all pixels of a family whose images have no grids: padding of tiles to a common size included."""
+        """Return the number of patches of a tiled family's pixels, including padding of tiles to a common size."""
         tensors = media.to_hf()
         pixels = [tensors[name] for name in self.pixel_names if name in tensors]
         return patches_in(pixels, config.vision_config)
@@ -405,54 +420,54 @@ class Family:
     # ------------------------------------------------------------------ parts of the model
 
     def backbone(self, model: nn.Module) -> nn.Module:
-        """The model without its head: ids, pixels and positions in, hidden states out."""
+        """Return the model without its head: ids, pixels and positions in, hidden states out."""
         if self.backbone_path:
             return model.get_submodule(self.backbone_path)
         return without_head(model, self.stock_class(model))
 
     def stock_class(self, model: nn.Module) -> Any:
-        """The transformers class of a model of this family, whatever subclass of it the model is."""
+        """Return the transformers class of a model of this family, even if the model is of a subclass."""
         return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)
 
     def language_model(self, model: nn.Module) -> nn.Module:
-        """The text part: embeddings and positions in, hidden states out."""
+        """Return the text part: embeddings and positions in, hidden states out."""
         return model.get_submodule(self.text_path)
 
     def vision_tower(self, model: nn.Module) -> nn.Module | None:
-        """The vision part, if it attends within boundaries: patches in, image features out; None: there is none."""
+        """Return the vision part if it attends within boundaries: patches in, image features out; otherwise None."""
         if self.vision_path is None or not (self.has_grids or self.tile_boundaries):
             return None
         return model.get_submodule(self.vision_path)
 
     def audio_tower(self, model: nn.Module) -> nn.Module | None:
-        """The audio part: log-mel frames in, audio features out; None: there is none."""
+        """Return the audio part: log-mel frames in, audio features out; None if there is none."""
         return None if self.audio is None else model.get_submodule(self.audio.path)
 
     def vision_blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks of `vision_tower`; []: there is none."""
+        """Return the blocks of `vision_tower`; [] if there is none."""
         tower = self.vision_tower(model)
         return [] if tower is None else list(tower.get_submodule(self.blocks_path).children())
 
     def head(self, model: nn.Module) -> nn.Module:
-        """The linear layer behind the hidden states."""
+        """Return the linear layer after the hidden states."""
         return model.get_submodule(self.head_path)
 
     def to_logits(self, model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The function from hidden states [..., D] to logits [..., V]: the head, and what the model does afterwards."""
+        """Return the function from hidden states [..., D] to logits [..., V]: the head, then `logits`."""
         head, config = self.head(model), self.text_config(model.config)
         return head if self.logits is plain_logits else lambda hidden: self.logits(head(hidden), config)
 
     # ------------------------------------------------------------------ parts of the configuration
 
     def text_config(self, config: Any) -> Any:
-        """The text part's configuration: of a text model the configuration itself."""
+        """Return the text part's configuration; for a text model, `config` itself."""
         return config.text_config if self.has_vision else config
 
     def merge(self, config: Any) -> int:
-        """Patches merged into one token along each side; 1 of a model whose images have no grids.
+        """Return the number of patches merged into one token along each side; 1 if images have no grids.
 
         Raises:
-            FamilyError: other numbers of rows and of columns are merged.
+            FamilyError: the numbers of merged rows and columns differ.
         """
         if not self.has_grids:
             return 1
@@ -472,22 +487,22 @@ class Family:
 
 
 def frame_segments(grids: Sequence[Grid]) -> Segments:
-    """One segment for each frame of each image or video: h * w patches.
+    """Return one segment for each frame of each image or video: h * w patches.
 
-    The same boundaries as `transformers.vision_utils.get_vision_cu_seqlens`.
+    The boundaries are those of `transformers.vision_utils.get_vision_cu_seqlens`.
     """
     return Segments.from_lengths([h * w for t, h, w in grids for _ in range(t)])
 
 
 def window_segments(grids: Sequence[Grid], *, window: int, merge: int) -> Segments:
-    """One segment for each window of each frame, in the order in which the tower lays windows out.
+    """Return one segment for each window of each frame, in the order of windows in the tower.
 
-    The same boundaries as Qwen2.5-VL's `get_window_index` gives after its empty windows are taken out.
+    The boundaries are those of Qwen2.5-VL's `get_window_index` without its empty windows.
 
     Args:
-        grids: (frames, rows, columns) in patches of each image or video.
-        window: the side of a window, in patches.
-        merge: patches merged into one token along each side; windows hold whole tokens.
+        grids: (frames, rows, columns) of patches of each image or video.
+        window: side of a window in patches.
+        merge: number of patches merged into one token along each side; windows contain whole tokens.
     """
     side = window // merge
     lengths: list[int] = []
@@ -498,7 +513,7 @@ def window_segments(grids: Sequence[Grid], *, window: int, merge: int) -> Segmen
 
 
 def pieces(tokens: int, side: int) -> list[int]:
-    """`tokens` in pieces of `side`, the last one shorter."""
+    """Split `tokens` into pieces of `side`; the last one may be shorter."""
     whole, rest = divmod(tokens, side)
     return [side] * whole + [rest] * bool(rest)
 
@@ -508,8 +523,11 @@ def pieces(tokens: int, side: int) -> list[int]:
 
 @final
 class WithoutHead(nn.Module):
-    """A model whose text part holds the head, as a module that is given a row: its own forward, for which the head
-    leaves rows alone (the mechanism `inner_head`). No part of the model, and without parameters."""
+    """The backbone of a model whose head is inside its text part.
+
+    It calls the model's own forward, in which the text part skips its head for rows (the mechanism `inner_head`). It is
+    not a submodule of the model, and has no parameters.
+    """
 
     def __init__(self, model: nn.Module, stock_class: Any) -> None:
         super().__init__()
@@ -521,7 +539,7 @@ class WithoutHead(nn.Module):
 
 
 def without_head(model: nn.Module, stock_class: Any) -> WithoutHead:
-    """Return the model as one without its head, ever the same object."""
+    """Return the `WithoutHead` of a model, always the same object."""
     if model not in _WITHOUT_HEAD:
         _WITHOUT_HEAD[model] = WithoutHead(model, stock_class)
     return _WITHOUT_HEAD[model]

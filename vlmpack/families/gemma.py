@@ -1,11 +1,11 @@
-"""Gemma's families with vision: image tokens see later ones of their image.
+"""Gemma's families with vision: image tokens are bidirectional, they attend to later tokens of their image.
 
-    gemma3            in all layers, within the window of a layer that has one
-    gemma4            in layers with a sliding window, in the models whose configuration says so (26B-A4B and 31B)
-    gemma4_unified    in all layers, and all of their image beyond the window too (12B)
-    paligemma         in all layers, the prompt too, and beyond the window of the second version's layers (on Gemma 2)
+    gemma3            in all layers, within the sliding window of a layer
+    gemma4            in layers with a sliding window, if the configuration says so (26B-A4B and 31B)
+    gemma4_unified    in all layers, also beyond the sliding window (12B)
+    paligemma         in all layers, together with the prompt, also beyond the sliding window (version 2, on Gemma 2)
 
-Layers that share keys and values, embeddings for each layer, and head widths of their own concern single tokens.
+Shared keys and values, per-layer embeddings and other head dimensions work on single tokens, so they need nothing here.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def _tokens_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W], a whole image or a crop of one, makes `mm_tokens_per_image` tokens."""
+    """`mm_tokens_per_image` tokens for every row of `pixel_values` [N, 3, H, W], an image or a crop of one."""
     return [config.mm_tokens_per_image] * len(tensors["pixel_values"])
 
 
 def _tokens_of_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Patches of `pixel_values` [N, P, C] that have a place, `image_position_ids` [N, P, 2], are pooled to tokens."""
+    """Tokens pooled from the real patches of `pixel_values` [N, P, C]; `image_position_ids` are -1 on padding."""
     has_place = (tensors["image_position_ids"] != -1).all(-1)
     return (has_place.sum(-1) // config.vision_config.pooling_kernel_size**2).tolist()
 
 
 def _tokens_of_merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Patches of `pixel_values` [N, P, C], merged before they come, make a token each if they have a place."""
+    """One token for every real patch of `pixel_values` [N, P, C], whose patches are already merged."""
     return (tensors["image_position_ids"] != -1).all(-1).sum(-1).tolist()
 
 
 def _tokens_of_tower(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W], a whole image, makes a token of each patch."""
+    """One token for every patch of each image of `pixel_values` [N, 3, H, W]."""
     return [config.text_config.num_image_tokens] * len(tensors["pixel_values"])
 
 
 def _prefix_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Bound logits as Gemma 2 does; the first version's text part has no such setting."""
+    """Softcap logits as Gemma 2 does; the text part of PaliGemma's first version has no such setting."""
     return capped_logits(output, text_config) if hasattr(text_config, "final_logit_softcapping") else output
 
 
 def _sees_images(text_config: Any) -> bool:
-    """Return whether images are seen in both directions: E2B and E4B are causal throughout."""
+    """Return whether image tokens are bidirectional; E2B and E4B are causal throughout."""
     return text_config.use_bidirectional_attention == "vision"
 
 

@@ -1,14 +1,14 @@
-"""Families beside Qwen's whose images are patches with a grid each, one descriptor each.
+"""Families other than Qwen's whose images are patches with grids, one descriptor each.
 
                  GLM-4.1V to 4.6V, OCR       PaddleOCR-VL            ERNIE 4.5 VL            Kimi K2.5
     a patch      C values, an image twice    channels, rows, columns C values, once          channels, rows, columns
     merged       by the tower                by its projector        by its resampler        by its projector
-    positions    MRoPE, as Qwen3-VL          MRoPE, as Qwen2-VL      MRoPE, as Qwen2-VL      one a token
-    videos       frames as images            none                    two frames a token      frames see each other
+    positions    MRoPE, as Qwen3-VL          MRoPE, as Qwen2-VL      MRoPE, as Qwen2-VL      one per token
+    videos       frames as images            none                    two frames per token    frames see each other
     experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
-Frames of GLM-4V's videos have the placeholder of images (`media.frames_as_images`). Kimi takes images alone here: its
-tokens of a video are means over all frames of a clip.
+Video frames of GLM-4V have the placeholder of images (`media.frames_as_images`). For Kimi, vlmpack supports images
+only: its video tokens are means over all frames of a clip.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vlmpack.families.media import run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
-"""Patches and grids of images, one after the other."""
+"""Patches and grids of images, concatenated."""
 
 
 def _family(model_type: str, name: str, *, processor: str | None = None, **settings: Any) -> Family:
-    """A family with classes of this name.
+    """Describe a family whose classes start with `name`.
 
-    `media_over_ranks` is False: these towers were not tested with features of images on other ranks than their tokens.
+    `media_over_ranks` is False: these towers were not tested with features and tokens of an image on different ranks.
     """
     return Family(
         model_type=model_type,

@@ -1,21 +1,21 @@
-"""Llama 4, text alone and with images.
+"""Llama 4, with and without images.
 
     chunks           layers with rotary positions attend within chunks of 8192 tokens, counted from the sample's start
-    query scaling    the others, every fourth, have none; their queries are scaled by the token's place in the sample
-    experts          in every layer, or in every other one: sigmoids of the best scores multiply what goes into experts
-    images           tiles of one size, rows of a batch; the tower attends within each
-    head             of the model with images it is inside its text part, so that no module is the model without it
+    query scaling    every fourth layer has no rotary positions; its queries are scaled by the position in the sample
+    experts          in every layer or every other one; inputs of experts are multiplied by sigmoids of the best scores
+    images           tiles of one size, rows of a batch; the tower attends within each tile
+    head             with images, it is inside the text part, so there is no submodule for the model without its head
 
 A row of two samples, chunks of 2 tokens:
 
     row        a a a a a  b b b
-    chunks     0 0 1 1 2  3 3 4        a token attends to those of its chunk before it
-    places     0 1 2 3 4  0 1 2        of which the others' queries are scaled
+    chunks     0 0 1 1 2  3 3 4        a token attends to earlier tokens of its chunk
+    positions  0 1 2 3 4  0 1 2        these scale queries in layers without rotary positions
 
-Chunks are in no descriptor: they are measured in the masks of the model's own code, as windows are. Chunks of images
-are no others than those of text: a tile's tokens may lie in two of them.
+Chunks are not in the descriptors: like sliding windows, they are measured in the masks of the model's own code. Image
+tokens are chunked like text, so the tokens of a tile may be in two chunks.
 
-Its image processor is in transformers for torchvision only, and makes pixels in bfloat16.
+transformers has its image processor for torchvision only; the processor returns pixels in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from vlmpack.families.tiled import tiled_family
 
 
 def tokens_of_tiles(tensors: Mapping[str, torch.Tensor], config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W], a tile or a whole image, makes a token of each square of patches that
-    `pixel_shuffle_ratio` makes one."""
+    """Return the tokens of every row of `pixel_values` [N, 3, H, W], a tile or an image.
+
+    `pixel_shuffle_ratio` is the ratio of tokens to patches along each side.
+    """
     vision = config.vision_config
     side = vision.image_size // vision.patch_size
     return [int(side**2 * vision.pixel_shuffle_ratio**2)] * len(tensors["pixel_values"])

@@ -1,10 +1,10 @@
-"""Media tokens of a row: the runs that images and videos are written as, and their multimodal rotary positions.
+"""Media tokens of a row: the placeholder runs of images and videos, and their multimodal rotary positions.
 
-One sample, four text tokens around an image of 1 x 4 x 4 patches, 2 x 2 patches to a token:
+One sample, four text tokens around an image of 1 x 4 x 4 patches, 2 x 2 patches per token:
 
     types     0 0 1 1 1 1 0 0
-    text      0 1 2 3 4 5 6 7        place in the sample
-    time      0 1 2 2 2 2 4 5        an image moves what follows by max(rows, columns) of its tokens
+    text      0 1 2 3 4 5 6 7        position in the sample
+    time      0 1 2 2 2 2 4 5        an image advances later positions by max(rows, columns) of its tokens
     height    0 1 2 2 3 3 4 5
     width     0 1 2 3 2 3 4 5
 
@@ -36,36 +36,36 @@ from vlmpack.layout.segments import Segments
 @final
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The tokens of an image or a video, as its family's processor writes them."""
+    """The placeholder tokens of an image or video, as its family's processor writes them."""
 
     cells: tuple[Grid, ...]
     """Frames, rows and columns of tokens of each run of placeholders."""
     interval: float = 1.0
-    """Positions between one frame of a run and the next, before rounding down."""
+    """Distance in positions from one frame of a run to the next, before rounding down."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Placeholders of each run."""
+        """Number of placeholders of each run."""
         return tuple(map(prod, self.cells))
 
 
 VideoPlacement = Callable[[Grid, float | None, Any], Placement]
-"""(frames, rows, columns) of a video's tokens, seconds from one frame to the next, and the vision configuration, to the
-runs that the family's processor writes. Raises a LayoutError without the number of the video."""
+"""Function of a video's grid in tokens (frames, rows, columns), its seconds per frame, and the vision configuration;
+returns the runs that the family's processor writes. Its LayoutErrors do not name the video; the caller adds that."""
 
 
 def single_run(grid: Grid, seconds: float | None, vision: Any) -> Placement:
-    """Place a video as one run of tokens, its frames one position apart."""
+    """Place a video as one run of tokens; frames are one position apart."""
     return Placement(cells=(grid,))
 
 
 def run_per_frame(grid: Grid, seconds: float | None, vision: Any) -> Placement:
-    """Place every frame of a video as a run of its own, like an image; time stamps are text between."""
+    """Place every frame of a video as its own run, like an image; timestamps are text between the runs."""
     return Placement(cells=((1, *grid[1:]),) * grid[0])
 
 
 def run_of_pairs(grid: Grid, seconds: float | None, vision: Any) -> Placement:
-    """Place a video as one run of tokens, each of several frames (`temporal_merge_size`), one position apart."""
+    """Place a video as one run of tokens; each covers `temporal_merge_size` frames, merged frames one position apart."""
     size = vision.temporal_merge_size
     if grid[0] % size:
         raise LayoutError(
@@ -76,14 +76,14 @@ def run_of_pairs(grid: Grid, seconds: float | None, vision: Any) -> Placement:
 
 
 def timed_run(grid: Grid, seconds: float | None, vision: Any, *, whole_seconds: bool | None = None) -> Placement:
-    """Place a video as one run of tokens, its frames as many positions apart as they are in time.
+    """Place a video as one run of tokens; the distance of frames is proportional to time.
 
-    `whole_seconds`: round the seconds between frames down before use, as older transformers do; None: as the installed
-    transformers does.
+    `whole_seconds`: True to round the seconds between frames down first, as older versions of transformers do; None: do
+    as the installed transformers does.
     """
     if whole_seconds is None:
         whole_seconds = truncates_seconds()
-    # float32 all the way: the model computes with the float32 tensor second_per_grid_ts
+    # float32 throughout, because the model computes with the float32 tensor second_per_grid_ts
     time = np.float32(1.0 if seconds is None else seconds)
     return Placement(
         cells=(grid,), interval=np.float32(vision.tokens_per_second) * (np.trunc(time) if whole_seconds else time)
@@ -91,10 +91,10 @@ def timed_run(grid: Grid, seconds: float | None, vision: Any, *, whole_seconds: 
 
 
 def check_seconds(videos: Sequence[Medium]) -> None:
-    """Insist on times from one frame of each video to the next.
+    """Check the seconds from one frame of each video to the next.
 
     Raises:
-        LayoutError: one is NaN, infinite or negative.
+        LayoutError: a value is NaN, infinite or negative.
     """
     for at, video in enumerate(videos):
         if video.seconds is not None and not 0 <= video.seconds < float("inf"):
@@ -105,10 +105,12 @@ def check_seconds(videos: Sequence[Medium]) -> None:
 
 
 def merged_grid(grid: Grid, merge: int, name: str) -> Grid:
-    """Patches to tokens: (frames, rows, columns), of which `merge` by `merge` patches are one.
+    """Convert a grid of patches to a grid of tokens: (frames, rows, columns), `merge` x `merge` patches per token.
+
+    `name`: name of the medium, for messages.
 
     Raises:
-        LayoutError: a grid that is not (frames, rows, columns), has a side of 0, or that `merge` does not divide.
+        LayoutError: the grid is not (frames, rows, columns), has a side of 0, or is not divisible by `merge`.
     """
     if len(grid) != 3 or min(grid) < 1:
         raise LayoutError(f"{name}: its grid is {tuple(grid)}; it must be (frames, rows, columns), all >= 1")
@@ -125,15 +127,15 @@ def merged_grid(grid: Grid, merge: int, name: str) -> Grid:
 def truncates_seconds() -> bool:
     """Return whether the installed transformers rounds `second_per_grid_ts` down to whole seconds.
 
-    5.17 does, 5.23 does not. The function itself is tried, not the version read: a video of three frames 0.7 s apart,
-    at 4 positions a second, lies at 0, 2, 5 or, with whole seconds, at 0, 0, 0.
+    5.17 does, 5.23 does not. Instead of comparing versions, this calls transformers' own function: a video of three
+    frames 0.7 s apart, at 4 positions per second, has positions 0, 2, 5, or with whole seconds 0, 0, 0.
 
     Raises:
-        FamilyError: it does neither.
+        FamilyError: the positions are neither.
     """
     from transformers import Qwen2_5_VLModel
 
-    model: Any = Qwen2_5_VLModel  # its methods are called on a stand-in that has only what they read
+    model: Any = Qwen2_5_VLModel  # its methods are called on a dummy with only the attributes that they read
     vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=4)
     stand_in = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
     stand_in.get_vision_position_ids = partial(model.get_vision_position_ids, stand_in)
@@ -158,10 +160,10 @@ def truncates_seconds() -> bool:
 
 
 def token_offsets(placements: Sequence[Placement]) -> np.ndarray:
-    """int64 [4, M]: offsets t, h, w of each token from where its run begins, and the advance after it.
+    """Return offsets (time, height, width) of each token from the start of its run, and the advance after it.
 
-    A run advances by max(h, w) after its last token, whatever its number of frames: so does transformers'
-    `get_rope_index`. The temporal offset is a float32 product rounded down, as there.
+    int64 [4, M]. As in transformers' `get_rope_index`, a run advances positions by max(rows, columns) after its last
+    token, whatever its number of frames, and the time offset is a float32 product rounded down.
     """
     cells = np.asarray([cell for placement in placements for cell in placement.cells], np.int64).reshape(-1, 3)
     intervals = np.asarray([placement.interval for placement in placements for _ in placement.cells], np.float32)
@@ -179,24 +181,26 @@ def token_offsets(placements: Sequence[Placement]) -> np.ndarray:
 
 
 def row_positions(places_M: np.ndarray, offsets_4M: np.ndarray, restarts: Segments) -> np.ndarray:
-    """int64 [4, T]: the text row, then time, height and width. They restart at 0 in every segment; 0 on padding.
+    """Return the positions of a row: int64 [4, T], position in the segment, then time, height and width.
+
+    All restart at 0 in every segment, and are 0 on padding.
 
     Args:
-        places_M: int64, where in the row each media token is.
-        offsets_4M: of each, its offsets and the advance after it (`token_offsets`).
-        restarts: the boundaries at which positions restart.
+        places_M: int64, position in the row of each media token.
+        offsets_4M: offsets of each media token and the advance after it (`token_offsets`).
+        restarts: the boundaries where positions restart.
     """
     text_T = restarts.position_in_segment().numpy()
     offsets_3T, advance_T = np.zeros((3, restarts.total), np.int64), np.ones(restarts.total, np.int64)
     offsets_3T[:, places_M], advance_T[places_M] = offsets_4M[:3], offsets_4M[3]
     before_T = advance_T.cumsum() - advance_T
-    # where each token's segment starts; a pad is its own start, which makes its position 0
+    # subtract the value at each token's segment start; padding is its own start, so its position is 0
     spatial_3T = before_T - before_T[np.arange(restarts.total) - text_T] + offsets_3T
     return np.concatenate((text_T[None], spatial_3T))
 
 
 def media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
-    """int64: where runs of tokens of these kinds begin, in the kinds of the tokens of a sample."""
+    """Return the positions where runs of tokens of the kinds `of` begin; `kinds_L`: kinds of a sample's tokens."""
     begins = np.isin(kinds_L, of)
     begins[1:] &= kinds_L[1:] != kinds_L[:-1]
     return np.flatnonzero(begins)
@@ -204,26 +208,26 @@ def media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
 
 # ---------------------------------------------------------------------- videos with the placeholder of images
 
-# GLM-4V writes images and the frames of videos with one placeholder, so that a call of its own code takes one kind.
-# To its tower and its positions a frame is an image: rows hand frames on as images, in the order of their tokens.
+# GLM-4V has the same placeholder for images and for frames of videos, so a call of its own code takes one kind only.
+# Its tower and its positions treat a frame as an image: rows pass frames as images, in the order of their tokens.
 #
 #     sample    x ( [ i i ] 0 [ i i ] 1 ) x   x [ i i i ] x       two samples: a video of two frames, an image
 #     kinds     0 0 0 2 2 0 0 0 2 2 0 0 0 0   0 0 1 1 1 0 0       `(` and `)` start and end a video
 #     grids     (2, 2, 4)                     (1, 2, 6)
-#     handed on (1, 2, 4), (1, 2, 4), (1, 2, 6)                   all as images, in the order of the row
+#     passed on (1, 2, 4), (1, 2, 4), (1, 2, 6)                   all as images, in the order of the row
 
 
 def kinds_between(
     input_ids: torch.Tensor, config: Any, *, segments: Segments | None = None, column: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """0 text, 1 image, 2 video for each token, int64 in the shape of `input_ids`. No host–device sync.
+    """Return the kind of each token, 0 text, 1 image, 2 video: int64 in the shape of `input_ids`. No host–device sync.
 
     Args:
-        input_ids: [1, T] of a row, [B, S] of a batch, or [L].
+        input_ids: [1, T] of a row, [B, S] of a batch, or [L] of a sample.
         config: the model's configuration.
-        segments: the row's samples; None: each row of `input_ids` is one, as in the family's processor.
-        column: what a caller gives as `mm_token_type_ids`, which decides between images and videos: configurations of
-            checkpoints may name other tokens than their tokenizers have. None: tokens that start and end videos do.
+        segments: the row's samples; None: each row of `input_ids` is one sample, as in the family's processor.
+        column: the caller's `mm_token_type_ids`, which tell images from videos; needed because a checkpoint's
+            configuration may name other tokens than its tokenizer has. None: use the tokens that start and end videos.
     """
     is_placeholder = input_ids == config.image_token_id
     if column is not None and column.shape == input_ids.shape:
@@ -239,20 +243,20 @@ def kinds_between(
 def frames_as_images(
     media: Media, table: MediaTable, segments: Segments, tree: PrefixTree | None, model_type: str
 ) -> tuple[Media, tuple[Grid, ...]]:
-    """Replace the videos of a row by their frames, as images in the order of its placeholders.
+    """Replace the videos of a row by their frames, as images in the order of the placeholders.
 
     Args:
-        media: those of the samples, or of the row's prefix tree.
+        media: the media tensors of the samples, or of the row's prefix tree.
         table: the media of the samples.
-        segments: the samples.
+        segments: the boundaries of the samples.
         tree: the prefix tree; None: the row has none.
-        model_type: of the family, for errors.
+        model_type: the family, for messages.
 
     Returns:
-        The media, and their grids.
+        The media tensors, and the grids of all images.
 
     Raises:
-        LayoutError: a sample has images and videos.
+        LayoutError: a sample has both images and videos.
     """
     computed = table if tree is None else table.in_tree(tree)
     if not computed.videos:

@@ -1,8 +1,8 @@
-"""The table of a row's media: read from tensors and token ids, or compared with them where the host metadata has it.
+"""The table of a row's media: read from tensors and token ids, or compared with them if the host metadata has it.
 
-A tower whose own code keeps images apart needs no boundaries of a row. What has to be right is the place of each
-image's features: transformers puts them, one after the other, on the placeholders of the whole row, and counts
-placeholders of a whole batch only. So every medium is found among the tokens of one sample (`layout.media.place`).
+transformers writes image features, in order, to the placeholders of the whole row, and compares only their total
+numbers. So a sample with too few or too many placeholders would get features of another one. To prevent this, every
+medium must match the placeholders of exactly one sample (`layout.media.place`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OF_VIDEOS = ("pixel_values_videos", "target_sizes_videos")
 
 
 def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
-    """The media of the samples of a row (`Family.media_of_row`)."""
+    """Return the media of a row's samples; see `Family.media_of_row`."""
     known = row.known_metadata.media
     if known is None and row.tree is not None:
         known = MediaTable()
@@ -45,7 +45,7 @@ def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
 
 
 def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
-    """Read media from the tensors of a row, and find their placeholders."""
+    """Read the media from the tensors of a row, and find their placeholders."""
     media = row.media
     images = host_grids(media.image_grid_thw, "image_grid_thw")
     videos = host_grids(media.video_grid_thw, "video_grid_thw")
@@ -67,7 +67,7 @@ def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
 
 
 def _timed(grids: Sequence[Grid], seconds: Any) -> list[Medium]:
-    """Videos of these grids, with their seconds where there are any."""
+    """Videos with these grids, and with seconds if they are given."""
     if not grids:
         return []
     of_each = host_seconds(seconds)
@@ -83,7 +83,7 @@ def _timed(grids: Sequence[Grid], seconds: Any) -> list[Medium]:
 
 
 def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expected]:
-    """The placeholders that each medium needs; an image without a grid, as many as it has."""
+    """The number of placeholders that each medium needs; for an image without a grid, the number that it has."""
     if not family.has_grids:
         return [Expected(medium=medium, tokens=(medium.tokens,)) for medium in media]
     visual = [medium for medium in media if medium.kind != AUDIO]
@@ -102,7 +102,7 @@ def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expe
 
 
 def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expected]:
-    """Images, or videos, that are tiles or rows of a batch, and the placeholders of each."""
+    """The images or videos of a tiled family, and the number of placeholders of each."""
     tensors, rule = media.to_hf(), family.tile_tokens if kind == IMAGE else family.video_tokens
     if rule is None or _PIXELS[kind] not in tensors:
         return []
@@ -121,7 +121,7 @@ def _place(family: Family, expected: Sequence[Expected], types_T: np.ndarray, se
 
 
 def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) -> MediaTable:
-    """Compare media of the metadata with the tensors, and with the ids."""
+    """Compare the media of the metadata with the tensors and token ids."""
     media, segments = row.media, row.segments
     family.check_takes(known.grids(IMAGE), known.grids(VIDEO))
     if not family.has_vision:
@@ -151,7 +151,7 @@ def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) ->
 
 
 def _check_tiles(family: Family, held: MediaTable, media: Media, config: Any) -> None:
-    """Compare the tokens of images with those that tensors on the host make; on a device that would be a sync."""
+    """Compare the tokens of media with tensors on the host; reading tensors on a device would cost a sync."""
     tensors = media.with_sizes(held).to_hf()
     for kind, rule in ((IMAGE, family.tile_tokens), (VIDEO, family.video_tokens)):
         pixels = tensors.get(_PIXELS[kind])
@@ -161,10 +161,10 @@ def _check_tiles(family: Family, held: MediaTable, media: Media, config: Any) ->
 
 
 def with_media_table(family: Family, row: PackedRow, *, config: Any) -> PackedRow:
-    """Add the table of its media to a row on the host, with the entries of each in the tensors.
+    """Add the media table to a row on the host, with the number of entries of each medium in the tensors.
 
     Raises:
-        LayoutError: as `media_of_row`; or tensors of another family.
+        LayoutError: see `media_of_row`; or the row has tensors that the family does not take.
     """
     if unknown := {*row.media.to_hf()} - {*family.media, "second_per_grid_ts"}:
         raise LayoutError(f"the row has {min(unknown)}, which a {family.model_type} does not take; leave it out")
@@ -189,7 +189,7 @@ def with_media_table(family: Family, row: PackedRow, *, config: Any) -> PackedRo
 
 
 def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) -> MediaTable:
-    """Count the entries of images, and of videos, that are tiles or rows of a batch."""
+    """Count the entries of the images and videos of a tiled family."""
     tensors, media = row.media.to_hf(), {kind: [*table.of_kind(kind)] for kind in KINDS}
     of_tiles = {} if family.tile_entries is None else family.tile_entries(tensors, config)
     for kind, rule in ((IMAGE, family.tile_tokens), (VIDEO, family.video_tokens)):
@@ -213,7 +213,7 @@ def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) 
 
 
 def _check_same(known: MediaTable, found: MediaTable) -> None:
-    """Insist that placeholders are where the host metadata has them."""
+    """Check that the placeholders are where the host metadata has them."""
     if len(known.media) != len(found.media):
         raise LayoutError(
             f"the host metadata has {len(known.media)} media, but the row has {len(found.media)}; leave the metadata "

@@ -22,34 +22,34 @@ from vlmpack.layout.segments import Segments
 
 
 def _halved(count: int) -> int:
-    """Frames behind a convolution of three frames that takes every second one; 0 of none."""
+    """Number of frames after a convolution of width 3 and stride 2; 0 for 0."""
     return (count + 1) // 2
 
 
 def pooled_tokens(frames: int, audio: Any) -> int:
-    """Tokens of an audio of Qwen2.5-Omni: every second frame, and the mean of each two of these."""
+    """Return the number of tokens of an audio in Qwen2.5-Omni: a convolution of stride 2, then means of two."""
     return _halved(frames) // 2
 
 
 def chunk_windows(frames: Sequence[int], audio: Any) -> Segments:
-    """One segment for each chunk of `2 * n_window` frames of each audio, halved by a convolution."""
+    """Return one segment for each chunk of `2 * n_window` frames of each audio, halved by a convolution."""
     return Segments.from_lengths([_halved(chunk) for count in frames for chunk in pieces(count, 2 * audio.n_window)])
 
 
 _TOKENS_OF_CHUNK = 13
-"""Tokens that transformers counts for each whole chunk of Qwen3-Omni, of 100 frames in the released models."""
+"""Number of tokens that transformers counts for each whole chunk of Qwen3-Omni (100 frames in the released models)."""
 
 
 def convolved_tokens(frames: int, audio: Any) -> int:
-    """Tokens of an audio of Qwen3-Omni: three convolutions over each chunk, each of which halves it."""
+    """Return the number of tokens of an audio in Qwen3-Omni: three convolutions each halve every chunk."""
     whole, rest = divmod(frames, 2 * audio.n_window)
     return _TOKENS_OF_CHUNK * whole + _halved(_halved(_halved(rest)))
 
 
 def inference_windows(frames: Sequence[int], audio: Any) -> Segments:
-    """Segments of as many tokens as `n_window_infer` frames make; those of the longest chunk of a call set their size.
+    """Return segments of as many tokens as `n_window_infer` frames make, counted with the longest chunk of the call.
 
-    The same boundaries as `get_audio_cu_seqlens` of transformers.
+    The boundaries are those of `get_audio_cu_seqlens` of transformers.
     """
     longest = convolved_tokens(min(max(frames), 2 * audio.n_window), audio)
     window = longest * (audio.n_window_infer // (2 * audio.n_window))
@@ -59,13 +59,14 @@ def inference_windows(frames: Sequence[int], audio: Any) -> Segments:
 # ---------------------------------------------------------------------- positions of samples with videos
 
 _TEXT_ID, _VISION_START, _AUDIO_START = 0, 4, 5
-"""Ids of tokens in the stand-in for a sample; the others are the kinds of tokens."""
+"""Token ids of the dummy sample for `get_rope_index`; placeholders have their kind as id."""
 
 
 def model_positions(kinds_L: np.ndarray, table: MediaTable, config: Any, *, model_class: str) -> torch.Tensor:
-    """[3, L] of a sample alone, by the `get_rope_index` of the installed transformers; int64 or float32, as its own.
+    """Return the positions of one sample, [3, L], from `get_rope_index` of the installed transformers.
 
-    It is called on a stand-in that has only what it reads.
+    The dtype is transformers' own, int64 or float32. `get_rope_index` is called on a dummy object with only the
+    attributes that it reads.
     """
     model: Any = getattr(importlib.import_module("transformers"), model_class)
     settings = SimpleNamespace(
@@ -98,7 +99,7 @@ def model_positions(kinds_L: np.ndarray, table: MediaTable, config: Any, *, mode
 
 
 def _tensor(values: Sequence[Any], kind: Any = np.int64) -> torch.Tensor | None:
-    """Numbers on the host as a tensor there; None of none."""
+    """A CPU tensor of these numbers; None if there are none."""
     return torch.from_numpy(np.asarray(values, kind)) if len(values) else None
 
 
@@ -113,7 +114,7 @@ _MEDIA = {
 
 
 def _thinker(name: str, prefix: str, processor: str, **fields: Any) -> Family:
-    """The descriptor of the thinker of a family whose code is in the folder `name` of transformers."""
+    """Describe the thinker of a family whose code is in the folder `name` of transformers."""
     of_sample = partial(model_positions, model_class=f"{prefix}ThinkerModel")
     return Family(
         model_type=f"{name}_thinker",

@@ -1,8 +1,8 @@
 """The Qwen families, one descriptor each.
 
-qwen2_vl      a video is one run of tokens, frames lie 1 position apart
-qwen2_5_vl    a video is one run of tokens, frames lie as far apart as in time
-others        a frame is a run of tokens, placed like an image
+qwen2_vl      a video is one run of tokens; frames are 1 position apart
+qwen2_5_vl    a video is one run of tokens; the distance of frames is proportional to time
+others        every frame is a run of tokens, like an image
 """
 
 from __future__ import annotations

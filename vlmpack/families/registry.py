@@ -1,4 +1,4 @@
-"""Which family a model belongs to; and for those that cannot be packed exactly, what would leak."""
+"""The family of a model; and for model types that cannot be packed exactly, the part that would leak."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vlmpack.families.tiled import TILED
 _ALL = (*QWEN, *OMNI, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
 _INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL if family.oldest_transformers <= _INSTALLED}
-"""The families that are supported with the installed transformers, by `config.model_type`."""
+"""The families that vlmpack supports with the installed transformers, by `config.model_type`."""
 
 _TALKER = (
     "its talker and its vocoder are trained on other objectives, of which a row has no targets; pack model.thinker, or "
@@ -59,30 +59,30 @@ _REFUSED = {
     "zamba2": _MAMBA,
     "phi4_multimodal": "its rotary frequencies (longrope) change with the longest sample of a call",
 }
-"""Model types that are refused, and the part that would leak."""
+"""Model types that vlmpack refuses, with the reason."""
 
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""transformers' `dynamic_rope_update` looks at the largest position of the whole call."""
+"""Rope types whose frequencies depend on the largest position of the whole call (`dynamic_rope_update`)."""
 
 
 def is_classifier(model: nn.Module) -> bool:
-    """Return whether a model scores samples or tokens by transformers' own classification heads (reward models)."""
+    """Return whether a model has one of transformers' classification heads (reward models)."""
     return any(cls.__name__ in CLASSIFIERS for cls in type(model).__mro__)
 
 
 CLASSIFIERS = ("GenericForSequenceClassification", "GenericForTokenClassification")
-"""Names of transformers' classes, which are not imported here: their forward pass is one for all families. It calls the
-backbone, and scores hidden states."""
+"""Names of transformers' generic classifiers, which are not imported here. All families share their forward pass: it
+calls the backbone, and scores hidden states."""
 
 
 def family_of(model: Any) -> Family:
-    """The family of a Hugging Face model with a language-model or classification head, by its `config.model_type`.
+    """Return the family of a Hugging Face model with a language-model or classification head.
 
-    Nothing is unwrapped: hand over the model itself, not a PEFT, DDP or compiled wrapper around it.
+    The family is found by `config.model_type`. Pass the model itself, not a PEFT, DDP or compiled wrapper around it.
 
     Raises:
-        FamilyError: an unknown family, one that would leak (the message names the part), a model without its head or
-            inside a wrapper, or rotary frequencies that change with the length of the input.
+        FamilyError: the family is unknown or would leak (the message names the part), the model has no head or is
+            inside a wrapper, or its rotary frequencies change with the length of the input.
     """
     config = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -110,10 +110,10 @@ def family_of(model: Any) -> Family:
 
 
 def family_named(model_type: str) -> Family:
-    """The family with this `config.model_type`.
+    """Return the family with this `config.model_type`.
 
     Raises:
-        FamilyError: an unknown family, or one that would leak (the message names the part).
+        FamilyError: the family is unknown, would leak (the message names the part), or needs a newer transformers.
     """
     if model_type in _REFUSED:
         raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
@@ -131,10 +131,12 @@ def family_named(model_type: str) -> Family:
 
 
 def family_of_processor(processor: Any) -> Family:
-    """The first family with processors of this class; families with one class write images and videos alike.
+    """Return the first family with this class of processor.
+
+    Families with the same class write images and videos in the same way.
 
     Raises:
-        FamilyError: no family has processors of this class.
+        FamilyError: no family has this class of processor.
     """
     by_class = {family.processor: family for family in reversed(FAMILIES.values()) if family.has_vision}
     for cls in type(processor).__mro__:
@@ -150,12 +152,13 @@ def check_parts(family: Family, model: Any) -> None:
     """Compare a family's descriptor with a model.
 
     Raises:
-        FamilyError: the model lacks a part that the descriptor names, or its layers have one that it does not name.
+        FamilyError: the model lacks a part that the descriptor names, or its layers have a part that the descriptor
+            does not name.
     """
     problems = list(_differences(family, model))
     if family.has_grids and family.has_videos and not problems:
         merge = family.merge(model.config)
-        # may try the installed transformers, here and not in a step
+        # `truncates_seconds` may have to call transformers; do it here and not in a step
         family.video_runs([(2, merge, merge)], model.config)
     if problems:
         raise FamilyError(

@@ -1,9 +1,9 @@
-"""Tokens that a model lets see later ones: runs of image tokens, or prefixes, as a family's descriptor names them.
+"""Tokens that attend to later tokens: bidirectional image tokens, or prefixes, as a family's descriptor says.
 
-    sample    t t i i i i t t i i t       an image token sees all tokens up to the end of its run
+    sample    t t i i i i t t i i t       an image token attends to all tokens up to the end of its run
     runs          2 .. 6      8 .. 10
 
-    types     0 0 0 0 0 0 0 1 1 1 1       a token of the prefix sees all of it, and each of the suffix those before it
+    types     0 0 0 0 0 0 0 1 1 1 1       prefix tokens attend to the whole prefix; the suffix is causal
     run       0 .. 7
 
 A run of image tokens ends where text or another sample begins, as in the masks of transformers.
@@ -26,7 +26,7 @@ from vlmpack.layout.segments import Segments
 
 
 def always(text_config: Any) -> bool:
-    """Return True: every configuration of the family has it."""
+    """Return True: all models of the family have bidirectional tokens."""
     return True
 
 
@@ -36,16 +36,16 @@ class ImageSpans:
     """Runs of image tokens that attend to each other in both directions."""
 
     layers: Literal["all", "sliding"] = "all"
-    """The layers in which they do: all, or those with a sliding window."""
+    """The layers with bidirectional runs: all, or only layers with a sliding window."""
     enabled: Callable[[Any], bool] = always
-    """Returns, of the text part's configuration, whether a model has them."""
+    """Function of the text part's configuration; returns whether the model has bidirectional runs."""
     beyond_window: bool = False
-    """True if tokens of a run also see those of it that lie out of the window of a layer that has one."""
+    """True if tokens of a run also attend to its tokens outside the layer's sliding window."""
     noun: ClassVar[str] = "an image"
-    """For people."""
+    """Name of a run in messages."""
 
     def is_in(self, window: int | None) -> bool:
-        """Return whether layers with this window have spans."""
+        """Return whether layers with this sliding window have bidirectional runs; None: no window."""
         return self.layers == "all" or window is not None
 
     def of_sample(self, sample: Mapping[str, torch.Tensor], types_L: torch.Tensor) -> Runs:
@@ -53,7 +53,7 @@ class ImageSpans:
         return media_runs(types_L.cpu().numpy())
 
     def of_row(self, row: PackedRow, table: MediaTable) -> Runs:
-        """Find the runs of a row, none of them across two samples; `table`: its media."""
+        """Find the runs of a row; no run crosses a sample boundary. `table`: the row's media."""
         of_sample_T = row.segments.seq_idx().numpy()
         return _runs(np.where(table.types(row.segments) > 0, of_sample_T, -1))
 
@@ -61,29 +61,29 @@ class ImageSpans:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Tokens at the beginning of each sample that attend to each other in both directions, in all layers.
+    """A bidirectional prefix of each sample: its tokens attend to each other in both directions, in all layers.
 
-    A column of the batch, of 0 on the prefix and 1 on what follows, gives their number; no padding is read. Attention
-    modules of such a model may call themselves not causal: its own code always passes them a mask.
+    A column of the batch is 0 on the prefix and 1 after it; its values on padding are ignored. Attention modules of
+    such a model may have `is_causal=False`, because the model's own code always passes them a mask.
     """
 
     column: str = "token_type_ids"
     """Name of that column."""
     beyond_window: bool = True
-    """True if the tokens of a prefix also see those of it that lie out of the window."""
+    """True if tokens of a prefix also attend to its tokens outside the sliding window."""
     noun: ClassVar[str] = "a prefix"
-    """For people."""
+    """Name of a run in messages."""
 
     def enabled(self, text_config: Any) -> bool:
-        """Return True: every configuration of the family has it."""
+        """Return True: all models of the family have a prefix."""
         return True
 
     def is_in(self, window: int | None) -> bool:
-        """Return True: layers with any window have it."""
+        """Return True: all layers have a prefix."""
         return True
 
     def of_sample(self, sample: Mapping[str, torch.Tensor], types_L: torch.Tensor) -> Runs:
-        """Find the prefix of a sample in its column; the kinds of its tokens do not matter."""
+        """Find the prefix of a sample in its column; `types_L` is ignored."""
         length = prefix_length(sample[self.column].cpu().numpy())
         return ((0, length),) if length else ()
 
@@ -91,13 +91,13 @@ class Prefix:
         """Find the prefix of each sample of a row.
 
         Args:
-            row: with the column among its `extras`. Without `HostMetadata.prefixes` a row on an accelerator takes one
-                host–device sync.
-            table: its media, which do not matter.
+            row: a row with the column in its `extras`. On an accelerator, a row without `HostMetadata.prefixes` costs
+                one host–device sync.
+            table: ignored.
 
         Raises:
-            LayoutError: the row has no such column, or a sample's is not zeros and then ones, or not what the metadata
-                has (an accelerator asserts the last, asynchronously).
+            LayoutError: the column is missing or malformed, is not zeros and then ones in each sample, or differs from
+                the metadata (compared on an accelerator only, in an asynchronous assertion).
         """
         column_1T = row.extras.get(self.column)
         if column_1T is None:
@@ -115,7 +115,7 @@ class Prefix:
 
 
 Sees = ImageSpans | Prefix
-"""The tokens that a model lets see later ones."""
+"""The tokens of a sample that attend to later tokens."""
 
 
 def media_runs(types_L: np.ndarray) -> Runs:
@@ -128,12 +128,19 @@ def media_runs(types_L: np.ndarray) -> Runs:
 
 
 def prefix_length(column_L: np.ndarray) -> int:
-    """Count the tokens of a sample's prefix in its column, [L], 0 on the prefix."""
+    """Return the length of a sample's prefix from its column [L], which is 0 on the prefix."""
     return int(np.argmax(np.append(column_L, 1) != 0))
 
 
 def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence[int], name: str) -> Runs:
-    """Find the prefix of each sample of a row in its column, as `Prefix.of_row` does; `name`: of the column."""
+    """Find the prefix of each sample of a row, as `Prefix.of_row` does.
+
+    Args:
+        column_1T: the row's column.
+        segments: the row's boundaries.
+        known: prefix lengths of the host metadata; (): not known.
+        name: name of the column, for messages.
+    """
     compared = len(known) == segments.num_samples and not on_host(column_1T)
     column_T = np.zeros(0) if compared else column_1T[0].cpu().numpy()
     runs, expected_T = [], np.zeros(segments.total, np.int64)
@@ -146,7 +153,7 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
                 f"sample {sample}: its {name} are {_shown(column_T[start:stop])}, which is no prefix and its suffix; "
                 "they have to be 0 from its first token to the last of the prompt, and 1 from there on"
             )
-    if compared:  # what stands on padding does not matter
+    if compared:  # values on padding are ignored
         device = column_1T.device
         agree_T = column_1T[0].masked_fill(segments.padding_mask(device), 0) == to_device(expected_T, device)
         message = f"prefixes of the host metadata are not those of {name}; leave the metadata out"

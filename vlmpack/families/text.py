@@ -1,7 +1,8 @@
-"""Families of text models, one descriptor each: what follows the head, and the mechanisms of the layers.
+"""Families of text models, one descriptor each: the function after the head, and the mechanisms of the layers.
 
-Windows, softcaps and sinks are in no descriptor: they are read off what each layer passes to its attention function,
-and windows are compared with the masks of the model's own code. Qwen3 and Qwen3-Next are in `qwen.py`.
+Sliding windows, softcaps and sinks are not in the descriptors. They are read from the arguments that each layer passes
+to its attention function, and windows are compared with the masks of the model's own code. Qwen3 and Qwen3-Next are in
+`qwen.py`, and Llama 4 in `llama.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from vlmpack.families.family import Family, Rotary
 
 
 def capped_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Bound logits by `final_logit_softcapping`, if the configuration has one."""
+    """Softcap logits with `final_logit_softcapping`, unless it is None."""
     cap = text_config.final_logit_softcapping
     return output if cap is None else torch.tanh(output / cap) * cap
 
 
 def multiplied_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Multiply by `logit_scale`."""
+    """Multiply logits by `logit_scale`."""
     return output * text_config.logit_scale
 
 
 def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
-    """Divide by `logits_scaling`."""
+    """Divide logits by `logits_scaling`."""
     return output / text_config.logits_scaling
 
 
@@ -35,7 +36,7 @@ def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
 
 
 def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
-    """A family of text models: no processor, no vision, no media."""
+    """Describe a family of text models: no processor, no vision, no media."""
     text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": {}}
     text |= {"positions_rule": Rotary(axes=1), "token_types": None}
     return Family(model_type=model_type, model_class=model_class, **text, **settings)

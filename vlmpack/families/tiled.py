@@ -1,7 +1,7 @@
-"""Families whose images are rows of a batch, or tiles, with one rotary position a token: one descriptor each.
+"""Tiled families: images are rows of a batch, or tiles, with one rotary position per token. One descriptor each.
 
-Their towers stay as they are. A rule a family counts the placeholder tokens of each tile or image, as its processor
-writes them and its model computes them.
+Most of their towers compute every tile separately; a tower that attends within boundaries has `tile_boundaries`. For
+each family, a rule counts the placeholder tokens of each tile or image, as its processor and its model do.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def tiled_family(model_type: str, name: str, *, processor: str | None = None, **settings: Any) -> Family:
-    """A family whose images are rows of a batch or tiles, and whose text part has one position a token.
+    """Describe a family whose images are rows of a batch or tiles, and whose text part has one position per token.
 
-    `name`: that of its classes, `...ForConditionalGeneration` and, without `processor`, `...Processor`.
+    `name`: first part of its class names, `...ForConditionalGeneration` and, without `processor`, `...Processor`.
     """
     tiled: dict[str, Any] = {
         "model_class": f"{name}ForConditionalGeneration",
@@ -38,23 +38,25 @@ def tiled_family(model_type: str, name: str, *, processor: str | None = None, **
     return Family(model_type=model_type, **{**tiled, **settings})
 
 
-# ---------------------------------------------------------------------- placeholder tokens of tiles and images
+# ---------------------------------------------------------------------- numbers of placeholder tokens
 
 
 def tiles_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W] makes `image_seq_length` tokens."""
+    """Return `image_seq_length` tokens for every row of `pixel_values` [N, 3, H, W]."""
     return [config.image_seq_length] * len(tensors["pixel_values"])
 
 
 def shuffled_tiles(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W] makes a token of every `downsample_factor`² features."""
+    """Return one token for every `downsample_factor`² patches of each row of `pixel_values` [N, 3, H, W]."""
     rows, columns = (n // config.vision_config.patch_size for n in tensors["pixel_values"].shape[-2:])
     return [rows * columns // config.downsample_factor**2] * len(tensors["pixel_values"])
 
 
 def images_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every row of `pixel_values` [N, 3, H, W] makes the features of the tower, without its CLS token by default; where
-    images come with `image_sizes` [N, 2], each those of its own size."""
+    """Return one token for every feature of the tower, for each row of `pixel_values` [N, 3, H, W].
+
+    The CLS token is left out by default. With `image_sizes` [N, 2], patches of each image's own size are counted.
+    """
     if "image_sizes" in tensors:
         return (tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist()
     rows, columns = (n // config.vision_config.patch_size for n in tensors["pixel_values"].shape[-2:])
@@ -62,20 +64,24 @@ def images_of_one_size(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def _selected(patches: int, config: Any) -> int:
-    """Features of a tile that are left: a CLIP tower has a CLS token, and "default" leaves the first feature out."""
+    """Number of features used of a tile: a CLIP tower adds a CLS token, and "default" drops the first feature."""
     has_cls = config.vision_config.model_type == "clip_vision_model"
     return patches + has_cls - (config.vision_feature_select_strategy == "default")
 
 
 def tiles_by_size(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each image of `image_sizes` [N, 2] makes a thumbnail, and the tiles of the grid that fits it best, without what
-    they pad it with, and a token after each row."""
+    """Return the tokens of each image of `image_sizes` [N, 2]: a thumbnail, and the tiles of the best-fitting grid.
+
+    Features of the tiles' padding are dropped, and one token follows each row of features.
+    """
     return [_thumbnail(config) + prod(_unpadded(size, config, rows=1)) for size in tensors["image_sizes"].tolist()]
 
 
 def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Tiles of `tiles_by_size`, not more than `vision_aspect_ratio` allows; where a sample has several images, each
-    makes a thumbnail and a token alone."""
+    """Return the tokens of `tiles_by_size`, limited by `vision_aspect_ratio`.
+
+    If a sample has several images, each has only a thumbnail and one more token.
+    """
     sizes = tensors["image_sizes"].tolist()
     counts = tensors["batch_num_images"].tolist() if "batch_num_images" in tensors else [1] * len(sizes)
     is_single = [n == 1 for n in counts for _ in range(n)]
@@ -84,18 +90,19 @@ def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
     for size, single in zip(sizes, is_single, strict=True):
         height, width = _unpadded(size, config) if single else (0, 0)
         ratio = math.sqrt(height * width / most)
-        if ratio > 1.1:  # as the model shrinks them
+        if ratio > 1.1:  # the model shrinks features likewise
             height, width = int(height // ratio), int(width // ratio)
         tokens.append(_thumbnail(config) + (height * (width + 1) if single else 1))
     return tokens
 
 
 def pooled_frames(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each video of `pixel_values_videos` [N, F, 3, H, W] makes the features of its frames, pooled two by two, and a
-    token that ends it.
+    """Return the tokens of each video of `pixel_values_videos` [N, F, 3, H, W].
+
+    These are the features of its frames, pooled 2 x 2, and an end token.
 
     Raises:
-        LayoutError: frames of another size than the tower's tiles.
+        LayoutError: the frames do not have the size of the tower's tiles.
     """
     if (videos := tensors.get("pixel_values_videos")) is None:
         return ()
@@ -109,7 +116,7 @@ def pooled_frames(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def _side(config: Any) -> int:
-    """Patches along the side of a tile."""
+    """Number of patches along the side of a tile."""
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
@@ -118,9 +125,9 @@ def _thumbnail(config: Any) -> int:
 
 
 def _unpadded(size: Sequence[int], config: Any, *, rows: int = 0) -> tuple[int, int]:
-    """Rows and columns of features of an image of `size`, without what pads it to the tiles' proportions.
+    """Rows and columns of features of an image of `size`, without the padding to the proportions of its tiles.
 
-    `rows`: tokens that follow each row.
+    `rows`: number of tokens that follow each row; they count as columns.
     """
     from transformers.image_processing_utils import select_best_resolution
 
@@ -136,32 +143,35 @@ def _unpadded(size: Sequence[int], config: Any, *, rows: int = 0) -> tuple[int, 
 
 
 def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Every tile of `pixel_values` [B, N, 3, H, W] that is not all zeros, which are left out as padding."""
+    """Return the tokens of every tile of `pixel_values` [B, N, 3, H, W]; tiles of zeros are padding and left out."""
     real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1)
     side = config.vision_config.image_size // config.vision_config.patch_size
     return [int(side**2 / config.scale_factor**2)] * int(real.sum())
 
 
 def without_padding(tensors: Tensors) -> Tensors:
-    """[B, N, ...] tensors to [1, n, ...] of the n tiles that are not all zeros."""
+    """Remove padding tiles, which are all zeros: [B, N, ...] tensors become [1, n, ...]."""
     real = tensors["pixel_values"].flatten(0, 1).flatten(1).any(1) if "pixel_values" in tensors else None
     return {name: tensor.flatten(0, 1)[real][None] for name, tensor in tensors.items()}
 
 
 def merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each image of `image_sizes` [N, 2] makes a token of every square of `spatial_merge_size` patches."""
+    """Return one token for every `spatial_merge_size`² patches of each image of `image_sizes` [N, 2], in pixels."""
     side = config.vision_config.patch_size * config.spatial_merge_size
     return (tensors["image_sizes"] // side).prod(-1).tolist()
 
 
 def patches_of_sizes(tensors: Tensors, config: Any) -> Sequence[Segments]:
-    """The patches of each image of `image_sizes` [N, 2]."""
+    """Return the boundaries of images: one segment with the patches of each image of `image_sizes` [N, 2]."""
     return [Segments.from_lengths((tensors["image_sizes"] // config.vision_config.patch_size).prod(-1).tolist())]
 
 
 def merged_windows(tensors: Tensors, config: Any, *, sizes: str = "target_sizes") -> Sequence[int]:
-    """Each image of `target_sizes` [N, 2], in patches, is merged `merger_times`, and once more inside the tower; so is
-    each frame of a video, or tile of one, of `target_sizes_videos`."""
+    """Return the tokens of each image of `target_sizes` [N, 2], in patches.
+
+    Patches are merged `merger_times`, and once more inside the tower unless `downsample_mode` is "4x". The same rule
+    counts each frame of a video, or tile of a frame, with `sizes="target_sizes_videos"`.
+    """
     rows, columns = (n**config.merger_times for n in config.merge_kernel_size)
     inner = 1 if config.downsample_mode == "4x" else 2
     sizes_N2 = tensors[sizes].tolist() if sizes in tensors else []
@@ -169,8 +179,10 @@ def merged_windows(tensors: Tensors, config: Any, *, sizes: str = "target_sizes"
 
 
 def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[int]]:
-    """Columns of `pixel_values` [1, 3, P, columns]: P for every patch of each image of `target_sizes` [N, 2]; and those
-    of frames of videos."""
+    """Return the number of columns of each image in `pixel_values` [1, 3, side, columns].
+
+    Every patch of `target_sizes` [N, 2] has `side` columns. Frames of videos are counted likewise.
+    """
     side, sizes = config.vision_config.patch_size, {"": "target_sizes", "_videos": "target_sizes_videos"}
     return {
         f"pixel_values{of}": (tensors[name].prod(-1) * side).tolist() for of, name in sizes.items() if name in tensors
@@ -178,8 +190,10 @@ def columns_of_targets(tensors: Tensors, config: Any) -> Mapping[str, Sequence[i
 
 
 def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
-    """The patches of each image of `target_sizes` [N, 2], and of each frame, before and after they are merged inside
-    the tower, and the windows that are merged."""
+    """Return all boundaries of the tower, separately for images of `target_sizes` [N, 2] and for frames of videos.
+
+    These are the patches of each image before and after merging inside the tower, and the windows that are merged.
+    """
     calls = [tensors[name].prod(-1).tolist() for name in ("target_sizes", "target_sizes_videos") if name in tensors]
     window = prod(config.vision_config.window_kernel_size)
     whole = [Segments.from_lengths([n // merged for n in patches]) for patches in calls for merged in (1, 4)]
@@ -187,16 +201,18 @@ def patches_of_targets(tensors: Tensors, config: Any) -> Sequence[Segments]:
 
 
 def shuffled_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each tile of `spatial_shapes` [N, 2], in patches, makes a token of every `downsample_factor`² of them."""
+    """Return one token for every `downsample_factor`² patches of each tile of `spatial_shapes` [N, 2], in patches."""
     return (tensors["spatial_shapes"] // config.downsample_factor).prod(-1).tolist()
 
 
 def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Each image of `pixel_values` [N, 3, H, W] makes the queries of each of its `num_local_patches` [N] tiles in
-    `pixel_values_local`, those of the whole image, and a token that ends it.
+    """Return the tokens of each image of `pixel_values` [N, 3, H, W].
+
+    These are the queries of its tiles in `pixel_values_local` (`num_local_patches` [N] counts the tiles of each image),
+    the queries of the whole image, and an end token.
 
     Raises:
-        LayoutError: there are more or fewer tiles than the images count.
+        LayoutError: the number of tiles is not the sum of `num_local_patches`.
     """
     whole, tiles = tensors["pixel_values"], tensors.get("pixel_values_local")
     counts = tensors["num_local_patches"].tolist() if "num_local_patches" in tensors else [0] * len(whole)
@@ -211,13 +227,13 @@ def views_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
 
 
 def tiles_of_views(tensors: Tensors, config: Any) -> Mapping[str, Sequence[int]]:
-    """The tiles in `pixel_values_local` of each image of `num_local_patches` [N]."""
+    """Return the number of tiles of each image in `pixel_values_local`, from `num_local_patches` [N]."""
     counts = tensors.get("num_local_patches")
     return {} if counts is None else {"pixel_values_local": counts.tolist()}
 
 
 def _queries(pixels: torch.Tensor, config: Any) -> int:
-    """Learned queries of a view of DeepSeek-OCR 2, which it has for two resolutions: of 144 features, and of more."""
+    """Number of learned queries of a view in DeepSeek-OCR 2: 144 for up to 144 features, otherwise 256."""
     side = 4 * config.vision_config.sam_config.patch_size  # two convolutions halve rows and columns of patches
     rows, columns = (-(-n // side) for n in pixels.shape[-2:])
     return 144 if rows * columns <= 144 else 256

@@ -1,13 +1,13 @@
-"""Images that are rows of a batch, or tiles of one: how tensors of samples are joined, and which tokens stand for them.
+"""Images that are rows of a batch, or tiles: how tensors of samples are joined, and how their tokens are counted.
 
-A tower whose own code keeps images apart needs no boundaries of a row. What has to be right is the place of each
-image's features: transformers puts them, one after the other, on the placeholders of the whole row.
+If the tower's own code computes every tile separately, it needs no boundaries. But transformers writes the features, in
+order, to the placeholders of the whole row, so the numbers of placeholders must match:
 
     row       x [ i i i i ] x   x [ i i ; i i ] x       two samples; `i` a placeholder, `;` text between tiles
     tokens        4                 2     2             of each tile or image, in the order of the tensors
-    ends                4                 8             placeholders up to the end of each sample
+    ends                4                 8             number of placeholders up to the end of each sample
 
-A sample ends where an image does, so no image's features lie in two samples (`layout.media.place`).
+A sample must end where an image ends, so that no image's features are in two samples (`layout.media.place`).
 
 N tiles or images, S samples, T row tokens.
 """
@@ -27,33 +27,35 @@ from vlmpack.errors import LayoutError
 from vlmpack.layout.segments import Segments
 
 TileTokens = Callable[[Mapping[str, torch.Tensor], Any], Sequence[int]]
-"""Media tensors by name, and the model's configuration, to the placeholder tokens of each tile or image, in order."""
+"""Function of media tensors by name and the model's configuration; returns the number of placeholder tokens of each
+tile or image, in order."""
 
 TileEntries = Callable[[Mapping[str, torch.Tensor], Any], Mapping[str, Sequence[int]]]
-"""Media tensors by name, and the model's configuration, to the number of entries of each tile or image, along the axis
-on which samples are joined, in the tensors that have not one each."""
+"""Function of media tensors by name and the model's configuration; returns the number of entries of each tile or image,
+along the axis on which samples are joined, for the tensors where it is not 1."""
 
 TileBoundaries = Callable[[Mapping[str, torch.Tensor], Any], Sequence[Segments]]
-"""Media tensors by name, and the model's configuration, to every set of boundaries that blocks of a tower attend in."""
+"""Function of media tensors by name and the model's configuration; returns all sets of boundaries that blocks of the
+tower attend within."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """Rule for joining the tensors of one name of several samples."""
+    """Rule for joining a media tensor of several samples."""
 
     axis: int = 0
-    """The axis along which samples follow each other."""
+    """The axis along which samples are concatenated."""
     pad: bool = False
     """True if the other axes are padded with zeros to a common size."""
     counts_images: bool = False
-    """True if its entries are the numbers of images of samples, [samples with images]."""
+    """True if the tensor has the number of images of each sample, [samples with images]."""
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Join tensors of any equal number of axes, in order.
+        """Join tensors with the same number of axes, in order.
 
         Raises:
-            LayoutError: their sizes differ on another axis than that along which they are joined.
+            LayoutError: their sizes differ on another axis.
         """
         if self.pad:
             sizes = np.max([tensor.shape for tensor in tensors], axis=0)
@@ -75,7 +77,7 @@ def _padded(tensor: torch.Tensor, sizes: np.ndarray, axis: int) -> torch.Tensor:
 QWEN_MEDIA: Mapping[str, Join] = {
     name: Join() for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 }
-"""Patches and grids of images and of videos, one after the other."""
+"""Patches and grids of images and videos, concatenated."""
 
 
 # ---------------------------------------------------------------------- tokens of tiles
@@ -83,16 +85,20 @@ QWEN_MEDIA: Mapping[str, Join] = {
 
 def patches_in(pixels: Sequence[torch.Tensor], vision: Any) -> int:
     """Count the patches of all these pixels; `vision`: the vision part's configuration."""
-    vision = getattr(vision, "sam_config", vision)  # of DeepSeek-OCR 2's tower the part that is given pixels
+    vision = getattr(vision, "sam_config", vision)  # the part of DeepSeek-OCR 2's tower that reads pixels
     sides = vision.patch_size if isinstance(vision.patch_size, list | tuple) else (vision.patch_size,) * 2
     return sum(tensor.numel() for tensor in pixels) // (getattr(vision, "num_channels", 3) * prod(sides))
 
 
 def tiles_of_images(tokens: Sequence[int], images: Sequence[int]) -> list[tuple[int, int]]:
-    """Begin and end, in tiles of so many tokens, of images of so many tokens.
+    """Return (start, stop) of the tiles of each image.
+
+    Args:
+        tokens: number of tokens of each tile.
+        images: number of tokens of each image.
 
     Raises:
-        LayoutError: an image ends inside a tile, or there are other tokens.
+        LayoutError: an image ends inside a tile, or the totals differ.
     """
     ends = np.append(0, np.cumsum(tokens, dtype=np.int64))
     edges = np.searchsorted(ends, np.append(0, np.cumsum(images, dtype=np.int64)))
