@@ -64,7 +64,7 @@ class AttentionCall:
     value_dim: int | None = None
     """Head dimension of values; None: H."""
     pattern: tuple[str, ...] = ()
-    """Names of the pattern's parts beside causal attention, such as "window"."""
+    """Names of the pattern's parts besides causal attention, such as "window"."""
 
     @classmethod
     def of(
@@ -99,7 +99,7 @@ class Softmax(NamedTuple):
     dropout: float
     """Probability of dropping an attention weight."""
     pattern: Pattern = CAUSAL
-    """The pattern beside causal attention. Calls that compute spans are not causal, but may have a window."""
+    """The pattern in addition to causal attention. Calls that compute spans are not causal, but may have a window."""
 
 
 class Backend(ABC):
@@ -147,7 +147,7 @@ class Backend(ABC):
             keys: the boundaries of keys and values if segments have more keys than queries; None: the same as
                 `segments`. Both must have the same number of segments, without gaps or empty segments, and the last
                 query of each segment must be at the position of its last key.
-            pattern: the layer's pattern beside causal attention, limited to the `patterns` of this back-end.
+            pattern: the layer's pattern in addition to causal attention, limited to the `patterns` of this back-end.
         """
         row, keys, others, spans = segments, keys or segments, keys, pattern.spans
         if (size := pattern.chunk) is not None and not self.by_mask:

@@ -87,7 +87,7 @@ ENDLESS = 1 << 62
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pattern:
-    """The attention pattern of one layer, beside causal attention within samples."""
+    """The attention pattern of one layer, in addition to causal attention within samples."""
 
     window: int | None = None
     """Size of the sliding window: number of tokens that a query attends to, itself included; None: no window."""

@@ -78,7 +78,7 @@ class Family:
     oldest_transformers: tuple[int, int] = (5, 17)
     """Oldest (major, minor) version of transformers that this descriptor was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
-    """Mechanisms of its decoder layers beside plain attention (`vlmpack.model.mechanisms`): the name of each mechanism,
+    """Mechanisms of its decoder layers besides plain attention (`vlmpack.model.mechanisms`): the name of each mechanism,
     and the names of its submodules."""
     positions_rule: Rotary | AskModel = field(default_factory=Rotary)
     """Rule for the rotary positions of its text part."""
@@ -178,7 +178,7 @@ class Family:
 
     @property
     def token_columns(self) -> tuple[str, ...]:
-        """Names of the batch columns that packed rows need beside ids: the column that marks the prefix."""
+        """Names of the batch columns that packed rows need besides ids: the column that marks the prefix."""
         return (self.sees.column,) if isinstance(self.sees, Prefix) else ()
 
     @property
@@ -300,7 +300,7 @@ class Family:
         return partial(with_media_table, self, config=config)
 
     def with_contexts(self, table: MediaTable) -> MediaTable:
-        """Set `Medium.context`: the value that a medium's features depend on beside its own tensors."""
+        """Set `Medium.context`: the value that a medium's features depend on besides its own tensors."""
         counts_images = any(join.counts_images for join in self.media.values())
         of_samples = [image.sample for image in table.images]
         longest = longest_of_samples(table) if self.audio is not None and self.audio.reads_padding else {}

@@ -65,7 +65,7 @@ def run_per_frame(grid: Grid, seconds: float | None, vision: Any) -> Placement:
 
 
 def run_of_pairs(grid: Grid, seconds: float | None, vision: Any) -> Placement:
-    """Place a video as one run of tokens; each covers `temporal_merge_size` frames, merged frames one position apart."""
+    """Place a video as one run; every token merges `temporal_merge_size` frames, which take one position."""
     size = vision.temporal_merge_size
     if grid[0] % size:
         raise LayoutError(

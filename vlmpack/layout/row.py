@@ -62,7 +62,7 @@ class PackedRow:
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, T] or [k, 1, T] tensors."""
     metadata: HostMetadata | None = None
-    """Metadata on the host beside the boundaries: media, target count, sample ids; with a `tree` too, it describes all
+    """Metadata on the host besides the boundaries: media, target count, sample ids; with a `tree` too, it describes all
     samples in full."""
     tree: PrefixTree | None = None
     """Shared prefixes of the samples (`share`); None: each sample goes through the model in full."""
