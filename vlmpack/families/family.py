@@ -78,8 +78,8 @@ class Family:
     oldest_transformers: tuple[int, int] = (5, 17)
     """Oldest (major, minor) version of transformers that this descriptor was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
-    """Mechanisms of its decoder layers besides plain attention (`vlmpack.model.mechanisms`): the name of each mechanism,
-    and the names of its submodules."""
+    """Mechanisms of its decoder layers besides plain attention (`vlmpack.model.mechanisms`), by name, each with the
+    names of its submodules."""
     positions_rule: Rotary | AskModel = field(default_factory=Rotary)
     """Rule for the rotary positions of its text part."""
     videos: VideoPlacement = single_run
