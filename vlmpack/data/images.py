@@ -194,7 +194,8 @@ def open_source(source: Any, *, kind: Literal["image", "video", "audio"], max_by
         )
     limits = "ImageLimits" if kind == "image" else "VideoLimits"
     fault = f"the encoded {kind} has {size} bytes, more than {limits}.max_bytes={max_bytes}; re-encode it or"
-    raise ImageError(f"{fault} raise the limit", f"{kind}_too_large")
+    remedy = "cut it into parts" if kind == "audio" else "raise the limit"
+    raise ImageError(f"{fault} {remedy}", f"{kind}_too_large")
 
 
 def _opened(source: Any, kind: str) -> IO[bytes]:
