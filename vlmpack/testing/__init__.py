@@ -1,4 +1,4 @@
-"""Tiny models and processors, drawn receipts, synthetic samples, and the comparison of packed with alone."""
+"""Tiny models and processors, synthetic receipts and samples, and the comparison of packed samples with each alone."""
 
 from __future__ import annotations
 

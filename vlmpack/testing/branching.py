@@ -1,9 +1,9 @@
-"""Samples that begin alike: pieces, joined along the paths of a tree.
+"""Samples that share prefixes: pieces, joined along the paths of a tree.
 
     pieces    0: an image and text   1: text   2: a long text   3: two images   4: one token   5: piece 0, other pixels
     samples   0 | 0 1 | 0 1 | 0 2 3 | 0 2 4 | 5 3
 
-`joined` makes one sample of several.
+`joined` joins several samples into one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Branches:
     """Pieces of samples, and the paths along which they are joined."""
 
     pieces: tuple[Sample, ...]
-    """Each is a sample by itself."""
+    """The pieces. Each one is a complete sample."""
     names: tuple[str, ...]
-    """Of the pieces, for people."""
+    """Readable names of the pieces."""
     paths: tuple[tuple[int, ...], ...]
-    """Pieces of each sample, in order."""
+    """For each sample, the indices of its pieces, in order."""
     masked: tuple[int, ...] = ()
-    """Samples that do not learn their first piece."""
+    """Indices of samples whose first piece is not trained on."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -47,15 +47,15 @@ class Branches:
         return samples
 
     def exchanged(self, piece: int, config: Any) -> Branches:
-        """Exchange the pixels of one piece and its words behind the first image, in all samples that have it.
+        """Exchange one piece's pixels, and its words after the first medium, in all samples that contain it.
 
-        Samples share as many tokens as before: what they begin with is left as it is.
+        Words before the first medium stay, so samples share as many tokens as before.
         """
         pieces = [_other_words(each, config) if at == piece else each for at, each in enumerate(self.pieces)]
         return replace(self, pieces=(*pieces,))
 
     def span(self, sample: int, piece: int) -> Span | None:
-        """The tokens of a sample that are those of a piece; None: it has none of them."""
+        """Return (start, stop) of a piece's tokens in a sample; None: the sample does not contain the piece."""
         path = self.paths[sample]
         if piece not in path:
             return None
@@ -65,11 +65,15 @@ class Branches:
 
 
 def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
-    """Let samples branch: three levels, an inner node where a sample ends, one-token branches, twins, and a stranger.
+    """Build samples that share prefixes from the samples of a probe.
+
+    The tree has three levels, an inner node where a sample ends, a branch of one token, two equal samples, and a
+    stranger: a sample whose first piece is the prefix with other pixels (in text models, with other words).
 
     Args:
-        samples: five of a probe: one with an image if the model takes any, any, a text, a long text, and any.
-        config: of the model.
+        samples: at least five samples: the first with an image if the model takes images, the third a text, the fourth
+            a long text; the second is not used.
+        config: the model's configuration.
 
     Raises:
         ConfigError: there are fewer than five samples.
@@ -81,7 +85,7 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
             "mixed_samples and of synthetic_samples become enough by with_adversarial_lengths(samples, config)"
         )
     first, _, text, long, last = samples[:5]
-    if any(join.counts_images for join in family.media.values()):  # an image is another one beside others
+    if any(join.counts_images for join in family.media.values()):  # an image is written differently beside others
         last = _without_images(last, config)
     pixels = {name: 2.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
     stranger = sample_like(first, {**first, **pixels}) if pixels else _other_words(_other_words(first, config), config)
@@ -94,13 +98,13 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
 
 
 def _without_images(sample: Sample, config: Any) -> Sample:
-    """A text of the same length in place of a sample with media."""
+    """Replace a sample with media by a text of the same length."""
     length, media = len(sample["input_ids"]), family_named(config.model_type).media
     return build_sample(config, stretches=[length], seed=length) if sample.keys() & media.keys() else sample
 
 
 def joined(pieces: Sequence[Sample]) -> Sample:
-    """Lay pieces one after the other into one sample, their media in the same order."""
+    """Join pieces into one sample, one after the other, with their media in the same order."""
     names, family = dict.fromkeys(name for piece in pieces for name in piece), pieces[0].family
     joins = {} if family is None else family.media
     laid: dict[str, torch.Tensor] = {}
@@ -108,12 +112,15 @@ def joined(pieces: Sequence[Sample]) -> Sample:
         join, parts = joins.get(name, Join()), [piece[name] for piece in pieces if name in piece]
         laid[name] = torch.stack(parts).sum(0) if join.counts_images else join(parts)
     for name in () if family is None else family.token_columns:
-        laid[name] = laid[name].cummax(0).values  # the prefix of the first one
+        laid[name] = laid[name].cummax(0).values  # only the first piece's prefix remains a prefix
     return sample_like(pieces[0], laid)
 
 
 def _other_words(piece: Sample, config: Any) -> Sample:
-    """Exchange pixels, and words behind the first of them. Labels follow: a shared token has none but its id."""
+    """Exchange pixels, and words after the first medium (all words if there is no medium).
+
+    Labels follow the new words, because the label of a shared token can only be its id.
+    """
     other = perturbed(piece, config)
     types = family_named(config.model_type).media_types(piece["input_ids"], config)
     is_behind = (types > 0).cumsum(0) > 0 if types.any() else torch.ones_like(types, dtype=torch.bool)

@@ -1,11 +1,11 @@
-"""Compare a packed row with each of its samples alone in plain transformers: logits, losses, gradients and work.
+"""Compare a packed row with each of its samples alone in plain transformers: logits, losses and gradients.
 
     alone = run_alone(model, samples)                     # plain transformers, one sample at a time
     packed = run_packed(model, row, samples)              # one packed row, or a padded batch that the step packs
-    errors = compare(packed, alone)                       # every logit, loss and parameter, the vision tower's too
-    assert not problems(errors, EQUAL[torch.float32]) + work_problems(packed.work, samples)
+    errors = compare(packed, alone)                       # logits, losses and gradients, including the vision tower's
+    assert not problems(errors, EQUAL[torch.float32])
 
-Errors are parts of the largest entry.
+Errors are fractions of the largest entry.
 """
 
 from __future__ import annotations
@@ -26,72 +26,74 @@ from vlmpack.layout.batch import PaddedBatch
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.testing.samples import Sample, alone, num_targets
 
-if TYPE_CHECKING:  # the face of the room loads no transformers
+if TYPE_CHECKING:  # importing this module must not load transformers
     from vlmpack.model.engine import StepConfig
     from vlmpack.model.result import StepResult, Work
 
 Gradients = Mapping[str, torch.Tensor]
-"""By name of the parameter; parameters without a gradient are left out."""
+"""Gradients by name of the parameter; parameters without a gradient are left out."""
 
 SMALLEST_GRADIENT = 1e-4
-"""A parameter whose gradient is below this part of the model's largest entry is compared with that part instead: times
-the float32 limit it is 1e-8 of that entry, less than one rounding. Gradients that almost cancel are off by as much."""
+"""A gradient's error is divided by at least this fraction of the model's largest gradient entry. Gradients that almost
+cancel have errors of that order: times the float32 limit, this is 1e-8 of the largest entry, less than one rounding."""
 ROUNDING = 1e-6
-"""A bias's gradient below this part of its weight's is what rounding leaves of terms that cancel."""
+"""A bias's gradient below this fraction of its weight's is only the rounding error of terms that cancel."""
 LOW_PRECISION_FACTOR = 4.0
-"""Errors in low precision may be so many times as large as without packing: rounding sends tokens to other experts, and
-kernels round at other places. A leak shows far below that, as nothing may move that is computed again."""
+"""In low precision, errors may be this many times as large as without packing: rounding sends tokens to other experts,
+and kernels round in other places. Isolation checks still find much smaller leaks: they repeat the same computation, so
+no logit may move."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Outcome:
-    """Logits, losses and gradients of several samples. The gradients are the model's tensors, moved out of it."""
+    """Logits, losses and gradients of several samples. The gradients are the model's own tensors, moved out of it."""
 
     logits: list[torch.Tensor]
-    """float32 or float64 [L, V] of each sample, on the CPU."""
+    """Logits of each sample: float32 or float64 [L, V], on the CPU."""
     target_losses: torch.Tensor
-    """float32 [N]: cross-entropy (nats) of each target, of all samples."""
+    """Cross-entropy (nats) of each target of all samples: float32 [N]."""
     sample_losses: torch.Tensor
-    """float32 [B]: mean cross-entropy (nats) of each sample, as it was returned."""
+    """Mean cross-entropy (nats) of each sample, as the pass returned it: float32 [B]."""
     sample_targets: tuple[int, ...]
-    """Number of targets of each sample: how `target_losses` is cut."""
+    """Number of targets of each sample, to split `target_losses` by."""
     loss: float
-    """Mean over the targets of all samples, as it was returned."""
+    """Mean loss over the targets of all samples, as the pass returned it."""
     gradients: Gradients
-    """Of that mean; frozen parameters have none."""
+    """Gradients of `loss`; frozen parameters have none."""
     work: Work | None = None
-    """The counts of a packed step."""
+    """Work counts of a packed step."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class GradientError:
-    """The worst parameter of a group."""
+    """The error of the worst parameter of a group."""
 
     error: float
-    """Largest difference, as a part of the parameter's largest entry."""
+    """Largest difference, as a fraction of the parameter's largest entry; in low precision, the group's error by root
+    mean square."""
     parameter: str
-    """Its name."""
+    """Name of the parameter."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """Distance of one outcome from another, as parts of the largest entry."""
+    """Errors of one outcome against another, as fractions of the largest entry."""
 
     logits: float
-    """At every position of every sample."""
+    """Largest error of the logits at any position of any sample."""
     target_losses: float
-    """Absolute differences of the targets' losses, summed, as a part of the sum of those losses."""
+    """Sum of the absolute errors of the targets' losses, as a fraction of the sum of those losses."""
     loss: float
-    """Relative."""
+    """Relative error of the loss."""
     sample_losses: float
-    """The worst of the samples' losses, as a part of the largest."""
+    """Largest error of a sample's loss, as a fraction of the largest sample loss."""
     sample_target_losses: float
-    """The same with the absolute differences of a sample's targets summed."""
+    """Largest mean absolute error of a sample's target losses, as a fraction of the largest sample loss."""
     gradients: Mapping[str, GradientError]
-    """The worst parameter of every group: modules of one name in all layers."""
+    """The worst parameter of each group. A group has the modules with one name in all layers."""
 
     def measured(self, limits: Limits) -> list[Measurement]:
         """List each error beside its limit."""
@@ -115,15 +117,15 @@ class Measurement:
     name: str
     """"logits", "loss", "sample losses", or "gradient of" a group of parameters."""
     error: float
-    """A part of the largest entry."""
+    """The error, as a fraction of the largest entry."""
     allowed: float
-    """The most that it may be."""
+    """The limit of `error`."""
     parameter: str = ""
-    """The worst parameter of a group."""
+    """Name of the worst parameter of a group."""
 
     @property
     def exceeds(self) -> bool:
-        """Return whether the error is above its limit, or NaN."""
+        """Whether the error is NaN or above its limit."""
         return not self.error <= self.allowed
 
     def __str__(self) -> str:
@@ -137,27 +139,28 @@ class Limits:
     """The largest errors that count as equal."""
 
     logits: float
-    """At every position."""
+    """Limit of the logits' error at any position."""
     loss: float
-    """Relative."""
+    """Limit of the loss's relative error."""
     gradient: float
-    """Of any group of parameters that `gradients` does not name."""
+    """Limit for each group of parameters that `gradients` does not name."""
     sample_losses: float = 1e-5
-    """Of each sample's loss."""
+    """Limit of the error of each sample's loss."""
     gradients: Mapping[str, float] = field(default_factory=dict)
-    """By group."""
+    """Limits by group of parameters."""
     cosine: float = inf
-    """Of 1 - cosine of a parameter's two gradients."""
+    """Limit of 1 - cosine of a parameter's two gradients."""
 
     @classmethod
     def beyond(cls, alone: Errors, padded: Errors, *, factor: float = 2.0) -> Limits:
-        """Set limits beyond the errors that the model makes without packing.
+        """Set limits above the errors that the model makes without packing.
 
         Args:
-            alone: of the samples alone: in low precision against float32; in float32 none.
-            padded: of plain transformers' padded batch, whose tower adds up gradients over all images as packing does.
-                Ten floors, or twice `alone`, are counted at most, so that a mistake of that path widens no limit.
-            factor: how much larger than these errors may be.
+            alone: errors of the samples alone: in low precision, their errors against float32; in float32, zero.
+            padded: errors of plain transformers' padded batch, where the vision tower sums gradients over all images,
+                as it does in a packed row. Each is capped at ten floors or twice `alone`, whichever is larger, so that
+                a bug in that pass cannot widen a limit much.
+            factor: the limits are the floor plus this many times these errors.
         """
 
         def limit(floor: float, error: float, batch: float) -> float:
@@ -169,7 +172,7 @@ class Limits:
 
         return cls(
             logits=limit(FLOOR.logits, alone.logits, padded.logits),
-            # Not beyond the mean's error, which may be 0 by chance.
+            # The mean's own error may be 0 by chance, so use the summed absolute errors.
             loss=limit(FLOOR.loss, alone.target_losses, padded.target_losses),
             sample_losses=limit(FLOOR.loss, alone.sample_target_losses, padded.sample_target_losses),
             gradient=FLOOR.gradient,
@@ -178,13 +181,13 @@ class Limits:
 
 
 FLOOR = Limits(logits=2e-5, loss=1e-5, gradient=1e-4)
-"""Errors that float32 alone accounts for in any model on any device; a leak is a thousand times as much."""
+"""Errors that float32 rounding causes in any model on any device. A leak is a thousand times as large."""
 EQUAL = {
     torch.float32: Limits(logits=5e-6, loss=1e-6, gradient=1e-5, cosine=1e-9),
     torch.float64: Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12),
 }
-"""Limits of tiny models on a CPU. Losses are summed in float32 in either. In low precision `Limits.beyond` the errors
-of the samples alone count."""
+"""Limits for tiny models on a CPU. Losses are summed in float32 with either dtype. In low precision, use
+`Limits.beyond` with the errors of the samples alone."""
 
 
 # ---------------------------------------------------------------------- running
@@ -197,13 +200,13 @@ def run_alone(
     gradients: bool = True,
     forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Outcome:
-    """Compute each sample alone through the unmodified model; the loss is the mean over all targets.
+    """Run each sample alone through the unmodified model; the loss is the mean over all targets.
 
     Args:
-        model: without packing.
-        samples: on any device.
+        model: a model without packing.
+        samples: samples on any device.
         gradients: also run the backward passes.
-        forward_context: entered around each forward pass, and not around backward passes: mode, autocast.
+        forward_context: a context manager around each forward pass, but not around backward passes: mode, autocast.
 
     Raises:
         ConfigError: packing is enabled on the model.
@@ -234,9 +237,9 @@ def run_packed(
     settings: StepConfig | None = None,
     gradients: bool = True,
 ) -> Outcome:
-    """Compute samples as one packed row by `PackedStep`; `samples` are those of the row, in its order.
+    """Run a packed row, or a padded batch, through `PackedStep`; `samples` are its samples, in order.
 
-    Packing is enabled meanwhile, and afterwards as it was.
+    Packing is enabled during the run, and disabled afterwards if it was disabled before.
     """
     from vlmpack.model.enable import disable_packing, is_packing
     from vlmpack.model.step import PackedStep
@@ -257,9 +260,9 @@ def run_packed(
 def plain_output(
     model: nn.Module, inputs: Mapping[str, Any], *, use_cache: bool | None = False, **settings: bool
 ) -> Any:
-    """Call an unmodified model on its device; by default without its load-balancing loss.
+    """Call an unmodified model on its device, by default without its load-balancing loss.
 
-    `use_cache`: None leaves it to the model's configuration.
+    `use_cache`: None uses the setting of the model's configuration.
     """
     from vlmpack.model.plain import find_model
 
@@ -273,7 +276,7 @@ def plain_output(
 
 
 def outcome_of_step(model: nn.Module, result: StepResult, samples: Sequence[Sample]) -> Outcome:
-    """Collect the outcome of a packed step that returned its logits, and of the gradients that the model holds."""
+    """Collect the outcome of a packed step that returned logits, with the gradients that the model holds."""
     loss, losses = float(result.loss.detach()), result.sample_losses
     return outcome_of(model, samples, logits_by_sample(result), loss, sample_losses=losses, work=result.work)
 
@@ -287,9 +290,9 @@ def outcome_of(
     sample_losses: torch.Tensor | None = None,
     work: Work | None = None,
 ) -> Outcome:
-    """Collect an outcome from logits [L, V] of each sample and from the gradients that the model holds.
+    """Collect an outcome from the logits [L, V] of each sample and the gradients that the model holds.
 
-    `sample_losses` [B] as they were returned; None: those of the logits. `work` of a packed step.
+    `sample_losses`: [B], as the pass returned them; None: computed from the logits. `work`: counts of a packed step.
     """
     on_host = [to_host(x) for x in logits]
     losses = [target_losses(x, sample["labels"]) for x, sample in zip(on_host, samples, strict=True)]
@@ -305,31 +308,31 @@ def outcome_of(
 
 
 def logits_by_sample(result: StepResult) -> list[torch.Tensor]:
-    """[L, V] logits of each sample, cut from those of the row."""
+    """Split the logits of a row into [L, V] of each sample."""
     assert result.row_logits is not None
     return [result.row_logits[0, start:stop] for start, stop in result.segments.spans]
 
 
 def target_losses(logits_LV: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
-    """float32 [N]: cross-entropy (nats) of each of a sample's targets under its logits; labels are not shifted."""
+    """Return the cross-entropy (nats) of each target of a sample, float32 [N]; labels are not shifted."""
     targets = labels_L[1:].to(logits_LV.device)
     is_target = targets != IGNORE
     return F.cross_entropy(logits_LV[:-1][is_target].float(), targets[is_target], reduction="none")
 
 
 def mean_losses(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """float32 [B]: mean of each sample's target losses [n]; 0 for a sample without targets."""
+    """Return the mean of each sample's target losses [n], float32 [B]; 0 for a sample without targets."""
     return torch.stack([x.sum() / max(len(x), 1) for x in losses])
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Compute gradients, if anything is trained."""
+    """Compute gradients if any parameter is trained."""
     if loss.requires_grad:
         loss.backward()
 
 
 def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Move the gradients out of the model."""
+    """Return the model's gradients by parameter name, and remove them from the model."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for p in model.parameters():
         p.grad = None
@@ -337,7 +340,7 @@ def take_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """Copy to the CPU in float32 at least, without a graph."""
+    """Return a detached tensor on the CPU, in float32 or higher precision."""
     return x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
 
 
@@ -347,13 +350,13 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 def compare(
     actual: Outcome, truth: Outcome, *, low: bool = False, smallest_gradient: float = SMALLEST_GRADIENT
 ) -> Errors:
-    """Measure the distance of `actual` from `truth`. A gradient that one of them lacks counts as 0.
+    """Compute the errors of `actual` against `truth`. A gradient that only one of them has counts as 0 in the other.
 
     Args:
-        actual: what is compared.
-        truth: what it is compared with.
-        low: one of them is in low precision. The largest error of a few roundings is chance, so logits and groups of
-            gradients are then compared by their root mean square, as a part of that of the truth.
+        actual: the outcome to check.
+        truth: the reference.
+        low: one of them is in low precision. There the largest of a few rounding errors is a matter of chance, so
+            logits and groups of gradients are compared by root mean square, as a fraction of that of the reference.
         smallest_gradient: see `SMALLEST_GRADIENT`.
     """
     pairs = list(zip(actual.logits, truth.logits, strict=True))
@@ -370,7 +373,7 @@ def compare(
 
 
 def problems(errors: Errors, limits: Limits) -> list[str]:
-    """Describe every error above its limit, one line each; empty: packed equals alone."""
+    """Describe every error above its limit, one line each; empty: packed equals alone within the limits."""
     return [f"{each.name}: {each}" for each in errors.measured(limits) if each.exceeds]
 
 
@@ -380,18 +383,18 @@ class GradientCosine:
     """The parameter whose two gradients differ most in direction."""
 
     cosine: float
-    """The smallest of all parameters, computed in float64."""
+    """The smallest cosine of all parameters, computed in float64."""
     parameter: str
-    """Its name."""
+    """Name of its parameter."""
     parameters: int
-    """Number of those that were compared."""
+    """Number of parameters that were compared."""
 
 
 def smallest_cosine(actual: Gradients, truth: Gradients) -> GradientCosine:
-    """Find the smallest cosine of any parameter's two gradients.
+    """Find the smallest cosine between the two gradients of any parameter.
 
-    A parameter with a gradient on one side only counts as 0, one whose gradient is 0 on both as 1, and so does a bias
-    of whose gradient rounding alone is left.
+    The cosine counts as 0 if only one side has a gradient. It counts as 1 if both gradients are 0, or if the parameter
+    is a bias whose gradients are only rounding errors (see `ROUNDING`).
     """
     cosines = {name: _cosine(actual.get(name), truth.get(name)) for name in {**truth, **actual}}
     for name in cosines.keys() & truth.keys():
@@ -427,31 +430,37 @@ def _gradient_errors(actual: Gradients, truth: Gradients, *, low: bool, smallest
 
 
 def _largest_of_weight(name: str, truth: Gradients) -> float:
-    """The largest entry of the gradient of a bias's weight; 0 for other parameters.
+    """For a bias, return the largest entry of the gradient of its weight; for other parameters, return 0.
 
-    Both sum the same terms over tokens. In a bias they may cancel: that of keys which are not rotated shifts all scores
-    of a query alike, and its gradient is what rounding leaves.
+    The gradients of bias and weight sum the same terms over tokens, but those of a bias may cancel. For example, the
+    bias of keys without rotary positions shifts all scores of a query equally, so its true gradient is 0 and only
+    rounding errors remain.
     """
     weight = truth.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
     return 0.0 if weight is None else float(weight.abs().max())
 
 
 def group_of(parameter: str) -> str:
-    """`model.language_model.layers.3.self_attn.q_proj.weight` is one of `language_model.layers.self_attn`."""
+    """Return the group of a parameter.
+
+    `model.language_model.layers.3.self_attn.q_proj.weight` is in the group `language_model.layers.self_attn`.
+    """
     modules = parameter.split(".")[:-1]
     named = (part for part in modules if not part.isdigit() and part not in ("model", "base_model", "module"))
     return ".".join([*named][:3]) or parameter
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:
-    """Largest difference as a part of the largest entry (at least `least`); NaN counts as infinitely far."""
+    """Return the largest difference as a fraction of the largest expected entry (at least `least`); NaN counts as
+    infinite."""
     expected = _at_least_float32(expected)
     difference = (_at_least_float32(actual).to(expected.device) - expected).abs().nan_to_num(nan=inf)
     return float(difference.max()) / max(float(expected.abs().max()), least, 1e-30)
 
 
 def rms_distance(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Root mean square of the differences as a part of that of what is expected; NaN counts as infinitely far."""
+    """Return the root mean square of the differences as a fraction of that of the expected values; NaN counts as
+    infinite."""
     squares = [0.0, 0.0]
     for actual, expected in pairs:
         expected = _at_least_float32(expected)
@@ -461,7 +470,7 @@ def rms_distance(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 
 def relative(actual: float, expected: float) -> float:
-    """Relative difference of two numbers; NaN counts as infinitely far."""
+    """Return the relative difference of two numbers; NaN counts as infinite."""
     return _or_infinite(abs(actual - expected) / max(abs(expected), 1e-30))
 
 

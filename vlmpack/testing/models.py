@@ -1,6 +1,6 @@
-"""Tiny models: the Qwen classes of the installed transformers, with small sizes and random weights.
+"""Tiny models: the model classes of the installed transformers, with small sizes and random weights.
 
-Nothing is downloaded, and nothing is a stand-in: windows, deepstack, rotary positions and experts are the real ones.
+Nothing is downloaded and nothing is mocked: windows, deepstack, rotary positions and experts are the real ones.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.testing.recipes import RECIPES, Recipe, layer_types, patch_blocks
 
 DEFAULT_FAMILY = "qwen3_vl"
-"""Of tiny models and processors."""
+"""The default family of tiny models and processors."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class TinySizes:
-    """The sizes of a tiny model. Lengths are in tokens or pixels, everything else in channels or counts."""
+    """Sizes of a tiny model. Lengths are in tokens or pixels, widths in channels; other fields are counts and ids."""
 
     hidden: int = 64
     """Width of the text model."""
     layers: int = 2
-    """Layers of the text model; in hybrid ones every fourth and the last have attention."""
+    """Layers of the text model. In hybrid models, every fourth layer and the last one have attention."""
     heads: int = 4
     """Query heads of the text model."""
     kv_heads: int = 2
     """Key and value heads of the text model."""
     head_dim: int | None = None
-    """Width of one head of the text model; None: `hidden // heads`. Qwen2-VL and Qwen2.5-VL take no other value."""
+    """Width of one head of the text model; None: `hidden // heads`. Families with `since_qwen3=False` in their recipe
+    take no other value."""
     intermediate: int | None = None
     """Width of the text model's MLP; None: twice `hidden`."""
     experts: int = 8
@@ -49,15 +50,15 @@ class TinySizes:
     vision_heads: int = 2
     """Heads of the vision tower."""
     patch_size: int | None = None
-    """Side of a patch in pixels; None: the family's own, 14 (16 from Qwen3-VL on)."""
+    """Side of a patch in pixels; None: the family's default: 14, 16 (from Qwen3-VL on), or 6 for tiles."""
     merge: int = 2
     """Patches merged into one token along each side."""
     temporal_patch_size: int = 2
     """Video frames in one patch."""
     max_positions: int = 32768
-    """Longest position the text model is declared for."""
+    """Maximum number of positions of the text model."""
     vocab_size: int = 131
-    """Token ids, specials included."""
+    """Number of token ids, including special tokens."""
     pad_token_id: int = 0
     """Id of the padding token."""
     eos_token_id: int = 1
@@ -67,11 +68,11 @@ class TinySizes:
     vision_end_token_id: int = 3
     """Id of the token after an image or a video."""
     image_token_id: int = 4
-    """Id of the placeholder of an image token."""
+    """Id of the image placeholder."""
     video_token_id: int = 5
-    """Id of the placeholder of a video token."""
+    """Id of the video placeholder."""
     audio_token_id: int = 6
-    """Id of the placeholder of an audio token, in families that take audio."""
+    """Id of the audio placeholder, in families that take audio."""
     audio_start_token_id: int = 7
     """Id of the token before an audio."""
     audio_end_token_id: int = 8
@@ -84,7 +85,7 @@ class TinySizes:
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that stand for media or bound them, by the name of their setting."""
+        """Ids of placeholders and of the tokens around media, by the name of their setting."""
         return {
             "image_token_id": self.image_token_id,
             "video_token_id": self.video_token_id,
@@ -94,7 +95,7 @@ class TinySizes:
 
     @property
     def audio_tokens(self) -> dict[str, int]:
-        """The same of audio, in families that take it."""
+        """The same for audio, in families that take it."""
         return {
             "audio_token_id": self.audio_token_id,
             "audio_start_token_id": self.audio_start_token_id,
@@ -113,25 +114,27 @@ def tiny_model(
     like: Any = None,
     **sizes: Any,
 ) -> Any:
-    """Build a random `...ForConditionalGeneration` (text models: `...ForCausalLM`) on the CPU, in train mode.
+    """Build a `...ForConditionalGeneration` (text models: `...ForCausalLM`) with random weights, on the CPU, in train
+    mode.
 
-    The same arguments give the same weights; the global random state is left as it was.
+    The same arguments give the same weights. The global random state does not change.
 
     Args:
         family: `config.model_type` of a supported family, such as `"qwen3_vl"`, `"qwen3_5_moe"` or `"qwen3"`.
-        seed: of the weights.
-        dtype: of the weights (rotary frequencies stay float32, as in `from_pretrained`).
+        seed: seed of the weights.
+        dtype: dtype of the weights (rotary frequencies stay float32, as in `from_pretrained`).
         lively: draw weights from N(0, 1 / fan_in) and embeddings from N(0, 1), and let gated delta layers forget
-            slowly, so that logits are of order 1 and a leak between samples is as large as the signal. False: the
-            family's own initialisation (std 0.02).
-        attn_implementation: handed on to transformers; "sdpa" becomes "eager" in families that have no sdpa.
-        processor: take token ids, vocabulary and patch sizes from this Qwen processor.
-        like: a configuration of this family: take from it what is no size (activations, biases, norms, scales, rotary
-            settings), the width of a head, and whether keys and values are shared.
-        **sizes: the fields of `TinySizes`.
+            slowly, so that logits are of order 1 and a leak between samples is as large as the signal. False: use the
+            family's own initialization (std 0.02).
+        attn_implementation: passed on to transformers; "sdpa" becomes "eager" in families without sdpa.
+        processor: take token ids, vocabulary and patch sizes from this processor: a Qwen processor or a tiny one.
+        like: a configuration of this family. Take from it every setting that is not a size (activations, biases, norms,
+            scales, rotary settings), the head width, and whether query heads share keys and values.
+        **sizes: fields of `TinySizes`.
 
     Raises:
-        ConfigError: sizes that do not fit together. FamilyError: an unknown family.
+        ConfigError: a size is unknown, or sizes do not fit together.
+        FamilyError: the family is unknown.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -139,7 +142,7 @@ def tiny_model(
     auto = AutoModelForCausalLM if RECIPES[family].vision is None else AutoModelForImageTextToText
     if attn_implementation == "sdpa" and not RECIPES[family].sdpa:
         attn_implementation = "eager"
-    # fork_rng with no device listed touches the CPU's generator alone; manual_seed would reach all devices.
+    # without devices, fork_rng touches only the CPU's generator; torch.manual_seed would seed all devices
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         model = auto.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
@@ -149,11 +152,11 @@ def tiny_model(
 
 
 def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, like: Any = None, **sizes: Any) -> Any:
-    """Build the configuration of `tiny_model`, with its arguments: a real `Qwen2VLConfig`, `Qwen3VLConfig`, ...
+    """Build the configuration of `tiny_model` from the same arguments: a real `Qwen2VLConfig`, `Qwen3VLConfig`, ...
 
     Raises:
-        ConfigError: sizes that do not fit together, or one that is not a field of `TinySizes`.
-        FamilyError: an unknown family.
+        ConfigError: a size is not a field of `TinySizes`, or sizes do not fit together.
+        FamilyError: the family is unknown.
     """
     if family not in RECIPES:
         raise FamilyError(f"no tiny model of family {family!r}; there are {', '.join(RECIPES)}")
@@ -174,11 +177,11 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, like: An
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
 
 PROCESSOR_SIZES: dict[str, Callable[[Any], dict[str, Any]]] = {}
-"""How to read the sizes off a processor beyond Qwen-VL's, by the name of its class."""
+"""Functions that read sizes from processors other than Qwen-VL's, by the name of the processor's class."""
 
 
 def _processor_sizes(processor: Any) -> dict[str, Any]:
-    """Read token ids, vocabulary and patch sizes off a tiny processor, or a Qwen processor."""
+    """Read token ids, vocabulary and patch sizes from a tiny processor or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
     if (read := PROCESSOR_SIZES.get(type(processor).__name__)) is not None:
         return read(processor)
@@ -215,9 +218,9 @@ def _check(sizes: TinySizes, recipe: Recipe, family: str) -> None:
 
 
 def _enliven(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw matrices from N(0, 1 / fan_in), embeddings from N(0, 1); norms stay 1 and biases 0.
+    """Draw matrices from N(0, 1 / fan_in) and embeddings from N(0, 1); norms stay 1 and biases 0.
 
-    Draw in float32 whatever the weights' dtype, so that models of two dtypes round the same numbers.
+    Numbers are drawn in float32, so that models of different dtypes round the same numbers.
     """
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)):
@@ -226,20 +229,20 @@ def _enliven(model: nn.Module, generator: torch.Generator) -> None:
         elif isinstance(module, nn.Embedding):
             _draw(module.weight, 1.0, generator)
         elif vars(module).get("scaling") == 1.0 and "k_norm" in module._modules:
-            weight = module.get_parameter("k_norm.weight")  # Gemma 4's has learnt the scale of scores
+            weight = module.get_parameter("k_norm.weight")  # in Gemma 4, this weight scales the attention scores
             nn.init.constant_(weight, len(weight) ** -0.5)
-        else:  # routers and experts hold their matrices [..., out, in] themselves
+        else:  # routers and experts hold matrices [..., out, in] as parameters of their own
             for name, weight in module.named_parameters(recurse=False):
                 if name == "A_log":
                     _forget_slowly(weight, generator)
                 elif name == "sinks":
                     _draw(weight, 1.0, generator)
-                elif name == "e_score_correction_bias":  # added to probabilities
+                elif name == "e_score_correction_bias":  # is added to probabilities
                     _draw(weight, 0.1, generator)
                 elif weight.ndim > 1:
                     _draw(weight, weight.shape[-1] ** -0.5, generator)
             for name, buffer in module.named_buffers(recurse=False):
-                if name in ("e_score_correction_bias", "expert_bias"):  # so large that some tokens choose by it
+                if name in ("e_score_correction_bias", "expert_bias"):  # large enough to change some tokens' experts
                     _draw(buffer, 0.2, generator)
 
 
@@ -250,7 +253,7 @@ def _draw(weight: torch.Tensor, std: float, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def _forget_slowly(log_rate: torch.Tensor, generator: torch.Generator) -> None:
-    """Set the decay of a gated delta layer: it keeps exp(-rate * softplus(...)) of its state at each token."""
+    """Set the decay of a gated delta layer, which multiplies its state by exp(-rate * softplus(...)) at each token."""
     log_rate.copy_((0.02 + 0.3 * torch.rand(log_rate.shape, generator=generator)).log())
 
 
@@ -259,7 +262,7 @@ def _forget_slowly(log_rate: torch.Tensor, generator: torch.Generator) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _config(sizes: TinySizes, family: str) -> Any:
-    """transformers checks every setting, which takes longer than a copy."""
+    """Cached, because transformers checks every setting, which takes longer than a copy."""
     return _built(family, _settings(sizes, family), {})
 
 
@@ -279,7 +282,7 @@ def _settings(sizes: TinySizes, family: str) -> dict[str, Any]:
 
 
 def _built(family: str, settings: dict[str, Any], like: dict[str, Any]) -> Any:
-    """Build a configuration of these settings, and of those of another one that are no sizes."""
+    """Build a configuration from these settings, plus the settings of `like` that are not sizes."""
     from transformers import AutoConfig
 
     for name, part in settings.items():
@@ -291,7 +294,10 @@ def _built(family: str, settings: dict[str, Any], like: dict[str, Any]) -> Any:
 
 
 def _kept(like: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a part, and what is no size of another one of the same type: no whole number, and no list."""
+    """Add to the settings of a part those of `like` that are not sizes, if it has the same model type.
+
+    Integers and lists count as sizes, except for `rope_parameters`.
+    """
     if like.get("model_type") != settings.get("model_type", like.get("model_type")):
         return settings
     others = {name: value for name, value in like.items() if isinstance(value, bool | float | str) and name != "dtype"}
@@ -300,7 +306,8 @@ def _kept(like: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _heads_of(text: Any) -> dict[str, int]:
-    """Two heads as wide as those of a text configuration, which share keys and values if its heads do."""
+    """Return sizes for two heads with the width of those of a text configuration; they share keys and values if its
+    heads do."""
     settings = text.to_dict()
     heads = settings["num_attention_heads"]
     width = settings.get("head_dim") or settings["hidden_size"] // heads
@@ -331,7 +338,7 @@ def _text(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
         text["moe_intermediate_size"] = 32
         if recipe.hybrid:
             text["shared_expert_intermediate_size"] = 32
-    if recipe.hybrid:  # value heads share key heads
+    if recipe.hybrid:  # with fewer key heads than value heads, value heads share key heads
         text["layer_types"] = layer_types(sizes)
         text["linear_num_key_heads"] = sizes.kv_heads
         text["linear_num_value_heads"] = sizes.heads
@@ -340,9 +347,9 @@ def _text(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
 
 
 def _rope(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
-    """Rotary settings: height and width get a third of the frequencies each, time the rest.
+    """Return the rotary settings: height and width get a third of the frequencies each, time gets the rest.
 
-    In hybrid models half of a head rotates (the released ones rotate a quarter of 256 channels).
+    In hybrid models, half of the channels of a head rotate (in the released models, a quarter of 256 channels).
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     if recipe.hybrid:

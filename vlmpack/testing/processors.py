@@ -1,8 +1,9 @@
-"""Tiny processors: real Qwen processors, built in a second without a hub, a download or torchvision.
+"""Tiny processors: real Qwen processors, built in a second without the hub, a download or torchvision.
 
-Every part is the shipped class: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor` or `Qwen3VLProcessor` (also of Qwen3.5 and
-Qwen4-exp) around a `Qwen2Tokenizer` or `Qwen3_5Tokenizer` and a `Qwen2VLImageProcessorPil`. Only the vocabulary is
-small: a byte-level BPE trained on made-up receipts. Any text can be tokenised, and receipts become words.
+Every part is the class that transformers ships: `Qwen2VLProcessor`, `Qwen2_5_VLProcessor`, `Qwen3VLProcessor` (also for
+Qwen3.5 and Qwen4-exp) or a Qwen-Omni processor, around a `Qwen2Tokenizer` or `Qwen3_5Tokenizer` and a
+`Qwen2VLImageProcessorPil`. Only the vocabulary is small: a byte-level BPE trained on made-up receipts. It can tokenize
+any text, and the words of receipts become single tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
-"""ChatML with image and video placeholders; message content is a string or a list of parts."""
+"""ChatML template with image and video placeholders; message content is a string or a list of parts."""
 
 SPECIAL_TOKENS = _split(
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
@@ -43,8 +44,8 @@ SPECIAL_TOKENS = _split(
 """Qwen's special tokens, in Qwen's order."""
 
 BUILDERS: dict[str, Callable[[int], Any]] = {}
-"""Builders of processors beyond Qwen's, by family, from a number of entries of the vocabulary; empty until some are
-added, as `tests/fixtures` does."""
+"""Builders of other families' processors: family → function of the vocabulary size. Empty until a caller adds some, as
+`tests/fixtures` does."""
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
@@ -64,18 +65,18 @@ def tiny_processor(
 ) -> Any:
     """Build a real processor offline.
 
-    It works with and without torchvision, and is the same in both cases: images go through PIL, and there is no
-    video processor (`vlmpack.collate` prepares videos itself). Its `save_pretrained` is `save_processor`.
+    The processor is the same with and without torchvision: images go through PIL, and there is no video processor
+    (`vlmpack.collate` prepares videos itself). Its `save_pretrained` calls `save_processor`.
 
     Args:
-        family: a family of Qwen, such as "qwen2_5_vl", "qwen3_vl", "qwen3_5" or "qwen3_omni_moe_thinker".
-        min_pixels: smallest area an image is resized to, in pixels, of Qwen's; None: 4 image tokens.
-        max_pixels: largest area an image is resized to, in pixels, of Qwen's; None: 256 image tokens.
-        vocab_size: entries of the trained vocabulary, before the special tokens; at least 256, one for each byte.
-        chat_template: the Jinja template of the conversation; None: the family's.
+        family: a Qwen family, such as "qwen2_5_vl", "qwen3_vl", "qwen3_5" or "qwen3_omni_moe_thinker".
+        min_pixels: smallest area of a resized image, in pixels; None: the area of 4 image tokens. Qwen only.
+        max_pixels: largest area of a resized image, in pixels; None: the area of 256 image tokens. Qwen only.
+        vocab_size: entries of the trained vocabulary, without special tokens; at least 256, one for each byte.
+        chat_template: Jinja template of conversations; None: the family's.
 
     Raises:
-        ConfigError: an unknown family, or a vocabulary without room for every byte.
+        ConfigError: the family is unknown, or the vocabulary is too small for all bytes.
     """
     if family in BUILDERS:
         processor = BUILDERS[family](vocab_size)
@@ -105,12 +106,12 @@ def tiny_processor(
 
 
 def processor_families() -> list[str]:
-    """List the families of which there is a tiny processor."""
+    """List the families that have a tiny processor."""
     return [name for name, one in FAMILIES.items() if name in BUILDERS or (one.has_grids and one.has_videos)]
 
 
 def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
-    """Normalised as the shipped class of the family does it: Qwen3-VL's has a video processor that maps to -1 ... 1."""
+    """Build an image processor with the family's normalization: Qwen3-VL's processor maps pixels to -1 ... 1."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     normalised = _HALF if FAMILIES[family].processor == "Qwen3VLProcessor" else _OPENAI_CLIP
@@ -125,7 +126,7 @@ def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
 
 
 def _tokenizer(family: str, vocab_size: int) -> Any:
-    """A new tokenizer object each time (users add tokens to theirs) around the vocabulary trained once a process."""
+    """Build a new tokenizer (users add tokens to theirs) from a vocabulary that is trained once per process."""
     from transformers import Qwen2Tokenizer, Qwen3_5Tokenizer
 
     vocab, merges = json.loads(trained_vocabulary(vocab_size))
@@ -143,7 +144,7 @@ def _tokenizer(family: str, vocab_size: int) -> Any:
 
 @lru_cache(maxsize=8)
 def trained_vocabulary(vocab_size: int) -> str:
-    """The vocabulary and merges as JSON: immutable, so that the cache cannot be changed by its users."""
+    """Train the vocabulary and return it with its merges as JSON, a string, so that callers cannot change the cache."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -181,11 +182,12 @@ OMNI_TOKENS = {
         },
     },
 }
-"""Special tokens by the names that their tokenizers give them."""
+"""By family: special tokens by their attribute names in the tokenizer."""
 
 
 def omni_template(family: str) -> str:
-    """ChatML in which a medium is one placeholder between the tokens that mark its ends, as in released models."""
+    """Return a ChatML template that writes a medium as one placeholder between its start and end tokens, as in the
+    released models."""
     tokens = OMNI_TOKENS[family]
     written = {
         kind: tokens[f"{around}_bos_token"] + tokens[f"{kind}_token"] + tokens[f"{around}_eos_token"]
@@ -203,14 +205,14 @@ def omni_template(family: str) -> str:
 
 
 def tiny_extractor() -> Any:
-    """A real feature extractor of as many log-mel bins as tiny models take, for audio of 8 s at most."""
+    """Build a real feature extractor with the log-mel bins of tiny models, for audio of 8 s at most."""
     from transformers import WhisperFeatureExtractor
 
     return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True)
 
 
 def omni_sizes(processor: Any) -> dict[str, Any]:
-    """Token ids, vocabulary and patch sizes of a processor that takes audio."""
+    """Read token ids, vocabulary and patch sizes from a processor that takes audio."""
     tokenizer, images = processor.tokenizer, processor.image_processor
     names = {
         "image_token_id": processor.image_token,
@@ -234,7 +236,7 @@ def omni_sizes(processor: Any) -> dict[str, Any]:
 
 PROCESSOR_SIZES.update({str(FAMILIES[name].processor): omni_sizes for name in OMNI_TOKENS if name in FAMILIES})
 
-# ---------------------------------------------------------------------- what the vocabulary is trained on
+# ---------------------------------------------------------------------- training text of the vocabulary
 
 
 _WORDS = _split(
@@ -259,7 +261,7 @@ _SENTENCES = (
 
 
 def corpus(*, num_documents: int = 400, seed: int = 0) -> Iterator[str]:
-    """Made-up receipts as printed text, as Donut tokens and as JSON, and the sentences around them."""
+    """Yield made-up receipts as printed text, as Donut tokens and as JSON, and the sentences around them."""
     rng = random.Random(seed)
     for _ in range(num_documents):
         items = [_item(rng) for _ in range(rng.randint(1, 6))]

@@ -1,6 +1,6 @@
-"""Drawn receipts in the schema of CORD v2: a picture, its annotation, and amounts that agree to the last rupiah.
+"""Synthetic receipts in the schema of CORD v2: a picture and its annotation, with amounts that add up to the rupiah.
 
-(seed, split, index) ─▶ Printer: rows of cells ─▶ Sheet: picture, a box a word ─▶ valid_line ─parse_lines─▶ gt_parse
+(seed, split, index) ─▶ Printer: rows of cells ─▶ Sheet: picture, one box per word ─▶ valid_line ─parse_lines─▶ gt_parse
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vlmpack.data.open import OpenDataset
 from vlmpack.errors import ConfigError
 
 SPLITS = {"train": ("train", 800), "validation": ("dev", 100), "test": ("test", 100)}
-"""The name that CORD writes into `meta.split`, and its number of records, by the name of the split."""
+"""By the name of the split: CORD's name in `meta.split`, and CORD's number of records."""
 SMALLEST_LEGIBLE = 0.35
-"""Scale of the text for demos on a CPU: a tiny model gets 200 to 1300 tokens of each receipt."""
+"""Scale of the text for demos on a CPU: a receipt has 200 to 1300 tokens in a tiny model."""
 EM, SMALLEST_EM, WORD_GAP, PORTRAIT = 42, 8, 0.33, 1.2
-"""Pixels of text at scale 1, least pixels that can be read, ems between words, least height over width."""
+"""Text size in pixels at scale 1, smallest legible size in pixels, gap between words in ems, minimum height / width."""
 DISHES = "Nasi Goreng|Ayam Bakar|Soto Ayam|Sate Kambing|Beef Burger|Fish & Chips|Es Teh|Kopi Susu|Mineral Water"
 KINDS = "||Spesial|Seafood|Pedas|Komplit|Kampung|Jumbo|Crispy|Sambal Matah|Lada Hitam|Cinnamon Sugar|Less Sugar|(R)"
 
@@ -34,20 +34,20 @@ KINDS = "||Spesial|Seafood|Pedas|Komplit|Kampung|Jumbo|Crispy|Sambal Matah|Lada 
 @final
 @dataclass(frozen=True, kw_only=True)
 class SyntheticReceipts:
-    """A map-style data set of drawn receipts: `len()`, and `[i] -> {"image": PIL image, "ground_truth": JSON string}`.
+    """A map-style dataset of synthetic receipts: `len()`, `[i] -> {"image": PIL image, "ground_truth": JSON string}`.
 
-    A record depends on seed, split and index alone. Drawing takes some tens of milliseconds; nothing is cached.
+    A record depends on the settings and the index only. Drawing takes some tens of milliseconds; nothing is cached.
 
     Raises:
-        ConfigError: an unknown split, a negative number, or a scale at which nothing is legible.
+        ConfigError: the split is unknown, `num` is negative, or `scale` is not between 0.25 and 4.
     """
 
     split: str = "train"
-    """``train``, ``validation`` or ``test``: different receipts in each."""
+    """``train``, ``validation`` or ``test``; each has different receipts."""
     num: int | None = None
     """Number of receipts; None: as many as in CORD (800, 100, 100)."""
     seed: int = 0
-    """Another seed gives other receipts."""
+    """Random seed; different seeds give different receipts."""
     scale: float = 1.0
     """Size of the text: 1 is CORD's, 0.35 the smallest that stays legible."""
 
@@ -65,7 +65,7 @@ class SyntheticReceipts:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"receipt {index} of {len(self)}")
-        index = operator.index(index) % len(self)  # numpy's integers cannot be written as JSON
+        index = operator.index(index) % len(self)  # JSON cannot store numpy's integers
         rng = random.Random(f"{self.seed} {self.split} {index}")
         sheet = Sheet(Printer(rng).rows, rng, self.scale)
         size = {"width": sheet.image.width, "height": sheet.image.height}
@@ -74,12 +74,15 @@ class SyntheticReceipts:
 
 
 def receipt_conversations(**settings: Any) -> OpenDataset:
-    """Open drawn receipts as conversations, as `open_dataset` opens stored ones; settings: of `SyntheticReceipts`."""
+    """Open synthetic receipts as conversations, like a dataset from `open_dataset`.
+
+    `settings` are the fields of `SyntheticReceipts`.
+    """
     return OpenDataset(files=(SyntheticReceipts(**settings),), folders=(None,), name="synthetic")
 
 
 class Cell(NamedTuple):
-    """Some words at one side of a row, and the entry of `valid_line` that they belong to; None: not annotated."""
+    """Words at one side of a row, and the entry of `valid_line` that they belong to (None: not annotated)."""
 
     text: str
     right: bool = False
@@ -89,7 +92,7 @@ class Cell(NamedTuple):
 
 
 class Printer:
-    """Draw a bill and print it as rows in one shop's way."""
+    """A bill with random items, printed as rows in one shop's style."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.rows, self.group = rng, list[list[Cell]](), 0
@@ -117,18 +120,19 @@ class Printer:
         self.rows.append([*cells])
 
     def _cell(self, category: str, text: str, right: bool = False, *, sub: int = 0) -> Cell:
-        """Annotate a line; what is bought may be illegible. No charge is: other amounts would seem to disagree."""
+        """Return an annotated cell. An item's name, count and prices may be illegible, but not discounts, taxes or
+        totals: without them the other amounts would not seem to add up."""
         smudged = category in ("menu.nm", "menu.cnt", "menu.unitprice", "menu.price") and self.rng.random() < 0.006
         line = {"words": [], "category": category, "group_id": self.group, "sub_group_id": sub}
         return Cell(text, right, line, illegible=smudged or category.startswith(self.hidden))
 
     def _pair(self, category: str, keys: str, value: str) -> None:
-        """Print a key at the left and its value at the right: together one annotated line."""
+        """Print a key on the left and its value on the right, as one annotated line."""
         cell = self._cell(category, value, True)
         self._row(cell._replace(text=self._pick(keys), right=False, is_key=True), cell)
 
     def _item(self) -> tuple[int, int]:
-        """Print something bought with its extras; return its count and all that is charged for it."""
+        """Print an item with its extras; return its count and its full charge."""
         rng, self.group = self.rng, self.group + 1
         unit, count = 500 * rng.randrange(8, 200), rng.choices((1, 2, 3, 4, 5, 10), (66, 20, 7, 4, 2, 1))[0]
         left = [self._cell("menu.cnt", self.count_form.format(count))] if self.counts else []
@@ -136,7 +140,7 @@ class Printer:
         price = self._cell("menu.price", self._amount(unit * count), True)
         name = f"{self._pick(DISHES)} {self._pick(KINDS)}"
         parts = textwrap.wrap(name.upper() if self.upper else name, self.wrap)
-        first, *more = [self._cell("menu.nm", part) for part in parts]  # a name of several rows becomes a list
+        first, *more = [self._cell("menu.nm", part) for part in parts]  # a name on several rows becomes a list
         self._row(*([first] if self.two_rows else [first, *left, price]))
         self.rows += [[cell] for cell in more] + ([[*left, price]] if self.two_rows else [])
         charged = unit * count
@@ -153,7 +157,7 @@ class Printer:
         return count, charged
 
     def _totals(self, subtotal: int, kinds: int, count: int) -> None:
-        """Print what is added to the subtotal, the total, and how it is paid."""
+        """Print the subtotal, discounts and charges, the total, and the payment."""
         rng, amount = self.rng, self._amount
         discounted, served, packed, taxed, rounded = (rng.random() < p for p in (0.12, 0.15, 0.03, 0.42, 0.6))
         discount, packing = -(subtotal // 5000 * 500) * discounted, 2000 * packed
@@ -179,14 +183,14 @@ class Printer:
             ("total.creditcardprice", "DEBIT CARD|Credit Card|BCA CARD|VISA", amount(total) * (payment == "card")),
             ("total.cashprice", "CASH|Tunai|Cash|BAYAR", amount(cash) * bool(cash)),
             ("total.changeprice", "CHANGE|Kembali|KEMBALIAN", amount(cash + voucher - total) * bool(cash)),
-        ):  # an amount times False is not printed
+        ):  # a string times False is empty, and an empty value is not printed
             self.group += category in ("sub_total.subtotal_price", "total.menutype_cnt")
             if value:
                 self._pair(category, keys, value)
 
 
 class Sheet:
-    """Print rows as a picture, word by word, so that each word has a box of its own."""
+    """A picture of printed rows, drawn word by word, so that each word has its own box."""
 
     def __init__(self, rows: list[list[Cell]], rng: random.Random, scale: float) -> None:
         self.em = max(SMALLEST_EM, round(EM * scale * math.exp(rng.uniform(-0.28, 0.28))))
@@ -209,7 +213,7 @@ class Sheet:
         self.image = Image.fromarray(np.clip(np.asarray(self.image) + level, 0, 255).astype(np.uint8))
 
     def ground_truth(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Annotate the picture as CORD does."""
+        """Return the picture's annotation in CORD's format."""
         lines, blurred = list[dict[str, Any]](), dict[int, list[dict[str, int]]]()
         for cell, word in self.words:
             if cell.illegible:
@@ -240,7 +244,7 @@ class Sheet:
 
 
 def quad_of(left: int, top: int, right: int, bottom: int) -> dict[str, int]:
-    """The corners of a box as CORD writes them, clockwise from the top left."""
+    """Return the corners of a box in CORD's format, clockwise from the top left."""
     return {"x1": left, "y1": top, "x2": right, "y2": top, "x3": right, "y3": bottom, "x4": left, "y4": bottom}
 
 
@@ -248,7 +252,7 @@ def quad_of(left: int, top: int, right: int, bottom: int) -> dict[str, int]:
 def _font(size: int) -> ImageFont.FreeTypeFont:
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont), "reinstall pillow from its wheel, which has FreeType"
-    return font.font_variant(layout_engine=ImageFont.Layout.BASIC)  # the same picture with and without libraqm
+    return font.font_variant(layout_engine=ImageFont.Layout.BASIC)  # draws the same picture with and without libraqm
 
 
 # ---------------------------------------------------------------------- annotated lines
@@ -263,14 +267,14 @@ FIELDS = {
         "menuqty_cnt",
     ),
 }  # fmt: skip
-"""CORD's classes in the order in which `gt_parse` lists them. Source: github.com/clovaai/cord, README."""
+"""CORD's classes in the order of `gt_parse`. Source: github.com/clovaai/cord, README."""
 
 
 def parse_lines(valid_line: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the nested values (`gt_parse`) of annotated lines (`valid_line`).
+    """Compute the nested values (`gt_parse`) from annotated lines (`valid_line`).
 
-    Key words are left out; words of a line are joined by spaces; several lines of one class in one group become a list;
-    a menu of one item is a dict, not a list.
+    Words of a line are joined by spaces, without key words. Several lines of one class in one group become a list. A
+    menu with one item is a dict, not a list.
     """
     parse: dict[str, Any] = {}
     groups: dict[tuple[str, int], dict[str, Any]] = {}
@@ -302,6 +306,6 @@ def _in_order(group: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _ordered(names: Iterable[str], first: tuple[str, ...]) -> list[str]:
-    """Each name once: those in `first` in that order, then any other as it comes."""
+    """Return each name once: names in `first` come first, in that order, then the others in their own order."""
     unique = dict.fromkeys(names)
     return [name for name in first if name in unique] + [name for name in unique if name not in first]

@@ -1,4 +1,4 @@
-"""Recipes of tiny models: settings of text parts, of vision and audio towers, and of what joins them, by family."""
+"""Recipes of tiny models, by family: settings of text models, vision and audio towers, and projectors."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ if TYPE_CHECKING:
     from vlmpack.testing.models import TinySizes
 
 MEL_BINS = 6
-"""Log-mel bins of tiny models."""
+"""Number of log-mel bins of tiny models."""
 
 
 # ---------------------------------------------------------------------- text
 
 
 def layer_types(sizes: TinySizes) -> list[str]:
-    """Attention in every fourth layer, and in the last one, so that no model is without."""
+    """Attention in every fourth layer, and in the last one, so that every model has some."""
     full = {*range(3, sizes.layers, 4), sizes.layers - 1}
     return ["full_attention" if i in full else "linear_attention" for i in range(sizes.layers)]
 
 
 def qwen4_text(sizes: TinySizes) -> dict[str, Any]:
-    """Sparse blocks so small and few that samples of a few tokens have to choose; n-grams with few, small tables."""
+    """Sparse blocks so small and few that even short samples have to choose some; n-grams with few, small tables."""
     return {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -42,23 +42,23 @@ def qwen4_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 WINDOW = 5
-"""Sliding windows so short that samples of a few tokens are longer."""
+"""Sliding window, shorter than samples of a few tokens."""
 
 
 def windows(sizes: TinySizes) -> dict[str, Any]:
-    """A window in every other layer, from the first on."""
+    """A sliding window in every other layer, starting with the first."""
     kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes.layers)]
     return {"sliding_window": WINDOW, "layer_types": kinds}
 
 
 def gemma2_text(sizes: TinySizes) -> dict[str, Any]:
-    """Softcaps so low that scores and logits of order 1 reach them."""
+    """Softcaps so low that they affect scores and logits of order 1."""
     caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     return {**windows(sizes), **caps, "query_pre_attn_scalar": sizes.head_width}
 
 
 def two_ropes(sizes: TinySizes) -> dict[str, Any]:
-    """Other frequencies in layers with a window."""
+    """Different rotary frequencies in layers with a window."""
     thetas = {"sliding_attention": 100.0, "full_attention": 10000.0}
     rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()}
     return {**windows(sizes), "rope_parameters": rope}
@@ -82,7 +82,7 @@ def cohere2_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def routed(sizes: TinySizes) -> dict[str, Any]:
-    """Experts in two groups, if they can be halved, of which a token chooses one."""
+    """Experts in two groups (one if their number is odd); each token chooses one group."""
     groups = {"n_group": 1 if sizes.experts % 2 else 2, "topk_group": 1, "n_shared_experts": 1}
     return {"n_routed_experts": sizes.experts, "first_k_dense_replace": 0, **groups}
 
@@ -106,7 +106,7 @@ def deepseek_ocr2_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def ernie_text(sizes: TinySizes) -> dict[str, Any]:
-    """Experts of text wider than those of images, with shared ones; a dense first layer before two or more others."""
+    """Text experts wider than image experts, plus a shared expert; the first of three or more layers is dense."""
     dense, third = int(sizes.layers > 2), sizes.head_width // 6
     sections = [third, third, sizes.head_width // 2 - 2 * third]
     return {
@@ -120,7 +120,7 @@ def ernie_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def lfm2_text(sizes: TinySizes) -> dict[str, Any]:
-    """Attention in every fourth layer and the last one, short convolutions in the others."""
+    """Attention in every fourth layer and in the last one, short convolutions in the others."""
     kinds = ["conv" if kind == "linear_attention" else kind for kind in layer_types(sizes)]
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
@@ -134,8 +134,8 @@ def gpt_oss_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def gemma4_unified_text(sizes: TinySizes) -> dict[str, Any]:
-    """Wider heads without a window; keys that are values; from 4 layers on the last two share keys and values of those
-    before."""
+    """Wider heads in layers without a window; keys used as values; with 4 or more layers, the last two share keys and
+    values of earlier layers."""
     windows, half = gemma3_text(sizes), {"partial_rotary_factor": 0.5, "rope_type": "proportional"}
     windows["rope_parameters"]["full_attention"] |= half
     windows["layer_types"][-1] = "full_attention"
@@ -151,7 +151,7 @@ def gemma4_unified_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
-    """All that its models have, in one: experts and embeddings for each layer beside what the unified one has."""
+    """All features of Gemma 4 models in one: those of the unified model, plus experts and per-layer embeddings."""
     return {
         **gemma4_unified_text(sizes),
         "hidden_size_per_layer_input": 8,
@@ -162,12 +162,12 @@ def gemma4_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 CHUNK = 7
-"""Chunks so short that samples of a few tokens have several."""
+"""Chunk length, so short that samples of a few tokens have several chunks."""
 
 
 def llama4_text(sizes: TinySizes) -> dict[str, Any]:
-    """Chunks and rotary positions in every other layer, from the first on; in the others queries are scaled from the
-    third token on. Experts in all."""
+    """Chunks and rotary positions in every other layer, starting with the first; in the others, queries are scaled from
+    the third token on. All layers have experts."""
     rotary = [1 - i % 2 for i in range(sizes.layers)]
     return {
         "attention_chunk_size": CHUNK,
@@ -182,7 +182,7 @@ def llama4_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
-    """Half of a head rotates."""
+    """Half of the channels of a head rotate."""
     quarter = sizes.head_width // 4
     sections = [quarter - 2 * (quarter // 3), quarter // 3, quarter // 3]
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": sections}
@@ -193,7 +193,7 @@ def glm_moe_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def patch_blocks(sizes: TinySizes) -> dict[str, Any]:
-    """Sizes of a tower whose images are patches with a grid each."""
+    """Sizes of a tower whose images are patches with one grid per image."""
     assert sizes.patch_size is not None
     return {
         "depth": sizes.vision_depth,
@@ -218,7 +218,7 @@ def vision_settings(sizes: TinySizes) -> dict[str, Any]:
 
 
 def windowed_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Windows of 4 x 4 tokens as in the released models; the last block sees whole images."""
+    """Windows of 4 x 4 tokens, as in the released models; the last block attends to whole images."""
     assert sizes.patch_size is not None
     return {
         **vision_settings(sizes),
@@ -233,7 +233,7 @@ def qwen3_vision(sizes: TinySizes) -> dict[str, Any]:
 
 
 def deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Deepstack: one text layer for each feature, which is added to the first layers' outputs."""
+    """Deepstack features, at most one for each text layer; they are added to the first layers' outputs."""
     deepstack = list(range(min(sizes.vision_depth, sizes.layers)))[:3]
     return {**qwen3_vision(sizes), "deepstack_visual_indexes": deepstack}
 
@@ -241,7 +241,7 @@ def deepstack_vision(sizes: TinySizes) -> dict[str, Any]:
 # ---------------------------------------------------------------------- images as rows of a batch, and tiles
 
 TILE_PATCHES = 4
-"""Patches along the side of a tile."""
+"""Patches along each side of a tile."""
 
 
 def tile_tower(sizes: TinySizes) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def internvl_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def internvl_settings(sizes: TinySizes) -> dict[str, Any]:
-    return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixels are shuffled two by two
+    return {"image_seq_length": TILE_PATCHES**2 // 4}  # pixel shuffle merges 2 x 2 patches
 
 
 def clip_tower(sizes: TinySizes) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def siglip_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def pixtral_tower(sizes: TinySizes) -> dict[str, Any]:
-    """Images of any form within four tiles a side."""
+    """Images of any shape, at most four tiles along each side."""
     tower = {**tile_tower(sizes), "model_type": "pixtral", "head_dim": sizes.vision_hidden // sizes.vision_heads}
     return {**tower, "image_size": 4 * tower["image_size"]}
 
@@ -305,7 +305,7 @@ def ernie_vision(sizes: TinySizes) -> dict[str, Any]:
 
 
 def video_ends(sizes: TinySizes) -> dict[str, Any]:
-    """Tokens that start and end a video: the last two of the vocabulary."""
+    """Tokens that start and end a video: the last two ids of the vocabulary."""
     return {"video_start_token_id": sizes.vocab_size - 2, "video_end_token_id": sizes.vocab_size - 1}
 
 
@@ -315,7 +315,7 @@ def ernie_settings(sizes: TinySizes) -> dict[str, Any]:
 
 
 def kimi_vision(sizes: TinySizes) -> dict[str, Any]:
-    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    """Position embeddings for 4 x 4 patches, which are interpolated to the shape of each image."""
     places = {"pos_emb_height": TILE_PATCHES, "pos_emb_width": TILE_PATCHES}
     return {**tile_tower(sizes), **places, "merge_kernel_size": [sizes.merge] * 2}
 
@@ -329,16 +329,17 @@ def minicpm_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def siglip2_tower(sizes: TinySizes) -> dict[str, Any]:
-    """Places of 4 x 4 patches, which are stretched to the form of each image."""
+    """Position embeddings for 4 x 4 patches, which are interpolated to the shape of each image."""
     tower = {**tile_tower(sizes), "model_type": "siglip2_vision_model", "vision_use_head": False}
     return {**tower, "num_patches": TILE_PATCHES**2}
 
 
 def deepseek_ocr2_tower(sizes: TinySizes) -> dict[str, Any]:
-    """Whole images of two tiles a side, windows in all blocks but the last; an encoder as deep, 144 queries a view.
+    """Whole images of two tiles a side, windows in all blocks but the last, and an encoder of the same depth, with 144
+    queries per view.
 
-    A tile is halved twice. Smaller ones would be of one feature before: of its convolution PyTorch's gradient in
-    bfloat16 on a CPU is not written.
+    Two convolutions halve a tile. If tiles were smaller, the second one would get a single feature, and on a CPU in
+    bfloat16 PyTorch leaves the gradient of such a convolution unwritten.
     """
     tower = tile_tower(sizes)
     tower["image_size"] *= 2
@@ -357,7 +358,7 @@ def lfm2_settings(sizes: TinySizes) -> dict[str, Any]:
 
 
 def llama4_tower(sizes: TinySizes) -> dict[str, Any]:
-    """Patches are shuffled two by two, projected twice."""
+    """Pixel shuffle of 2 x 2 patches, then two projections."""
     width = 2 * sizes.vision_hidden
     tower = {**tile_tower(sizes), "intermediate_size": 4 * sizes.vision_hidden}
     return {**tower, "vision_output_dim": width, "projector_input_dim": width, "projector_output_dim": width}
@@ -377,7 +378,7 @@ def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def gemma3_settings(sizes: TinySizes) -> dict[str, Any]:
-    """Images of more tokens than the window: 6 x 6 patches, pooled two by two."""
+    """Images with more tokens than the window: 6 x 6 patches, pooled 2 x 2."""
     ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
     return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
 
@@ -407,7 +408,7 @@ def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def merged_patches(sizes: TinySizes) -> dict[str, Any]:
-    """No tower: patches of two by two are embedded as they are."""
+    """No tower: merged patches (2 x 2) are embedded directly."""
     widths = {"mm_embed_dim": sizes.vision_hidden, "output_proj_dims": sizes.vision_hidden}
     return {**widths, "patch_size": sizes.patch_size, "pooling_kernel_size": 2, "mm_posemb_size": 64}
 
@@ -443,12 +444,13 @@ def _audio(sizes: TinySizes) -> dict[str, Any]:
 
 
 def pooled_audio(sizes: TinySizes) -> dict[str, Any]:
-    """Qwen2.5-Omni's: chunks of 8 frames, 2 tokens each."""
+    """The audio tower of Qwen2.5-Omni: chunks of 8 frames, 2 tokens each."""
     return sizes.audio_tokens | {"audio_config": _audio(sizes) | {"n_window": 4}}
 
 
 def convolved_audio(sizes: TinySizes) -> dict[str, Any]:
-    """Qwen3-Omni's: chunks of 100 frames, as transformers counts 13 tokens for each, and windows of two chunks."""
+    """The audio tower of Qwen3-Omni: chunks of 100 frames, because transformers counts 13 tokens for each, and windows
+    of two chunks."""
     tower = _audio(sizes) | {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4}
     return sizes.audio_tokens | {"audio_config": tower}
 
@@ -459,35 +461,35 @@ def convolved_audio(sizes: TinySizes) -> dict[str, Any]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The parts of a family's configuration."""
+    """The settings from which a family's configuration is built."""
 
     vision: Callable[[TinySizes], dict[str, Any]] | None = None
-    """Settings of its vision tower; None: a text model."""
+    """Settings of the vision tower; None: a text model."""
     text_type: str | None = None
-    """`model_type` of its text part, where the family takes any; None: it has one of its own."""
+    """`model_type` of the text model, if the family takes any text model; None: the family's own."""
     mrope: bool = True
-    """The text part of a family with vision has multimodal rotary positions."""
+    """True if the text model of a family with vision has multimodal rotary positions."""
     whole: Callable[[TinySizes], dict[str, Any]] | None = None
-    """Settings of the whole model that no other family has; None: its images are patches with a grid each, and its
-    tower has the settings of Qwen's."""
+    """Additional settings of the whole model; None: none, and the tower gets the sizes of `patch_blocks`, as in
+    Qwen-VL."""
     since_qwen3: bool = True
-    """Heads of any width, interleaved MRoPE sections, patches of 16 pixels."""
+    """True for heads of any width, interleaved MRoPE sections, and patches of 16 pixels."""
     hybrid: bool = False
-    """Three of four layers are gated delta layers."""
+    """True if three of four layers are gated delta layers."""
     experts: bool = False
-    """Every layer has experts; in hybrid models one of them is shared by all tokens."""
+    """True if layers have experts; in hybrid models, all tokens also share one expert."""
     dense: bool = True
-    """The configuration has the width of a dense MLP."""
+    """True if the configuration has a dense MLP's width."""
     more: Callable[[TinySizes], dict[str, Any]] | None = None
-    """Settings of the text model that no other family has."""
+    """Additional settings of the text model."""
     patch_size: int | None = None
-    """Side of a patch, where it is neither Qwen2's nor Qwen3's."""
+    """Side of a patch in pixels; None: 16 if `since_qwen3`, else 14."""
     sdpa: bool = True
-    """transformers has sdpa attention for it, not only eager."""
+    """True if transformers has sdpa attention for the family; False: only eager."""
 
 
 TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
-"""Parts of recipes of families whose images are tiles."""
+"""Recipe settings shared by families whose images are tiles."""
 GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
 GLM: dict[str, Any] = {"vision": glm_vision, "whole": video_ends, "since_qwen3": False}
 
@@ -591,4 +593,4 @@ RECIPES = {
     "lfm2_moe": Recipe(since_qwen3=False, experts=True, more=lfm2_moe_text),
     "gpt_oss": Recipe(sdpa=False, experts=True, more=gpt_oss_text),
 }
-"""By `config.model_type`."""
+"""Recipes by `config.model_type`."""

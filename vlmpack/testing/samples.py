@@ -1,11 +1,12 @@
-"""The one builder of synthetic samples: for tests, the probe, the benchmarks and the demo.
+"""Synthetic samples for tests, the probe, the benchmarks and the demo.
 
-A sample is a dictionary of what a Qwen processor gives for one conversation, without the batch axis:
+A sample is a dictionary with the tensors that the family's processor returns for one conversation, without the batch
+axis. For a Qwen-VL model:
 
-    input_ids [L], labels [L] (not shifted, -100 on media), and but for text models mm_token_type_ids [L] (0 text,
-    1 image, 2 video); where there are any: pixel_values [P, C], image_grid_thw [N, 3], pixel_values_videos,
-    video_grid_thw, second_per_grid_ts [N] (Qwen2.5-VL; Qwen-Omni's video_second_per_grid), input_features [N, mel, F]
-    and feature_attention_mask [N, F] (audio)
+    input_ids [L], labels [L] (not shifted, -100 on media), mm_token_type_ids [L] (0 text, 1 image, 2 video; not in text
+    models); for images and videos pixel_values [P, C], image_grid_thw [N, 3], pixel_values_videos, video_grid_thw,
+    second_per_grid_ts [N] (Qwen2.5-VL; in Qwen-Omni video_second_per_grid); for audio input_features [N, mel, F] and
+    feature_attention_mask [N, F]
 
     samples = mixed_samples(config, seed=0)          # text only, one image, several images, ...
     batch = padded(samples, side="left")             # PaddedBatch
@@ -55,24 +56,24 @@ Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", 
 
 KINDS: tuple[Kind, ...] = ("text", "image", "images", "video", "images_and_video")
 AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
-"""The further kinds of families that take audio: one audio or two; an image, a video and an audio."""
+"""Additional kinds for families that take audio: two audios; an image, a video and an audio."""
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
-"""Families that take images and videos as patches with a grid each."""
+"""Families that take images and videos as patches with one grid for each image or video."""
 TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
-"""The other families with vision, most of which take images as rows of a batch or tiles."""
+"""The other families with vision. Most of them take images as rows of a batch or as tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
 IMAGE_TOKENS_KEY = "image_tokens"
-"""int64 [N]: placeholder tokens of each image of a family whose images have no grids; no model takes it."""
+"""Key of int64 [N]: placeholders of each image, in families whose images have no grids. It is not a model input."""
 LONG_TEXT = 140
-"""Tokens of a text that exceeds the 128 tokens at which kernels change their way."""
+"""Tokens of a long text: above 128 tokens, kernels take another path."""
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
-"""Most tokens of an image of `processed_samples`, and of a frame of its video."""
+"""The most tokens of an image and of a video frame in `processed_samples`."""
 SMALL = (64, 64)
-"""Pixels of an image of `processed_samples` whose size the processor decides: one tile."""
+"""Size in pixels of images in `processed_samples` if the processor decides on tiles: small enough for one tile."""
 
 
 def build_sample(
@@ -88,23 +89,25 @@ def build_sample(
     several: bool | None = None,
     seed: int = 0,
 ) -> Sample:
-    """Build a sample of: text, image, text, image, ..., text, video, ..., text; audios behind the first image or video.
+    """Build a sample: text, image, text, image, ..., text, video, ..., text; audios follow the first image or video.
 
-    A first token of text is labelled too, although nothing predicts it when the sample is alone. A row that forgets to
-    mask it learns it from the sample before. (Hugging Face's loss learns it from left padding: no reference there.)
+    If the sample begins with text, the first token is labeled too, although nothing predicts it when the sample is
+    alone. A packed row that forgets to mask this label predicts it from the previous sample, which tests can then see.
+    (In a left-padded batch, Hugging Face's loss predicts it from padding, so that batch is not a valid reference.)
 
     Args:
-        config: of the model; its family decides how videos are written.
-        stretches: tokens of each stretch of text, 0 or more; one stretch more than media.
+        config: the model's configuration. Its family decides how media are written.
+        stretches: number of text tokens, 0 or more, before each medium and at the end: one entry more than media.
         image_grids: (frames, rows, columns) of patches of each image.
-        video_grids: the same of each video.
-        seconds: from one grid of each video to the next (Qwen2.5-VL, Qwen-Omni).
+        video_grids: (frames, rows, columns) of patches of each video.
+        seconds: for each video, the seconds from one grid to the next (Qwen2.5-VL, Qwen-Omni).
         audio_frames: log-mel frames of each audio.
         videos_first: put the videos before the images.
-        labelled: label so many tokens at the end, and the first one; None: the first and the last stretch. Behind a
-            prefix (PaliGemma) come these tokens; None: half of the last stretch.
-        several: whether its images are written as those of a sample with several images; None: if it has several.
-        seed: of words and pixels.
+        labelled: number of tokens to label at the end, beside the first token; None: label the first and the last
+            stretch of text. In families with a prefix (PaliGemma), this is also the length of the suffix; None: half of
+            the last stretch.
+        several: write images in the form for samples with several images; None: if there are several.
+        seed: seed of words and pixels.
     """
     assert len(stretches) == len(image_grids) + len(video_grids) + len(audio_frames) + 1
     family = family_named(config.model_type)
@@ -151,7 +154,7 @@ def build_sample(
 
 
 def _seconds_name(config: Any, family: Family) -> str | None:
-    """The name under which a model takes the seconds between grids of videos; None: it takes none."""
+    """Return the keyword for the seconds between grids of a video; None: the model takes none."""
     if "video_second_per_grid" in family.media:
         return "video_second_per_grid"
     return "second_per_grid_ts" if "tokens_per_second" in config.vision_config.to_dict() else None
@@ -160,7 +163,7 @@ def _seconds_name(config: Any, family: Family) -> str | None:
 def _joined(
     tiles: Sequence[TiledImage], clips: Sequence[TiledImage], family: Family, config: Any
 ) -> dict[str, torch.Tensor]:
-    """The images and videos of one sample as one tensor of each name."""
+    """Join the tensors of a sample's images and videos by name."""
     parts: dict[str, list[torch.Tensor]] = {}
     for name, tensor in (item for tiled in (*tiles, *clips) for item in tiled.tensors.items()):
         parts.setdefault(name, []).append(tensor)
@@ -182,10 +185,10 @@ def random_sample(
     side: tuple[int, int] = (1, 4),
     frames: tuple[int, int] = (2, 4),
 ) -> Sample:
-    """Draw one sample of a kind.
+    """Draw a random sample of a kind.
 
-    `text`, `side` and `frames` are inclusive ranges of: tokens of each stretch of text, image sides in merged tokens,
-    and video frames.
+    `text`, `side` and `frames` are inclusive ranges: tokens of each stretch of text, height and width of images and
+    videos in merged tokens, and video frames.
     """
     rng = torch.Generator().manual_seed(seed)
     family = family_named(config.model_type)
@@ -204,13 +207,13 @@ def random_sample(
     audio_frames = [pick(frames_of(config)) for _ in range({"audio": 2, "everything": 1}.get(kind, 0))]
     stretches = [pick(text) for _ in range(images + videos + len(audio_frames) + 1)]
     if kind == "text":
-        stretches = [2 + 3 * stretches[0]]  # at least one target even if a stretch may be empty
+        stretches = [2 + 3 * stretches[0]]  # at least one target, even if `text` allows an empty stretch
     media = {"image_grids": image_grids, "video_grids": video_grids, "seconds": seconds, "audio_frames": audio_frames}
     return build_sample(config, stretches=stretches, seed=seed, **media)
 
 
 def kinds_of(config: Any) -> tuple[Kind, ...]:
-    """The kinds of samples that a model of this configuration takes."""
+    """Return the kinds of samples that a model with this configuration takes."""
     family = family_named(config.model_type)
     visual = KINDS if family.has_videos else KINDS[:3] if family.has_vision else KINDS[:1]
     visual = visual[:4] if family.videos_as_images else visual
@@ -218,7 +221,7 @@ def kinds_of(config: Any) -> tuple[Kind, ...]:
 
 
 def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = None, **ranges: Any) -> list[Sample]:
-    """Draw one sample of each kind; None: four samples, with images and audio if the model takes any."""
+    """Draw one sample of each kind; None: four samples, with images and audio if the model takes them."""
     if kinds is None:
         family = family_named(config.model_type)
         kinds = ("image", "text", "images", "image") if family.has_vision else ("text",) * 4
@@ -227,8 +230,11 @@ def mixed_samples(config: Any, *, seed: int = 0, kinds: Sequence[Kind] | None = 
 
 
 def synthetic_samples(config: Any) -> list[Sample]:
-    """Build an image, a text, two images, a video and two audios, of each what the model takes; of a text model three
-    texts. Lengths differ, seeds are fixed."""
+    """Build a fixed set of samples of different lengths from a configuration.
+
+    One image, a text, two images, then a video and two samples with audio if the model takes them; three texts for a
+    text model.
+    """
     family = family_named(config.model_type)
     if not family.has_vision:
         return [build_sample(config, stretches=[2 * n], labelled=n, seed=n) for n in (5, 11, 8)]
@@ -256,8 +262,10 @@ def synthetic_samples(config: Any) -> list[Sample]:
 
 
 def processed_samples(processor: Any) -> list[Sample]:
-    """Let a processor make an image, a text, two images, and a video or two audios if it takes them. Pixels are
-    float32."""
+    """Build samples with a processor: one image, a text, two images, and if it takes them a video and two audios.
+
+    Each audio has a sample of its own. Pixels are float32.
+    """
     collator = VLMCollator(processor)
     receipts = SyntheticReceipts(num=3, scale=SMALLEST_LEGIBLE)
     records = [receipts[i] for i in range(3)]
@@ -268,7 +276,7 @@ def processed_samples(processor: Any) -> list[Sample]:
     first, *others = ({"type": "image", "image": image, **bounds} for image in images)
     try:
         text = _processed(collator, "What is two times 14,500?", "It is 29,000.")
-    except SampleError:  # a processor that writes no prompt without an image
+    except SampleError:  # the processor needs an image in every prompt
         text = _processed(collator, "And here?", totals[1], others[0])
     samples = [
         _processed(collator, "What is the total?", totals[0], first),
@@ -278,7 +286,7 @@ def processed_samples(processor: Any) -> list[Sample]:
     if by_grid:
         frames = [records[i]["image"].resize((160, 200)) for i in (0, 0, 1, 1)]  # a long receipt would be too thin
         video = {"type": "video", "video": frames, **_bounds(processor.image_processor, FRAME_TOKENS)}
-        with suppress(VlmpackError):  # a processor that takes no videos
+        with suppress(VlmpackError):  # the processor takes no videos
             samples.append(_processed(collator, "What is shown?", "Two receipts.", video))
     if collator.metadata.has_audio:
         samples += [_processed(collator, "What is heard?", "Some noise.", sound) for sound in noises(2)]
@@ -286,7 +294,7 @@ def processed_samples(processor: Any) -> list[Sample]:
 
 
 def _bounds(image_processor: Any, most_tokens: int) -> dict[str, int]:
-    """Settings of an image, or of a video's frames, of 4 to so many tokens."""
+    """Return the pixel limits of an image or a video frame of 4 to `most_tokens` tokens."""
     area = (image_processor.patch_size * image_processor.merge_size) ** 2
     return {"min_pixels": 4 * area, "max_pixels": most_tokens * area}
 
@@ -314,7 +322,7 @@ def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[s
 
 
 def _record(processor: Any, question: str, answer: str, media: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A conversation; of a processor without a chat template a prompt with its answer."""
+    """Return a conversation, or a prompt with its completion if the processor has no chat template."""
     if processor.chat_template is None:
         images = [medium["image"] for medium in media]
         prompt = processor.image_token * len(images) + question
@@ -325,9 +333,9 @@ def _record(processor: Any, question: str, answer: str, media: Sequence[dict[str
 
 
 def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sample]:
-    """Add another sample of the first one's length and a text of more than 128 tokens.
+    """Add another sample with the first one's length and a text of more than 128 tokens.
 
-    Kernels and layouts choose other ways by number, by length, and where lengths are equal.
+    Kernels and layouts take other paths for more samples, long samples, and samples of equal length.
     """
     first, second, *others = samples
     long = build_sample(config, stretches=[LONG_TEXT], labelled=LONG_TEXT // 2, seed=5)
@@ -335,7 +343,7 @@ def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sam
 
 
 def perturbed(sample: Sample, config: Any) -> Sample:
-    """Exchange every word, pixel and frame for another; shapes, labels and placeholders stay."""
+    """Replace every word, pixel and audio frame by another one; keep shapes, labels and placeholders."""
     words, ids = word_ids(config), sample["input_ids"]
     is_word = (ids >= words.start) & (ids < words.stop)
     others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
@@ -346,7 +354,7 @@ def perturbed(sample: Sample, config: Any) -> Sample:
 
 
 def word_ids(config: Any) -> range:
-    """The longest run of token ids of which none is special."""
+    """Return the longest range of token ids without special tokens."""
     text = family_named(config.model_type).text_config(config)
     settings = {**text.to_dict(), **config.to_dict()}
     indices = ("image_token_index", "video_token_index", "audio_token_index")
@@ -361,16 +369,16 @@ def word_ids(config: Any) -> range:
 
 
 def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
-    """Keyword arguments of a Hugging Face model's forward for this sample alone."""
+    """Return the keyword arguments with which a Hugging Face model computes this sample alone."""
     tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample and (labels or name != "labels")}
     family = sample.family if isinstance(sample, Sample) else None
-    if family is not None and isinstance(family.positions_rule, AskModel):  # it reads its own mask for positions
+    if family is not None and isinstance(family.positions_rule, AskModel):  # the model derives positions from the mask
         tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
     return {**tokens, **_media(sample)}
 
 
 def _media(sample: Sample) -> dict[str, torch.Tensor]:
-    """The tensors that are no token columns; an id, which an evaluation gives a sample, is no tensor."""
+    """Return the media tensors. Entries that are not tensors, such as an evaluation's sample id, are left out."""
     others = {name: value for name, value in sample.items() if name not in (*TOKEN_KEYS, IMAGE_TOKENS_KEY)}
     return {name: value for name, value in others.items() if isinstance(value, torch.Tensor)}
 
@@ -378,7 +386,7 @@ def _media(sample: Sample) -> dict[str, torch.Tensor]:
 def padded(
     samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, metadata: bool = True
 ) -> PaddedBatch:
-    """Pad the samples to one batch; `metadata=False` leaves out the metadata on the host that a collator adds."""
+    """Pad the samples to a batch; `metadata=False` leaves out the host metadata that a collator adds."""
     lengths = [len(sample["input_ids"]) for sample in samples]
     offsets = tuple(max(lengths) - n if side == "left" else 0 for n in lengths)
 
@@ -398,7 +406,7 @@ def padded(
 
 
 def media_of(samples: Sequence[Sample]) -> Media:
-    """Join pixels and grids of all samples, in their order."""
+    """Join pixels, grids and other media tensors of all samples, in order."""
     parts: dict[str, list[torch.Tensor]] = {}
     for sample in samples:
         for name, tensor in _media(sample).items():
@@ -411,7 +419,7 @@ def media_of(samples: Sequence[Sample]) -> Media:
 
 
 def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
-    """Derive from the samples the metadata on the host that a collator adds."""
+    """Derive the host metadata that a collator would add to these samples."""
     return HostMetadata(
         lengths=tuple(len(sample["input_ids"]) for sample in samples),
         offsets=offsets if any(offsets) else (),
@@ -422,7 +430,7 @@ def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> 
 
 
 def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
-    """The media of the samples; None: nothing tells the types of their tokens."""
+    """Return the media table of the samples; None: a sample with media has no family or no configuration."""
     if not any(map(_media, samples)):
         return MediaTable()
     media: list[Medium] = []
@@ -443,7 +451,7 @@ def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
 
 
 def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) -> MediaTable:
-    """The images of so many tokens in place of their tiles."""
+    """Replace tiles in a media table by the images that they belong to; `tokens`: placeholders of each image."""
     spans = tiles_of_images([tile.tokens for tile in tiles.images], tokens)
     images = [
         Expected(
@@ -465,31 +473,31 @@ def _prefix(sample: Sample) -> int:
 
 
 def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Names of the columns of prefixes."""
+    """Return the names of the token columns that mark prefixes."""
     family = samples[0].family if samples and isinstance(samples[0], Sample) else None
     return () if family is None else family.token_columns
 
 
 def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Names of the columns of prefixes, and of those by which experts are chosen."""
+    """Return the names of the token columns that mark prefixes or choose experts by modality."""
     families = [sample.family for sample in samples[:1] if isinstance(sample, Sample) and sample.family]
     expert_types = [family.expert_types for family in families if family.expert_types is not None]
     return (*_token_columns(samples), *expert_types)
 
 
 def num_targets(sample: Sample) -> int:
-    """Count the labelled next-token targets of a sample."""
+    """Count the labeled next-token targets of a sample."""
     return int((sample["labels"][1:] != IGNORE).sum())
 
 
 def grids_of(sample: Sample, modality: Literal["image", "video"]) -> tuple[Grid, ...]:
-    """Read a sample's grids as tuples of integers."""
+    """Return a sample's image or video grids as tuples of integers."""
     name = f"{modality}_grid_thw"
     return tuple((t, h, w) for t, h, w in sample[name].tolist()) if name in sample else ()
 
 
 def kind_of(sample: Sample) -> str:
-    """Name the media of a sample, for people: "text", "image", "2 images", "video", "image and video"."""
+    """Describe the media of a sample: "text", "image", "2 images", "video", "image and video"."""
     counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
     counts["image"] += len(sample.get(IMAGE_TOKENS_KEY, ()))
     counts["audio"] = len(frames_in(sample))
@@ -505,8 +513,11 @@ def _image_of(config: Any, tokens: int) -> list[int]:
 
 
 def _video(config: Any, grid: Grid) -> list[int]:
-    """Write a time stamp of two words before each frame if the family writes frames apart, as Qwen3-VL does; GLM-4V
-    writes it after."""
+    """Return the tokens of a video.
+
+    If the family writes frames apart, each frame has a time stamp of two words: before it in Qwen3-VL, after it in
+    GLM-4V.
+    """
     family = family_named(config.model_type)
     if family.videos_as_images:
         runs = family.video_runs([grid], config)
@@ -515,6 +526,6 @@ def _video(config: Any, grid: Grid) -> list[int]:
     apart = len(family.video_runs([(2, *grid[1:])], config)) > 1
     stamp = list(word_ids(config)[:2]) if apart else []
     runs, start, end = family.video_runs([grid], config), config.vision_start_token_id, config.vision_end_token_id
-    if family.expert_types is not None:  # by which these choose experts too
+    if family.expert_types is not None:  # the start and end tokens of a video choose experts, too
         start, end = config.video_start_token_id, config.video_end_token_id
     return [token for tokens in runs for token in (*stamp, start, *[config.video_token_id] * tokens, end)]
