@@ -1,4 +1,5 @@
-"""Packed == alone, proved on the user's machine: every sample, every mechanism, and plain transformers as baseline."""
+"""Prove on the user's machine that packing changes nothing: every sample, every mechanism, with plain transformers as
+the baseline."""
 
 from __future__ import annotations
 

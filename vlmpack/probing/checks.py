@@ -1,4 +1,4 @@
-"""Run every check of packed samples, circumstance by circumstance. What a check raises is a finding."""
+"""Run every check of packed samples, circumstance by circumstance. An error that a check raises becomes a finding."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ from vlmpack.testing.samples import Sample, build_sample, kind_of, media_of, per
 Progress = Callable[[str], None]
 
 ALWAYS = (GAPS, ROW, TREE)
-"""Circumstances in which modules are compared even if everything is exact: elsewhere only if it is not."""
+"""Circumstances in which modules are always compared; in the others, they are compared only if a check fails."""
 MOST_NOISE = 1e-3
-"""Of experts, as a part of the largest logit: a leak is not excused by more."""
+"""The most rounding noise of experts that the leak limit allows for, as a fraction of the largest logit."""
 UNSTEADY = "set its dropout probabilities to 0, or use deterministic kernels, and probe again"
 
 
 def packed_checks(setup: ProbeSetup, references: References, *, progress: Progress) -> list[Check]:
-    """Run all checks of the setup's circumstances; `progress` gets the title of what comes next."""
+    """Run all checks of the setup's circumstances; `progress` gets the title of each part before it begins."""
     checks, wrong = [], list[str]()
     for circumstance in setup.circumstances:
         progress(circumstance.title)
@@ -72,7 +72,7 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
 
 
 def caught(part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]:
-    """Run checks; what they raise is a finding."""
+    """Run checks, and turn an error that they raise into a finding."""
     try:
         return run()
     except Exception as error:
@@ -82,7 +82,7 @@ def caught(part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]
 def _caught_packed(
     part: Part, name: str, setup: ProbeSetup, circumstance: Circumstance, run: Callable[[PackedPass], list[Check]]
 ) -> list[Check]:
-    """Run checks with packing enabled; what enabling it raises is a finding too."""
+    """Run checks with packing enabled, and turn errors into a finding, also those of enabling it."""
 
     def enabled() -> list[Check]:
         with packing(setup, circumstance) as packed:
@@ -92,7 +92,7 @@ def _caught_packed(
 
 
 def worst_of_each(checks: Sequence[Check]) -> list[Check]:
-    """Keep one line a mechanism, behind all others: the worst finding of any circumstance."""
+    """Keep one check for each mechanism, the worst of all circumstances, and move these checks to the end."""
     named: dict[str, list[Check]] = {}
     for check in checks:
         if check.part == "mechanism":
@@ -104,7 +104,7 @@ def worst_of_each(checks: Sequence[Check]) -> list[Check]:
 
 @contextmanager
 def packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPass]:
-    """Enable packing with the settings of a circumstance; mode and precision are set by the code that computes."""
+    """Enable packing with the settings of a circumstance. `ProbeSetup.computing` sets mode and precision."""
     settings = circumstance.settings(setup.settings, setup.samples)
     try:
         yield PackedPass(
@@ -124,7 +124,7 @@ def packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPas
 def _circumstance_checks(
     setup: ProbeSetup, references: References, circumstance: Circumstance, wrong: list[str]
 ) -> list[Check]:
-    """Run the checks of one circumstance; the first module that is wrong is added to `wrong`."""
+    """Run the checks of one circumstance, and add the names of wrong modules to `wrong`."""
     reference, always = references.of(circumstance), circumstance in ALWAYS
     if reference is None:
         return [not_deterministic(f"{circumstance.name}: ", "two runs of the same samples alone differ in this mode")]
@@ -153,7 +153,7 @@ def _circumstance_checks(
 
 
 def not_deterministic(where: str, observation: str) -> Check:
-    """Report that the model alone returns other numbers when it is run again."""
+    """Report that the model alone returns different numbers when it runs again."""
     return Check(
         part="equality",
         name=f"{where}each sample alone",
@@ -166,7 +166,7 @@ def not_deterministic(where: str, observation: str) -> Check:
 def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
     """Compare logits, losses and gradients of packed samples with those of the samples alone.
 
-    Choices of experts that rounding alone decides are held to those of the samples alone, and counted.
+    Where only rounding decides which experts a token gets, the choice is held to that of the sample alone, and counted.
     """
     circumstance = packed.circumstance
     with setup.computing(circumstance), torch.enable_grad(), held_to(reference, packed, setup) as routed:
@@ -185,7 +185,7 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
 
 
 def held_to(reference: Reference, packed: PackedPass, setup: ProbeSetup) -> AbstractContextManager[RoutingRecord]:
-    """Hold choices of experts that rounding alone decides to those of the samples alone."""
+    """Hold those choices of experts that only rounding decides to the choices of the samples alone."""
     share = open_share(is_low=setup.probed.is_low or packed.circumstance.autocast)
     return routing(setup.probed, held_choices(packed, setup.samples, reference.choices, share=share))
 
@@ -193,18 +193,18 @@ def held_to(reference: Reference, packed: PackedPass, setup: ProbeSetup) -> Abst
 def all_held_to(
     reference: Reference, packed: PackedPass, samples: Sequence[Sample]
 ) -> AbstractContextManager[RoutingRecord]:
-    """Hold every choice of experts, so that each gets as many tokens whatever samples are exchanged."""
+    """Hold every choice of experts, so that each expert gets the same number of tokens after samples are exchanged."""
     return routing(packed.probed, held_choices(packed, samples, reference.choices, share=HOLD_ALL))
 
 
 # ---------------------------------------------------------------------- isolation
 
 Exchange = tuple[str, Sequence[Sample], Sequence[int]]
-"""A name; the samples with something exchanged; how many tokens at the start of each must not move."""
+"""(name, samples after the exchange, number of tokens at the start of each sample whose logits must not move)."""
 
 
 def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: Reference) -> list[Check]:
-    """Exchange samples, in a tree the pieces of which they are made, and see whether any other token's logits move."""
+    """Exchange samples (in a tree: pieces of samples), and check that no other token's logits move."""
     with packing(setup, circumstance) as packed, setup.computing(circumstance):
 
         def logits(samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -216,7 +216,7 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
         leaks = max(moves.values()) > LEAK
         noise = most_moved(logits(setup.samples), before, [*map(len, before)]) if leaks else 0.0
     if leaks and setup.probed.family.has("experts"):
-        # experts multiply the tokens of all samples at once, and how that rounds depends on how many there are
+        # experts multiply the tokens of all samples at once, and the rounding depends on how many tokens there are
         with setup.computing(circumstance), torch.no_grad():
             noise = max(noise, min(leak(PlainPaddedPass(probed=setup.probed), setup.samples), MOST_NOISE))
     detail = "the logits of other tokens move by {:.1e} of their size"
@@ -227,7 +227,7 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
 
 
 def _exchanges(setup: ProbeSetup, circumstance: Circumstance) -> list[Exchange]:
-    """Exchange each sample by itself in the row with gaps, each piece in a tree, elsewhere every other sample."""
+    """List the exchanges: each sample in the row with gaps, each piece in a tree, every other sample elsewhere."""
     samples, config, branches = setup.samples, setup.probed.config, setup.branches
     if branches is not None:
         return [
@@ -249,25 +249,29 @@ def _halves(samples: Sequence[Sample], config: object) -> list[Exchange]:
 
 
 def _changed(name: str, samples: Sequence[Sample], config: object, group: Sequence[int]) -> Exchange:
-    """Exchange the contents of a group of samples."""
+    """Exchange the contents of a group of samples; only the logits of the other samples must not move."""
     changed = [perturbed(sample, config) if i in group else sample for i, sample in enumerate(samples)]
     return name, changed, [0 if i in group else len(sample["input_ids"]) for i, sample in enumerate(samples)]
 
 
 def leak(forward: ForwardPass, samples: Sequence[Sample]) -> float:
-    """The most that the logits of every other sample move when only the rest change, as a part of the largest one."""
+    """Return the most that logits of half of the samples move when the other half changes, as a fraction of the largest
+    logit."""
     before = sample_logits(forward, samples)
     halves = _halves(samples, forward.probed.config)
     return max(most_moved(sample_logits(forward, others), before, stops) for _, others, stops in halves)
 
 
 def sample_logits(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
-    """[L, V] of each sample, without a graph."""
+    """Return the logits [L, V] of each sample, detached."""
     return [x.detach() for x in forward(samples).logits]
 
 
 def most_moved(after: Sequence[torch.Tensor], before: Sequence[torch.Tensor], stops: Sequence[int]) -> float:
-    """The most that logits of so many tokens of any sample moved, as a part of its largest; NaN is infinitely far."""
+    """Return the most that logits moved, as a fraction of the sample's largest logit; NaN counts as infinite.
+
+    Only the first `stops[i]` tokens of sample i are compared.
+    """
     moves = [0.0]
     for x, y, stop in zip(after, before, stops, strict=True):
         if stop:
@@ -282,16 +286,16 @@ def most_moved(after: Sequence[torch.Tensor], before: Sequence[torch.Tensor], st
 def mechanism_checks(
     setup: ProbeSetup, circumstance: Circumstance, reference: Reference, *, leaks: bool, wrong: list[str]
 ) -> list[Check]:
-    """Compare what goes in, every module, and what comes back with the samples alone.
+    """Compare the model's inputs, every module's outputs, and the results with those of the samples alone.
 
-    Where other tokens go in than the samples', or come out elsewhere, only that is reported.
+    If the input tokens are not those of the samples, or results go to the wrong sample, only that is reported.
 
     Args:
-        setup: the probe's.
-        circumstance: of packing.
-        reference: of that circumstance.
-        leaks: a sample's logits move when only other ones change.
-        wrong: gets the name of the first module whose output differs.
+        setup: the model, its samples and settings.
+        circumstance: how the samples are packed and computed.
+        reference: the reference of that circumstance.
+        leaks: whether a sample's logits move when only other samples change.
+        wrong: the names of modules whose outputs differ are appended here, in the order of calls.
     """
     probed, samples, low = setup.probed, setup.samples, setup.probed.is_low or circumstance.autocast
     with packing(setup, circumstance) as packed:
@@ -323,8 +327,11 @@ def mechanism_checks(
 
 
 def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
-    """Compare the row with the samples, also that of a batch that the step would pack, with and without metadata on the
-    host: collators send it, other batches have none."""
+    """Compare the tokens and media of the packed row with those of the samples.
+
+    If the circumstance has a padded batch, this is the row that the step packs from it. The row is checked with and
+    without metadata on the host, because collators send the metadata and other batches have none.
+    """
     samples, segments, checks = setup.samples, packed.segments(setup.samples), list[Check]()
     for metadata in (True,) if packed.circumstance.shares else (True, False):
         row = packed.row(samples, metadata)
@@ -340,7 +347,7 @@ def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
 def _check_model_inputs(
     setup: ProbeSetup, packed: PackedPass, found: Difference, token_indices: Sequence[torch.Tensor]
 ) -> Check:
-    """Compare what reaches the model with the samples; of a tree the tokens on each path, and its distinct media."""
+    """Compare the model's inputs with the samples; in a tree, the tokens on each path and the distinct media."""
     media, width = media_of([*map(frames_as_images, setup.samples)]).to_hf(), packed.computed(setup.samples).total
     if packed.circumstance.shares:
         row = packed.row(setup.samples)
@@ -350,9 +357,10 @@ def _check_model_inputs(
 
 
 def _check_short_audio(setup: ProbeSetup, circumstance: Circumstance) -> list[Check]:
-    """Compare an audio shorter than a chunk, beside a longer one, with each alone, of a tower that reads padding.
+    """Compare an audio shorter than a chunk, packed beside a longer one, with each alone, if the tower reads padding.
 
-    The samples of a probe have longer ones alone: transformers' padded batch, which is compared with too, has others.
+    The other samples of a probe have only longer audios, because they also go through transformers' padded batch, which
+    would pad a short audio differently.
     """
     probed = setup.probed
     if probed.family.audio is None or not probed.family.audio.reads_padding or circumstance.shares:
@@ -372,9 +380,9 @@ def _check_short_audio(setup: ProbeSetup, circumstance: Circumstance) -> list[Ch
 def check_routers(
     setup: ProbeSetup, packed: PackedPass, reference: Reference, routers: RouterLosses, *, losses_right: bool
 ) -> list[Check]:
-    """Compare the routers' losses with those of the padded batch. `losses_right`: those of targets are right.
+    """Compare the routers' losses with those of the padded batch. `losses_right`: the losses of targets are right.
 
-    They count choices of experts, so they are not compared where rounding alone decides one.
+    Router losses count choices of experts. So in float32 they are not compared if only rounding decides a choice.
     """
     with setup.computing(packed.circumstance), held_to(reference, packed, setup) as routed:
         result = packed(setup.samples, router_losses=True, by_step=True)
@@ -382,7 +390,7 @@ def check_routers(
         error = rms_distance(pairs) if setup.probed.is_low else max(distance(*pair) for pair in pairs)
         right = losses_right and error <= reference.limits.logits
         checks = check_router_losses(packed, setup.samples, routers, result, right=right)
-    if not routed.held or setup.probed.is_low:  # in low precision their limits allow for it
+    if not routed.held or setup.probed.is_low:  # in low precision, the limits allow for other choices
         return checks
     detail = f"choices of experts that rounding alone decides, and that this counts: {routed.held}"
     uncounted = {"finding": "not counted", "cause": None, "detail": detail}

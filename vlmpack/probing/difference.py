@@ -1,19 +1,20 @@
-"""Compare every module's output in a packed pass with its outputs of the samples alone: what differs names the cause.
+"""Compare every module's output in a packed pass with its outputs for the samples alone, to find the cause of an error.
 
-Each sample goes through the plain model by itself, and every module's outputs are kept. Then the samples go through it
-together. Each output is compared with those of the samples alone, in the order of calls, and then replaced by them: the
-next module gets right inputs, so an error is the module's own. Its role says the cause (`roles_of`):
+Each sample goes through the plain model alone, and every module's outputs are recorded. Then the samples go through the
+model together. Each module's output is compared with the recorded ones, in the order of calls, and then replaced by
+them. So the next module gets correct inputs, and an error in its output is its own. The module's role gives the cause
+(`roles_of`):
 
     rotary embeddings                                 positions
     attention                                         mask; in layers that scale queries by position alone, positions
     gated delta layers, short convolutions            recurrent state
     blocks with experts                               router
     vision tower and projectors                       vision
-    the text model's inputs, at a medium's tokens     vision or audio
+    the text model's inputs at placeholders           vision or audio
     any other module                                  unknown, with its name
 
-Layers that compute samples apart inside (experts, recurrent layers, layers that run sample by sample) are compared at
-their own output, and audio where it reaches the text model.
+Layers that separate samples internally (experts, recurrent layers, layers that run sample by sample) are compared only
+at their output. Audio is compared where it enters the text model.
 """
 
 from __future__ import annotations
@@ -38,31 +39,32 @@ from vlmpack.testing.comparison import plain_output
 from vlmpack.testing.samples import Sample, alone
 
 LEAK = 1e-5
-"""The most that may move when something else is changed, as a part of the largest entry: a real leak is 1e-2."""
+"""The most that a value may move when other samples change, as a fraction of the largest entry. A real leak is 1e-2."""
 LIMITS = {False: 1e-4, True: 5e-2}
-"""The largest error of a module's output, as a part of the largest entry; True: in low precision. Chunks of gated delta
-layers in a prefix tree begin elsewhere than alone."""
+"""The largest allowed error of a module's output, as a fraction of the largest entry; True: in low precision. In a
+prefix tree, the chunks of gated delta layers begin at other tokens than in a sample alone, so they round differently.
+"""
 PIXELS = ("pixel_values", "pixel_values_videos")
-"""Images and videos go through a tower in calls of their own, in this order."""
+"""Images and videos go through a tower in separate calls, in this order."""
 
 Role = Cause | Literal["query scale"]
 Calls = dict[str, list[list[torch.Tensor]]]
-"""Tensors that each module returned, call by call."""
+"""By name of the module: the tensors that each call returned."""
 Parts = list[tuple[int, torch.Tensor]]
-"""Tensors of some samples, each with the number of its sample."""
+"""(index of the sample, tensor) for some samples."""
 
 CAUSES: tuple[Cause, ...] = ("positions", "mask", "recurrent state", "router", "vision", "audio", "unknown")
-"""The causes that modules show."""
+"""The causes that a module's error can show."""
 EMBEDDED: dict[str, tuple[Role, Callable[[torch.Tensor], torch.Tensor]]] = {
     "embeddings of images": ("vision", lambda types: (types > 0) & (types != AUDIO)),
     "embeddings of audio": ("audio", lambda types: types == AUDIO),
     "embeddings of text": ("unknown", lambda types: types == 0),
 }
-"""Parts of what the text model is given, by the types of tokens."""
+"""Parts of the text model's input embeddings: name → (role, mask from token types)."""
 
 
 def roles_of(probed: ProbedModel) -> dict[str, Role]:
-    """Name the cause of an error in each module that is compared."""
+    """Map the name of each module that is compared to the cause of an error in it."""
     family, core = probed.family, probed.core
     parts, names = ModelParts(family=family, core=core), {module: name for name, module in core.named_modules()}
     text, audio = family.text_path, None if family.audio is None else family.audio.path
@@ -103,16 +105,16 @@ class AloneCalls:
     """The outputs of every module of the plain model for one sample."""
 
     calls: Calls
-    """By name of the module."""
+    """Outputs by name of the module."""
     kinds: tuple[str, ...]
-    """The pixels that went through the vision tower, a call each."""
+    """The kinds of pixels that went through the vision tower, one call for each kind."""
     logits: torch.Tensor
-    """[L, V]."""
+    """Logits of the sample: [L, V]."""
 
 
 @torch.no_grad()
 def record_alone(probed: ProbedModel, sample: Sample) -> AloneCalls:
-    """Run a sample through the plain model, and keep every module's outputs, on the host: they are many."""
+    """Run a sample through the plain model, and keep every module's outputs on the host to save GPU memory."""
     calls: Calls = {}
 
     def keep(name: str, output: Any) -> None:
@@ -127,8 +129,8 @@ def record_alone(probed: ProbedModel, sample: Sample) -> AloneCalls:
 
 @contextmanager
 def _hooked(probed: ProbedModel, names: Iterable[str], hook: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Call `hook(name, output)` after each call of these modules, and with the embeddings that the text model is given
-    under the name "embeddings"; what it returns replaces them."""
+    """Call `hook(name, output)` after each call of these modules, and `hook("embeddings", inputs_embeds)` before the
+    text model. A value that the hook returns replaces the output or the embeddings."""
 
     def embedded(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if (given := kwargs.get("inputs_embeds")) is None or (other := hook("embeddings", given)) is None:
@@ -153,14 +155,15 @@ def _hooked(probed: ProbedModel, names: Iterable[str], hook: Callable[[str, Any]
 @final
 @dataclass(kw_only=True, eq=False)
 class Difference:
-    """Where a pass of several samples differs from each of them alone."""
+    """Differences between a pass of several samples and each of them alone."""
 
     errors: dict[str, float] = field(default_factory=dict)
-    """The largest error of each module's outputs, as a part of the largest entry, in the order in which calls end."""
+    """The largest error of each module's outputs, as a fraction of the largest entry, in the order in which calls end.
+    """
     inputs: dict[str, Any] = field(default_factory=dict)
-    """Keywords of the model without its head."""
+    """Keyword arguments of the model without its head."""
     caches: int = 0
-    """Decoder layers that were given a cache."""
+    """Number of decoder layers that got a cache."""
     result: ForwardResult | None = None
     """The result of the pass."""
 
@@ -175,16 +178,17 @@ def compare_modules(
     found: Difference,
     shares: bool = False,
 ) -> None:
-    """Run a pass, compare each module's outputs with those of the samples alone, and put them right.
+    """Run a pass, compare each module's outputs with those of the samples alone, and replace them by those.
 
     Args:
         forward: the pass.
-        probed: its model.
-        samples: in its order.
-        references: of each sample alone.
-        token_indices: int64 [L] of each sample: its tokens in the pass.
-        found: is filled, as far as the pass gets.
-        shares: media that samples share go through the model once, so towers compute others than alone.
+        probed: the model.
+        samples: the samples, in the order of the pass.
+        references: outputs of the modules for each sample alone.
+        token_indices: for each sample, the indices of its tokens in the pass, int64 [L].
+        found: gets the results; if the pass raises, the results up to there.
+        shares: shared media go through the model once. Vision modules are then not compared, because their calls do
+            not match those for the samples alone.
     """
     roles, counts = roles_of(probed), Counter[str]()
     types = [probed.family.media_types(sample["input_ids"], probed.config) for sample in samples]
@@ -221,9 +225,10 @@ def compare_modules(
 def _candidates(
     name: str, at: int, references: Sequence[AloneCalls], *, is_vision: bool
 ) -> Iterator[list[tuple[int, list[torch.Tensor]]]]:
-    """Which calls of the samples alone one call may be made of: the same one of each sample, or a single one.
+    """Yield the sets of calls, for samples alone, that call number `at` may correspond to.
 
-    A tower is called for all images, then for all videos; or for each image by itself.
+    This is either the same call of every sample, or a single call of one sample: a tower is called once for all images
+    and once for all videos, or once for each image.
     """
     kinds = [kind for kind in ("", *PIXELS) if any(kind in each.kinds for each in references)] if is_vision else [""]
     together: list[Any] = []
@@ -246,14 +251,17 @@ def _candidates(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Aligned:
-    """Tensors of samples alone, and where they are in that of all."""
+    """Tensors of samples alone, and their indices along dimension `dim` of the tensor of all samples."""
 
     dim: int
     parts: list[torch.Tensor]
     index: list[torch.Tensor]
 
     def error(self, whole: torch.Tensor, among: Sequence[torch.Tensor] | None = None) -> float | None:
-        """Largest error as a part of the largest entry; of some tokens of each sample: None if there are none."""
+        """Return the largest error as a fraction of the largest entry.
+
+        `among`: a mask for each sample of the tokens to compare. None: no token is compared.
+        """
         pairs = [(whole.index_select(self.dim, i), x) for i, x in zip(self.index, self.parts, strict=True)]
         if among is not None:
             chosen = [mask.nonzero()[:, 0].to(whole.device) for mask in among]
@@ -269,7 +277,7 @@ class _Aligned:
         return max(errors) / max(largest, 1e-30)
 
     def replace(self, whole: torch.Tensor) -> torch.Tensor:
-        """Put the outputs of the samples alone in place of those of the pass."""
+        """Replace the outputs of the pass by those of the samples alone."""
         whole = whole.detach().clone()
         for index, part in zip(self.index, self.parts, strict=True):
             whole.index_copy_(self.dim, index, part.to(whole.dtype))
@@ -277,7 +285,7 @@ class _Aligned:
 
 
 def _align(whole: torch.Tensor, parts: Parts, token_indices: Sequence[torch.Tensor]) -> _Aligned | None:
-    """Find the dimension along which tensors of samples lie in that of all, token by token or one after the other."""
+    """Find the dimension along which the samples' tensors are joined, by token indices or simply concatenated."""
     if not parts or not (whole.is_floating_point() or whole.is_complex()):
         return None
     width = 1 + max(int(index.max()) for index in token_indices)
@@ -304,7 +312,7 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
-    """Note what goes into the model, and which layers are given a cache."""
+    """Record the model's inputs, and count the layers that get a cache."""
 
     def note_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         found.inputs.update(kwargs)
@@ -323,15 +331,15 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
             handle.remove()
 
 
-# ---------------------------------------------------------------------- what it says
+# ---------------------------------------------------------------------- checks
 
 
 def wrong_modules(found: Difference, probed: ProbedModel, *, low: bool) -> dict[str, Cause]:
-    """The cause of each module whose outputs differ although its inputs are right, in the order of calls."""
+    """Map each module whose outputs are wrong for correct inputs to the cause, in the order of calls."""
     roles = roles_of(probed)
     limits = {name: LEAK if role == "positions" else LIMITS[low] for name, role in roles.items()}
     wrong: dict[str, Role] = {name: roles[name] for name, error in found.errors.items() if not error <= limits[name]}
-    # a wrong mask is one, whatever the factors of queries
+    # if other attention layers are wrong too, the mask is at fault, not the scale of queries
     scaled: Cause = "mask" if "mask" in wrong.values() else "positions"
     causes: dict[str, Cause] = {}
     for name, role in wrong.items():
@@ -340,13 +348,13 @@ def wrong_modules(found: Difference, probed: ProbedModel, *, low: bool) -> dict[
 
 
 def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: bool) -> list[Check]:
-    """Make a check of each cause of the errors of its modules.
+    """Make one check for each cause from the errors of its modules.
 
     Args:
         found: the errors.
         probed: the model.
-        low: the pass is in low precision.
-        leaks: a sample's logits move when only others change.
+        low: whether the pass is in low precision.
+        leaks: whether a sample's logits move when only other samples change.
     """
     wrong, roles = wrong_modules(found, probed, low=low), roles_of(probed)
     checks = [check_cache(found)]
@@ -368,6 +376,7 @@ def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: b
 
 
 def check_cache(found: Difference) -> Check:
-    """Count layers with a cache: training has no use for one, and with one transformers ignores packed positions."""
+    """Check that no layer got a cache: training does not need it, and with a cache transformers ignores packed
+    positions."""
     detail = f"{found.caches} layers get a cache: it is filled and thrown away"
     return Check.of_mechanism("cache", found.caches, 0, detail)

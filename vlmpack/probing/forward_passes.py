@@ -1,18 +1,18 @@
-"""Run samples through a model: packed in one of six circumstances, alone, as a plain row, as a plain padded batch.
+"""Run samples through a model: packed in one of six circumstances, as a plain row, or as a plain padded batch.
 
-The circumstances are chosen so that any two choices that a user has occur together in one of them:
+The circumstances are chosen so that any two settings that a user can choose occur together in one of them:
 
-    name      computed by  input                slots       mode   precision  divided by      head       metadata
+    name      called       input                slots       mode   precision  divided by      head       metadata
     gaps      PackedStep   a packed row         with gaps   eval   weights'   its targets     at once    yes
     row       the model    a packed row         no gaps     train  weights'   another tensor  in chunks  yes
-    padded    PackedStep   a right-padded one   with gaps   train  weights'   another number  at once    yes
-    left      the model    a left-padded one    the user's  eval   weights'   its targets     in chunks  no
+    padded    PackedStep   right-padded batch   with gaps   train  weights'   another number  at once    yes
+    left      the model    left-padded batch    the user's  eval   weights'   its targets     in chunks  no
     autocast  the model    a packed row         no gaps     train  bfloat16   its targets     at once    no
     tree      PackedStep   a row of a tree      no gaps     train  weights'   another number  in chunks  yes
 
-`row` is what a training loop runs by default, and `autocast` what it runs with `bf16=True`. Metadata: lengths, grids
-and counts on the host, which collators send along. A tree: what samples begin with alike is computed once; its samples
-are others, which branch.
+A training loop runs `row` by default, and `autocast` with `bf16=True`. Slots: padded lengths of samples in the row.
+Metadata: lengths, grids and counts on the host, which collators add to a batch. Tree: samples share prefixes, and each
+prefix is computed once; this circumstance has its own samples.
 """
 
 from __future__ import annotations
@@ -52,15 +52,19 @@ class ProbedModel:
     """A model and its family."""
 
     model: nn.Module
-    """The model that was passed: perhaps a wrapper (PEFT) around the model itself."""
+    """The model that the user passed; may be a wrapper (PEFT) around the Hugging Face model."""
     core: Any
-    """The model itself, with its head and its configuration."""
+    """The Hugging Face model, with its head and its configuration."""
     family: Family
-    """Its family."""
+    """The model's family."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ProbedModel:
-        """Look the family up. Raises FamilyError: it cannot be packed exactly, or the model is a classifier."""
+        """Find the Hugging Face model and its family.
+
+        Raises:
+            FamilyError: the family cannot be packed exactly, or the model is a classifier.
+        """
         core = find_model(model)
         if is_classifier(core):
             raise FamilyError(
@@ -75,29 +79,29 @@ class ProbedModel:
         return self.core.config
 
     def runs_of(self, sample: Sample) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of each run of tokens of a sample that see each other in both directions."""
+        """Return (start, stop) of each run of bidirectional tokens in a sample."""
         if (sees := self.family.sees) is None or not sees.enabled(self.family.text_config(self.config)):
             return ()
         return sees.of_sample(sample, self.family.media_types(sample["input_ids"], self.config))
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """The device of the weights."""
         return next(self.core.parameters()).device
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Element type of the weights; of several, the least precise."""
+        """The dtype of the weights; the least precise one if they have several."""
         dtypes = {p.dtype for p in self.core.parameters() if p.is_floating_point()}
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def is_low(self) -> bool:
-        """Return whether the weights are in low precision."""
+        """Whether the weights are in low precision."""
         return self.dtype != torch.float32
 
     def with_its_pixels(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Cast pixels to the type of the vision part's weights, as users do: not every model of transformers casts them
+        """Cast pixels to the dtype of the vision part's weights, as users do: not every transformers model does it
         itself."""
         family = self.family
         part = self.core.get_submodule(family.vision_path) if family.vision_path else self.core
@@ -112,30 +116,30 @@ class Circumstance:
     """One way of packing and computing samples."""
 
     name: str
-    """Short: names of checks begin with it."""
+    """Short name; names of checks begin with it."""
     title: str
-    """For people."""
+    """Readable description."""
     by_model: bool
-    """Call the model with a dictionary, as trainers do; otherwise `PackedStep`."""
+    """Call the model with a dictionary, as trainers do, instead of `PackedStep`."""
     padded: Literal["", "left", "right"] = ""
     """The padding side of a batch that the step packs itself; "": a packed row."""
     slots: Literal["none", "gaps", "user"] = "none"
-    """Slots without gaps, with gaps, or those of the user's settings."""
+    """Padded lengths: no gaps, gaps, or the user's settings."""
     train: bool = False
-    """Train mode, with its graph for the backward pass; dropout modules stay in eval mode."""
+    """Train mode, with an autograd graph; dropout modules stay in eval mode."""
     autocast: bool = False
-    """Mixed precision."""
+    """Compute in mixed precision."""
     counted: bool = False
-    """Divide by a `num_items_in_batch` that is not the number of the batch's targets."""
+    """Divide the loss by a `num_items_in_batch` that differs from the number of targets."""
     chunked: bool = False
-    """Send the labelled positions through the head in several chunks."""
+    """Compute the head for the labeled positions in several chunks."""
     metadata: bool = True
-    """Send the metadata on the host along."""
+    """Add the metadata on the host to the input."""
     shares: bool = False
-    """Compute once what samples begin with alike."""
+    """Compute shared prefixes once."""
 
     def settings(self, user: StepConfig, samples: Sequence[Sample]) -> StepConfig:
-        """Change the settings of the step; the fixed sizes of `user` were made for other rows."""
+        """Adapt the user's settings of the step to the circumstance, without fixed sizes made for other rows."""
         rules = {
             "none": NO_GAPS,
             "gaps": rule_with_gaps(samples),
@@ -145,16 +149,18 @@ class Circumstance:
         return replace(user, slots=rules[self.slots], head_chunk=chunk)
 
     def divisor(self, samples: Sequence[Sample]) -> int | None:
-        """The `num_items_in_batch`; None: the samples' targets."""
+        """Return `num_items_in_batch`; None: the loss is divided by the samples' targets."""
         return 2 * total_targets(samples) + 3 if self.counted else None
 
     @contextmanager
     def computing(self, probed: ProbedModel, autocast: torch.dtype) -> Iterator[None]:
-        """Set mode, graph and precision. Dropout stays off: a row draws other numbers than a sample.
+        """Set train or eval mode, gradients and precision.
+
+        Dropout stays off, because a row would draw different random numbers than a sample alone.
 
         Args:
-            probed: in eval mode, and again afterwards.
-            autocast: element type of mixed precision, for circumstances that have it.
+            probed: the model, in eval mode; it returns to eval mode afterwards.
+            autocast: dtype of mixed precision, used if the circumstance has it.
         """
         probed.model.train(self.train)
         for module in probed.model.modules():
@@ -200,14 +206,14 @@ TREE = Circumstance(
 
 
 def rule_with_gaps(samples: Sequence[Sample]) -> SlotRule:
-    """Choose slots that leave room behind one sample at least, and at the end of the row."""
+    """Choose a rule for padded lengths that leaves a gap after at least one sample, and at the end of the row."""
     lengths = [len(sample["input_ids"]) for sample in samples]
     multiple = next(m for m in (8, 12, 20, 2 * max(lengths)) if any(n % m for n in lengths))
     return SlotRule(multiple=multiple, row_multiple=4 * multiple)
 
 
 def segments_of(samples: Sequence[Sample], rule: SlotRule = NO_GAPS) -> Segments:
-    """Lay the samples out in a row."""
+    """Return the segments of the samples in a row."""
     return Segments.from_lengths([len(sample["input_ids"]) for sample in samples], rule)
 
 
@@ -225,23 +231,23 @@ class ForwardResult:
     """The result of one forward pass."""
 
     logits: list[torch.Tensor]
-    """[L, V] of each sample."""
+    """Logits of each sample: [L, V]."""
     loss: torch.Tensor
-    """Scalar, as a trainer gets it."""
+    """Scalar loss, as a trainer gets it."""
     step: StepResult | None = None
-    """Of `PackedStep`."""
+    """The result of `PackedStep`; None: the pass did not use it."""
     sample_losses: torch.Tensor | None = None
-    """[B]: mean loss of each sample; plain transformers returns none."""
+    """Mean loss of each sample, [B]; None: plain transformers does not return it."""
     target_share: float = 1.0
-    """The samples' targets, as a part of the divisor of the loss."""
+    """Number of the samples' targets divided by the divisor of the loss."""
 
     @property
     def mean_loss(self) -> torch.Tensor:
-        """Scalar: the loss if it were divided by the samples' targets."""
+        """The loss divided by the number of the samples' targets: a scalar."""
         return self.loss / self.target_share
 
     def outcome(self, model: nn.Module, samples: Sequence[Sample]) -> Outcome:
-        """Run the backward pass and collect the outcome; gradients of an aborted pass are discarded first."""
+        """Run the backward pass and collect the outcome. Gradients left over from an aborted pass are discarded."""
         take_gradients(model)
         backward(self.mean_loss)
         loss = float(self.mean_loss.detach())
@@ -257,40 +263,40 @@ class ForwardPass(Protocol):
         ...
 
     def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """int64 [L] of each sample: its tokens among those that the model computes."""
+        """Return the indices, int64 [L], of each sample's tokens among all tokens that the model computes."""
         ...
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
-        """Compute them."""
+        """Run the samples through the model."""
         ...
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class PackedPass:
-    """vlmpack in one circumstance: a packed row, or a padded batch that the step packs."""
+    """A pass of vlmpack in one circumstance: a packed row, or a padded batch that the step packs."""
 
     probed: ProbedModel
     """The model, with packing enabled."""
     step: PackedStep
-    """On the model, with the settings of the circumstance."""
+    """A step on the model, with the settings of the circumstance."""
     circumstance: Circumstance
-    """Of packing and computing the samples."""
+    """How the samples are packed and computed."""
     rule: SlotRule
-    """Of the row."""
+    """The rule for padded lengths in the row."""
     poison: int
-    """Id of the token in every gap."""
+    """Token id that fills the gaps; no result may depend on it."""
 
     def segments(self, samples: Sequence[Sample]) -> Segments:
-        """Of the row."""
+        """Return the segments of the row."""
         return segments_of(samples, self.rule)
 
     def computed(self, samples: Sequence[Sample]) -> Segments:
-        """Of the row as the model computes it."""
+        """Return the segments of the row that the model computes, without the gaps that the step removes."""
         return self.segments(samples).without_gaps(self.rule)
 
     def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """int64 [L] of each sample: its tokens in the row, in a tree's sequence along its path."""
+        """Return the indices, int64 [L], of each sample's tokens in the row; in a tree, along the sample's path."""
         tree = self.row(samples).tree if self.circumstance.shares else None
         if tree is None:
             return [torch.arange(*span) for span in self.computed(samples).spans[: len(samples)]]
@@ -303,7 +309,7 @@ class PackedPass:
         return self._batch(samples, metadata=metadata) if self.circumstance.padded else self.row(samples, metadata)
 
     def row(self, samples: Sequence[Sample], metadata: bool = True) -> PackedRow:
-        """The packed row, also of a batch that the step would pack itself; with or without metadata on the host."""
+        """Pack the samples into a row, in padded circumstances via the batch, with or without metadata on the host."""
         row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
         if not self.circumstance.shares:
             return row
@@ -315,7 +321,10 @@ class PackedPass:
     def __call__(
         self, samples: Sequence[Sample], *, router_losses: bool = False, by_step: bool = False
     ) -> ForwardResult:
-        """Compute samples; `router_losses`: with the load-balancing loss; `by_step`: always by `PackedStep`."""
+        """Run the samples through the model.
+
+        `router_losses`: also compute the load-balancing loss. `by_step`: use `PackedStep` in every circumstance.
+        """
         divisor = self.circumstance.divisor(samples)
         settings = {"output_router_logits": router_losses} if self.probed.family.has("experts") else {}
         if by_step or not self.circumstance.by_model:
@@ -342,7 +351,7 @@ class PackedPass:
         return self.step.model(**inputs, output_logits=True, **settings)
 
     def _split(self, logits: torch.Tensor, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """[B, S, V] or [1, T, V] to [L, V] of each sample."""
+        """Split logits [B, S, V] or [1, T, V] into [L, V] of each sample."""
         if not self.circumstance.padded:
             return [logits[0, start:stop] for start, stop in self.segments(samples).spans]
         is_left = self.circumstance.padded == "left"
@@ -351,9 +360,9 @@ class PackedPass:
 
 
 def frames_as_images(sample: Sample) -> Sample:
-    """The sample with the frames of its videos as images, if its family's videos have the placeholder of images.
+    """Turn the frames of a sample's videos into images, if the family's videos use the image placeholder.
 
-    To the model that is the same, and its own code takes images and videos in no other way together.
+    The model computes the same, and its own code has no other way to take images and videos together.
     """
     grids = grids_of(sample, "video")
     if not grids or sample.family is None or not sample.family.videos_as_images:
@@ -367,28 +376,28 @@ def frames_as_images(sample: Sample) -> Sample:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlainRowPass:
-    """The samples one after the other through the unmodified model, with positions that restart and nothing else."""
+    """A concatenated row through the unmodified model, where only restarting positions separate the samples."""
 
     probed: ProbedModel
-    """Without packing."""
+    """The model, without packing."""
     rows: int
-    """Rows of position ids: 3 (time, height, width) or 4 (the text row first); of a text model 1."""
+    """Rows of position ids: 3 (time, height, width) or 4 (text positions first); 1 in a text model."""
     use_cache: bool | None = None
-    """None: the configuration's, which is on by default."""
+    """None: the configuration's setting, on by default."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Readable description of the input."""
         cache = {None: "", True: ", use_cache on", False: ", use_cache off"}[self.use_cache]
         shape = "[1, T]" if self.rows == 1 else f"[{self.rows}, 1, T]"
         return f"one row, {shape} positions{cache}"
 
     def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """int64 [L] of each sample: its tokens in the row."""
+        """Return the indices, int64 [L], of each sample's tokens in the row."""
         return [torch.arange(*span) for span in segments_of(samples).spans]
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
-        """Compute the row."""
+        """Run the row through the model."""
         samples = [*map(frames_as_images, samples)]
         tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
         inputs = {**tokens, **media_of(samples).to_hf()}
@@ -416,26 +425,27 @@ class PlainRowPass:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlainPaddedPass:
-    """The right-padded batch and its 2D mask through the unmodified model: exact, and full of padding."""
+    """A right-padded batch with its 2D mask through the unmodified model: exact, but with padding."""
 
     probed: ProbedModel
-    """Without packing."""
+    """The model, without packing."""
     name: str = "a padded batch, 2D mask"
-    """For people."""
+    """Readable description of the input."""
 
     def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """int64 [L] of each sample: its tokens in the batch, row after row."""
+        """Return the indices, int64 [L], of each sample's tokens in the flattened batch."""
         lengths = [len(sample["input_ids"]) for sample in samples]
         return [row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)]
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
-        """Compute the batch, without the load-balancing loss."""
+        """Run the batch through the model, without the load-balancing loss."""
         return self._compute(samples)[0]
 
     def with_router_losses(self, samples: Sequence[Sample]) -> tuple[ForwardResult, torch.Tensor | None]:
-        """Compute the batch with the routers' part in its loss, and the load-balancing loss over the real tokens.
+        """Run the batch with the load-balancing loss added to its loss.
 
-        None: this version of transformers computes no load-balancing loss.
+        Returns:
+            (the result, the load-balancing loss over the real tokens; None: this version of transformers computes none)
         """
         result, output = self._compute(samples, output_router_logits=True)
         return result, output.get("aux_loss")

@@ -1,4 +1,4 @@
-"""Record host-device syncs and the lines that cause them, on CUDA or as they would be there."""
+"""Record host-device syncs and the lines that cause them: real ones on CUDA, or on a CPU those that CUDA would have."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ SIZES = frozenset(
         *("_unique", "_unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"),
     }
 )
-"""Operations whose result is as long as the values on the device make it."""
+"""Operations whose output size depends on values on the device."""
 INDEXED = frozenset({"index", "_unsafe_index"})
-"""`x[mask]`: a mask as an index is a hidden `nonzero`."""
+"""`x[mask]`: indexing with a mask is a hidden `nonzero`."""
 ASSIGNED = frozenset({"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"})
-"""`x[mask] = y`: the same, but for a single number, with which the mask is filled as it stands."""
+"""`x[mask] = y`: the same, unless `y` is a single number, which is filled in without `nonzero`."""
 FROM_NUMBERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, torch.frombuffer})
-"""Functions that create a tensor of values on the host, and copy it where a device is given."""
+"""Functions that create a tensor from values on the host, and copy it if a device is given."""
 FACTORIES = frozenset(
     {
         *(torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.zeros),
         *(torch.rand, torch.randint, torch.randn, torch.randperm),
     }
 )
-"""Functions that create a tensor where it is to be: nothing is copied."""
+"""Functions that create a tensor directly on its device, without a copy."""
 INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 TORCH = str(Path(torch.__file__).parent)
 _PASSED_OVER = (__file__, moving.__file__, warnings.__file__)
 
 
 class HostSync(NamedTuple):
-    """One host-device sync, or what would be one on an accelerator."""
+    """One host-device sync, or an operation that would be one on an accelerator."""
 
     operation: str
-    """The operation that synchronised; "a sync" on CUDA, which does not name it."""
+    """The operation that synchronized; "a sync" on CUDA, which does not name it."""
     file: str
-    """Of the innermost line outside PyTorch on the stack; "": there is none. In a backward pass it is the line that
-    called `backward`."""
+    """File of the innermost line outside PyTorch on the stack; "": there is none. In a backward pass, this is the line
+    that called `backward`."""
     line: int
     """Number of that line."""
     function: str
-    """Function that the line is in."""
+    """Function that contains the line."""
 
     @property
     def place(self) -> str:
@@ -66,10 +66,11 @@ class HostSync(NamedTuple):
 
 @contextmanager
 def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
-    """Record host-device syncs while something runs: on CUDA those that PyTorch reports, on a CPU those that would be.
+    """Record host-device syncs in a `with` block: on CUDA those that PyTorch reports, on a CPU those CUDA would have.
 
-    The CPU then takes the paths of an accelerator (`nothing_on_host`), and copies between host and device are followed
-    by `_SyncCopies`. `numpy` is not recorded: of a tensor on a device it is an error.
+
+    On a CPU, vlmpack takes the code paths of an accelerator (`nothing_on_host`), and `_SyncCopies` tracks copies
+    between host and device. `numpy` is not recorded, because it raises for a tensor on a device.
     """
     syncs: list[HostSync] = []
     if device.type != "cuda":
@@ -84,7 +85,7 @@ def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = note  # called during the operation, so that the stack shows its line
+        warnings.showwarning = note  # is called during the operation, so the stack contains its line
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield syncs
@@ -94,7 +95,7 @@ def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
 
 @final
 class _SyncOperations(TorchDispatchMode):
-    """Records every operation that would synchronise."""
+    """Records every operation that would synchronize."""
 
     def __init__(self, syncs: list[HostSync]) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class _SyncOperations(TorchDispatchMode):
 
 
 def _synchronises(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    if name == "repeat_interleave":  # by a tensor of times, whose sum is the size
+    if name == "repeat_interleave":  # with a tensor of repeats, their sum is the output size
         return func._overloadname != "self_int" and kwargs.get("output_size") is None
     if name in INDEXED:
         return _has_mask(args[1])
@@ -136,10 +137,10 @@ def _sync_here(operation: str) -> HostSync:
 
 @final
 class _SyncCopies(TorchFunctionMode):
-    """Records blocking copies between host and device, on a CPU, where they are no operation.
+    """Records blocking copies between host and device on a CPU, where such copies are not operations.
 
-    A tensor is on the host if it was made there, of numbers or by a factory, without a device or on the one that is
-    called "cpu" by name; or if it was computed of such tensors alone. All others are on the device.
+    A tensor counts as on the host if it was created there (from numbers or by a factory, without a device or with the
+    name "cpu"), or if it was computed from such tensors only. All other tensors count as on the device.
     """
 
     def __init__(self, syncs: list[HostSync]) -> None:
@@ -149,7 +150,7 @@ class _SyncCopies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in BACKWARD:  # as every function is called outside of the mode, what is recomputed would not be seen
+        if func in BACKWARD:  # `func` runs outside the mode, which would then miss recomputed forward passes
             with self:
                 return BACKWARD[func](*args, **kwargs)
         if self._copies(func, args, kwargs):
@@ -157,14 +158,14 @@ class _SyncCopies(TorchFunctionMode):
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             if self._makes_on_host(func, args, kwargs):
-                out = out.view_as(out) if out is args[0] and not self._is_host(out) else out  # a copy on a device
+                out = out.view_as(out) if out is args[0] and not self._is_host(out) else out  # a copy on an accelerator
                 self._on_host[out] = True
             else:
                 self._on_host.pop(out, None)
         return out
 
     def _copies(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """True if a call has to copy between host and device before it returns."""
+        """Return True if a call must copy between host and device before it returns."""
         if func in FROM_NUMBERS:
             return self._is_host(args[0]) and _on_device(kwargs.get("device"))
         if func in (torch.Tensor.cpu, torch.Tensor.tolist):
@@ -184,7 +185,7 @@ class _SyncCopies(TorchFunctionMode):
         return False
 
     def _makes_on_host(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """True if the tensor that a call returns is on the host."""
+        """Return True if the tensor that a call returns is on the host."""
         if func is torch.Tensor.cpu:
             return True
         if func in FROM_NUMBERS:
@@ -201,14 +202,14 @@ class _SyncCopies(TorchFunctionMode):
         return value in self._on_host if isinstance(value, torch.Tensor) else True
 
     def _is_list(self, index: Any) -> bool:
-        """True if an index has to be copied to the device: several places, listed on the host."""
+        """Return True if an index must be copied to the device: a list, array or tensor of indices on the host."""
         if isinstance(index, torch.Tensor):
             return index.dim() > 0 and self._is_host(index)
         return isinstance(index, list | np.ndarray)
 
 
 def _on_device(device: Any) -> bool:
-    """True if a device is meant: not where none is passed, and not by the name "cpu"."""
+    """Return True if `device` counts as an accelerator: it is not None, and not the string "cpu"."""
     return device is not None and device != "cpu"
 
 
@@ -219,7 +220,7 @@ def _backward_of_tensor(tensor: torch.Tensor, *, gradient: Any = None, **kwargs:
 def _backward(
     tensors: Any, *, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
 ) -> None:
-    """`torch.autograd.backward` from where it calls the engine."""
+    """`torch.autograd.backward`, from the call of the engine on."""
     grads = grad_tensors or [None] * len(tensors)
     ones = tuple(torch.ones_like(x) if grad is None else grad for x, grad in zip(tensors, grads, strict=True))
     torch.autograd.graph._engine_run_backward(  # pyright: ignore[reportPrivateUsage]
@@ -237,14 +238,14 @@ BACKWARD = {torch.Tensor.backward: _backward_of_tensor, torch.autograd.backward:
 
 
 def _device_of(args: Any, kwargs: Any) -> str | torch.device | None:
-    """The device among the arguments of `x.to(...)`, or that of another tensor; None: a type alone."""
+    """Return the device among the arguments of `x.to(...)`, or that of the other tensor; None: only a dtype."""
     arguments = (*args[1:], kwargs.get("device"), kwargs.get("other"))
     devices = [x.device if isinstance(x, torch.Tensor) else x for x in arguments]
     return next((x for x in devices if isinstance(x, str | torch.device)), None)
 
 
 def _is_numpy(x: torch.Tensor) -> bool:
-    """True if its memory is not PyTorch's: no mode sees `torch.from_numpy`."""
+    """Return True if PyTorch does not own the memory, as after `torch.from_numpy`, which no mode records."""
     return type(x) is torch.Tensor and not x.untyped_storage().resizable()
 
 

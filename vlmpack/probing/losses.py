@@ -1,4 +1,4 @@
-"""Compare what a packed pass returns with its samples alone: logits, log-probabilities, losses, and routers' losses."""
+"""Compare the results of a packed pass with those of its samples alone: logits, log-probabilities and losses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from vlmpack.testing.comparison import distance, mean_losses, relative, target_l
 from vlmpack.testing.samples import Sample
 
 FLOAT32_LIMIT = 1e-5
-"""Relative difference of two losses that are computed from the same numbers, in float32."""
+"""Limit of the relative difference of two losses that are computed from the same numbers, in float32."""
 LOSS_LIMIT = 2e-3
-"""The same in low precision."""
+"""The same limit in low precision."""
 TARGET_LIMIT = 2e-2
-"""Of single targets in low precision: matrices of other heights may be multiplied by other kernels."""
+"""Limit for single targets in low precision, where matrices with more rows may use other kernels."""
 BALANCE_LIMIT = 2e-2
-"""Of load-balancing losses in low precision: rounding sends tokens to other experts."""
+"""Limit for load-balancing losses in low precision, where rounding sends tokens to other experts."""
 ROUTER_PART_LIMIT = 1e-2
-"""Relative difference of what the routers add to a loss, which is a thousand times as large, and of its gradient."""
+"""Limit of the relative difference of the routers' part of the loss, and of its gradient. The loss itself is a thousand
+times as large as this part."""
 
 
 def check_tokens(
@@ -38,7 +39,7 @@ def check_tokens(
     token_indices: Sequence[torch.Tensor],
     width: int,
 ) -> Check:
-    """Compare a row, or what reaches the model, with its samples: tokens where they belong, media in order."""
+    """Check that a row, or the model's input, has each sample's tokens in the right place and its media in order."""
     row_T = ids_1T[0].cpu()
     if len(row_T) != width:
         detail = f"the row is {len(row_T)} tokens wide, and its samples take {width}"
@@ -56,13 +57,15 @@ def check_tokens(
 def result_checks(
     result: ForwardResult, samples: Sequence[Sample], alone_logits: Sequence[torch.Tensor], *, low: bool
 ) -> list[Check]:
-    """Compare what a pass returns of right outputs of every module. Each is at fault only if those before it are right.
+    """Compare the results of a pass in which every module's output was correct.
+
+    Logits, the head, the loss and the samples' losses are checked in this order. Only the first error is reported.
 
     Args:
-        result: of the pass.
-        samples: in its order.
-        alone_logits: [L, V] of each sample alone.
-        low: the pass is in low precision.
+        result: the result of the pass.
+        samples: the samples, in the order of the pass.
+        alone_logits: logits of each sample alone, [L, V].
+        low: whether the pass is in low precision.
     """
     errors = [
         distance(ours, theirs) if ours.shape == theirs.shape else float("inf")
@@ -82,7 +85,7 @@ def result_checks(
 
 
 def _check_head(step: StepResult, losses: Sequence[torch.Tensor], samples: Sequence[Sample], low: bool) -> Check:
-    """Compare which tokens are targets, and their log-probabilities."""
+    """Compare the positions of targets, and their log-probabilities."""
     index = torch.cat(
         [
             start + (sample["labels"][1:] != IGNORE).nonzero()[:, 0]
@@ -108,7 +111,7 @@ def _check_loss(result: ForwardResult, losses: Sequence[torch.Tensor], low: bool
 def _check_sample_losses(
     step: StepResult, losses: Sequence[torch.Tensor], samples: Sequence[Sample], low: bool
 ) -> Check:
-    """Check each sample's loss, its number of targets, and its log-probabilities where a padded batch has them."""
+    """Check each sample's number of targets, its loss, and its log-probabilities in the shape of the padded batch."""
     counts, returned = [*map(len, losses)], step.sample_targets.tolist()
     if returned != counts:
         return Check.wrong("sample results", f"the samples have {counts} targets, and {returned} were returned")
@@ -138,13 +141,16 @@ class RouterLosses:
     balance: float
     """The load-balancing loss over the real tokens."""
     added: float
-    """The part of the loss that it is."""
+    """The load-balancing loss as it is added to the loss, with its coefficient."""
     gradients: Sequence[torch.Tensor]
-    """Of the routers' parameters, by what is added."""
+    """Gradients of `added` by the routers' parameters."""
 
 
 def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> RouterLosses | None:
-    """Compute the padded batch with its 2D mask. None: no routers, or this version computes no loss of them."""
+    """Compute the router losses of the padded batch with its 2D mask.
+
+    None: the model has no routers, or this version of transformers computes no load-balancing loss.
+    """
     if not probed.family.has("experts"):
         return None
     result, balance = PlainPaddedPass(probed=probed).with_router_losses(samples)
@@ -159,15 +165,17 @@ def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> R
 def check_router_losses(
     packed: PackedPass, samples: Sequence[Sample], expected: RouterLosses, result: ForwardResult, *, right: bool
 ) -> list[Check]:
-    """Compare the load-balancing loss, what it adds, and in float32 its gradient with those of the padded batch.
+    """Compare the load-balancing loss with that of the padded batch, also as it is added to the loss, and its gradient.
+
+    The gradient is compared only in float32 and in train mode.
 
     Args:
-        packed: how the samples were packed.
+        packed: the packed pass.
         samples: the samples.
         expected: the reference.
-        result: of the pass with the routers' losses, by `PackedStep`.
-        right: logits and loss are right but for the routers. Wrong hidden states already make other routers' losses, so
-            only then are routers at fault.
+        result: the result of the pass with router losses, from `PackedStep`.
+        right: whether logits and losses of targets are right. Only then are the routers named as the cause, because
+            wrong hidden states change router losses, too.
     """
     step, circumstance = result.step, packed.circumstance
     assert step is not None
@@ -194,7 +202,7 @@ def check_router_losses(
 
 
 def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> list[torch.Tensor]:
-    """Of the parameters of each block that are not its experts'; none where nothing of it is trained."""
+    """Return the gradients of `loss` by the trained parameters of all expert blocks, without those of the experts."""
     blocks = expert_blocks(ModelParts(family=probed.family, core=probed.core))
     routers = [p for block in blocks for name, p in block.named_parameters() if "experts" not in name.split(".")]
     trained = [p for p in routers if p.requires_grad]

@@ -1,26 +1,27 @@
-"""The reference: each sample by itself through the unmodified model; and the choices of experts that are held to it.
+"""The reference: each sample alone through the unmodified model, with its choices of experts, which other passes are
+held to.
 
-A model that is not deterministic says nothing about packing. So each sample goes through it twice, in eval mode and in
-train mode; where these differ, each is run again.
+A model that is not deterministic proves nothing about packing. So each sample runs once in eval mode and once in train
+mode. If the results differ, each mode runs again.
 
-A router sends a token to the k experts of the highest scores. Where the k-th and the next score are equal but for
-rounding, the last bit of a hidden state chooses the expert. It depends on the processor and on the number of rows in a
-product, and it is not continuous: the token's hidden state, and gradients of the router and the experts, jump by a
-tenth of their size. Such a jump is neither rounding, for which limits allow, nor a leak.
+A router sends a token to the k experts with the highest scores. If the k-th and the next score differ only by rounding,
+the last bit of a hidden state chooses the expert. That bit depends on the processor and on the number of rows in a
+matrix product. The choice is not continuous: the token's hidden state, and the gradients of the router and the experts,
+jump by a tenth of their size. Such a jump is not a leak, and the limits for rounding do not cover it.
 
-So choices are recorded of each sample alone, in float32, and held in every pass that is compared with them: the plain
-pass in low precision, which sets the limits, the padded batch, and the packed row. What is left between two passes is
-continuous in their rounding. That needs no wider limit in low precision, and makes limits that are earned narrower: the
-plain pass contains no jumps either.
+So the experts of each sample alone are recorded in float32, and every pass that is compared with them is held to these
+choices: the plain pass in low precision, which sets the limits, the padded batch, and the packed row. The remaining
+difference between two passes is continuous in their rounding. So limits in low precision need not be wider. They even
+become narrower, because the plain pass that sets them contains no jumps either.
 
-A choice is held only where the scores of that very pass leave it open: those of the held experts lie at most a part of
-the spread of the token's scores below those that it would choose (`OPEN`). Any other choice stays as it is, and the
-logits then differ. Scores, weights and hidden states are always those of the pass, so a leak into a router's input
-shows in them as before.
+A choice is held only if the scores of the pass itself leave it open: the scores of the held experts may lie below those
+of the experts that the pass would choose by at most a fraction of the spread of the token's scores (`OPEN`). Otherwise
+the pass keeps its own choice, and its logits differ. Scores, weights and hidden states are always those of the pass, so
+a leak into a router's input still shows.
 
-Where samples are exchanged and all others watched, every choice is held. Experts multiply the tokens of all samples at
-once, and how a product rounds depends on its number of rows. With the same choices each expert gets as many tokens, so
-the others are the same bit for bit unless something leaks.
+When samples are exchanged to find leaks, every choice is held. Experts multiply the tokens of all samples at once, and
+the rounding of a product depends on its number of rows. With the same choices, each expert gets the same number of
+tokens, so the results of the other samples are the same bit for bit unless something leaks.
 """
 
 from __future__ import annotations
@@ -57,38 +58,41 @@ from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Out
 from vlmpack.testing.samples import Sample
 
 Choices = dict[str, list[torch.Tensor]]
-"""int64 [N, k] of each top-k of each block with experts: the experts of the N tokens that it routes, in their order."""
+"""By name of the block with experts, for each of its top-k calls: the experts of the N tokens that it routes, in order,
+int64 [N, k]."""
 
 OPEN = {"float32": 1e-3, "low": 0.125}
-"""The most that scores of held experts lie below the chosen ones, as a part of the spread of a token's scores.
+"""The most that scores of held experts may lie below the chosen ones, as a fraction of the spread of a token's scores.
 
-Hidden states differ by about 1e-6 in float32, and in bfloat16 by 1 % to 3 % after some layers; a single token by more.
+Between passes, hidden states differ by about 1e-6 in float32. In bfloat16 they differ by 1 % to 3 % after some layers,
+and by more in single tokens.
 """
 HOLD_ALL = torch.inf
-"""Share of choices that are held whatever the scores are."""
+"""Value of `share` that holds every choice, whatever the scores."""
 
 
 def open_share(*, is_low: bool) -> float:
-    """Return the share for a pass that is compared with the samples alone."""
+    """Return the `share` of `HeldChoices` for a pass that is compared with the samples alone."""
     return OPEN["low" if is_low else "float32"]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class HeldChoices:
-    """The choices of samples alone, and the places of their tokens in a pass."""
+    """The choices of experts of samples alone, and the indices of their tokens in a pass."""
 
     samples: Sequence[Choices]
-    """Of each sample."""
+    """The choices of each sample."""
     token_indices: Sequence[torch.Tensor]
-    """int64 [L] of each sample: its tokens in the pass, whose rows are laid one after the other."""
+    """For each sample, the indices of its tokens in the flattened tokens of the pass: int64 [L]."""
     share: float
-    """The most that scores of held experts may lie below those chosen, as a part of the spread of a token's scores."""
+    """The most that scores of held experts may lie below the chosen ones, as a fraction of the spread of a token's
+    scores."""
 
     def for_rows(self, block: str, call: int, rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (index, experts) of the tokens in a top-k of so many rows; None: it does not route these samples.
+        """Return (indices of tokens, their held experts) for a top-k with `rows` rows; None: it routes other tokens.
 
-        A block routes the tokens of the samples alone, one sample after the other, or every token of the pass.
+        A block routes either only the tokens of the samples, one sample after the other, or every token of the pass.
         """
         by_sample = [choices.get(block, [])[call : call + 1] for choices in self.samples]
         experts = [chosen[0] for chosen in by_sample if chosen]
@@ -108,23 +112,23 @@ class RoutingRecord:
     """The routing of one pass."""
 
     choices: Choices
-    """As they were computed with."""
+    """The experts that the pass used."""
     held: int = 0
-    """Choices that would have been others by rounding, over all layers."""
+    """Number of choices that were changed to the held ones, over all layers."""
 
 
 def held_choices(
     forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
 ) -> HeldChoices:
-    """Place the choices of samples alone in a pass that computes them together; `share`: of `HeldChoices`."""
+    """Map the choices of samples alone to their tokens in a pass; `share`: see `HeldChoices`."""
     return HeldChoices(samples=choices, token_indices=forward.token_indices(samples), share=share)
 
 
 @contextmanager
 def routing(probed: ProbedModel, held: HeldChoices | None = None) -> Iterator[RoutingRecord]:
-    """Record the experts that each token is sent to, and hold them to other choices if there are any.
+    """Record the experts of each token, and hold them to other choices if `held` is given.
 
-    Nothing of the model is changed; a model without experts is computed as it is.
+    The model itself does not change. Without experts, this does nothing.
     """
     record = RoutingRecord(choices={})
     blocks = _blocks(probed)
@@ -141,7 +145,7 @@ def routing(probed: ProbedModel, held: HeldChoices | None = None) -> Iterator[Ro
 
 
 def _blocks(probed: ProbedModel) -> dict[str, nn.Module]:
-    """The modules of the text model that route tokens: those that contain experts."""
+    """Return the modules of the text model that route tokens: modules with a child named `experts`."""
     text = probed.family.language_model(probed.core)
     return {
         name: module
@@ -152,7 +156,7 @@ def _blocks(probed: ProbedModel) -> dict[str, nn.Module]:
 
 @final
 class _TopK(TorchFunctionMode):
-    """Top-k inside a block with experts."""
+    """Records, and possibly changes, the results of top-k inside a block with experts."""
 
     def __init__(self, record: RoutingRecord, held: HeldChoices | None) -> None:
         super().__init__()
@@ -171,7 +175,7 @@ class _TopK(TorchFunctionMode):
             return result
         scores = args[0] if args else kwargs["input"]
         if result[1].shape[:-1] != scores.shape[:-1] or not scores.is_floating_point():
-            return result  # not over the experts, which are the last dimension
+            return result  # not a top-k over the experts, which are the last dimension
         calls = self._record.choices[self._block]
         if self._held is not None:
             result = self._hold(self._held, scores, result, len(calls))
@@ -179,7 +183,7 @@ class _TopK(TorchFunctionMode):
         return result
 
     def _hold(self, held: HeldChoices, scores: torch.Tensor, result: Any, call: int) -> Any:
-        """Return the held experts with the scores of this pass, for tokens whose scores leave the choice open."""
+        """Replace experts by the held ones, with scores of this pass, for tokens whose scores leave the choice open."""
         own = result[1].flatten(0, -2)
         wanted = held.for_rows(self._block, call, *own.shape)
         if wanted is None:
@@ -204,28 +208,28 @@ class _TopK(TorchFunctionMode):
 
 
 STEADY = 5e-2
-"""The most that logits may differ from one run to the next, as a part of the largest: kernels that add up in another
-order each time round a little in low precision; dropout changes more."""
+"""The most that logits may differ between two runs, as a fraction of the largest. Kernels that sum in a different order
+each time cause small differences in low precision; dropout causes larger ones."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ProbeSetup:
-    """A model, samples for it, and the settings with which they are packed."""
+    """A model, its samples, and the settings for packing them."""
 
     probed: ProbedModel
     """The model."""
     samples: Sequence[Sample]
-    """In row order."""
+    """The samples, in row order."""
     settings: StepConfig
-    """The user's, or the defaults."""
+    """The user's settings, or the defaults."""
     autocast: torch.dtype
-    """Element type of mixed precision; weights that are in low precision already are not probed in it."""
+    """Dtype of mixed precision; not used if the weights are already in low precision."""
     branches: Branches | None = None
-    """The pieces of samples that share prefixes."""
+    """The pieces of samples that share prefixes; None: the samples share none."""
 
     def branching(self) -> ProbeSetup:
-        """The same with samples that share prefixes."""
+        """Return the same setup with samples that share prefixes."""
         branches = branches_of(self.samples, self.probed.config)
         return replace(self, samples=branches.samples, branches=branches)
 
@@ -236,13 +240,13 @@ class ProbeSetup:
 
     @property
     def circumstances(self) -> tuple[Circumstance, ...]:
-        """In which the samples are packed."""
+        """The circumstances in which the samples are packed."""
         if self.branches is not None:
             return (TREE,)
         return tuple(each for each in CIRCUMSTANCES if not (each.autocast and self.probed.is_low))
 
     def computing(self, circumstance: Circumstance) -> AbstractContextManager[None]:
-        """Set mode, graph and precision of a circumstance."""
+        """Set train or eval mode, gradients and precision of a circumstance."""
         return circumstance.computing(self.probed, self.autocast)
 
 
@@ -252,32 +256,32 @@ class Reference:
     """The reference of one circumstance."""
 
     outcome: Outcome
-    """Of the samples alone, in float32."""
+    """The outcome of the samples alone, in float32."""
     limits: Limits
-    """Of the packed samples' errors."""
+    """Limits of the packed samples' errors."""
     choices: Sequence[Choices]
-    """Experts of the tokens of each sample alone, in float32."""
+    """The choices of experts of each sample alone, in float32."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class References:
-    """The references of all circumstances."""
+    """The references of all circumstances. An exception is what the model alone raised."""
 
     train: Reference | Exception | None
-    """In train mode, in most models the same; None: the model is not deterministic in it."""
+    """Reference in train mode, in most models the same as in eval mode; None: not deterministic in train mode."""
     autocast: Reference | Exception | None
-    """In mixed precision; None: the same, or the weights are in low precision."""
+    """Reference in mixed precision; None: not deterministic, or the weights are already in low precision."""
     routers: RouterLosses | Exception | None
-    """Of the padded batch with its 2D mask, through plain transformers; None: there are no routers."""
+    """Router losses of plain transformers for the padded batch with its 2D mask; None: no routers, or no such loss."""
     eval: Reference | None = None
-    """In eval mode; None: of samples that share prefixes."""
+    """Reference in eval mode; None: the samples share prefixes, which are probed in train mode only."""
 
     def of(self, circumstance: Circumstance) -> Reference | None:
-        """Choose that of a circumstance; None: the model is not deterministic in it.
+        """Return the reference of a circumstance; None: the model is not deterministic in it.
 
         Raises:
-            Exception: what the model alone raised in it.
+            Exception: the error that the model alone raised in this circumstance.
         """
         if circumstance.autocast:
             return value_of(self.autocast)
@@ -288,7 +292,7 @@ Value = TypeVar("Value")
 
 
 def value_or_error(compute: Callable[[], Value]) -> Value | Exception:
-    """Compute a part of the reference. What it raises is kept, and raised by the checks that need it (`value_of`)."""
+    """Compute a part of the reference, or return its error, which `value_of` raises in the checks that need it."""
     try:
         return compute()
     except UnsteadyError:
@@ -298,18 +302,18 @@ def value_or_error(compute: Callable[[], Value]) -> Value | Exception:
 
 
 def value_of(found: Value | Exception) -> Value:
-    """Return a part of the reference, or raise what computing it raised."""
+    """Return a part of the reference, or raise the error of computing it."""
     if isinstance(found, Exception):
         raise found
     return found
 
 
 class UnsteadyError(ArithmeticError):
-    """The model returns other numbers when it is run again."""
+    """The model returns different numbers when it runs again."""
 
 
 def compute_references(setup: ProbeSetup) -> References:
-    """Compute all of them. In low precision a float32 copy of the model is made for as long as that takes.
+    """Compute the references of all circumstances. In low precision, this temporarily makes a float32 model copy.
 
     Raises:
         UnsteadyError: two runs of the same samples differ in eval mode.
@@ -330,12 +334,13 @@ def compute_references(setup: ProbeSetup) -> References:
 
 
 DELTA_GRADIENT = 2e-3
-"""Least limit of gradients of gated delta layers in a tree, as a part of the largest entry. Those of `A_log` are sums
-that cancel: rounding of hidden states by 1e-7 moves them by 1e-3. Leaks of their states show in the modules."""
+"""Smallest limit for gradients of gated delta layers in a tree, as a fraction of the largest entry. The gradients of
+`A_log` are sums of terms that cancel: rounding hidden states by 1e-7 moves them by 1e-3. Comparing modules still finds
+leaks of these layers' states."""
 
 
 def tree_references(setup: ProbeSetup) -> References:
-    """Compute those of samples that share prefixes, for a model that is deterministic in train mode."""
+    """Compute the references of samples that share prefixes, for a model that is deterministic in train mode."""
 
     def compute() -> Reference:
         reference = _exact_reference(setup, TREE, _run_alone(setup, TREE))
@@ -352,14 +357,14 @@ def tree_references(setup: ProbeSetup) -> References:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _AloneRun:
-    """Each sample alone in some circumstance."""
+    """The outcome and the choices of experts of each sample alone in one circumstance."""
 
     outcome: Outcome
     choices: list[Choices]
 
 
 def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None) -> _AloneRun:
-    """Run each sample alone in the mode and precision of a circumstance, with gradients; `choices` are held."""
+    """Run each sample alone in the mode and precision of a circumstance, with gradients, held to `choices`."""
     probed = setup.probed
     chosen: list[Choices] = []
 
@@ -375,7 +380,8 @@ def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[
 
 
 def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices]) -> list[AloneCalls]:
-    """Record every module of each sample alone, in the mode and precision of a circumstance; choices are held."""
+    """Record every module's outputs for each sample alone in the mode and precision of a circumstance, held to
+    `choices`."""
     references = []
     for at, sample in enumerate(setup.samples):
         with setup.computing(circumstance), routing(setup.probed, held_alone(setup, choices, at, share=HOLD_ALL)):
@@ -384,7 +390,7 @@ def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Se
 
 
 def held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int, *, share: float) -> HeldChoices:
-    """Hold the choices of one sample, alone."""
+    """Return the choices of one sample for a pass of that sample alone."""
     token_indices = [torch.arange(len(setup.samples[sample]["input_ids"]))]
     return HeldChoices(samples=[choices[sample]], token_indices=token_indices, share=share)
 
@@ -403,8 +409,8 @@ def _reference(
     *,
     low: bool,
 ) -> Reference:
-    """Compare each sample alone with itself in float32: limits are beyond its errors, and beyond those of plain
-    transformers' padded batch; a batch that raises widens no limit."""
+    """Set limits from the errors of the samples alone against float32, and from those of plain transformers' padded
+    batch. If the padded batch raises an error, it does not count."""
     errors, probed = compare(alone.outcome, truth, low=low), setup.probed
 
     def of_batch() -> Errors:
@@ -422,7 +428,7 @@ def _reference(
 
 
 def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
-    """In float32, whatever the model's precision."""
+    """Compute a reference in float32, whatever the model's precision; `alone`: in the model's precision."""
     low = setup.probed.is_low
     exact = _run_in_float32(setup, circumstance) if low else alone
     for outcome in (alone.outcome, exact.outcome):
@@ -433,7 +439,7 @@ def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _Alon
 
 
 def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) -> Reference | None:
-    """`alone`: in eval mode, in the model's precision."""
+    """Compute the reference in train mode; None: not deterministic. `alone`: in eval mode, in the model's precision."""
 
     def steady(run: _AloneRun, other: _AloneRun) -> bool:
         errors, limits = compare(run.outcome, other.outcome, low=setup.probed.is_low), in_eval.limits
@@ -453,7 +459,7 @@ def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) ->
 
 
 def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:
-    """None: the model is not deterministic in mixed precision."""
+    """Compute the reference in mixed precision; None: the model is not deterministic in it."""
     alone = _run_alone(setup, AUTOCAST)
     again = run_alone(
         setup.probed.model, setup.samples, gradients=False, forward_context=lambda: setup.computing(AUTOCAST)
@@ -466,7 +472,7 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
 
 
 def _check_finite(outcome: Outcome) -> None:
-    """Refuse NaN and infinity: everything would be equally far from them, and every limit would hold."""
+    """Refuse NaN and infinity: any result would be equally far from them, so every limit would hold."""
     numbers = {f"the logits of sample {i}": x for i, x in enumerate(outcome.logits)}
     numbers |= {"the loss": outcome.target_losses}
     numbers |= {f"the gradient of {name}": gradient for name, gradient in outcome.gradients.items()}

@@ -1,4 +1,4 @@
-"""The result of a probe: checks with their limits, the cause of each leak, and plain transformers as the baseline."""
+"""The report of a probe: checks with their limits, the cause of each error, and plain transformers as the baseline."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Cause = Literal[
     "not deterministic",
     "unknown",
 ]
-"""The mechanisms that keep samples apart; as a cause, the one that fails to. "not deterministic": packing is not at
-fault, the model alone gives other numbers when it is run again. "unknown": no mechanism shows it."""
+"""The mechanism at fault. "not deterministic": packing is not at fault; the model alone returns different numbers when
+it runs again. "unknown": no single mechanism shows the error."""
 
 Part = Literal["isolation", "equality", "mechanism", "work"]
 Finding = Literal["ok", "leaks", "differs", "fails", "not deterministic", "syncs", "absent", "not counted"]
 Verdict = Literal["exact", "leaks", "differs", "fails", "not deterministic"]
 
 BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
-"""Findings that a packed row must not have, the worst first; after the last of them nothing is proved."""
+"""Findings that a packed row must not have, the worst first. A model that is not deterministic proves nothing."""
 
 
 @final
@@ -39,16 +39,17 @@ class Check:
     """One line of the report."""
 
     part: Part
-    """isolation: change one sample, compare the others; equality: packed against alone; a mechanism by itself; work."""
+    """isolation: change one sample and compare the others; equality: compare packed with alone; mechanism: check one
+    mechanism by itself; work: count query-key pairs and host-device syncs."""
     name: str
-    """The quantity, with the circumstance before its colon."""
+    """The quantity, usually prefixed with its circumstance and a colon."""
     finding: Finding
     """ok; leaks; differs; fails (raised an error); not deterministic (differs without packing too); syncs (exact, but
-    slow: host-device syncs); absent (no such part); not counted."""
+    slowed down by host-device syncs); absent (the model has no such part); not counted."""
     value: float | None = None
-    """The measured value: a part of the largest entry, or a count."""
+    """The measured value: a fraction of the largest entry, or a count."""
     allowed: float | None = None
-    """The most that it may be."""
+    """The limit of `value`."""
     cause: Cause | None = None
     """The mechanism at fault."""
     detail: str = ""
@@ -66,7 +67,7 @@ class Check:
         finding: Finding = "differs",
         cause: Cause | None = None,
     ) -> Check:
-        """Compare a number with its limit: `finding`, `cause` and `detail` hold if it is above the limit, or NaN."""
+        """Compare a number with its limit. `finding`, `cause` and `detail` apply if it is NaN or above the limit."""
         if value <= allowed:
             return cls(part=part, name=name, finding="ok", value=value, allowed=allowed)
         return cls(part=part, name=name, finding=finding, value=value, allowed=allowed, cause=cause, detail=detail)
@@ -75,12 +76,12 @@ class Check:
     def of_mechanism(
         cls, mechanism: Cause, value: float, allowed: float, detail: str, *, finding: Finding = "differs"
     ) -> Check:
-        """Compare a number that one mechanism alone accounts for with its limit."""
+        """Compare a number that depends on one mechanism only with its limit."""
         return cls.measured("mechanism", mechanism, value, allowed, detail, finding=finding, cause=mechanism)
 
     @classmethod
     def wrong(cls, mechanism: Cause, detail: str, *, value: float | None = None, allowed: float | None = None) -> Check:
-        """Report a mechanism that differs, by a count or by something else than a number."""
+        """Report a mechanism that differs, with or without a count that shows it."""
         check = cls(part="mechanism", name=mechanism, finding="differs", cause=mechanism, detail=detail)
         return replace(check, value=value, allowed=allowed)
 
@@ -91,36 +92,36 @@ class Check:
 
     @classmethod
     def raised(cls, part: Part, name: str, error: Exception) -> Check:
-        """Report what could not be checked, by the error."""
+        """Report the error that a check raised."""
         return cls(part=part, name=name, finding="fails", detail=one_line(error))
 
     @property
     def is_bad(self) -> bool:
-        """Return whether a packed row must not have this."""
+        """Whether a packed row must not have this finding."""
         return self.finding in BAD
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """Plain transformers on the same samples."""
+    """The result of plain transformers on the same samples."""
 
     name: str
-    """The form of its input."""
+    """The kind of input: one row or a padded batch, with its positions or mask."""
     verdict: Verdict
-    """exact, or what goes wrong."""
+    """exact, or the problem found."""
     leak: float | None = None
-    """Most that a sample's logits move when only another one changes, as a part of the largest logit."""
+    """The most that a sample's logits move when only other samples change, as a fraction of the largest logit."""
     logits: float | None = None
-    """Largest error of the logits against the samples alone, as a part of the largest logit."""
+    """Largest error of the logits against the samples alone, as a fraction of the largest logit."""
     loss: float | None = None
-    """Relative error of its loss against the samples alone."""
+    """Relative error of the loss against the samples alone."""
     pairs: int | None = None
-    """Pairs of query and key that a layer of the text model computes; None: not counted."""
+    """Query-key pairs that one layer of the text model computes; None: not counted."""
     causes: tuple[Cause, ...] = ()
     """The mechanisms at fault."""
     detail: str = ""
-    """The error that it raised."""
+    """The error, if the pass raised one."""
 
 
 @final
@@ -129,7 +130,7 @@ class Report:
     """The result of `vlmpack.probe`."""
 
     model: str
-    """Class of the model."""
+    """Class name of the model."""
     family: str
     """`config.model_type`."""
     weights: str
@@ -137,41 +138,45 @@ class Report:
     device: str
     """"cpu" or "cuda"."""
     dtype: str
-    """Element type of the weights."""
+    """Dtype of the weights."""
     attention: str
-    """Name of the attention back-end that served."""
+    """Name of the attention back-end that ran."""
     samples: tuple[str, ...]
     """Kind and length of each sample in the row."""
     row_tokens: int
-    """Width of the row, gaps included."""
+    """Number of tokens in the row, gaps included."""
     checks: tuple[Check, ...]
     """Every check, good or bad."""
     circumstances: Mapping[str, str]
-    """In which the samples were packed: a word, with which names of checks begin, and its title."""
+    """The circumstances in which the samples were packed: the word that prefixes names of checks → its title."""
     plain: tuple[Baseline, ...]
-    """Plain transformers as the baseline; nothing that it does wrong counts against the verdict."""
+    """Plain transformers as the baseline. Its errors do not count in the verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """exact; leaks: a sample depends on another; differs: isolated, but not what a sample alone gives; fails; not
-        deterministic: what could be compared is exact, but two runs of the model alone differ."""
+        """The worst finding of all checks.
+
+        exact; fails: a check raised an error; leaks: a sample depends on another one; differs: samples are isolated,
+        but their results are not those of the samples alone; not deterministic: everything that could be compared is
+        exact, but two runs of the model alone differ.
+        """
         findings = {check.finding for check in self.checks}
         return next((bad for bad in BAD if bad in findings), "exact")  # pyright: ignore[reportReturnType]
 
     @property
     def causes(self) -> tuple[Cause, ...]:
-        """The mechanisms at fault, each once; "unknown" only where no mechanism by itself shows what the row shows."""
+        """The mechanisms at fault, each once; "unknown" if the row is wrong but no single mechanism shows it."""
         return causes_of(self.checks)
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The report as text: the verdict, the causes, a line for each check."""
+        """The report as lines of text: the verdict, the causes, and one line for each check."""
         checks = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
         causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
         return tuple(line.rstrip() for line in (self._head, *causes, *checks))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which has no infinity: the largest float stands for it."""
+        """Convert to plain values for JSON. JSON has no infinity, so the largest float replaces it."""
         return _finite({"verdict": self.verdict, "causes": list(self.causes), **asdict(self)})
 
     def __repr__(self) -> str:
@@ -180,7 +185,7 @@ class Report:
         return f"Report({self._head}{causes}; {len(self.checks)} checks, {bad} bad)"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the table in a notebook."""
+        """Show the lines in a notebook."""
         printer.text(str(self))
 
     @property

@@ -1,4 +1,4 @@
-"""Probe a model: the samples of a row against each of them alone, mechanism by mechanism, in the user's environment."""
+"""Probe a model in the user's environment: compare packed samples with each sample alone, mechanism by mechanism."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from vlmpack.testing.samples import (
 )
 
 SMALL = 10_000_000
-"""Weights up to which a model is computed by one thread."""
+"""A CPU model with fewer weights than this runs on one thread."""
 
 
 def probe(
@@ -62,28 +62,33 @@ def probe(
     share_prefixes: bool = True,
     progress: Progress | None = None,
 ) -> Report:
-    """Prove on this machine that packed samples are what they are alone, or name the mechanism at fault.
+    """Prove on this machine that packing does not change any sample's results, or name the mechanism at fault.
 
-    A few samples go through `model` alone, as a packed row with gaps, and as a padded batch: logits, loss and the
-    gradients of every group of parameters are compared; one sample after the other is changed and the rest compared;
-    each mechanism is run by itself; work is counted; and plain transformers gets the same row.
+    The probe runs a few samples through `model` alone, in packed rows and in padded batches. It
 
-    The model is used where it is, in its element type, in eval mode, and is afterwards what it was: weights, mode,
-    gradients, packing, configuration, random state. In bfloat16 a float32 copy is made meanwhile.
+    - compares logits, loss and the gradients of every group of parameters with those of each sample alone;
+    - changes samples and checks that the logits of the others do not move;
+    - compares every module's output, which checks each mechanism by itself;
+    - counts query-key pairs and host-device syncs;
+    - runs the same samples through plain transformers as a baseline.
+
+    The model stays on its device and in its dtype. Afterwards its weights, mode, gradients, packing, configuration and
+    the random state are what they were. For a model in low precision (bfloat16), the probe temporarily makes a float32
+    copy.
 
     Args:
         model: a Hugging Face model of a supported family, or a wrapper around it (PEFT); packing enabled or not.
-        processor: the model's processor: receipts are drawn and go through it and `VLMCollator`; None, or a text
-            model: random ids and pixels.
-        attention: name of a back-end; None: that of the enabled model, or the first that can serve.
+        processor: the model's processor. Synthetic receipts go through it and `VLMCollator`. If it is None, or the
+            model is a text model, the samples are random ids and pixels.
+        attention: name of a back-end; None: the enabled model's back-end, or the first one that supports the model.
         plain: also run plain transformers, as the baseline.
-        share_prefixes: also probe a row whose samples begin alike, with what they share computed once.
+        share_prefixes: also probe a row whose samples share prefixes, each prefix computed once.
         progress: called with the name of each part before it begins.
 
     Raises:
-        FamilyError: the model's family cannot be packed, or the processor's images are not those of the family.
-        ConfigError: the processor is another model's.
-        BackendError: the named back-end cannot serve.
+        FamilyError: the model's family cannot be packed, or the processor's family is not supported.
+        ConfigError: the processor belongs to another model.
+        BackendError: the named back-end does not support the model.
     """
     setup = _setup(model, processor, attention)
     call = _attention_call(setup.probed)
@@ -108,27 +113,30 @@ def probe(
 
 
 def backends_for(model: nn.Module) -> list[str]:
-    """List the attention back-ends that can serve every layer of the text model of `model` where it is."""
+    """List the attention back-ends that support every layer of the model's text part on its current device."""
     call = _attention_call(ProbedModel.of(model))
     names = [name for name, backend in BACKENDS.items() if not backend.unsupported(call)]
     return [name for name in names if _refusal(model, name) is None]
 
 
 def _refusal(model: nn.Module, attention: str) -> BackendError | None:
-    """Why a layer cannot be served, as by a softcap or sinks, which only a call shows; None: all can be."""
+    """Return the error of the first layer that the back-end does not support; None: it supports all of them.
+
+    Some reasons, such as a softcap or sinks, show only in a call.
+    """
     sample = build_sample(ProbedModel.of(model).config, stretches=[4], labelled=2)
     with preserved_state(model), torch.no_grad():
         try:
             PackedStep(model, StepConfig(attention=attention))(pack(padded([sample])))
         except BackendError as error:
             return error
-        except Exception:  # for the probe to find
+        except Exception:  # the probe will report it
             return None
     return None
 
 
 def _attention_call(probed: ProbedModel) -> AttentionCall:
-    text = probed.family.text_config(probed.config).to_dict()  # where layers differ, attributes raise
+    text = probed.family.text_config(probed.config).to_dict()  # attributes raise if layers differ
     weight = next(probed.family.language_model(probed.core).parameters())
     heads = text["num_attention_heads"]
     return AttentionCall(
@@ -149,7 +157,7 @@ def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetu
         samples = synthetic_samples(probed.config)
     device = probed.device.type
     settings = packing_state(probed.core).config if is_packing(model) else StepConfig()
-    # transformers computes this load-balancing loss of a batch, and no z-loss
+    # the reference is transformers: it computes the load-balancing loss over the whole batch, and no z-loss
     settings = replace(settings, attention=attention or settings.attention, aux_loss="row", z_loss_coef=0.0)
     return ProbeSetup(
         probed=probed,
@@ -160,10 +168,10 @@ def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetu
 
 
 def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> None:
-    """Refuse samples of another model's processor, which would only make an embedding or a convolution raise.
+    """Refuse samples made by another model's processor; otherwise some embedding or convolution would raise.
 
     Raises:
-        ConfigError: their token ids, patches or placeholders do not fit the model.
+        ConfigError: the samples' token ids, patches or placeholders do not fit the model.
     """
     family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
     vocabulary = family.text_config(config).vocab_size
@@ -178,10 +186,10 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
 
 
 def _expected_tokens(sample: Sample, probed: ProbedModel) -> Iterator[tuple[int, str, int]]:
-    """Kind, name and placeholders of the images, and of the videos, as the model counts them.
+    """Yield (modality, name, number of placeholders) of the images and of the videos, as the model counts them.
 
     Raises:
-        ConfigError: pixels are of another model's processor.
+        ConfigError: the pixels come from another model's processor.
     """
     family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
     if family.tile_tokens is not None:
@@ -213,13 +221,13 @@ def _checks(
         references = compute_references(setup)
     except UnsteadyError as error:
         return [not_deterministic("", str(error))], []
-    except Exception as error:  # nothing to compare with: that is the finding
+    except Exception as error:  # nothing to compare with, which is itself a finding
         return [Check.raised("equality", "each sample alone", error)], []
     progress("plain transformers")
     baselines = _baselines(setup, references.eval) if plain and references.eval else []
     checks = packed_checks(setup, references, progress=progress)
     if share_prefixes and references.train is not None:
-        del references  # its gradients are as large as the model
+        del references  # the gradients in it are as large as the model
 
         def of_tree() -> list[Check]:
             branching = setup.branching()
@@ -233,7 +241,7 @@ def _checks(
 
 
 def _baselines(setup: ProbeSetup, reference: Reference) -> list[Baseline]:
-    """Run the row with each kind of positions that the model takes, and the padded batch."""
+    """Run the plain row once for each shape of position ids that the model takes, and the padded batch."""
     rows = (3, 4) if setup.probed.family.positions_rule.axes == 3 else (1,)
     passes = [*(PlainRowPass(probed=setup.probed, rows=n) for n in rows), PlainPaddedPass(probed=setup.probed)]
     alone = record_references(setup, GAPS, reference.choices)
@@ -265,7 +273,7 @@ def _baseline(
     if isinstance(forward, PlainRowPass):
         checks = _plain_checks(forward, setup, reference, alone)
         if any(check.name == "mask" and check.is_bad for check in checks):
-            # transformers ignores packed positions where it has a cache
+            # with a cache, transformers ignores packed positions
             without = _plain_checks(replace(forward, use_cache=False), setup, reference, alone)
             if not any(check.name == "mask" and check.is_bad for check in without):
                 checks = [replace(check, cause="cache") if check.name == "mask" else check for check in checks]
@@ -284,7 +292,7 @@ def _baseline(
 def _plain_checks(
     forward: PlainRowPass, setup: ProbeSetup, reference: Reference, alone: Sequence[AloneCalls]
 ) -> list[Check]:
-    """Check what separates samples in a plain row; padding and caches harm nobody there by themselves."""
+    """Check the mechanisms that separate samples in a plain row. A cache does no harm there by itself."""
     found, samples, low = Difference(), setup.samples, setup.probed.is_low
     with routing(setup.probed, held_choices(forward, samples, reference.choices, share=HOLD_ALL)):
         compare_modules(forward, setup.probed, samples, alone, forward.token_indices(samples), found=found)
@@ -300,10 +308,10 @@ def _plain_checks(
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
-    """Disable packing and gradients, set eval mode and exact float32, one thread for small models; then restore all.
+    """Disable packing, clear gradients, set eval mode, exact float32 and one thread for small models; then restore all.
 
-    Weights and the configuration are never written to. Buffers (in train mode some modules count in them), modes,
-    gradients (the very tensors), packing and the random state of every device are restored bit for bit.
+    Weights and the configuration are never written to. Buffers (some modules count in them in train mode), modes,
+    gradients (the same tensor objects), packing and the random state of every device are restored bit for bit.
     """
     packing = packing_state(find_model(model)) if is_packing(model) else None
     modes = [(module, module.training) for module in model.modules()]
@@ -332,7 +340,7 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def _restore_buffers(buffers: Iterable[tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]]) -> None:
-    """The very tensors, with the values that they had."""
+    """Put back the same tensor objects with their old values."""
     for module, name, buffer, value in buffers:
         module._buffers[name] = buffer
         if buffer is not None and value is not None and not torch.equal(buffer, value):
@@ -341,7 +349,7 @@ def _restore_buffers(buffers: Iterable[tuple[nn.Module, str, torch.Tensor | None
 
 @contextmanager
 def _exact_arithmetic() -> Iterator[None]:
-    """Disable TF32 and autocast, which round more than packing may differ by."""
+    """Disable TF32 and autocast: their rounding exceeds the limits of the probe."""
     before = torch.get_float32_matmul_precision()
     with (
         torch.autocast("cpu", enabled=False),
@@ -357,8 +365,11 @@ def _exact_arithmetic() -> Iterator[None]:
 
 @contextmanager
 def _threads_for(model: nn.Module) -> Iterator[None]:
-    """Use one thread for a small model on a CPU: its operations are so short that synchronising threads costs more,
-    and ten times as much where other programs keep the cores busy."""
+    """Use one thread for a small model on a CPU.
+
+    Its operations are so short that synchronizing threads costs more than it saves, and ten times as much if other
+    programs keep the cores busy.
+    """
     weights = list(model.parameters())
     small = sum(p.numel() for p in weights) < SMALL and all(p.device.type == "cpu" for p in weights)
     before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""A model by name: its own weights where they fit, or a tiny copy of its configuration."""
+"""Load a model by name: with its own weights if they fit in memory, or a tiny copy of its configuration."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from vlmpack.probing.report import one_line
 from vlmpack.testing.models import tiny_model
 
 BYTES_A_WEIGHT = 12
-"""Of a probe: weight, gradient and true gradient in float32; in bfloat16 the float32 copy needs the room."""
+"""Bytes per weight that a probe needs: weight, gradient and reference gradient in float32. With bfloat16 weights, the
+float32 copy needs this memory."""
 SPARE = 1 << 30
-"""Room for activations, in bytes."""
+"""Memory for activations, in bytes."""
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 UNREADABLE = (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError)
-"""Errors of transformers, safetensors and torch on files that are cut off, of another kind or of another shape."""
+"""Errors of transformers, safetensors and torch for files that are truncated, or of another format or shape."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model to be probed."""
+    """A model to probe."""
 
     model: Any
-    """With its head."""
+    """The model, with its head."""
     processor: Any
-    """Its own; None: there is none, or it does not fit a tiny copy."""
+    """The model's processor; None: there is none, or the model is a tiny copy, which it does not fit."""
     weights: str
-    """The source of the weights, for people."""
+    """Readable description of where the weights come from."""
 
 
 def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool = False) -> Loaded:
@@ -46,12 +47,13 @@ def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool 
 
     Args:
         model_id: hub id or folder.
-        device: where it is to be probed.
-        dtype: of the weights.
+        device: device of the probe.
+        dtype: dtype of the weights.
         tiny: make a tiny copy even if the weights fit.
 
     Raises:
-        ConfigError: nothing can be read there. FamilyError: the family cannot be packed exactly.
+        ConfigError: the configuration or the weights cannot be read.
+        FamilyError: the family cannot be packed exactly.
     """
     config = read_config(model_id)
     family = family_named(config.model_type)
@@ -69,10 +71,10 @@ def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool 
 
 
 def read_config(model_id: str) -> Any:
-    """The configuration.
+    """Read the configuration of a hub id or folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no readable configuration.
     """
     from transformers import AutoConfig
 
@@ -86,12 +88,12 @@ def read_config(model_id: str) -> Any:
 def _processor(model_id: str) -> Any:
     try:
         return load_processor(model_id)
-    except (OSError, ValueError):  # a folder with a model alone: random ids and pixels will do
+    except (OSError, ValueError):  # a folder without a processor: the probe uses random ids and pixels
         return None
 
 
 def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -> str:
-    """Return the reason for a tiny copy; empty: the model's own weights fit."""
+    """Return the reason for a tiny copy; "": the model's own weights fit."""
     folder = Path(model_id)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         return "the folder holds no weights"
@@ -106,21 +108,21 @@ def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -
 
 
 def auto_class(family: Family) -> Any:
-    """Return the class that loads a model of this family, with its head."""
+    """Return the transformers auto class that loads models of this family with their head."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
 
 
 def count_weights(config: Any, family: Family) -> int:
-    """Parameters of the model, of which none is made. Files may hold them in any type; their number is what counts."""
+    """Count the model's parameters without allocating them."""
     with torch.device("meta"):
         model: nn.Module = auto_class(family).from_config(config)
     return sum(p.numel() for p in model.parameters())
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, or of this machine or the container that it is in; None: the system reports none."""
+    """Return the free memory, in bytes, of a GPU, or of this machine or container; None: it is not reported."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return min((free for free in (_available(), _left_in_container()) if free is not None), default=None)
@@ -139,7 +141,7 @@ def _available() -> int | None:
 
 
 def _left_in_container(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Of a memory limit, version 2 of control groups."""
+    """Return the unused part of the container's memory limit (cgroup v2); None: there is no limit."""
     limit, used = group / "memory.max", group / "memory.current"
     if not limit.exists() or not used.exists() or (text := limit.read_text(encoding="ascii").strip()) == "max":
         return None

@@ -1,4 +1,4 @@
-"""Count the work of a pass: pairs of query and key, by the arguments of attention kernels, and host-device syncs."""
+"""Count the work of a pass: query-key pairs, from the arguments of attention kernels, and host-device syncs."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from vlmpack.probing.report import Cause, Check
 from vlmpack.testing.comparison import backward
 from vlmpack.testing.samples import padded
 
-# ---------------------------------------------------------------------- pairs of query and key
+# ---------------------------------------------------------------------- query-key pairs
 
 _VARLEN = {"torch_attn::_varlen_attn": (3, 4), "flash_attn::_flash_attn_varlen_forward": (3, 4)}
-"""Varlen kernels, and the places of cu_seqlens of queries and keys among their arguments."""
+"""Varlen kernels, and the argument positions of the cu_seqlens of queries and keys."""
 
 
 @final
 @dataclass(kw_only=True)
 class PairCount:
-    """Pairs of query and key of the text model's attention, read off the arguments of its kernels."""
+    """Query-key pairs of the text model's attention, from the arguments of its kernels."""
 
     computed: int = 0
-    """Per head, over all calls; causal attention counts both halves."""
+    """Pairs per head, over all calls. Causal attention counts both halves of the square."""
     dense: int = 0
-    """Of these, those of a dense score matrix, where a mask hides most."""
+    """The part of `computed` in dense score matrices, where a mask hides most pairs."""
     calls: int = 0
-    """Calls of attention layers."""
+    """Number of calls of attention layers."""
     depth: int = 0
-    """Attention layers that are running."""
+    """Number of attention layers that are running now."""
 
     @property
     def per_layer(self) -> int | None:
-        """Pairs that one layer computes; None: no kernel showed any."""
+        """Pairs that one layer computes; None: no known kernel ran."""
         return self.computed // self.calls if self.calls and self.computed else None
 
 
 @contextmanager
 def counted_pairs(attention: Iterable[nn.Module]) -> Iterator[PairCount]:
-    """Count while these attention layers run, forward passes only."""
+    """Count query-key pairs while these attention layers run, in forward passes only."""
     pairs = PairCount()
 
     def enter(*_: Any) -> None:
@@ -76,7 +76,7 @@ def counted_pairs(attention: Iterable[nn.Module]) -> Iterator[PairCount]:
 
 @final
 class _FunctionPairs(TorchFunctionMode):
-    """PyTorch's attention, and softmax over a score matrix that the model's code computed."""
+    """Counts pairs in PyTorch's attention, and in softmax over a score matrix that the model's code computed."""
 
     def __init__(self, pairs: PairCount) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _FunctionPairs(TorchFunctionMode):
 
 @final
 class _KernelPairs(TorchDispatchMode):
-    """Varlen kernels."""
+    """Counts pairs in varlen kernels."""
 
     def __init__(self, pairs: PairCount) -> None:
         super().__init__()
@@ -109,11 +109,12 @@ class _KernelPairs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# ---------------------------------------------------------------------- against what the samples need
+# ---------------------------------------------------------------------- checks
 
 
 def count_pairs(forward: Callable[[], object], probed: ProbedModel) -> tuple[int | None, bool]:
-    """(pairs that one layer of the text model computes, whether in a dense matrix); None: no kernel showed any."""
+    """Return (query-key pairs that one layer of the text model computes, whether in a dense matrix); None: no known
+    kernel ran."""
     layers = probed.family.language_model(probed.core).get_submodule("layers").children()
     attention = [part for layer in layers for name, part in layer.named_children() if name == "self_attn"]
     with torch.no_grad(), counted_pairs(attention) as pairs:
@@ -122,11 +123,11 @@ def count_pairs(forward: Callable[[], object], probed: ProbedModel) -> tuple[int
 
 
 def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
-    """Compare the pairs that a layer computes with those of the samples."""
+    """Compare the query-key pairs that a layer computes with those that the samples need."""
     probed, parts = setup.probed, ModelParts(family=setup.probed.family, core=setup.probed.core)
     computed, dense = count_pairs(lambda: packed(setup.samples), probed)
-    needed = sum(length**2 for length in packed.computed(setup.samples).lengths)  # padding behind the samples included
-    if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
+    needed = sum(length**2 for length in packed.computed(setup.samples).lengths)  # includes padding after the samples
+    if spans_in(parts) is not None:  # a second call: queries of bidirectional spans, all keys up to their ends
         needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
     if computed is None:
@@ -148,11 +149,12 @@ def _is_local(parts: ModelParts) -> bool:
 
 PACKAGE = Path(__file__).parent.parent
 CALLING = (PACKAGE / "probing", PACKAGE / "testing")
-"""Code that calls `backward`: every operation of that pass is below this line, so it is not counted."""
+"""Code that calls `backward`. Operations of the backward pass have this call as their innermost line, so syncs in this
+code are not counted."""
 
 
 def package_syncs(recorded: Iterable[HostSync]) -> list[str]:
-    """List the syncs in vlmpack's code: the operation and the file."""
+    """Describe the syncs in vlmpack's code: operation and file."""
     files = [(sync.operation, Path(sync.file)) for sync in recorded]
     return [
         f"{operation} in {file.relative_to(PACKAGE)}"
@@ -162,14 +164,14 @@ def package_syncs(recorded: Iterable[HostSync]) -> list[str]:
 
 
 def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
-    """Count the host-device syncs of a step in vlmpack's code: on a CPU those that an accelerator would need."""
+    """Count the host-device syncs of a step in vlmpack's code; on a CPU, the syncs that an accelerator would need."""
     inputs = packed.inputs(setup.samples)
 
     def step() -> None:
         backward(packed.step(inputs).loss)
         setup.probed.model.zero_grad(set_to_none=True)
 
-    step()  # the first step of a kind may fill caches of tensors
+    step()  # the first step may fill caches of tensors
     with recorded_syncs(setup.probed.device) as recorded:
         step()
     syncs = package_syncs(recorded)
@@ -180,11 +182,11 @@ def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
     return replace(check, finding="syncs") if syncs else check
 
 
-# ---------------------------------------------------------------------- of a row whose samples share prefixes
+# ---------------------------------------------------------------------- shared prefixes
 
 
 def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
-    """Compare what was computed with the distinct prefixes of the samples."""
+    """Compare the computed tokens, patches and query-key pairs with those of the samples' distinct prefixes."""
     row = packed.row(setup.samples)
     assert row.tree is not None
     tokens, pairs, patches = distinct_prefixes(setup, packed)
@@ -198,11 +200,11 @@ def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
         "patches": (work.vision_patches, patches, "vision"),
         **({} if sparse or local else {"pairs": (work.attended_pairs, pairs, "mask")}),
     }
-    # kernels are given each node's queries and all keys of its path; layers that run sample by sample, each whole path
+    # kernels get each node's queries and all keys on its path; layers that run sample by sample get each whole path
     needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
     if sparse:
         needed = sum(length**2 for length in row.segments.lengths)
-    if spans_in(parts) is not None:  # their queries and all keys up to their ends go through a second call
+    if spans_in(parts) is not None:  # a second call: queries of bidirectional spans, all keys up to their ends
         needed += _pairs_of_spans(row, setup)
     if computed is not None and not dense:
         counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"
@@ -214,12 +216,13 @@ def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
 
 
 def distinct_prefixes(setup: ProbeSetup, packed: PackedPass) -> tuple[int, int, int]:
-    """Count what is left to compute where prefixes are computed once, by a trie of single tokens.
+    """Count the work that remains if every prefix is computed once, with a trie of single tokens.
 
-    A placeholder is a token of its piece, and one that attends to later tokens is a token with all of those.
+    Placeholders are equal only if they belong to the same piece. A token that attends to later tokens is equal to
+    another one only if all of these are equal, too.
 
     Returns:
-        (tokens, query-key pairs of causal attention, patches of media at distinct places of the trie).
+        (tokens, query-key pairs of causal attention, patches of the media at distinct nodes of the trie).
     """
     assert setup.branches is not None
     probed, branches = setup.probed, setup.branches
@@ -245,7 +248,7 @@ def distinct_prefixes(setup: ProbeSetup, packed: PackedPass) -> tuple[int, int, 
 
 
 def _pairs_of_spans(row: PackedRow, setup: ProbeSetup) -> int:
-    """Queries of the distinct runs of tokens that attend in both directions, times the keys up to the end of each."""
+    """Sum, over the distinct runs of bidirectional tokens, of the run's queries times the keys up to its end."""
     assert row.tree is not None
     place = row.tree.place().tolist()
     runs = {
