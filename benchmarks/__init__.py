@@ -1,1 +1,1 @@
-"""Measure vlmpack against what it replaces: `python -m benchmarks`. Not part of the installed package."""
+"""Benchmarks of vlmpack against the code that it replaces: `python -m benchmarks`. Not in the installed package."""

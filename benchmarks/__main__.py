@@ -1,7 +1,7 @@
-"""The command: which cases there are, in which order they run, and how the time is shared out.
+"""The benchmark command: the cases, their order, and how they share the time.
 
 python -m benchmarks [CASE ...]    cases of this file
-python -m benchmarks.gpu           everything about one GPU
+python -m benchmarks.gpu           all benchmarks of one GPU
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from vlmpack.errors import VlmpackError, check_whole_number
 @final
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One thing to measure."""
+    """A benchmark case."""
 
     about: str
     run: Callable[[BenchSettings, Any], Iterable[Figure | Skipped]]
     shapes: Any
-    """The sizes that `run` gets: a frozen dataclass."""
+    """Sizes that `run` gets: a frozen dataclass."""
     by_family: bool = False
-    """True: it measures one family of models at a time."""
+    """True if the case measures one model family at a time."""
     weight: float = 1.0
-    """Its share of a run's time, relative to the others: long rounds need more for an equally stable median."""
+    """Relative share of a run's time. Cases with long rounds need more time for an equally stable median."""
 
 
 CASES: Mapping[str, Case] = {
@@ -78,7 +78,7 @@ CASES: Mapping[str, Case] = {
     ),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
 }
-"""In the order in which they are run."""
+"""The cases, in the order in which they run."""
 
 
 def run_cases(
@@ -87,14 +87,14 @@ def run_cases(
     families: Sequence[str],
     before: Callable[[str], None] = lambda unit: None,
 ) -> Report:
-    """Run these cases, each for every family if it measures families.
+    """Run the named cases, and repeat those that measure a family for every family.
 
-    Each gets its share (`Case.weight`) of the time that is left when its turn comes, and at least its least number of
-    rounds. The first family of every case is always measured. Others whose turn comes after `settings.seconds` for each
-    have passed are skipped, and the report lists them.
+    Each case gets its share (`Case.weight`) of the time that is left when its turn comes, but always its minimum number
+    of rounds. The first family of every case is always measured. Other families are skipped, and listed in the report,
+    if the total time (`settings.seconds` for each case and family) is over when their turn comes.
     """
     units = [(name, family) for name in names for family in (families if CASES[name].by_family else [None])]
-    ends = time.perf_counter() + 0.91 * settings.seconds * len(units)  # the rest goes into setting up
+    ends = time.perf_counter() + 0.91 * settings.seconds * len(units)  # the rest is for setup
     figures: list[Figure] = []
     skipped: list[Skipped] = []
     for turn, (name, family) in enumerate(units):
@@ -122,8 +122,8 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     """Measure, print a table, and return the exit status.
 
     Returns:
-        0: measured; 1: `--check` was given and a target was missed, or there was no time to measure it; 2: could not
-        be run with these arguments.
+        0: success; 1: `--check` was given, and a target was missed or not measured for lack of time; 2: the arguments
+        are invalid.
     """
     chosen, console = _parser().parse_args(arguments), console or Console()
     try:

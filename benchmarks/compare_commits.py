@@ -1,11 +1,11 @@
-"""Compare two checkouts on this machine, in turn: `python -m benchmarks.compare_commits EARLIER LATER`.
+"""Compare the benchmarks of two checkouts on this machine: `python -m benchmarks.compare_commits EARLIER LATER`.
 
     git worktree add ../earlier COMMIT
     python -m benchmarks.compare_commits ../earlier . step collate --rounds 5 --check
 
-Each round runs every case in both checkouts, one right after the other, each in a process of its own, and the order
-changes with every round. A ratio is that of two runs of one round; its median and quartiles over the rounds are
-printed. Both checkouts need the packages of the interpreter that runs this, and are imported from their own folder.
+Each round runs every case in both checkouts, one right after the other, each in its own process; the order alternates
+from round to round. The ratio of a figure is computed within a round, and its median and quartiles over all rounds are
+printed. Each checkout is imported from its own folder, with the packages of the interpreter that runs this command.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.measuring import Spread
 
 CASES = ("step", "collate", "pack", "plan", "pixels")
 TOLERANCE = 0.03
-"""Share by which a figure may be worse."""
+"""Fraction by which a figure may be worse."""
 LOWER_IS_BETTER = ("s", "bytes", "%", "samples")
 Key = tuple[str, str | None, str]
 """(case, family, name) of a figure."""
@@ -34,10 +34,10 @@ Figures = Mapping[Key, Mapping[str, Any]]
 
 
 def run_case(checkout: Path, case: str, options: Sequence[str]) -> Figures:
-    """Run a case of a checkout in a process of its own.
+    """Run a case of a checkout in a new process.
 
     Raises:
-        SystemExit: it failed; with the end of what it printed.
+        SystemExit: the process failed; the message contains the end of its output.
     """
     with TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
@@ -51,7 +51,7 @@ def run_case(checkout: Path, case: str, options: Sequence[str]) -> Figures:
 
 
 def better(figure: Mapping[str, Any]) -> str | None:
-    """ "lower" or "higher"; None: neither, such as the ideal speed-up of a batch."""
+    """Return "lower" or "higher"; None: neither is better, as for the ideal speed-up of a batch."""
     if figure["target"]:
         return figure["target"]["better"]
     if figure["unit"] in LOWER_IS_BETTER:
@@ -60,7 +60,7 @@ def better(figure: Mapping[str, Any]) -> str | None:
 
 
 def compare(earlier: Sequence[Figures], later: Sequence[Figures], tolerance: float) -> list[tuple[Key, Spread, str]]:
-    """(figure, later over earlier, verdict) of every figure that all rounds of both checkouts have."""
+    """Return (figure, ratio later / earlier, verdict) of every figure that all rounds of both checkouts have."""
     keys = [key for key in later[0] if all(key in figures for figures in (*earlier, *later))]
     compared = []
     for key in keys:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare two checkouts and print the ratio of every figure.
 
     Returns:
-        0: compared; 1: `--check` was given and a figure is worse, or there is none.
+        0: success; 1: `--check` was given, and a figure is worse or there are no figures.
     """
     chosen = _parser().parse_args(arguments)
     options = [

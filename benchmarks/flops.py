@@ -1,12 +1,10 @@
-"""FLOPs of a step, counted as they run, and the fastest matrix product of the machine that it is held to.
+"""Count the FLOPs of a step while it runs, and build a matrix product to measure the machine's speed with.
 
-A multiply-add is two FLOPs; element-wise operations count as none. PyTorch's `FlopCounterMode` is completed where it
-miscounts:
+A multiply-add is two FLOPs; element-wise operations count as zero. PyTorch's `FlopCounterMode` is corrected for:
 
-- the fused attention of a CPU, by the two formulas that it has for that of CUDA: like its own they count every pair of
-  query and key, whether causal or not;
-- grouped products (experts) and triangular solves (gated delta layers), which it passes over;
-- the backward pass of a grouped convolution (gated delta layers), which it counts as one of all channels with all.
+- fused attention on a CPU, which gets PyTorch's formulas for CUDA. These count every query-key pair, causal or not;
+- grouped matrix products (experts) and triangular solves (gated delta layers), which PyTorch does not count;
+- the backward pass of a grouped convolution (gated delta layers), which PyTorch counts as if it were not grouped.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Shape = Sequence[int]
 
 
 def count_flops(function: Callable[[], object]) -> int:
-    """FLOPs of all that `function` runs, forward and backward."""
+    """Count the FLOPs of everything that `function` runs, forward and backward."""
     aten = torch.ops.aten
     missing = {
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
@@ -45,28 +43,30 @@ def _attention_backward(gradient: Shape, query: Shape, key: Shape, value: Shape,
 
 
 def _of_all_heads(shape: Shape, query: Shape) -> Shape:
-    """The shape [B, N, S, H] of keys or values, once a query head: torch 2.11 counts no heads that share them."""
+    """Return the shape [B, N, S, H] of keys or values, repeated for each query head.
+
+    The formulas of torch 2.11 do not support query heads that share keys and values.
+    """
     return (shape[0], query[1], *shape[2:])
 
 
 def _grouped_product(left: Shape, right: Shape, *_: Any, **__: Any) -> int:
-    """Rows, columns or summands of a two-dimensional factor belong to one group each; three-dimensional ones are a
-    group a matrix."""
+    """Two 3-D factors hold one matrix per group. In a 2-D factor, each row, column or summand belongs to one group."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
 def _triangular_solve(system: Shape, right_sides: Shape, *_: Any, left: bool = True, **__: Any) -> int:
-    """Half of what a product with the whole square would cost."""
+    """Half the cost of a product with the full square matrix."""
     return prod(right_sides) * system[-1]
 
 
 def _convolution_backward(
     gradient: Shape, values: Shape, weight: Shape, *rest: Any, out_shape: Sequence[Shape | None], **__: Any
 ) -> int:
-    """Each of the gradients of values and weight costs what the forward pass does. `weight` is [out, in / groups, ...].
+    """The gradient of the values and that of the weight cost as much as the forward pass each.
 
-    The last argument lists which of the gradients of values, weight and bias are computed.
+    `weight` is [out, in / groups, ...]. The last argument says which gradients of values, weight and bias are computed.
     """
     transposed, wanted = rest[4], rest[-1]
     places = values if transposed else gradient
@@ -74,9 +74,10 @@ def _convolution_backward(
 
 
 def matrix_product(model: Any, *, tokens: int, hidden: int) -> tuple[Callable[[], object], int]:
-    """(a product [T, D] by [D, 3 D] in the model's type on its device, its FLOPs): as fast as the machine multiplies.
+    """Return (a product of [T, D] and [D, 3 D] in the model's dtype on its device, its FLOPs).
 
-    Time it in the rounds of a step, so that a slow minute lowers both.
+    Its speed is the reference for a step's utilization. Time it in the same rounds as the step, so that a slow minute
+    of the machine affects both.
     """
     like = next(model.parameters())
     left = torch.randn(tokens, hidden, dtype=like.dtype, device=like.device)

@@ -1,19 +1,20 @@
-"""Everything about one GPU in one command and a fixed time: `python -m benchmarks.gpu --budget 540 --json gpu.json`.
+"""Benchmark one GPU with one command in a fixed time: `python -m benchmarks.gpu --budget 540 --json gpu.json`.
 
-ceilings    matrix products at the models' shapes and a copy, which bound all else
+ceilings    matrix products with the models' shapes, and a copy: upper bounds for everything else
 step        forward and backward of receipt-like batches on random models of released sizes: padded to the longest (also
-            on FlashAttention, where it is installed), padded to a fixed width, packed, and packed with slots of 8
-syncs       host–device syncs of a step, the lines that cause them, and the host's own time
+            with FlashAttention, if installed), padded to a fixed width, packed, and packed with
+            each length padded to a multiple of 8
+syncs       host–device syncs of a step, the lines that cause them, and the time on the host
 attention   the attention layers of these models, against padded batches and dense masks
-head        labelled rows against all rows
+head        labeled rows against all rows
 tree        a step on samples that share a prompt, against the row without sharing
-memory      the largest micro-batch that fits beside AdamW's state, by doubling
+memory      the largest micro-batch that fits beside AdamW's state, found by doubling
 
-Whether results are right on a GPU is for the tests: `python -m pytest -m gpu`. Here losses of all ways have to agree.
+Tests check correctness on a GPU: `python -m pytest -m gpu`. Here, only the losses of all variants must agree.
 
-The report is written whole after every cell. A cell that breaks is a line with its traceback; one that would not fit
-into the remaining time is skipped, and the report lists it. A kernel that fails breaks the device for the process: a
-new process then goes on with the next cell, as `--resume` does by hand. `--device cpu --shapes tiny` runs every part.
+The complete report is written after every cell. It lists cells that failed, with a traceback, and cells that were
+skipped because the remaining time was too short. After a failed kernel, the process can no longer use the device. A new
+process then continues with the next cell, as `--resume` does. `--device cpu --shapes tiny` runs every part on a CPU.
 """
 
 from __future__ import annotations
@@ -68,27 +69,28 @@ from vlmpack.testing import padded, tiny_config
 R = TypeVar("R")
 Entries = Iterator[Figure | Skipped]
 PACKAGES = ("triton", "fla-core", "causal-conv1d", "flash-attn", "kernels", "accelerate")
-"""Packages that change how a GPU computes a model, where they are installed."""
+"""Packages that change how a GPU computes a model, if they are installed."""
 LONGEST, FLASH, FIXED, PACKED, SLOTS = "padded to longest", "padded, flash", "padded to width", "packed", "slots of 8"
 PADDED_WAYS, PACKED_WAYS = (LONGEST, FLASH, FIXED), (PACKED, SLOTS)
 LOW = torch.bfloat16
 OPTIMIZER_BYTES = 12
-"""A parameter's, while the largest micro-batch is looked for: AdamW's two moments and weights in float32."""
+"""Bytes per parameter that are reserved during the search for the largest micro-batch: AdamW's two moments and weights
+in float32."""
 HIGHER, LOWER = "higher", "lower"
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A random model of the sizes of a released one."""
+    """Sizes of a released model, for a model with random weights."""
 
     family: str
     sizes: Mapping[str, Any]
     """Fields of `vlmpack.testing.TinySizes`."""
     text: Mapping[str, Any]
-    """Further settings of the text model."""
+    """Additional settings of the text model."""
     vision: Mapping[str, Any]
-    """Further settings of the vision tower."""
+    """Additional settings of the vision tower."""
 
 
 @final
@@ -98,20 +100,20 @@ class GpuShapes:
 
     models: Sequence[ModelShape]
     receipts: ReceiptShapes
-    """Of a batch; `samples` is the micro-batch and is replaced."""
+    """Sizes of a batch; `samples` is replaced by the micro-batch size."""
     width: int
-    """Tokens that recipes with a fixed sequence length pad to."""
+    """Padded length of recipes with a fixed sequence length, in tokens."""
     micro_batches: Sequence[int]
     recomputed: Sequence[int]
-    """Micro-batches with gradient checkpointing."""
+    """Micro-batch sizes with gradient checkpointing."""
     largest: int
-    """Largest micro-batch to try."""
+    """Largest micro-batch size to try."""
     sites: Sequence[Site]
     rollouts: Rollouts
     square: int
     """Side of a square matrix product."""
     tokens: int
-    """Rows of the products at the model's shapes, and of the head."""
+    """Rows of the matrix products with the model's shapes, and of the head."""
     copied: int
     """Bytes of a copy."""
     seconds: float
@@ -188,7 +190,7 @@ SHAPES = {"full": FULL, "tiny": TINY}
 
 @final
 class Lab:
-    """The surroundings of every cell."""
+    """Device, sizes, settings and models that all cells share."""
 
     def __init__(self, device: str, shapes: GpuShapes, seed: int, ends: float) -> None:
         self.device, self.shapes, self.seed, self.ends = device, shapes, seed, ends
@@ -197,7 +199,7 @@ class Lab:
         self._models: Models | None = None
 
     def models(self, shape: ModelShape) -> Models:
-        """The models of this shape; those of another are dropped."""
+        """Return the models of this shape, and free those of another shape."""
         if self._models is None or self._models.shape is not shape:
             self._models = None
             self.release()
@@ -205,25 +207,25 @@ class Lab:
         return self._models
 
     def release(self) -> None:
-        """Free all memory that holds no live tensor."""
+        """Free all memory that live tensors do not use."""
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
 
     def if_it_fits(self, function: Callable[[], R]) -> R | None:
-        """Return what a call returns; None: memory ran out, and is free again."""
+        """Return the result of a call; None: it ran out of memory, which is now free again."""
         try:
             return function()
         except RuntimeError as error:
             words = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "unable to find an engine")
             if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in words):
                 raise
-            traceback.clear_frames(error.__traceback__)  # their variables hold what filled the memory
+            traceback.clear_frames(error.__traceback__)  # local variables hold the tensors that filled the memory
         self.release()
         return None
 
     def works(self) -> bool:
-        """Return whether the device can still be used: a kernel that failed breaks it for the whole process."""
+        """Whether this process can still use the device, which is impossible after a failed kernel."""
         try:
             return torch.zeros(1, device=self.device).item() == 0
         except torch.OutOfMemoryError:
@@ -235,18 +237,18 @@ class Lab:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A few figures that are measured together."""
+    """Figures that are measured together."""
 
     case: str
     name: str
     seconds: float
-    """A guess, which decides whether it is begun."""
+    """Estimated time; the cell is skipped if less time is left."""
     run: Callable[[Lab], Entries]
-    """Measures; what it yields before an error is kept."""
+    """Measures and yields figures; those before an error are kept."""
 
 
 def all_cells(shapes: GpuShapes) -> list[Cell]:
-    """Every cell of a run, the more important first. A model stays on the device for all that follows about it."""
+    """List all cells of a run, the most important first. Consecutive cells with one model reuse it on the device."""
     cells = [Cell(case="ceilings", name="", seconds=20, run=_ceilings)]
     for shape in shapes.models:
         cells += [_step_cell(shape, samples, recomputed=False) for samples in shapes.micro_batches[:3]]
@@ -265,7 +267,11 @@ def all_cells(shapes: GpuShapes) -> list[Cell]:
 
 
 def run_cells(cells: Sequence[Cell], lab: Lab, report: Report, path: Path, console: Console) -> tuple[Report, bool]:
-    """Run the cells that have not had their turn; write the report after each; (it, whether the device still works)."""
+    """Run the cells that the report does not contain, and write the report after each.
+
+    Returns:
+        (the report, whether the device still works).
+    """
     done: dict[str, float | None] = dict(report.settings["cells"])
     figures, skipped, failed = list(report.figures), list(report.skipped), list(report.failed)
 
@@ -297,7 +303,7 @@ def run_cells(cells: Sequence[Cell], lab: Lab, report: Report, path: Path, conso
         except Exception as error:
             why, lines = f"{type(error).__name__}: {error}"[:300], traceback.format_exc()
             failed.append(Failed(case=cell.case, name=cell.name, why=why, traceback=lines))
-            traceback.clear_frames(error.__traceback__)  # a model in a frame would stay on the device
+            traceback.clear_frames(error.__traceback__)  # a frame would keep its model on the device
         done[key] = time.time() - started
         report_now = save()
         if not lab.works():
@@ -335,16 +341,18 @@ def _ceilings(lab: Lab) -> Entries:
 
 @final
 class PatchProduct(nn.Conv3d):
-    """A convolution of patches as large as its window, as the matrix product that it is: versions of cuDNN take seconds
-    for it in bfloat16, or have no kernel."""
+    """A convolution whose kernel is as large as a patch, computed as the equivalent matrix product.
+
+    In bfloat16, some versions of cuDNN take seconds for this convolution or have no kernel.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[P, C, T, H, W] to [P, D, 1, 1, 1]."""
+        """Embed patches: [P, C, T, H, W] to [P, D, 1, 1, 1]."""
         return F.linear(input.flatten(1), self.weight.flatten(1), self.bias)[:, :, None, None, None]
 
 
 def with_patch_products(model: Any) -> Any:
-    """The model, its patch embedding computed as a product; parameters and FLOPs stay as they are."""
+    """Replace the model's patch embedding by a matrix product, in place; parameters and FLOPs do not change."""
     for module in model.modules():
         if type(module) is nn.Conv3d and module.kernel_size == module.stride:
             module.__class__ = PatchProduct
@@ -352,14 +360,14 @@ def with_patch_products(model: Any) -> Any:
 
 
 def cast(batch: PaddedBatch, dtype: torch.dtype) -> PaddedBatch:
-    """The batch with pixels of another type."""
+    """Return the batch with pixels of another dtype."""
     pixels = batch.media.pixel_values
     return batch if pixels is None else replace(batch, media=replace(batch.media, pixel_values=pixels.to(dtype)))
 
 
 @final
 class Models:
-    """One random model, unmodified and packed in two ways. All share one set of weights and of gradients."""
+    """One random model, unmodified and with packing in two variants. All share one set of weights and gradients."""
 
     def __init__(self, shape: ModelShape, lab: Lab) -> None:
         from transformers import AutoModelForImageTextToText
@@ -371,7 +379,7 @@ class Models:
         self.family.text_config(config).update(shape.text)
         config.vision_config.update(shape.vision)
         config.tie_word_embeddings = True
-        auto: Any = AutoModelForImageTextToText  # its own type has a type checker read every model there is
+        auto: Any = AutoModelForImageTextToText  # with its own type, a type checker would read every model
         with torch.device(lab.device):
             model = auto.from_config(config, dtype=lab.dtype, attn_implementation="sdpa")
         self.model = with_patch_products(model).train()
@@ -389,9 +397,9 @@ class Models:
         return PackedStep(self._twin(), config)
 
     def recompute(self, wanted: bool) -> None:
-        """Switch gradient checkpointing on or off in all ways, and drop gradients."""
+        """Switch gradient checkpointing on or off in all variants, and clear gradients."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers will call it something else
+            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming these methods
             bodies: list[Any] = [self.model, self.flash, *(step.model for step in self.packed.values())]
             for body in bodies:
                 if body is not None and wanted:
@@ -401,7 +409,7 @@ class Models:
         self.model.zero_grad(set_to_none=True)
 
     def batch(self, samples: int) -> tuple[PaddedBatch, list[Mapping[str, torch.Tensor]]]:
-        """(a receipt-like batch of so many samples, each of them alone), as the models take them."""
+        """Return (a receipt-like batch of `samples` samples, the inputs of each sample alone)."""
         config = self.model.config
         vocabulary = self.family.text_config(config).vocab_size
         receipts = replace(self.lab.shapes.receipts, samples=samples, vocab_size=vocabulary)
@@ -412,7 +420,7 @@ class Models:
         return batches[0], [hf_inputs(batch) for batch in batches[1:]]
 
     def steps(self, batch: PaddedBatch) -> dict[str, Callable[[], torch.Tensor]]:
-        """Forward and backward of the batch in every way that there is here; each returns its loss."""
+        """Return a function for each available variant that runs forward and backward and returns the loss."""
 
         def run(forward: Callable[[], torch.Tensor]) -> torch.Tensor:
             self.model.zero_grad(set_to_none=True)
@@ -430,7 +438,7 @@ class Models:
 
 
 def widened(batch: PaddedBatch, width: int) -> PaddedBatch:
-    """The same samples padded to `width` tokens."""
+    """Return the same batch, padded to `width` tokens."""
     more = (0, width - batch.input_ids.shape[1])
     wide = {name: F.pad(getattr(batch, name), more) for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
     assert batch.labels is not None
@@ -494,7 +502,7 @@ def _step(models: Models, samples: int, words: str) -> Entries:
 
 
 def _syncs(lab: Lab, shape: ModelShape) -> Entries:
-    """Host–device syncs of a step, by the lines that cause them, and seconds until the call returns."""
+    """Count host–device syncs of a step by line, and measure the seconds until the call returns."""
     models, ours = lab.models(shape), str(Path(vlmpack.__file__).parent)
     ways = models.steps(models.batch(2)[0])
     for way in (LONGEST, *PACKED_WAYS):
@@ -541,7 +549,7 @@ def _tree(lab: Lab, shape: ModelShape) -> Entries:
 
 
 def _memory(lab: Lab, shape: ModelShape) -> Entries:
-    """The largest micro-batch of each way beside an optimizer's state, by doubling, with and without checkpointing."""
+    """Find the largest micro-batch of each variant beside an optimizer's state, with and without checkpointing."""
     models = lab.models(shape)
     weights = sum(parameter.numel() for parameter in models.model.parameters())
     reserved = torch.empty(OPTIMIZER_BYTES * weights, dtype=torch.uint8, device=lab.device)
@@ -611,11 +619,11 @@ def _head(lab: Lab) -> Entries:
 
 
 def main(arguments: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Measure a GPU within the budget, and write a report after every cell.
+    """Benchmark a GPU within the budget, and write a report after every cell.
 
     Returns:
-        0: measured; 1: something broke, or `--check` was given and a target was missed or left out; 2: could not be
-        run with these arguments.
+        0: success; 1: a cell failed, or `--check` was given and a target was missed or skipped; 2: there is no GPU, or
+        the arguments are invalid.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen, console = _parser().parse_args(arguments), console or Console()
@@ -634,7 +642,7 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
     lab = Lab(chosen.device, shapes, seed, report.settings["started"] + chosen.budget)
     with new_garbage_only():
         report, works = run_cells(all_cells(shapes), lab, report, path, console)
-    if not works:  # this process becomes a new one: what the device held is free, and the report is on disk
+    if not works:  # replace this process by a new one, which frees the device's memory; the report is on disk
         again = [*(word for word in arguments if word != "--resume"), "--resume"]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *again])

@@ -1,6 +1,6 @@
-"""Time callables in turn in one process, and report what was found: figures, targets, where it was measured.
+"""Time callables in turn in one process, and report figures, targets and the environment.
 
-A slow minute of the machine hits all callables of a round alike, so ratios are taken within each round.
+A slow minute of the machine affects all callables of a round equally, so ratios are computed within each round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vlmpack.machine import version_of
 Clock = Literal["wall", "cpu"]
 CLOCKS: tuple[Clock, ...] = ("wall", "cpu")
 LEAST_SECONDS = 0.02
-"""A callable faster than this is called several times for one measurement."""
+"""Faster callables are called several times for one measurement, so that it takes about this long."""
 
 
 @final
@@ -52,12 +52,12 @@ class Spread:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds a call, one entry a round, for each callable and clock."""
+    """Seconds per call, one entry per round, for each clock and callable."""
 
     seconds: Mapping[Clock, Mapping[str, Sequence[float]]]
 
     def ratio(self, name: str, base: str, clock: Clock, scale: float = 1.0) -> Spread:
-        """The time of `name` over that of `base`, times `scale`, each round compared within itself."""
+        """Return time of `name` / time of `base` * `scale`, computed within each round."""
         rounds = zip(self.seconds[clock][name], self.seconds[clock][base], strict=True)
         return Spread.of([scale * a / b for a, b in rounds])
 
@@ -70,17 +70,17 @@ def alternate(
     most_rounds: int = 200,
     device: str = "cpu",
 ) -> Timings:
-    """Call each of `callables` once a round, in turn, and start each round one further along.
+    """Time each callable once per round, in turn; each round starts with the next callable.
 
-    Fast callables are called once unmeasured in their turn and then several times for one measurement, so that they
-    meet warm memory. Garbage is collected between measurements and never during one.
+    A fast callable first runs once unmeasured, to warm its memory, and then several times for one measurement. Garbage
+    is collected between measurements, never during one.
 
     Args:
-        callables: what to time, by name.
+        callables: the functions to time, by name.
         seconds: stop after the round in which this much time has passed.
-        least_rounds: measure this many rounds in any case.
-        most_rounds: and never more than this.
-        device: wait for this device before a clock is read.
+        least_rounds: minimum number of rounds.
+        most_rounds: maximum number of rounds.
+        device: wait for this device before reading a clock.
     """
     names = list(callables)
     taken: dict[Clock, dict[str, list[float]]] = {clock: {name: [] for name in names} for clock in CLOCKS}
@@ -98,7 +98,7 @@ def alternate(
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Measure with one thread, as in a DataLoader's worker."""
+    """Measure with one thread, as in a DataLoader worker."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -108,23 +108,23 @@ def one_thread() -> Iterator[None]:
 
 
 def wait(device: str) -> None:
-    """Block until the device has done all that was queued."""
+    """Block until the device has finished all queued work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _calls_for(function: Callable[[], object], device: str) -> int:
-    """Warm up, and return the number of calls of one measurement."""
+    """Warm up, and return the number of calls for one measurement."""
     once = _measure(function, 1, device)["wall"]
-    if once < 50 * LEAST_SECONDS:  # libraries may have been loaded in the first call
+    if once < 50 * LEAST_SECONDS:  # the first call may have loaded libraries
         once = _measure(function, 1, device)["wall"]
     return max(1, round(LEAST_SECONDS / max(once, 1e-7)))
 
 
 def _measure(function: Callable[[], object], calls: int, device: str) -> dict[Clock, float]:
-    """Seconds of one call by each clock."""
+    """Return the seconds of one call by each clock."""
     gc.collect()
-    if calls > 1:  # a slow callable warms itself
+    if calls > 1:  # a slow callable needs no warm-up
         function()
     wait(device)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -139,11 +139,13 @@ _freezes = 0
 
 @contextmanager
 def new_garbage_only() -> Iterator[None]:
-    """Collect garbage only when asked to, and only what was made inside: walking through all of transformers' objects
-    takes a tenth of a second, hundreds of times, and empties the caches."""
+    """Disable automatic garbage collection, and let `gc.collect` visit only objects created inside.
+
+    Visiting all objects of transformers takes a tenth of a second, hundreds of times, and evicts the CPU caches.
+    """
     global _freezes
     was_on = gc.isenabled()
-    if not _freezes:  # freezing again would keep cycles that were made since, and the tensors in them
+    if not _freezes:  # freezing again would keep newer reference cycles alive, with the tensors in them
         gc.collect()
         gc.freeze()
     gc.disable()
@@ -164,18 +166,18 @@ def new_garbage_only() -> Iterator[None]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """Settings of one run; the sizes of a case are its own."""
+    """Settings of one run. Sizes are separate, because each case has its own."""
 
     device: str = "cpu"
-    """Of models and batches: "cpu" or "cuda"."""
+    """Device of models and batches: "cpu" or "cuda"."""
     family: str = "qwen3_vl"
     """`config.model_type` of the model, for cases that measure one family at a time."""
     seconds: float = 60.0
-    """Time that one case may take (for one family); it always gets its least number of rounds."""
+    """Time for one case (and family). A case always gets its minimum number of rounds."""
     clock: Clock = "wall"
-    """The clock that decides: "wall", or "cpu" (of all threads of this process) on a machine that others use."""
+    """The clock for figures and targets: "wall", or "cpu" (all threads of this process) on a shared machine."""
     seed: int = 0
-    """Of weights, ids and pixels."""
+    """Seed of weights, ids and pixels."""
 
 
 @final
@@ -190,42 +192,43 @@ class Target:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One number that a case found."""
+    """One number that a case measured."""
 
     case: str
     name: str
     value: float
-    """A median where it was measured over rounds."""
+    """The median over the rounds, or an exact number."""
     unit: str
     """"x" for a ratio, "s", "bytes", ..."""
     family: str | None = None
-    """`config.model_type` of the model it was measured on; None: no family's in particular."""
+    """`config.model_type` of the measured model; None: the figure does not depend on a family."""
     low: float | None = None
     """Lower quartile over the rounds; None: an exact number."""
     high: float | None = None
+    """Upper quartile over the rounds; None: an exact number."""
     rounds: int = 0
-    """0: an exact number."""
+    """Number of rounds; 0: an exact number."""
     clocks: Mapping[str, float] = field(default_factory=dict)
-    """The same median by each clock, whichever of them decides."""
+    """The median by each clock."""
     target: Target | None = None
-    """None: for information."""
+    """The target; None: the figure is only for information."""
 
     @classmethod
     def measured(cls, case: str, name: str, spread: Spread, unit: str, **more: Any) -> Figure:
-        """A figure with a spread."""
+        """Make a figure from a spread."""
         numbers = {"value": spread.median, "low": spread.low, "high": spread.high, "rounds": spread.rounds}
         return cls(case=case, name=name, unit=unit, **numbers, **more)
 
     @classmethod
     def timed(cls, case: str, name: str, timings: Timings, of: str, settings: BenchSettings, **more: Any) -> Figure:
-        """Seconds of one call."""
+        """Make a figure of the seconds of one call."""
         spread = Spread.of(timings.seconds[settings.clock][of])
         clocks = {clock: median(timings.seconds[clock][of]) for clock in CLOCKS}
         return cls.measured(case, name, spread, "s", clocks=clocks, **more)
 
     @classmethod
     def rate(cls, case: str, name: str, timings: Timings, of: str, count: float, unit: str, clock: Clock) -> Figure:
-        """Things a second, of which one call makes `count`."""
+        """Make a figure of a rate: one call processes `count` things."""
         rates = [count / seconds for seconds in timings.seconds[clock][of]]
         return cls.measured(case, name, Spread.of(rates), unit)
 
@@ -241,14 +244,14 @@ class Figure:
         scale: float = 1.0,
         target: Target | None = None,
     ) -> Figure:
-        """The time of the first callable over that of the second, times `scale`."""
+        """Make a figure of time of the first callable / time of the second * `scale`."""
         clocks = {clock: timings.ratio(*of, clock, scale).median for clock in CLOCKS}
         spread = timings.ratio(*of, settings.clock, scale)
         return cls.measured(case, name, spread, "x", clocks=clocks, target=target)
 
     @property
     def met(self) -> bool | None:
-        """True where the target is reached; None: there is none."""
+        """Whether the target is reached; None: there is no target."""
         if self.target is None:
             return None
         lower = self.target.better == "lower"
@@ -262,20 +265,20 @@ class Figure:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Skipped:
-    """Something that was not measured."""
+    """A figure or case that was not measured."""
 
     case: str
     name: str
     why: str
-    """The reason, and the remedy."""
+    """The reason, and what to do about it."""
     owed: bool = False
-    """True: it could have been measured on this machine, so a check of all targets is not complete without it."""
+    """True if it could have been measured on this machine, so a check of all targets is incomplete without it."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Failed:
-    """Something that was to be measured, and broke."""
+    """A case that raised an error."""
 
     case: str
     name: str
@@ -286,7 +289,7 @@ class Failed:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All figures of one run, and what is needed to repeat it."""
+    """All figures of one run, with the settings and the environment that are needed to repeat it."""
 
     figures: Sequence[Figure]
     environment: Mapping[str, Any]
@@ -297,20 +300,20 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """True where every target is reached, nothing failed, and nothing that could be measured was left out."""
+        """Whether every target is reached, nothing failed, and nothing that could be measured was skipped."""
         missed = any(figure.met is False for figure in self.figures)
         return not missed and not self.failed and not any(skipped.owed for skipped in self.skipped)
 
     def save(self, path: Path) -> None:
-        """Write the report as JSON: whole or not at all."""
+        """Write the report as JSON, atomically."""
         write_text(path, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Read back what `save` wrote.
+        """Read a report that `save` wrote.
 
         Raises:
-            ConfigError: the file cannot be read, or is no report.
+            ConfigError: the file cannot be read, or is not a report.
         """
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -328,7 +331,7 @@ class Report:
             ) from error
 
     def print(self, console: Console) -> None:
-        """Print a line a figure, as a table in Markdown; then what was left out, and where it was measured."""
+        """Print a Markdown table with one row per figure; then what was skipped or failed, and the environment."""
         header = ("case", "figure", "value", "rounds", "target")
         for row in (header, ["---"] * len(header), *self._rows()):
             console.print(f"| {' | '.join(row)} |", markup=False, highlight=False, soft_wrap=True)
@@ -354,13 +357,13 @@ def _number(value: float | None, unit: str) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or unit == "bytes" else f"{value:.3g}"
 
 
-# ---------------------------------------------------------------------- where it was measured
+# ---------------------------------------------------------------------- environment
 
 PACKAGES = ("torch", "transformers", "numpy", "pillow")
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, device, threads and the commit of the source tree (None outside one), as JSON values."""
+    """Return versions, device, threads and the commit of the source tree (None: no git repository), as JSON values."""
     return {
         "vlmpack": vlmpack.__version__,
         "commit": _commit(),
@@ -380,7 +383,7 @@ def _processor_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, with "+" for changes on top of it."""
+    """Return the checked-out commit, with "+" if there are uncommitted changes."""
     git = ["git", "-C", str(Path(vlmpack.__file__).parent.parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()

@@ -1,7 +1,7 @@
-"""peers: other projects on the same tokenized samples. Results have to be equal before anything is timed.
+"""peers: other projects on the same tokenized samples. Results must be equal before anything is timed.
 
-Hugging Face transformers, TRL, NeMo Automodel.
-None is a dependency; one that cannot be imported is skipped with the reason.
+The projects are Hugging Face transformers, TRL and NeMo Automodel. A project that cannot be imported is skipped, and
+the report gives the reason.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Features = Sequence[Mapping[str, Any]]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PeerShapes:
-    """Samples to collate: half of the tokens of each labelled; where there are images, one a sample."""
+    """Samples to collate: half of each sample's tokens are labeled; samples with images have one image each."""
 
     lengths: tuple[int, ...] = (768, 2154, 680, 1242, 592, 1330, 505, 2264)
-    """Tokens of each: receipts."""
+    """Tokens of each sample: lengths of receipts."""
     grid: Grid = (1, 16, 24)
-    """Of an image, in patches."""
+    """Grid of an image, in patches."""
 
 
 @final
 class PeerWork:
-    """The samples of all peers, the same for the same seed."""
+    """The samples for all peers; the same seed gives the same samples."""
 
     def __init__(self, shapes: PeerShapes, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
         self.shapes, self.seed, self.tokens = shapes, seed, sum(shapes.lengths)
         self.processor, self.config = tiny_processor(FAMILY.model_type), tiny_config(FAMILY.model_type)
-        # few pixels: ids and what belongs to them are measured; see the case `pixels` for the rest
+        # few pixels, because this case measures ids, labels and positions; the case `pixels` measures pixels
         self.processor.image_processor.patch_size = self.config.vision_config.patch_size = 2
         self.config.image_token_id = self.processor.image_token_id
         self.config.video_token_id = self.processor.video_token_id
@@ -57,7 +57,7 @@ class PeerWork:
         self.images = [self._with_image(sample["input_ids"].clone(), rng) for sample in self.tensors]
 
     def _with_image(self, ids: torch.Tensor, rng: torch.Generator) -> dict[str, torch.Tensor]:
-        """An image at the start of the sample, in place of as many of its tokens."""
+        """Replace the first tokens of the sample by an image."""
         tokens = FAMILY.media_tokens([self.shapes.grid], self.config)
         ids[0], ids[tokens + 1] = self.processor.vision_start_token_id, self.processor.vision_end_token_id
         ids[1 : tokens + 1] = self.processor.image_token_id
@@ -76,13 +76,13 @@ def _labelled(ids: torch.Tensor) -> dict[str, torch.Tensor]:
 @final
 @dataclass(frozen=True)
 class Sample:
-    """One sample as it lies in a batch: what a model would learn from it."""
+    """One sample of a batch, with everything that a model is trained on."""
 
     input_ids: tuple[int, ...]
     targets: tuple[int, ...]
-    """The token to be predicted at each place; -100: none."""
+    """The target at each position; -100: none."""
     positions: tuple[tuple[int, ...], ...] = ()
-    """1 or 3 rows; empty: the batch has none."""
+    """1 or 3 rows of position ids; empty: the batch has none."""
 
 
 @final
@@ -91,20 +91,20 @@ class Way:
     """One way to do the work."""
 
     call: Callable[[], Any]
-    """Does the work; it is timed."""
+    """Does the work; timed."""
     read: Callable[[Any], object]
-    """Converts the result to a form that can be compared: mostly the samples in their order. Not timed."""
+    """Converts the result for comparison, usually to the list of samples; not timed."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """A peer's way, and ours of the same work."""
+    """A peer's way and our ways to do the same work."""
 
     peer: Way
     ours: Mapping[str, Way]
     work: str = ""
-    """The input, and what the peer leaves out, in a few words."""
+    """Short description of the input, and of what the peer leaves out."""
 
 
 # ---------------------------------------------------------------------- reading batches
@@ -116,12 +116,12 @@ def read_row(
     *,
     shifted: bool = False,
 ) -> list[Sample]:
-    """The samples of a row: `input_ids`, `labels` [1, T] or [T], and perhaps `position_ids` [..., 1, T] or [..., T].
+    """Split a row into its samples.
 
     Args:
-        batch: the row.
-        boundaries: cumulative tokens of the samples, from 0.
-        shifted: whether `labels` are targets already.
+        batch: the row: `input_ids` and `labels`, [1, T] or [T], and optionally `position_ids`, [..., 1, T] or [..., T].
+        boundaries: cumulative lengths of the samples, starting with 0.
+        shifted: whether `labels` are already shifted.
     """
     ids, labels = (batch[name].reshape(-1) for name in ("input_ids", "labels"))
     positions = batch.get("position_ids")
@@ -148,13 +148,13 @@ def _read_ours(row: Any) -> list[Sample]:
 
 
 def joined(features: Features) -> Way:
-    """Text by `RowCollator`, which checks shapes, with positions and boundaries."""
+    """Collate text with `RowCollator`, which checks shapes and adds positions and boundaries."""
     collate = RowCollator(bare_row="one_sample")
     return Way(call=lambda: collate(features), read=_read_ours)
 
 
 def collated(features: Features, work: PeerWork) -> Way:
-    """Text by `VLMCollator`, which checks every sample, and its positions, which a step computes by itself."""
+    """Collate text with `VLMCollator`, which checks every sample, and add the positions that a step would compute."""
     collate = VLMCollator(work.tokenizer, layout="packed")
 
     def call() -> dict[str, Any]:
@@ -165,7 +165,10 @@ def collated(features: Features, work: PeerWork) -> Way:
 
 
 def collated_images(work: PeerWork) -> Way:
-    """Text and images by `VLMCollator`, and the three rows of their positions; without each sample's last token."""
+    """Collate text and images with `VLMCollator`, and compute the three rows of positions.
+
+    The result is compared without each sample's last token, which the peer removes.
+    """
     collate = VLMCollator(work.processor, layout="packed")
 
     def call() -> PackedRow:
@@ -190,7 +193,7 @@ def collated_images(work: PeerWork) -> Way:
 
 
 def hf_flattened(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """DataCollatorWithFlattening: text only, no checks."""
+    """DataCollatorWithFlattening takes only text, and checks nothing."""
     collate = module.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     for kind, features in (("lists", work.lists), ("tensors", work.tensors)):
         yield Contest(
@@ -203,7 +206,7 @@ def hf_flattened(module: Any, work: PeerWork) -> Iterator[Contest]:
 
 
 def trl_padding_free(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """Lists only, which is what its trainer hands it; it also gives `seq_idx`."""
+    """TRL's collator takes only lists, as its trainer passes them. It also returns `seq_idx`."""
     collate = module.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     yield Contest(
         peer=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
@@ -213,9 +216,9 @@ def trl_padding_free(module: Any, work: PeerWork) -> Iterator[Contest]:
 
 
 def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:
-    """Make a row as its packed data set does: positions by the model's function, shift, join. Pixels are joined too.
+    """Make a row like Automodel's packed dataset: compute positions with the model's function, shift labels, join.
 
-    Each sample loses its last token on the way, whose target nothing is.
+    It joins pixels, too. Each sample loses its last token, which has no target.
     """
     with torch.device("meta"):
         model: Any = AutoModelForImageTextToText.from_config(work.config)
@@ -247,11 +250,11 @@ PEERS: tuple[tuple[str, str, str, Contests], ...] = (
         automodel_row,
     ),
 )
-"""(for people, distribution, module, contests), in the order in which they are measured."""
+"""(readable name, distribution, module, contests) of each peer, in the order of measurement."""
 
 
 def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> Iterator[Figure | Skipped]:
-    """Time every peer that is installed, with one thread, as in a DataLoader's worker."""
+    """Time every installed peer with one thread, as in a DataLoader worker."""
     work = PeerWork(shapes, settings.seed)
     contests: list[tuple[str, Contest]] = []
     for name, distribution, module, make in PEERS:
@@ -261,7 +264,7 @@ def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> Iterator[Figur
             contests += [(f"{title} ({each.work})" if each.work else title, each) for each in make(loaded, work)]
         except PackageNotFoundError:
             yield Skipped(case="peers", name=name, why=f"{distribution} is not installed")
-        except Exception as error:  # a package may fail in any way where its kernels or its Python are missing
+        except Exception as error:  # without its kernels or its Python version, a package may fail in any way
             why = f"{module} cannot be used ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             yield Skipped(case="peers", name=name, why=why)
     for title, contest in contests:
@@ -279,7 +282,10 @@ def measure_peers(settings: BenchSettings, shapes: PeerShapes) -> Iterator[Figur
 
 
 def difference(contest: Contest) -> str | None:
-    """Say what is not equal in the results of a contest: times of ways that give different things mean nothing."""
+    """Describe the first difference between the results of a contest; None: all are equal.
+
+    Comparing the times of ways with different results would be meaningless.
+    """
     expected = contest.peer.read(contest.peer.call())
     for name, way in contest.ours.items():
         if (result := way.read(way.call())) != expected:

@@ -1,8 +1,8 @@
-"""The batch that step, head and memory are measured on: receipts in their proportions, filled with random ids.
+"""The batch for measuring step, head and memory: samples with the proportions of receipts and random contents.
 
-Real receipts differ from one another about 5:1 in length: an image of a size that follows the paper's, a short
-question, and a long answer that spells the receipt out, which alone is labelled. Contents do not change what a step
-costs, so ids and pixels are random, and the same for the same seed.
+Lengths of real receipts differ by about 5:1. A sample has an image whose size follows the paper's size, a short
+question, and a long answer that transcribes the receipt; only the answer is labeled. The cost of a step does not depend
+on the contents, so ids and pixels are random, and the same for the same seed.
 """
 
 from __future__ import annotations
@@ -22,74 +22,74 @@ MEASURED = (
     *("qwen3_next", "qwen2_5_omni_thinker", "mistral3", "gemma3", "paligemma", "gemma2", "lfm2", "gpt_oss"),
     "llama4_text",
 )
-"""Families that are measured: one at least of each mechanism. The others share theirs."""
+"""Families that are measured, at least one for each mechanism. The other families share these mechanisms."""
 HEAD = 64
 """Channels of an attention head."""
 DELTA_HEAD = 128
 """Channels of a head of a gated delta layer."""
 PATCHES_OF_TOKEN = {"gemma3": 2, "paligemma": 1}
-"""Patches along the side of what makes a token, of families whose images have one number of tokens, whatever their
-form."""
+"""Patches along each side of a token, in families whose images all have the same number of tokens."""
 FRAMES_OF_TOKEN = 4
-"""Log-mel frames of a token of Qwen2.5-Omni."""
+"""Log-mel frames per token of Qwen2.5-Omni."""
 AUDIO_WINDOW = 100
-"""Half of the log-mel frames that a block of Qwen2.5-Omni's audio tower attends within, as released."""
+"""Half of the attention window, in log-mel frames, of the released Qwen2.5-Omni's audio tower."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ReceiptShapes:
-    """Sizes of the model and of the batch. The defaults are the yardstick of the project's targets.
+    """Sizes of the model and of the batch. The project's targets refer to the defaults.
 
-    What a family adds is derived from `hidden` in the proportions of released models, see `receipt_config`.
+    Family-specific sizes are derived from `hidden`, in the proportions of released models; see `receipt_config`.
     """
 
     hidden: int = 512
     """Width of the text model, in heads of 64."""
     layers: int = 4
-    """Layers of the text model; in hybrid families every fourth has attention, the others are gated delta layers."""
+    """Layers of the text model. In hybrid families, every fourth layer and the last one have attention; the others are
+    gated delta layers or short convolutions."""
     kv_heads: int = 4
     """Key and value heads of the text model."""
     experts: int = 32
-    """Experts of each layer, where there are any."""
+    """Experts of each layer, in families with experts."""
     experts_per_token: int = 8
-    """Experts that each token is sent to; together they are as wide as the MLP of a dense family."""
+    """Experts per token; together they are as wide as the MLP of a dense family."""
     vision_hidden: int = 256
     """Width of the vision tower, in heads of 64."""
     vision_depth: int = 4
     """Blocks of the vision tower."""
     vocab_size: int = 4096
-    """Token ids."""
+    """Number of token ids."""
     samples: int = 8
-    """B."""
+    """Samples of the batch: B."""
     longest: int = 768
     """Tokens of the longest sample."""
     ratio: float = 5.0
-    """Longest over shortest; the lengths between are spread evenly on a logarithmic scale."""
+    """Length of the longest sample / shortest sample; the other lengths are evenly spaced on a logarithmic scale."""
     image_share: float = 0.3
-    """Image tokens of a sample's tokens."""
+    """Fraction of a sample's tokens that are image tokens."""
     labelled_share: float = 0.5
-    """Labelled tokens of a sample's tokens, at its end."""
+    """Fraction of a sample's tokens that are labeled, at its end."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sample, long and short ones mixed."""
+        """Tokens of each sample; long and short samples are mixed."""
         steps = max(self.samples - 1, 1)
         falling = [round(self.longest * self.ratio ** (-i / steps)) for i in range(self.samples)]
         return tuple(falling[1::2] + falling[::2])
 
     def labelled(self, length: int) -> int:
-        """Labelled tokens of a sample of so many tokens."""
+        """Return the number of labeled tokens of a sample with `length` tokens."""
         return max(1, round(length * self.labelled_share))
 
 
 def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
-    """The configuration of `receipt_model`.
+    """Build the configuration of `receipt_model`.
 
-    Every MLP is three times as wide as the text model. Experts share that width: those that a token is sent to have it
-    together, and an expert that all tokens share is one more of them. Gated delta layers have keys of that width and
-    values of twice as much, in heads of 128, as in Qwen3.5 and Qwen3-Next. A sliding window, or a chunk, is a third of
-    the longest sample. An audio tower is as deep and as wide as that of images.
+    Every MLP is three times as wide as the text model. With experts, this is the total width of the experts of one
+    token; a shared expert has the width of one expert more. Gated delta layers have keys as wide as the text model and
+    values twice as wide, in heads of 128, as in Qwen3.5 and Qwen3-Next. A sliding window or chunk is a third of the
+    longest sample. An audio tower is as deep and as wide as the vision tower.
     """
     config = tiny_config(
         family.model_type,
@@ -111,7 +111,7 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
             text.update({name: shapes.longest // 3})
     if family.model_type in PATCHES_OF_TOKEN:
         shortest = min(shapes.lengths)
-        side = isqrt(max(1, shortest - shapes.labelled(shortest) - 2))  # the tokens before and after an image
+        side = isqrt(max(1, shortest - shapes.labelled(shortest) - 2))  # minus the tokens before and after an image
         config.mm_tokens_per_image = text.num_image_tokens = side**2
         patches = PATCHES_OF_TOKEN[family.model_type] * side
         config.vision_config.image_size = patches * config.vision_config.patch_size
@@ -132,7 +132,7 @@ def receipt_config(family: Family, shapes: ReceiptShapes) -> Any:
 
 
 def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu") -> Any:
-    """A random model of the family and of these sizes, unmodified, in train mode, on sdpa attention if it has that.
+    """Build an unmodified model of these sizes with random weights, in train mode, with sdpa attention if available.
 
     The same arguments give the same weights.
     """
@@ -147,7 +147,7 @@ def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, devic
 
 
 def receipt_samples(family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0) -> list[Sample]:
-    """The samples of `shapes`, one by one: each an image (an audio of Omni), then text of which the end is labelled."""
+    """Build the samples of `shapes`: an image (in Omni, an audio), then text whose end is labeled."""
     samples = []
     for at, length in enumerate(shapes.lengths):
         labelled = shapes.labelled(length)
@@ -159,7 +159,7 @@ def receipt_samples(family: Family, config: Any, shapes: ReceiptShapes, *, seed:
 
 
 def _medium(family: Family, config: Any, tokens: int, *, room: int) -> dict[str, Any]:
-    """An image or audio of about so many tokens, which with those around and between them leave room for labels."""
+    """Return an image or audio of about `tokens` tokens; with the tokens around it, it has at most `room` tokens."""
     media: list[dict[str, Any]] = []
     if family.has_audio:
         media = [{"audio_frames": [FRAMES_OF_TOKEN * tokens]}]
@@ -176,7 +176,7 @@ def _tokens(config: Any, medium: dict[str, Any]) -> int:
 
 
 def image_grid(tokens: int, merge: int) -> Grid:
-    """An image of about this many tokens, half as wide as it is high: a receipt."""
+    """Return the grid of an image of about `tokens` tokens, half as wide as it is high, like a receipt."""
     columns = max(1, isqrt(tokens // 2))
     return 1, merge * max(1, round(tokens / columns)), merge * columns
 
@@ -184,10 +184,10 @@ def image_grid(tokens: int, merge: int) -> Grid:
 def receipt_batch(
     family: Family, config: Any, shapes: ReceiptShapes, *, seed: int = 0, device: str = "cpu"
 ) -> PaddedBatch:
-    """The samples of `shapes` as one right-padded batch on a device, with the metadata that a collator gives."""
+    """Pad the samples of `shapes` to a right-padded batch on a device, with the metadata that a collator adds."""
     return padded(receipt_samples(family, config, shapes, seed=seed)).to(device)
 
 
 def hf_inputs(batch: PaddedBatch) -> dict[str, torch.Tensor]:
-    """The batch as an unmodified Hugging Face model takes it: tensors only."""
+    """Return the batch as an unmodified Hugging Face model takes it: only tensors."""
     return {name: value for name, value in batch.to_hf().items() if isinstance(value, torch.Tensor)}

@@ -1,1 +1,1 @@
-"""The cases, a function each: settings and shapes in, figures out."""
+"""The benchmark cases: one function each, from settings and shapes to figures."""

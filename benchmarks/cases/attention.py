@@ -1,8 +1,8 @@
-"""The two parts of a step that packing changes, each by itself: attention, and the case `head`.
+"""The two parts of a step that packing changes, measured separately: attention, and the case `head`.
 
-attention   forward and backward of one layer on a row by a back-end, on the padded batch under the mask that Hugging
-            Face makes, and on the row under a block-diagonal mask; `benchmarks.gpu` times them
-head        logits and cross-entropy of labelled rows only against those of all rows
+attention   forward and backward of one layer: on a row with a back-end, on the padded batch with Hugging Face's mask,
+            and on the row with a block-diagonal mask; `benchmarks.gpu` times them
+head        logits and cross-entropy of labeled rows only, against those of all rows
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Site:
 
     @property
     def ideal(self) -> float:
-        """Pairs of the padded batch over those that are needed: the speed-up if time went with pairs."""
+        """Query-key pairs of the padded batch / pairs needed: the speed-up if time were proportional to pairs."""
         needed = sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
         return len(self.lengths) * max(self.lengths) ** 2 / needed
 
 
 @final
 class AttentionRow:
-    """Queries, keys and values of one row, and the ways to attend; each runs forward and backward."""
+    """Queries, keys and values of one row, and variants of attention; each runs forward and backward."""
 
     def __init__(self, site: Site, settings: BenchSettings, dtype: torch.dtype) -> None:
-        """Draw random numbers, the same for the same seed."""
+        """Draw random queries, keys and values, the same for the same seed."""
         rng = torch.Generator().manual_seed(settings.seed)
         shapes = [(sum(site.lengths), n, site.head_dim) for n in (site.heads, site.kv_heads, site.kv_heads, site.heads)]
         *qkv, self.grad = (torch.randn(*shape, generator=rng).to(settings.device, dtype) for shape in shapes)
@@ -57,24 +57,27 @@ class AttentionRow:
         self.site, self.segments, self.scale = site, Segments.from_lengths(site.lengths), site.head_dim**-0.5
 
     def packed(self, name: str) -> torch.Tensor:
-        """[T, N, H] by a back-end of vlmpack."""
+        """Compute the output [T, N, H] with a back-end of vlmpack."""
         q, k, v = self.qkv
         out = BACKENDS[name](q, k, v, self.segments, causal=self.site.causal, scale=self.scale)
         torch.autograd.grad(out, self.qkv, self.grad)
         return out.detach()
 
     def padded(self, *, without_mask: bool = False) -> Callable[[], torch.Tensor]:
-        """The same samples as a padded batch; its result is put into a row again, outside the backward pass.
+        """Return a function that attends in the same samples as a padded batch.
+
+        Its output is converted back to a row, outside the backward pass.
 
         Args:
-            without_mask: under the causal mask alone, CUDA's fastest kernel: right padding changes no real token.
+            without_mask: use only the causal flag, which has CUDA's fastest kernel. Right padding does not change real
+                tokens.
         """
         longest, device = max(self.site.lengths), self.grad.device
         real_BS = torch.arange(longest, device=device) < torch.tensor(self.site.lengths, device=device)[:, None]
         mask_B1SS = real_BS[:, None, None, :].expand(-1, 1, longest, -1)
         if self.site.causal:
             mask_B1SS = mask_B1SS & torch.ones(longest, longest, dtype=torch.bool, device=device).tril()
-        rows, columns = real_BS.nonzero(as_tuple=True)  # once: a mask as an index would make the host wait each time
+        rows, columns = real_BS.nonzero(as_tuple=True)  # once, because indexing with a mask syncs each time
         batch = [unpack(x.detach()[None], self.segments).transpose(1, 2).contiguous() for x in (*self.qkv, self.grad)]
         *qkv, grad = batch
         q, k, v = qkv = [x.requires_grad_() for x in qkv]
@@ -90,7 +93,7 @@ class AttentionRow:
         return way
 
     def dense(self) -> Callable[[], torch.Tensor]:
-        """The row itself under a block-diagonal mask."""
+        """Return a function that attends in the row with a dense block-diagonal mask."""
         seq_T = self.segments.seq_idx(self.grad.device)
         mask_TT = seq_T[:, None] == seq_T[None, :]
         mask_TT = mask_TT.tril() if self.site.causal else mask_TT
@@ -104,21 +107,23 @@ class AttentionRow:
 
 
 def _masked(qkv_BNSH: Sequence[torch.Tensor], mask: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention under a mask as transformers calls it: key-value heads are repeated before, because CUDA has no fused
-    kernel that takes a mask and groups heads."""
+    """Compute attention with a mask, as transformers does.
+
+    Key-value heads are repeated first, because CUDA has no fused kernel for a mask with grouped heads.
+    """
     q, *kv = qkv_BNSH
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in kv)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def check_same(results: Mapping[str, torch.Tensor], oracle: str) -> None:
-    """Times of ways that compute different things mean nothing.
+    """Check that all variants compute the same; otherwise, comparing their times would be meaningless.
 
     Raises:
-        VlmpackError: a way differs from the oracle by more than low precision explains.
+        VlmpackError: a variant differs from the oracle by more than rounding explains.
     """
     truth = results[oracle].float()
-    # relative to the largest number: among millions, some have a last bit of bfloat16 that is worth 3e-2
+    # relative to the largest number: among millions of numbers, for some the last bit of bfloat16 is worth 3e-2
     limit = (1e-4 if results[oracle].dtype == torch.float32 else 2e-2) * max(1.0, float(truth.abs().max()))
     for name, result in results.items():
         if not (difference := float((result.float() - truth).abs().max())) <= limit:
@@ -128,12 +133,12 @@ def check_same(results: Mapping[str, torch.Tensor], oracle: str) -> None:
 # ---------------------------------------------------------------------- head
 
 SHARES = (0.1, 0.5)
-"""Labelled rows of all rows."""
+"""Fractions of rows that are labeled."""
 
 
 @final
 class Head:
-    """A head from D to V and hidden states [T, D], of which the last rows are labelled."""
+    """A head from D to V, and hidden states [T, D]; the last rows are labeled."""
 
     def __init__(
         self, tokens: int, hidden: int, vocabulary: int, *, seed: int, device: str, dtype: torch.dtype
@@ -146,21 +151,21 @@ class Head:
         self.device = device
 
     def labelled(self, count: int, chunk: int) -> None:
-        """The packed step's way: the last `count` rows go through the head, `chunk` of them at a time."""
+        """Run the head like the packed step: only the last `count` rows, `chunk` rows at a time."""
         self._clear()
         index = torch.arange(len(self.targets) - count, len(self.targets), device=self.device)
         hidden, targets = self.hidden.index_select(0, index), self.targets.index_select(0, index)
         (-target_logprobs(hidden, targets, self.head, chunk=chunk).sum() / count).backward()
 
     def all_rows(self, count: int) -> None:
-        """The usual way: logits of every row in float32, of which the loss then leaves most out."""
+        """Run the head as usual: compute float32 logits of every row, although the loss ignores most of them."""
         self._clear()
         targets = self.targets.clone()
         targets[: len(targets) - count] = IGNORE
         F.cross_entropy(self.head(self.hidden).float(), targets, ignore_index=IGNORE).backward()
 
     def peak(self, way: Callable[[], None]) -> int:
-        """Bytes at the peak of a call, its inputs included."""
+        """Return the peak memory of a call in bytes, including its inputs."""
         self._clear()
         return peak_bytes(way, held=[self.hidden, self.targets, self.head.weight], device=self.device)
 
@@ -169,13 +174,13 @@ class Head:
 
 
 def measure_head(settings: BenchSettings, shapes: ReceiptShapes) -> Iterator[Figure]:
-    """Time the head of the step's model on the CPU's type."""
+    """Time a head with the sizes of the step's model, in float32."""
     sizes = (sum(shapes.lengths), shapes.hidden, shapes.vocab_size)
     yield from measure_rows(Head(*sizes, seed=settings.seed, device=settings.device, dtype=torch.float32), settings)
 
 
 def measure_rows(head: Head, settings: BenchSettings, case: str = "head") -> Iterator[Figure]:
-    """Time and weigh labelled against all rows at several shares."""
+    """Measure time and memory of labeled rows against all rows, for several fractions of labeled rows."""
     rows, seconds = len(head.targets), settings.seconds / len(SHARES)
     for share in SHARES:
         count = round(share * rows)

@@ -1,9 +1,9 @@
-"""pack, collate, pixels and lengths: what a DataLoader's worker does.
+"""pack, collate, pixels and lengths: the work of a DataLoader worker.
 
 pack      ids, labels, positions and mask of a padded batch, against copying the same bytes
 collate   receipts from images and text to a packed row, against the padded batch of the same receipts
-pixels    patches of a batch joined in memory that is used again, against new memory and against a plain copy
-lengths   lengths of samples from their images' headers, against running the processor on them
+pixels    join the patches of a batch in reused memory, against new memory and against a plain copy
+lengths   lengths of samples from image headers, against running the processor
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class PackShapes:
     batches: tuple[tuple[int, int], ...] = ((8, 4096), (16, 4096), (64, 2048))
     """(samples B, width S in tokens) of each batch."""
     ratio: float = 5.0
-    """Longest over shortest sample; the lengths between are evenly spread."""
+    """Length of the longest sample / shortest sample; the other lengths are evenly spaced."""
 
 
 def measure_pack(settings: BenchSettings, shapes: PackShapes) -> Iterator[Figure]:
-    """Time `pack` against `copy_` into warm memory, with lengths on the host as a collator gives them, and without.
+    """Time `pack`, with and without a collator's lengths on the host, against `copy_` into warm memory.
 
-    What is copied: `input_ids`, `labels` and `attention_mask` [B, S] and `position_ids` [4, B, S], all int64.
+    The copy has `input_ids`, `labels` and `attention_mask` [B, S] and `position_ids` [4, B, S], all int64.
     """
     for samples, width in shapes.batches:
         batch = long_batch(samples, width, ratio=shapes.ratio, seed=settings.seed).to(settings.device)
@@ -70,7 +70,7 @@ def measure_pack(settings: BenchSettings, shapes: PackShapes) -> Iterator[Figure
 
 
 def long_batch(samples: int, width: int, *, ratio: float = 5.0, seed: int = 0) -> PaddedBatch:
-    """A right-padded batch of text whose lengths reach from `width / ratio` to `width`, in random order."""
+    """Build a right-padded batch of text with lengths from `width / ratio` to `width`, in random order."""
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.linspace(width / ratio, width, samples).long()[torch.randperm(samples, generator=rng)]
     ids = torch.randint(1, 1000, (samples, width), generator=rng)
@@ -90,11 +90,11 @@ class CollateShapes:
 
     samples: int = 8
     max_image_tokens: int = 256
-    """Largest image, in tokens."""
+    """Most tokens of an image."""
 
 
 def measure_collate(settings: BenchSettings, shapes: CollateShapes) -> Iterator[Figure]:
-    """Time whole collations (decode, resize, tokenize, check, lay out), and laying out tokenized samples alone."""
+    """Time complete collation (decode, resize, tokenize, check, lay out), and laying out tokenized samples only."""
     processor = tiny_processor("qwen3_vl", max_pixels=shapes.max_image_tokens * TOKEN_AREA)
     records = SyntheticReceipts(num=shapes.samples, seed=settings.seed)
     receipts = [to_conversation(records[i]) for i in range(shapes.samples)]
@@ -123,17 +123,17 @@ class PixelShapes:
 
     images: int = 8
     grid: Grid = (1, 50, 70)
-    """Patches of each."""
+    """Grid of each image, in patches."""
     patch_size: int = 16
-    """Pixels a side of a patch: those of Qwen3-VL, 1536 values a patch."""
+    """Side of a patch in pixels; 16 as in Qwen3-VL, where a patch has 1536 values."""
     words: int = 400
-    """Tokens of text beside each image, for a whole collation."""
+    """Text tokens beside each image, for complete collation."""
     batches: int = 6
-    """Batches that are taken from a worker for one measurement."""
+    """Number of batches taken from a worker for one measurement."""
 
 
 def measure_pixels(settings: BenchSettings, shapes: PixelShapes) -> Iterator[Figure]:
-    """Join the same images in this process and collate their samples; then a DataLoader's worker hands batches over."""
+    """Time joining and collating images in this process, then getting batches from a DataLoader worker."""
     collator, samples = _samples_of_patches(settings, shapes)
     parts = [sample["pixel_values"] for sample in samples]
     again, new, low = PixelBuffers(), PixelBuffers(0), PixelBuffers()
@@ -159,7 +159,7 @@ def measure_pixels(settings: BenchSettings, shapes: PixelShapes) -> Iterator[Fig
             "new": lambda: list(islice(without, shapes.batches)),
         }
         timings = alternate(take, seconds=settings.seconds / 2)
-    spread = timings.ratio("new", "again", "wall")  # most of the work is another process's
+    spread = timings.ratio("new", "again", "wall")  # wall, because another process does most of the work
     name, target = "from a worker, new memory / memory used again", Target(limit=4.0, better="higher")
     yield Figure.measured("pixels", name, spread, "x", target=target)
 
@@ -167,7 +167,7 @@ def measure_pixels(settings: BenchSettings, shapes: PixelShapes) -> Iterator[Fig
 def _samples_of_patches(
     settings: BenchSettings, shapes: PixelShapes
 ) -> tuple[VLMCollator, list[dict[str, torch.Tensor]]]:
-    """Tokenized samples of one image, which is patches already, and some text, all of it labelled."""
+    """Build tokenized samples with one image, as patches, and some text, all of it labeled."""
     torch.manual_seed(settings.seed)
     processor = tiny_processor("qwen3_vl")
     processor.image_processor.patch_size = shapes.patch_size
@@ -187,7 +187,7 @@ def _samples_of_patches(
 
 @contextmanager
 def _worker(parts: list[torch.Tensor], buffers: PixelBuffers) -> Iterator[Iterator[Any]]:
-    """Batches without end, joined by one forked worker."""
+    """Yield an endless iterator of batches that one forked worker joins."""
 
     def joined(_: list[int]) -> dict[str, torch.Tensor]:
         torch.set_num_threads(1)
@@ -213,23 +213,23 @@ def _worker(parts: list[torch.Tensor], buffers: PixelBuffers) -> Iterator[Iterat
 @final
 @dataclass(frozen=True, kw_only=True)
 class LengthShapes:
-    """Receipts to measure, each with one image and a text of its own."""
+    """Receipts to measure, each with one image and its own text."""
 
     images: int = 10_000
     files: int = 32
-    """JPEG files that they share."""
+    """Number of JPEG files, which the receipts share."""
     size: tuple[int, int] = (1000, 1400)
-    """Pixels of each image."""
+    """Width and height of each image in pixels."""
     max_image_tokens: int = 1280
-    """Largest image that the processor leaves, in tokens."""
+    """Most tokens of an image after the processor's resizing."""
     part: int = 1000
-    """Samples that are measured in one round against the processor; each round takes the next ones."""
+    """Samples measured from headers in one round; each round takes the next ones."""
     processed: int = 12
-    """Samples that the processor is run on in one round."""
+    """Samples run through the processor in one round."""
 
 
 def measure_headers(settings: BenchSettings, shapes: LengthShapes) -> Iterator[Figure]:
-    """Time measuring and processing in turn."""
+    """Time measuring lengths from headers and running the processor, in turn."""
     collator = VLMCollator(tiny_processor("qwen3_vl", max_pixels=shapes.max_image_tokens * TOKEN_AREA))
     with TemporaryDirectory() as folder, one_thread():
         receipts = draw_receipts(Path(folder), shapes, settings.seed)
@@ -248,7 +248,7 @@ def measure_headers(settings: BenchSettings, shapes: LengthShapes) -> Iterator[F
 
 
 def draw_receipts(folder: Path, shapes: LengthShapes, seed: int) -> list[dict[str, Any]]:
-    """Conversations about receipts of one size in JPEG files."""
+    """Write receipts of one size as JPEG files, and return conversations about them."""
     records = SyntheticReceipts(num=shapes.files, seed=seed)
     files, texts = [], []
     for at in range(shapes.files):
@@ -274,7 +274,7 @@ def draw_receipts(folder: Path, shapes: LengthShapes, seed: int) -> list[dict[st
 
 
 def run_processor(processor: Any, sample: dict[str, Any]) -> Any:
-    """A sample's ids and patches by the processor itself, from its file."""
+    """Compute a sample's ids and patches with the processor, from the image file."""
     text = processor.apply_chat_template(sample["messages"], tokenize=False)
     with Image.open(sample["messages"][0]["content"][0]["image"]) as image:
         return processor(text=[text], images=[image.convert("RGB")], return_tensors="pt")

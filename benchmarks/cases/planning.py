@@ -1,4 +1,4 @@
-"""plan: rows from a million lengths, and from a stream."""
+"""plan: bin packing of a million lengths, and of a stream."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlanShapes:
 
     many: int = 1_000_000
     few: int = 10_000
-    """Samples of the smallest plan, with which the time of the largest is compared."""
+    """Samples of the small plan, to compare the time of the large one with."""
     stream: int = 20_000
     """Samples of a stream."""
     waiting: int = 64
@@ -31,14 +31,14 @@ class PlanShapes:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LengthSet:
-    """Lengths that look like a data set's."""
+    """A distribution of lengths that resembles a dataset."""
 
     draw: Callable[[np.random.Generator, int], np.ndarray]
     capacity: int
-    """The row that they are packed into."""
+    """Tokens of a row."""
 
     def lengths(self, samples: int, seed: int = 0) -> np.ndarray:
-        """int64 [samples]."""
+        """Draw lengths: int64 [samples]."""
         return self.draw(np.random.default_rng(seed), samples)
 
 
@@ -54,18 +54,18 @@ LENGTH_SETS: Mapping[str, LengthSet] = {
     "LVIS": LengthSet(draw=_lognormal(513, 1.32, 1, 12_000), capacity=12_000),
     "uniform": LengthSet(draw=lambda random, samples: random.integers(16, 4097, samples), capacity=8192),
 }
-"""Receipts; a long tail of mean 1,150 and 99th percentile 11,000; and every length alike."""
+"""Receipts; a long tail with mean 1,150 and 99th percentile 11,000; and uniform lengths."""
 
 
 def measure_plan(settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
-    """Time plans, count their rows, pack streams."""
+    """Time plans, count their rows, and pack streams."""
     for name, lengths in LENGTH_SETS.items():
         yield from _ahead(name, lengths, settings, shapes)
         yield from _stream(name, lengths, settings, shapes)
 
 
 def _ahead(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
-    """Seconds of the largest plan, how they grow from the smallest (1: as n log n does), and how few its rows are."""
+    """Measure the time of the large plan, its growth from the small one (1: like n log n), and the number of rows."""
     many, few = (lengths.lengths(samples, settings.seed) for samples in (shapes.many, shapes.few))
     ways = {"many": lambda: plan_bins(many, lengths.capacity), "few": lambda: plan_bins(few, lengths.capacity)}
     timings = alternate(ways, seconds=settings.seconds / 4)
@@ -80,7 +80,7 @@ def _ahead(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanS
 
 
 def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
-    """What a stream leaves empty, the longest stay in the packing buffer, and samples a second."""
+    """Measure the fraction of empty tokens in a stream's rows, the longest stay in the packing buffer, and the rate."""
     sizes = lengths.lengths(shapes.stream, settings.seed)
     rows, stay = stream(sizes, lengths.capacity, shapes.waiting)
     ways = {"stream": lambda: stream(sizes, lengths.capacity, shapes.waiting)}
@@ -96,7 +96,11 @@ def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Plan
 
 
 def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
-    """Pack a stream with a packing buffer of `waiting` samples: (rows, most samples that arrived while one stayed)."""
+    """Pack a stream with a packing buffer of `waiting` samples.
+
+    Returns:
+        (number of rows, the most samples that arrived while one sample stayed in the buffer).
+    """
     buffer, rows, stay = PackingBuffer(capacity), 0, 0
     for sample, length in enumerate(lengths.tolist()):
         buffer.add(sample, length)

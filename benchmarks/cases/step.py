@@ -2,14 +2,14 @@
 
     speed-up         time of the padded step / time of the packed step
     ideal speed-up   FLOPs of the padded step / FLOPs of the samples, each alone and without padding
-    share of ideal   speed-up / ideal speed-up: 1 means that packing costs no time
+    share of ideal   speed-up / ideal speed-up: 1 means that packing itself costs no time
 
-Both FLOP counts are of the unmodified model, logits at every position included. The packed step spends fewer: its
-head computes labelled positions only. So a share above 1 is possible, and a fair one.
+Both FLOP counts are for the unmodified model, including logits at every position. The packed step needs fewer, because
+its head computes only labeled positions. So the share can legitimately exceed 1.
 
-memory is the peak of one step over that of the other, by `vlmpack.machine`: no rounds. compile counts how often layers
-are compiled again while rows of many lengths go through them. It is counted, not timed: guards are the same
-whatever a compiler makes of a graph, so no machine code is made (`aot_eager`).
+`memory` is the ratio of the two steps' peak memory, measured once with `vlmpack.machine`. `compile` counts how often
+layers are recompiled for rows of many lengths. It only counts: guards do not depend on the code that the compiler
+generates for a graph, so none is generated (`aot_eager`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vlmpack.testing import padded
 
 @final
 class StepPair:
-    """Forward and backward of one batch in two ways, by two models of the same weights."""
+    """Forward and backward of one batch, padded and packed, with two models of the same weights."""
 
     def __init__(self, settings: BenchSettings, shapes: ReceiptShapes) -> None:
         self.family = family_named(settings.family)
@@ -57,27 +57,29 @@ class StepPair:
         self.steps: dict[str, Callable[[], torch.Tensor]] = {"padded": self.padded, "packed": self.packed}
 
     def padded(self) -> torch.Tensor:
-        """The unmodified model on the padded batch with its 2D mask; returns the loss."""
+        """Run the unmodified model on the padded batch with its 2D mask; return the loss."""
         self.model.zero_grad()
         loss = self.model(**hf_inputs(self.batch)).loss
         loss.backward()
         return loss.detach()
 
     def packed(self) -> torch.Tensor:
-        """The packed step, which packs the same batch itself; returns the loss."""
+        """Run the packed step, which packs the same batch; return the loss."""
         self.step.model.zero_grad()
         loss = self.step(self.batch).loss
         loss.backward()
         return loss.detach()
 
     def alone(self) -> None:
-        """The unmodified model on each sample by itself: what has to be computed, and not a token more."""
+        """Run the unmodified model on each sample alone: the minimum amount of work."""
         for inputs in self.singles:
             self.model(**inputs).loss.backward()
 
     def peaks(self) -> dict[str, int]:
-        """Peak bytes of each step, its own weights, its gradients and the batch included. Run each once before: what is
-        made once and kept is not the step's."""
+        """Return the peak memory of each step in bytes, including weights, gradients and the batch.
+
+        Run each step once before, so that tensors that are created once and kept do not count.
+        """
         held, models = list(hf_inputs(self.batch).values()), {"padded": self.model, "packed": self.step.model}
         for model in models.values():
             model.zero_grad()
@@ -88,10 +90,10 @@ class StepPair:
 
 
 def check_same_loss(losses: Mapping[str, torch.Tensor], limit: float = 1e-4) -> None:
-    """Times of steps that compute different things mean nothing.
+    """Check that all steps compute the same loss; otherwise, comparing their times would be meaningless.
 
     Raises:
-        VlmpackError: a loss differs from the first, relative to it, by more than `limit`, or is no number.
+        VlmpackError: a loss is NaN, or its relative difference from the first one exceeds `limit`.
     """
     values = {name: float(loss) for name, loss in losses.items()}
     first = next(iter(values.values()))
@@ -100,7 +102,7 @@ def check_same_loss(losses: Mapping[str, torch.Tensor], limit: float = 1e-4) -> 
 
 
 def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]:
-    """Time both steps on the same padded batch: the packed step packs it itself, inside the measured time.
+    """Time both steps on the same padded batch. The time of the packed step includes packing.
 
     Raises:
         VlmpackError: the two losses differ, so there is nothing to compare.
@@ -116,7 +118,7 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
     of, ideal, real = ("padded", "packed"), flops["padded"] / alone, sum(shapes.lengths)
     used = {
         name: timings.ratio("product", name, settings.clock, alone / product_flops) for name in pair.steps
-    }  # of the speed at which this machine multiplies matrices
+    }  # as a fraction of this machine's speed of matrix products
     figures = [
         Figure.timed("step", "padded step", timings, "padded", settings),
         Figure.timed("step", "packed step", timings, "packed", settings),
@@ -141,8 +143,11 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
 
 
 def share_of_ideal(family: Family) -> Target:
-    """The share that a family must reach. With experts, gated delta layers or tokens that attend to later ones, samples
-    that are cut out, or spread over experts, make more and smaller products than a padded batch does."""
+    """Return the target for a family's share of ideal.
+
+    It is lower with experts, gated delta layers or bidirectional tokens, where a row needs more and smaller matrix
+    products than a padded batch: one for each sample or expert.
+    """
     sparse = family.has("experts") or family.has("gated_delta") or family.sees is not None
     return Target(limit=0.85 if sparse else 0.95, better="higher")
 
@@ -150,31 +155,32 @@ def share_of_ideal(family: Family) -> Target:
 # ---------------------------------------------------------------------- compiled layers
 
 READS_VALUES = ("Data dependent", "Dynamic shape operator", "Tensor.item", "_local_scalar_dense")
-"""Words of PyTorch's reasons for a graph break at a host–device sync."""
+"""Phrases in PyTorch's reasons for a graph break at a host–device sync."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class CompileShapes:
-    """Rows that differ in everything."""
+    """Rows with different numbers of samples and different lengths."""
 
     receipts: ReceiptShapes = field(
         default_factory=lambda: ReceiptShapes(hidden=64, layers=10, kv_heads=2, vision_hidden=64, vision_depth=2)
     )
-    """Of the model: more layers than the eight ways in which PyTorch compiles one function."""
+    """Sizes of the model. It has more layers than eight, the number of times that PyTorch recompiles one function."""
     steps: int = 100
     samples: tuple[int, int] = (1, 6)
-    """Fewest and most of a row."""
+    """Minimum and maximum number of samples in a row."""
     longest: tuple[int, int] = (20, 120)
-    """Tokens of the longest sample of a row, at least and at most."""
+    """Minimum and maximum number of tokens of a row's longest sample."""
 
 
 def measure_compiled(settings: BenchSettings, shapes: CompileShapes) -> Iterator[Figure]:
-    """Count steps after the first that compile anything, and graphs that end because the host needs a value.
+    """Count the steps after the first that compile anything, and the graph breaks where the host needs a value.
 
     Raises:
-        VlmpackError: nothing was compiled at all.
-        FailOnRecompileLimitHit: PyTorch would compile no more and go on without, so that there is nothing to count.
+        VlmpackError: nothing was compiled.
+        FailOnRecompileLimitHit: PyTorch reached its recompile limit. It would stop compiling, so nothing could be
+            counted.
     """
     family, random, graphs = family_named(settings.family), Random(settings.seed), []
     model = receipt_model(family, shapes.receipts, seed=settings.seed, device=settings.device)

@@ -1,11 +1,11 @@
 """tree: a training step on a row whose samples share prefixes, against the same row without sharing.
 
-P/R x G          G samples of one prompt of P tokens with an image, each with R tokens of its own that are labelled
+P/R x G          G samples of one prompt of P tokens, including an image, each followed by R labeled tokens
 speed-up         time of the packed row / time of the tree
-ideal            FLOPs that the step computes on the packed row / FLOPs that it computes on the tree, counted
+ideal            FLOPs of the step on the packed row / FLOPs of the step on the tree, counted
 share of ideal   speed-up / ideal
-memory           peak of the packed row / peak of the tree, without weights and inputs; it is held to the same
-                 ideal, because activations grow with the tokens and patches that are computed
+memory           peak of the packed row / peak of the tree, without weights and inputs; compared with the same ideal,
+                 because activations grow with the number of computed tokens and patches
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ CASE = "tree"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Samples of one prompt."""
+    """Sizes of the samples of one prompt."""
 
     prefix: int
-    """P: tokens of the prompt, its image among them."""
+    """P: tokens of the prompt, including its image."""
     branch: int
-    """R: tokens of each sample behind it."""
+    """R: tokens of each sample after the prompt."""
     samples: int
-    """G."""
+    """G: number of samples."""
     image_tokens: int = 128
-    """Of the image, in a model that takes any."""
+    """Tokens of the image, in a model that takes images."""
 
     def __str__(self) -> str:
         return f"{self.prefix}/{self.branch} x {self.samples}"
@@ -53,18 +53,18 @@ class TreeShapes:
     """Sizes of the model and of the rows."""
 
     receipts: ReceiptShapes = field(default_factory=ReceiptShapes)
-    """Of the model."""
+    """Sizes of the model."""
     rollouts: tuple[Rollouts, ...] = tuple(
         Rollouts(prefix=prefix, branch=branch, samples=samples)
         for prefix, branch in ((192, 192), (192, 48), (240, 24))
         for samples in (4, 8, 16)
     )
-    """Rows that are timed; of a family with gated delta layers the last three."""
+    """Rows to time; in families with gated delta layers, only the last three."""
 
 
 @final
 class TreePair:
-    """Forward and backward of the same samples, each whole in a row, and with what they share computed once."""
+    """Forward and backward of the same samples, in a row of complete samples and with shared prefixes computed once."""
 
     def __init__(self, step: PackedStep, row: PackedRow, device: str) -> None:
         self.step, self.device = step, device
@@ -80,7 +80,7 @@ class TreePair:
         return loss.detach()
 
     def memory(self) -> float:
-        """Peak of activations of the packed row over that of the tree."""
+        """Return peak activation memory of the packed row / peak activation memory of the tree."""
         peaks = []
         for name, row in self.rows.items():
             self.step.model.zero_grad()
@@ -91,14 +91,14 @@ class TreePair:
 
 
 def row_of(family: Family, config: Any, groups: Sequence[Rollouts], *, seed: int) -> PackedRow:
-    """A packed row of groups of samples, on the host; the pixels of a group's image are there once a sample."""
+    """Pack groups of samples into a row on the host; every sample of a group has its own copy of the image's pixels."""
     return pack(
         padded([one for at, group in enumerate(groups) for one in _samples(family, config, group, 1000 * at + seed)])
     )
 
 
 def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iterator[Sample]:
-    """The samples of one prompt, which is not labelled."""
+    """Yield the samples of one prompt; the prompt is not labeled."""
     grids = [image_grid(rollouts.image_tokens, family.merge(config))] if family.has_vision else []
     image = len(build_sample(config, stretches=[0] * (len(grids) + 1), image_grids=grids)["input_ids"])
     stretches = [1, rollouts.prefix - image - 1] if grids else [rollouts.prefix]
@@ -110,7 +110,7 @@ def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iter
 
 
 def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure]:
-    """Time rows with a tree against rows without, and weigh them.
+    """Measure time and memory of rows with a tree against rows without one.
 
     Raises:
         VlmpackError: the two rows do not compute the same loss.
@@ -136,7 +136,7 @@ def _rollouts(step: PackedStep, family: Family, rollouts: Rollouts, settings: Be
     yield Figure.timed(CASE, f"{rollouts}: tree", timings, "tree", settings)
     yield Figure.compared(CASE, f"{rollouts}: speed-up", timings, of, settings)
     yield Figure(case=CASE, name=f"{rollouts}: ideal", value=ideal, unit="x")
-    target = Target(limit=0.8 if is_delta else 0.9, better="higher")  # a recurrence runs level by level
+    target = Target(limit=0.8 if is_delta else 0.9, better="higher")  # a recurrence runs one tree level after the other
     name = f"{rollouts}: share of ideal"
     yield Figure.compared(CASE, name, timings, of, settings, scale=1 / ideal, target=target)
     yield Figure(case=CASE, name=f"{rollouts}: memory, packed / tree", value=memory, unit="x")
