@@ -2,8 +2,8 @@
 
 ceilings    matrix products with the models' shapes, and a copy: upper bounds for everything else
 step        forward and backward of receipt-like batches on random models of released sizes: padded to the longest (also
-            with FlashAttention, if installed), padded to a fixed width, packed, and packed with
-            each length padded to a multiple of 8
+            with FlashAttention, if installed), padded to a fixed width, packed, and packed with lengths padded to
+            multiples of 8
 syncs       host–device syncs of a step, the lines that cause them, and the time on the host
 attention   the attention layers of these models, against padded batches and dense masks
 head        labeled rows against all rows

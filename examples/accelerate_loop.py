@@ -35,7 +35,8 @@ args = parser.parse_args()
 accelerator = Accelerator(gradient_accumulation_steps=args.accumulation)
 ranks, device = accelerator.num_processes, accelerator.device
 accelerator.print(f"{accelerator.distributed_type.value} on {ranks} {device.type} ranks")
-if accelerator.state.deepspeed_plugin is not None:  # which reads it off a loader that it prepares; a batch is a row
+# For DeepSpeed, accelerate reads the batch size from a prepared loader, but here it gets none. A batch is one row.
+if accelerator.state.deepspeed_plugin is not None:
     accelerator.state.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1
 
 load_model = AutoModelForImageTextToText.from_pretrained
@@ -43,7 +44,8 @@ processor = load_processor(args.model) if args.model else tiny_processor()
 model = load_model(args.model, dtype=torch.float32) if args.model else tiny_model(processor=processor)
 enable_packing(model, parallel=Parallel() if ranks > 1 else None)  # a row may have no image
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
-model, optimizer = accelerator.prepare(model, optimizer)  # enabled before; the loader is not prepared: rows are dealt
+# Enable packing before `prepare`. Do not prepare the loader, because the sampler already deals rows to ranks.
+model, optimizer = accelerator.prepare(model, optimizer)
 
 samples = receipt_conversations(num=24, scale=0.35) if args.data == "synthetic" else open_dataset(args.data)
 collator = VLMCollator(processor, layout="packed")
@@ -73,7 +75,7 @@ while sampler.epoch < args.epochs:
         for row in micro_batches:
             with accelerator.accumulate(model), accelerator.autocast():
                 result = step(row, num_items_in_batch=targets)
-                # gradients are means over ranks, and backward divides by the accumulation
+                # gradients are averaged over ranks, and `backward` divides the loss by the accumulation steps
                 accelerator.backward(result.loss * ranks * args.accumulation)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -48,12 +48,12 @@ on_gpu, is_tiny = torch.cuda.is_available(), options.model == "tiny"
 has_new_name = "activation_checkpointing" in inspect.signature(TrainingArguments).parameters  # transformers 5.23
 checkpointing: Any = {"activation_checkpointing" if has_new_name else "gradient_checkpointing": on_gpu}
 
-args = TrainingArguments(  # first: it joins the ranks of torchrun
+args = TrainingArguments(  # must come first, because it initializes torch.distributed under torchrun
     options.output,
     num_train_epochs=options.epochs,
     learning_rate=options.learning_rate or (1e-5 if options.full else 1e-4),
     gradient_accumulation_steps=options.accumulation,
-    warmup_steps=0.03,  # a share
+    warmup_steps=0.03,  # a fraction of all steps
     lr_scheduler_type="cosine",
     use_cpu=not on_gpu,
     bf16=on_gpu,
@@ -67,7 +67,7 @@ args = TrainingArguments(  # first: it joins the ranks of torchrun
     report_to="none",
 )
 
-# The data. Texts and image headers give the lengths; samples that cannot be used are named and left out.
+# The data. Lengths are computed from texts and image headers; samples that cannot be used are reported and skipped.
 has_images = is_tiny or hasattr(AutoConfig.from_pretrained(options.model), "vision_config")
 load: Any = load_processor if has_images else AutoTokenizer.from_pretrained
 processor = tiny_processor() if is_tiny else load(options.model)
@@ -79,7 +79,7 @@ with args.main_process_first():
     lengths = measure_lengths(train, collator, workers=args.dataloader_num_workers, cache=f"{options.output}/lengths")
 plan = plan_bins(lengths, options.capacity)
 
-# The model, unmodified, and adapters on the linear layers of its language model.
+# The unmodified model, with adapters on the linear layers of its language model.
 auto: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 dtype = torch.bfloat16 if on_gpu and not options.full else torch.float32
 model: Any = tiny_model(processor=processor) if is_tiny else auto.from_pretrained(options.model, dtype=dtype)
@@ -92,7 +92,7 @@ trainer = PackedTrainer(model, args, collator, train, test, processing_class=pro
 
 
 def evaluate() -> str:
-    """Return the exact loss of the held-out samples, and the last answer of the first of them, generated."""
+    """Return the exact loss of the held-out samples, and a generated last answer of the first one."""
     loss = trainer.evaluate()["eval_loss"]
     assert trainer.evaluation is not None
     batch = VLMCollator(processor)([test[int(trainer.evaluation.sample_ids[0])]])

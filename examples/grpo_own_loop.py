@@ -24,7 +24,7 @@ IGNORE = -100
 
 
 def ask(processor: Any, image: Any) -> Any:
-    """The processor's output for one prompt: a picture and a question, up to where the answer begins."""
+    """Return the processor's output for one prompt: an image and a question, up to the start of the answer."""
     content = [{"type": "image", "image": image}, {"type": "text", "text": "What is the total?"}]
     messages = [{"role": "user", "content": content}]
     settings = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
@@ -32,7 +32,7 @@ def ask(processor: Any, image: Any) -> Any:
 
 
 def sample(prompt: Any, answer: torch.Tensor) -> dict[str, Any]:
-    """A tokenized sample; the prompt is not a target."""
+    """Return a tokenized sample; the prompt is not trained on."""
     start = prompt["input_ids"][0]
     labels = torch.cat([torch.full_like(start, IGNORE), answer])
     pixels = {name: prompt[name] for name in ("pixel_values", "image_grid_thw")}
@@ -41,7 +41,7 @@ def sample(prompt: Any, answer: torch.Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def draw(model: Any, prompt: Any, end: int, *, count: int, length: int, temperature: float) -> list[torch.Tensor]:
-    """Sample answers with the model's own `generate`, from the whole vocabulary but placeholders of media."""
+    """Sample answers with the model's own `generate`, from the whole vocabulary except media placeholders."""
     media = [model.config.image_token_id, model.config.video_token_id]
     sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": temperature, "suppress_tokens": media}
     lengths = {"num_return_sequences": count, "max_new_tokens": length}
@@ -52,7 +52,7 @@ def draw(model: Any, prompt: Any, end: int, *, count: int, length: int, temperat
 
 
 def digits_right(answer: str, total: str) -> float:
-    """The reward: the share of digits that stand where they should."""
+    """Compute the reward: the fraction of digits that are correct and in the right place."""
     return sum(a == b for a, b in zip(answer, total, strict=False)) / max(len(answer), len(total), 1)
 
 
@@ -66,13 +66,13 @@ def grpo_loss(
     clip: float = 0.2,
     beta: float = 0.02,
 ) -> torch.Tensor:
-    """The clipped objective with a penalty for leaving the reference: the mean over samples of each one's tokens.
+    """Compute the clipped objective with a KL penalty against the reference: a mean over tokens, then over samples.
 
     Args:
-        new, old, reference: [B, S] log-probabilities of the policy, of the one that drew the samples, of the reference.
-        advantages: [B].
-        is_target: bool [B, S], tokens that were drawn.
-        clip: how far a ratio may leave 1.
+        new, old, reference: [B, S] log-probabilities under the policy, the policy that drew the samples, the reference.
+        advantages: [B], one advantage for each sample.
+        is_target: bool [B, S], True for tokens that were drawn.
+        clip: the ratio is clipped to 1 - clip ... 1 + clip.
         beta: weight of the penalty, exp(d) - d - 1 with d = reference - new (Schulman's estimator of the divergence).
     """
     ratio, weight = (new - old).exp(), advantages[:, None]
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
             rewards += scores.tolist()
             advantages += ((scores - scores.mean()) / (scores.std() + 1e-6)).tolist()
             samples += [sample(prompt, answer) for answer in group]
-        row = collate(samples)  # one tree for each prompt, its samples the branches
+        row = collate(samples)  # one tree per prompt; its samples are the branches
         is_target = unpack(row.shift_labels != IGNORE, row.segments).to(device)
         weights = torch.tensor(advantages, device=device)
         with torch.no_grad():

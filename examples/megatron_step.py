@@ -2,10 +2,10 @@
 
     python examples/megatron_step.py
 
-Megatron-LM and Megatron-Bridge call such a function once a micro-batch. It returns what the model returned, and a
-function that turns that into (loss sum, number of targets, what to log); under `calculate_per_token_loss=True` the
-schedule divides by the targets of all micro-batches and ranks. `ThdStep` packs the micro-batch and names its boundaries
-as the model does. The loop below stands for the schedule, so that the script runs without Megatron.
+Megatron-LM and Megatron-Bridge call such a function once per micro-batch. It returns the model's output, and a function
+that turns this output into (sum of losses, number of targets, values to log). With `calculate_per_token_loss=True`, the
+schedule divides by the targets of all micro-batches and ranks. `ThdStep` packs the micro-batch and passes its
+boundaries under the model's names. The loop below replaces the schedule, so that the script runs without Megatron.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from vlmpack.model import ThdInputs
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""The loss summed over a micro-batch's targets, their number, and [sum, number] to log."""
+"""(loss summed over a micro-batch's targets, number of targets, [sum, number] to log)."""
 
 
 class ForwardStep:
     """`forward_step(data_iterator, model)` of Megatron's schedules.
 
     Args:
-        **settings: of `ThdStep`.
+        **settings: settings of `ThdStep`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -38,7 +38,7 @@ class ForwardStep:
         self.step: ThdStep | None = None
 
     def __call__(self, data_iterator: Iterator[Any], model: nn.Module) -> tuple[Any, Callable[[Any], Loss]]:
-        """Run one micro-batch; its loss comes from the function that is returned."""
+        """Run one micro-batch; return the model's output and the function that computes its loss."""
         if self.step is None or self.step.model is not model:
             self.step = ThdStep(model, **self.settings)
         inputs = self.step.inputs(next(data_iterator))
@@ -46,14 +46,14 @@ class ForwardStep:
 
 
 def loss_of(step: ThdStep, inputs: ThdInputs, output: Any) -> Loss:
-    """The loss of one micro-batch: the mean and the routers' loss, times the number of targets."""
+    """Compute the loss of one micro-batch: the mean loss plus the routers' loss, times the number of targets."""
     result = step.result(output, inputs)
     targets = torch.tensor(result.num_targets, dtype=torch.int32, device=result.loss.device)
     return result.loss * targets, targets, {"lm loss": torch.stack([result.loss_sum.detach(), targets.float()])}
 
 
 def train_step(forward_step: ForwardStep, batches: Iterator[Any], model: nn.Module, micro_batches: int) -> float:
-    """What a schedule does for one optimizer step without pipeline stages; return the mean loss of its targets."""
+    """Compute gradients for one optimizer step like a schedule without pipeline stages; return the mean loss."""
     logged, total = torch.zeros(2), 0
     for _ in range(micro_batches):
         output, loss_func = forward_step(batches, model)

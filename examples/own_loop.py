@@ -85,7 +85,7 @@ while sampler.epoch < args.epochs:
         for row in micro_batches:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 result = step(row, num_items_in_batch=targets)
-            (result.loss * world).backward()  # DDP takes the mean over ranks
+            (result.loss * world).backward()  # DDP averages gradients over ranks
             loss += result.loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,15 +1,15 @@
-"""A Qwen3-VL-MoE that takes packed boundaries itself, in the layout of Megatron-Bridge's: one [1, T] row with gaps.
+"""A Qwen3-VL-MoE that takes packed boundaries as arguments, in Megatron-Bridge's layout: one [1, T] row with gaps.
 
     python examples/thd_model.py
 
-It has the modules and the weights of the Hugging Face model, and reads four names that a padded batch does not have:
+It has the modules and the weights of the Hugging Face model, and four arguments that a padded batch does not have:
 
-- `cu_seqlens_q` and `cu_seqlens_q_padded`: attention takes each sample's real tokens out of its slot;
-- `rope_cu_seqlens`: MRoPE positions restart there, counted in real tokens;
+- `cu_seqlens_q` and `cu_seqlens_q_padded`: attention selects each sample's real tokens by these boundaries;
+- `rope_cu_seqlens`: MRoPE positions restart at these boundaries, counted in real tokens;
 - `moe_padding_mask`: padding is neither dispatched to experts nor counted by routers.
 
-`ThdStep` packs a batch and hands all of them over. The script trains on packed rows of receipts, and before each step
-prints what the Hugging Face model says of each receipt alone: the same.
+`ThdStep` packs a batch and passes all of them. The script trains on packed rows of receipts. Before each step, it
+prints the Hugging Face model's loss for each receipt alone; the losses are the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ThdQwen3VLMoe(nn.Module):
         pixel_values: torch.Tensor | None = None,
         image_grid_thw: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Logits [1, T, V], and the routers' load-balancing loss times its coefficient."""
+        """Return the logits [1, T, V], and the routers' load-balancing loss times its coefficient."""
         text, config = self.model.language_model, self.config.text_config
         hidden = text.embed_tokens(input_ids)
         images, deepstack = input_ids == self.config.image_token_id, []
@@ -78,7 +78,7 @@ class ThdQwen3VLMoe(nn.Module):
         moe_padding_mask: torch.Tensor,
         image_grid_thw: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[3, 1, T] MRoPE positions (time, height, width) that restart at each boundary; 0 on padding."""
+        """Return MRoPE positions [3, 1, T] (time, height, width) that restart at each boundary; 0 on padding."""
         real = ~moe_padding_mask[0]
         ids_R = input_ids[0, real]
         types_R = (ids_R == self.config.image_token_id).long()
@@ -99,7 +99,7 @@ class ThdQwen3VLMoe(nn.Module):
 
 
 def spans_of(cu_seqlens_q: torch.Tensor, cu_seqlens_q_padded: torch.Tensor) -> list[tuple[int, int]]:
-    """(start, stop) in the row of each sample's real tokens."""
+    """Return (start, stop) of each sample's real tokens in the row."""
     starts, lengths = cu_seqlens_q_padded.tolist(), cu_seqlens_q.diff().tolist()
     return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
 
@@ -110,7 +110,7 @@ def attend(
     rope: tuple[torch.Tensor, torch.Tensor],
     spans: list[tuple[int, int]],
 ) -> torch.Tensor:
-    """Causal attention of each sample's real tokens to themselves; 0 on padding."""
+    """Compute causal attention within each sample's real tokens; 0 on padding."""
     shape = (*hidden.shape[:-1], -1, attention.head_dim)
     q = attention.q_norm(attention.q_proj(hidden).view(shape)).transpose(1, 2)
     k = attention.k_norm(attention.k_proj(hidden).view(shape)).transpose(1, 2)
@@ -124,7 +124,7 @@ def attend(
 
 
 def mix(block: Any, hidden: torch.Tensor, moe_padding_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts' output, 0 on padding, and the router's logits [1, T, E]."""
+    """Return the experts' output (0 on padding) and the router's logits [1, T, E]."""
     real = ~moe_padding_mask
     logits_TE, _, _ = block.gate(hidden)
     _, weights, chosen = block.gate(hidden[real])
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def tensors_of(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A batch without what only vlmpack reads."""
+    """Return the tensors of a batch, without vlmpack's metadata."""
     return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
 
 

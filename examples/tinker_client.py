@@ -26,8 +26,8 @@ parser.add_argument("--group", type=int, default=16, help="answers a receipt in 
 parser.add_argument("--rate", type=float, default=2e-2, help="learning rate, of which GRPO takes a fifth")
 args = parser.parse_args()
 
-TOKEN_SIDE = 32  # pixels a side that Qwen3-VL makes one token of
-COLUMNS, ROWS = 6, 8  # so an image of 192 x 256 pixels has 48 tokens
+TOKEN_SIDE = 32  # side of an image token of Qwen3-VL, in pixels
+COLUMNS, ROWS = 6, 8  # an image of 192 x 256 pixels has 48 tokens
 
 service = tinker.ServiceClient(base_url=args.url)
 base_model = service.get_server_capabilities().supported_models[0].model_name
@@ -42,7 +42,7 @@ def encode(text: str) -> list[int]:
 
 
 def question(receipt: dict) -> types.ModelInput:
-    """The picture and the question, up to where the answer begins."""
+    """Return the prompt: the image and the question, up to the start of the answer."""
     file = io.BytesIO()
     receipt["image"].convert("RGB").resize((COLUMNS * TOKEN_SIDE, ROWS * TOKEN_SIDE)).save(file, "PNG")
     image = types.ImageChunk(data=file.getvalue(), format="png", expected_tokens=COLUMNS * ROWS)
@@ -52,7 +52,10 @@ def question(receipt: dict) -> types.ModelInput:
 
 
 def datum(prompt: types.ModelInput, answer: list[int], **fields: list[float]) -> types.Datum:
-    """A prompt and its answer. Position i predicts token i + 1; `fields` are of the answer's tokens, 0 before them."""
+    """Return a prompt with its answer. Position i predicts token i + 1.
+
+    `fields` have one value for each token of the answer; 0 is filled in before them.
+    """
     before = prompt.length - 1
     targets = np.array([0] * before + answer, np.int64)
     columns = {name: np.array([0.0] * before + values, np.float32) for name, values in fields.items()}
@@ -64,7 +67,7 @@ def datum(prompt: types.ModelInput, answer: list[int], **fields: list[float]) ->
 
 
 def digits_right(answer: str, total: str) -> float:
-    """The reward: the share of digits that stand where they should."""
+    """Compute the reward: the fraction of digits that are correct and in the right place."""
     return sum(a == b for a, b in zip(answer, total, strict=False)) / max(len(answer), len(total), 1)
 
 

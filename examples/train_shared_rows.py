@@ -51,14 +51,14 @@ collate = VLMCollator(processor, layout="packed", slots=SlotRule(row_multiple=ar
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 step = PackedStep(model)
 for number in range(args.steps):
-    first = (number * groups + group) * args.samples  # one row for a group: its ranks all take the same samples
+    first = (number * groups + group) * args.samples  # one row per group: all its ranks take the same samples
     row = collate([to_conversation(records[i % len(records)]) for i in range(first, first + args.samples)])
     targets = sum_counts(row[METADATA_KEY].num_targets, mesh["data"])
     result = step(row, num_items_in_batch=targets)
-    (result.loss * world).backward()  # FSDP2 and DDP take the mean over their ranks; each rank's gradient is a part
+    (result.loss * world).backward()  # FSDP2 and DDP average gradients over ranks, but they must be summed
     optimizer.step()
     optimizer.zero_grad()
     if dist.get_rank() == 0:
         print(f"step {number + 1}  loss {result.loss_sum.item() / result.num_targets:.4f}", flush=True)
-dist.barrier()  # nobody leaves while another still talks
+dist.barrier()  # no rank may leave while another one still communicates
 dist.destroy_process_group()
