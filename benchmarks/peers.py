@@ -57,7 +57,7 @@ class PeerWork:
         self.images = [self._with_image(sample["input_ids"].clone(), rng) for sample in self.tensors]
 
     def _with_image(self, ids: torch.Tensor, rng: torch.Generator) -> dict[str, torch.Tensor]:
-        """Replace the first tokens of the sample by an image."""
+        """Replace the first tokens of the sample with an image."""
         tokens = FAMILY.media_tokens([self.shapes.grid], self.config)
         ids[0], ids[tokens + 1] = self.processor.vision_start_token_id, self.processor.vision_end_token_id
         ids[1 : tokens + 1] = self.processor.image_token_id

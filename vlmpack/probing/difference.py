@@ -1,7 +1,7 @@
 """Compare every module's output in a packed pass with its outputs for the samples alone, to find the cause of an error.
 
 Each sample goes through the plain model alone, and every module's outputs are recorded. Then the samples go through the
-model together. Each module's output is compared with the recorded ones, in the order of calls, and then replaced by
+model together. Each module's output is compared with the recorded ones, in the order of calls, and then replaced with
 them. So the next module gets correct inputs, and an error in its output is its own. The module's role gives the cause
 (`roles_of`):
 
@@ -49,7 +49,7 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 
 Role = Cause | Literal["query scale"]
 Calls = dict[str, list[list[torch.Tensor]]]
-"""By name of the module: the tensors that each call returned."""
+"""Maps the name of a module to the tensors that each of its calls returned."""
 Parts = list[tuple[int, torch.Tensor]]
 """(index of the sample, tensor) for some samples."""
 
@@ -178,7 +178,7 @@ def compare_modules(
     found: Difference,
     shares: bool = False,
 ) -> None:
-    """Run a pass, compare each module's outputs with those of the samples alone, and replace them by those.
+    """Run a pass, compare each module's outputs with those of the samples alone, and replace them with those.
 
     Args:
         forward: the pass.
@@ -277,7 +277,7 @@ class _Aligned:
         return max(errors) / max(largest, 1e-30)
 
     def replace(self, whole: torch.Tensor) -> torch.Tensor:
-        """Replace the outputs of the pass by those of the samples alone."""
+        """Replace the outputs of the pass with those of the samples alone."""
         whole = whole.detach().clone()
         for index, part in zip(self.index, self.parts, strict=True):
             whole.index_copy_(self.dim, index, part.to(whole.dtype))

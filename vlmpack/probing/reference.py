@@ -58,8 +58,8 @@ from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Out
 from vlmpack.testing.samples import Sample
 
 Choices = dict[str, list[torch.Tensor]]
-"""By name of the block with experts, for each of its top-k calls: the experts of the N tokens that it routes, in order,
-int64 [N, k]."""
+"""Maps the name of a block with experts to one tensor for each top-k call: the experts of the N tokens that it routes,
+in order, int64 [N, k]."""
 
 OPEN = {"float32": 1e-3, "low": 0.125}
 """The most that scores of held experts may lie below the chosen ones, as a fraction of the spread of a token's scores.
@@ -183,7 +183,7 @@ class _TopK(TorchFunctionMode):
         return result
 
     def _hold(self, held: HeldChoices, scores: torch.Tensor, result: Any, call: int) -> Any:
-        """Replace experts by the held ones, with scores of this pass, for tokens whose scores leave the choice open."""
+        """Replace experts with the held ones, at scores of this pass, where a token's scores leave the choice open."""
         own = result[1].flatten(0, -2)
         wanted = held.for_rows(self._block, call, *own.shape)
         if wanted is None:

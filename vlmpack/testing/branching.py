@@ -98,7 +98,7 @@ def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
 
 
 def _without_images(sample: Sample, config: Any) -> Sample:
-    """Replace a sample with media by a text of the same length."""
+    """Replace a sample that has media with a text of the same length."""
     length, media = len(sample["input_ids"]), family_named(config.model_type).media
     return build_sample(config, stretches=[length], seed=length) if sample.keys() & media.keys() else sample
 

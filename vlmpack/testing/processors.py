@@ -182,7 +182,7 @@ OMNI_TOKENS = {
         },
     },
 }
-"""By family: special tokens by their attribute names in the tokenizer."""
+"""Special tokens of each family, by their attribute names in the tokenizer."""
 
 
 def omni_template(family: str) -> str:

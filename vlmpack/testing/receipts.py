@@ -22,7 +22,7 @@ from vlmpack.data.open import OpenDataset
 from vlmpack.errors import ConfigError
 
 SPLITS = {"train": ("train", 800), "validation": ("dev", 100), "test": ("test", 100)}
-"""By the name of the split: CORD's name in `meta.split`, and CORD's number of records."""
+"""For each split, CORD's name in `meta.split` and CORD's number of records."""
 SMALLEST_LEGIBLE = 0.35
 """Scale of the text for demos on a CPU: a receipt has 200 to 1300 tokens in a tiny model."""
 EM, SMALLEST_EM, WORD_GAP, PORTRAIT = 42, 8, 0.33, 1.2

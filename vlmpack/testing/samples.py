@@ -343,7 +343,7 @@ def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sam
 
 
 def perturbed(sample: Sample, config: Any) -> Sample:
-    """Replace every word, pixel and audio frame by another one; keep shapes, labels and placeholders."""
+    """Replace every word, pixel and audio frame with another one; keep shapes, labels and placeholders."""
     words, ids = word_ids(config), sample["input_ids"]
     is_word = (ids >= words.start) & (ids < words.stop)
     others = torch.where(is_word, words.start + (ids - words.start + 7) % len(words), ids)
@@ -451,7 +451,7 @@ def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
 
 
 def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) -> MediaTable:
-    """Replace tiles in a media table by the images that they belong to; `tokens`: placeholders of each image."""
+    """Replace tiles in a media table with the images that they belong to; `tokens`: placeholders of each image."""
     spans = tiles_of_images([tile.tokens for tile in tiles.images], tokens)
     images = [
         Expected(
