@@ -18,7 +18,7 @@ EAGER = {**SMALL, "attn_implementation": "eager"}
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
 pytestmark = pytest.mark.filterwarnings("ignore:nothing is packed in this training step")
 few = pytest.mark.parametrize(
-    "family", ["qwen3_vl_moe", "lfm2_vl", *slow("qwen2_5_vl", "qwen3_5_moe", "gemma3", "gpt_oss", "llama4")]
+    "family", ["qwen3_vl_moe", "lfm2_vl", *slow("qwen2_5_vl", "qwen3_5_moe", "gemma3", "gpt_oss")]
 )
 
 

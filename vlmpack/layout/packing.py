@@ -146,7 +146,11 @@ class Compact:
 
 @outside_graph
 def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
-    """Remove the padding between the samples of a row; see `Segments.without_gaps`."""
+    """Remove the padding between the samples of a row; see `Segments.without_gaps`.
+
+    Raises:
+        LayoutError: a column of the row is no tensor, or not as wide as the row.
+    """
     segments = row.segments.without_gaps(rule)
     if segments is row.segments:
         return Compact(row=row, given=row)
@@ -156,22 +160,17 @@ def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
     def index_on(device: torch.device) -> torch.Tensor:
         return row.segments.derived(("without gaps", segments.total), device, lambda: _kept(row, segments))
 
-    def take(tensor: torch.Tensor) -> torch.Tensor:
+    def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        check_is_tensor(tensor, name)
+        if tensor.shape[-1:] != (row.segments.total,):
+            raise LayoutError(f"{name} is {list(tensor.shape)}, but the row has {row.segments.total} tokens")
         return tensor.index_select(-1, index_on(tensor.device))
 
-    def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else take(tensor)
-
-    kept = replace(
-        row,
-        input_ids=take(row.input_ids),
-        segments=segments,
-        shift_labels=optional(row.shift_labels),
-        shift_weights=optional(row.shift_weights),
-        position_ids=optional(row.position_ids),
-        mm_token_type_ids=optional(row.mm_token_type_ids),
-        extras={name: take(tensor) for name, tensor in row.extras.items()},
-    )
+    columns = ("input_ids", "shift_labels", "shift_weights", "position_ids", "mm_token_type_ids")
+    given = {name: getattr(row, name) for name in columns}
+    taken = {name: take(name, tensor) for name, tensor in given.items() if tensor is not None}
+    extras = {name: take(name, tensor) for name, tensor in row.extras.items()}
+    kept = replace(row, segments=segments, extras=extras, **taken)
     return Compact(row=kept, given=row, index=index_on(row.input_ids.device))
 
 
