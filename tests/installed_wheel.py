@@ -89,7 +89,6 @@ def check_extras() -> None:
         "demo": ["demo"],
         "serve": ["serve", "--demo"],
         "data": ["pack", "synthetic", "rows", "--processor", "tiny", "--capacity", "900"],
-        "plots": ["analyze", "synthetic", "--processor", "tiny", "--out", "figures"],
     }.items():
         assert f"pip install 'vlmpack[{extra}]'" in verb(*words, status=2)
 
