@@ -150,11 +150,27 @@ def test_a_packed_row_equals_its_samples_alone(family: str, clip: str) -> None:
     texts = [[{"type": "text", "text": text}] for text in ("2 + 3?", "5")]
     roles = ("user", "assistant")
     samples.append({"messages": [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]})
-    step = PackedStep(tiny_model(family, processor=processor))
     row = VLMCollator(processor, layout="packed").collate(samples)
-    packed = step(row)
-    alone = [step(VLMCollator(processor).collate([sample])) for sample in samples]
-    torch.testing.assert_close(packed.sample_losses, torch.cat([one.sample_losses for one in alone]))
+    model, losses = tiny_model(family, processor=processor).eval(), []
+    targets = int((row.shift_labels != -100).sum())
+    for sample in samples:  # through transformers' own model
+        batch = VLMCollator(processor)([sample])
+        batch.pop("vlmpack")
+        loss = model(**batch).loss
+        losses.append(loss.detach())
+        (loss * (int((batch["labels"] != -100).sum()) / targets)).backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    packed = PackedStep(model)(row)
+    packed.loss.backward()
+    torch.testing.assert_close(packed.sample_losses, torch.stack(losses))
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=0, atol=1e-5 * max(float(gradient.abs().max()), 1e-3 * largest)
+        )
     assert len(row.metadata.media.videos) >= 2
 
 
