@@ -54,7 +54,7 @@ def test_a_network_that_loses_and_doubles(server: Server) -> None:
 
 def test_the_oldest_client_is_served(server: Server) -> None:
     if not OLDEST_CLIENT.exists():
-        pytest.skip(f"waits for tinker 0.25.0 in {OLDEST_CLIENT}: make test")
+        pytest.skip(f"needs tinker 0.25.0 in {OLDEST_CLIENT}, where `make test` installs it")
     run_client(server.port, client=OLDEST_CLIENT)
 
 

@@ -86,7 +86,7 @@ class AudioReader:
         """Read the audios of a tokenized sample from its `input_features` and `feature_attention_mask`.
 
         Raises:
-            Refusal: one of the two is missing, or the shapes are not those that the processor makes (`audio_shape`).
+            Refusal: one of the two is missing, or the shapes differ from the processor's (`audio_shape`).
         """
         there = [name for name in (FEATURES, MASK) if feature.get(name) is not None]
         if not there:

@@ -129,7 +129,7 @@ class Encoder:
     markers: Markers = "auto"
     """The meaning of `<image>`, `<video>` and `<audio>` in a text."""
     name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
-    """Takes unread columns and returns those that no warning has named yet; None: no warning."""
+    """Takes unread columns and returns the ones not warned of yet; None: no warning."""
     is_first: Callable[[str], bool] | None = None
     """Returns whether there was no warning about an event yet; None: no warning."""
     max_length: int | None = None
@@ -364,7 +364,7 @@ class Encoder:
         return slice(hit.start + bool(before and not self._template.marks_answers), hit.stop - bool(behind))
 
     def _around_media(self, tokens: Tokens) -> list[slice]:
-        """Return the tokens of each medium, including those that the template writes around it."""
+        """Return the tokens of each medium, including the template's tokens around it."""
         ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
         for span in tokens.media:
             hit = tokens.between(span)
