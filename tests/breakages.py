@@ -287,7 +287,7 @@ no_windows, no_sinks = without("window"), without("sinks")
 
 def no_chunks(family: str, patch: Patch) -> None:
     """Layers with chunks attend to all of a sample."""
-    patch.setattr(attention, "with_chunk", lambda reaches, pattern, layer: pattern)
+    patch.setattr(attention, "with_chunk", lambda masks, pattern, layer: pattern)
 
 
 def no_spans(family: str, patch: Patch) -> None:
@@ -346,12 +346,12 @@ def audios_padded_together(family: str, patch: Patch) -> None:
 def ngrams_of_the_row(family: str, patch: Patch) -> None:
     """N-grams reach into the sample before."""
     per_sample = sys.modules["vlmpack.model.mechanisms.per_sample"]
-    honest = per_sample.run_on_row
+    honest = per_sample.run_per_sample
 
     def on_samples(layer: Any, row: Any, hidden: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
         return honest(layer, row, hidden, *beside) if len(beside) != 1 else layer(hidden, *beside)
 
-    patch.setattr(per_sample, "run_on_row", on_samples)
+    patch.setattr(per_sample, "run_per_sample", on_samples)
 
 
 def last_chunk_lost(family: str, patch: Patch) -> None:
@@ -417,8 +417,8 @@ BREAKAGES: dict[str, Breakage] = {
     "mask": Breakage(breaks=one_mask, causes=("mask",)),
     "windows": Breakage(breaks=no_windows, causes=("mask",), has=lambda family: family.model_type in WINDOWS),
     "chunks": Breakage(breaks=no_chunks, causes=("mask",), has=_mechanism("query_scale")),
-    "spans": Breakage(breaks=no_spans, causes=("mask",), has=lambda family: family.sees is not None),
-    "wide spans": Breakage(breaks=wide_spans, causes=("mask",), has=lambda family: family.sees is not None),
+    "spans": Breakage(breaks=no_spans, causes=("mask",), has=lambda family: family.bidirectional is not None),
+    "wide spans": Breakage(breaks=wide_spans, causes=("mask",), has=lambda family: family.bidirectional is not None),
     "sinks": Breakage(breaks=no_sinks, causes=("mask",), has=lambda family: family.model_type == "gpt_oss"),
     "cache": Breakage(breaks=a_cache, causes=("cache",)),
     "convolution": Breakage(breaks=conv_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),

@@ -48,7 +48,7 @@ def one_of_each(where: Callable[[Family], bool] = lambda family: True, always: I
     for name in (*EIGHT, *FAMILIES):
         if family := FAMILIES.get(name):
             media = (family.has_vision, family.has_grids, family.has_audio)
-            chosen.setdefault((frozenset(family.mechanisms), *media, family.sees is None), name)
+            chosen.setdefault((frozenset(family.mechanisms), *media, family.bidirectional is None), name)
     names = {*EIGHT, *always, *chosen.values()}
     return families(lambda family: family.model_type in names and where(family), always)
 

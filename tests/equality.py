@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from fixtures.work import work_problems
 
-from vlmpack.attention.patterns import Reach
+from vlmpack.attention.patterns import LayerMask
 from vlmpack.families import family_of
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
@@ -253,20 +253,29 @@ def logprobs_of(outcome: Outcome) -> torch.Tensor:
 def check_work(truth: Alone, result: StepResult, row_multiple: int, config: Any) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
     family = FAMILIES[config.model_type]
-    sparse, reaches = family.has("per_sample"), reaches_of(family.text_config(config))
-    sees = family.sees if family.sees and family.sees.enabled(family.text_config(config)) else None
-    settings: dict[str, Any] = {"row_multiple": row_multiple, "sparse": sparse, "reaches": reaches, "sees": sees}
+    sparse, masks = family.has("per_sample"), layer_masks_of(family.text_config(config))
+    bidirectional = (
+        family.bidirectional
+        if family.bidirectional and family.bidirectional.enabled(family.text_config(config))
+        else None
+    )
+    settings: dict[str, Any] = {
+        "row_multiple": row_multiple,
+        "sparse": sparse,
+        "layer_masks": masks,
+        "bidirectional": bidirectional,
+    }
     assert not work_problems(result.work, truth.samples, **settings)
 
 
-def reaches_of(text_config: Any) -> set[Reach]:
+def layer_masks_of(text_config: Any) -> set[LayerMask]:
     """How far back a model's layers attend, as its configuration describes them."""
-    reaches = {
-        "sliding_attention": Reach(window=getattr(text_config, "sliding_window", None)),
-        "chunked_attention": Reach(chunk=getattr(text_config, "attention_chunk_size", None)),
+    masks = {
+        "sliding_attention": LayerMask(window=getattr(text_config, "sliding_window", None)),
+        "chunked_attention": LayerMask(chunk=getattr(text_config, "attention_chunk_size", None)),
     }
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-    return {reaches.get(kind, Reach()) for kind in kinds if kind not in ("linear_attention", "conv")}
+    return {masks.get(kind, LayerMask()) for kind in kinds if kind not in ("linear_attention", "conv")}
 
 
 # ---------------------------------------------------------------------- poison

@@ -76,7 +76,7 @@ def samples_of(model: Any, *, seed: int = 3, kinds: Sequence[Any] = KINDS) -> li
     return mixed_samples(model.config, seed=seed, kinds=kinds if has_vision else ("text",) * len(kinds))
 
 
-def stock(batch: PaddedBatch) -> dict[str, Any]:
+def plain_inputs(batch: PaddedBatch) -> dict[str, Any]:
     """The batch as unmodified transformers takes it."""
     return {name: value for name, value in batch.to_hf().items() if name != "vlmpack"}
 

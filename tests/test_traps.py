@@ -1,7 +1,7 @@
 """The silent traps of packed Qwen-VL rows in transformers, one test a trap.
 
 Each shows that our way around the trap is right, and that the same claim fails when the way around is taken out: by
-patching it away, or by going the stock way with the untouched model. Numbers are those of the list that they came
+patching it away, or by going the plain way with the untouched model. Numbers are those of the list that they came
 from; 10 belongs to a family that is refused.
 """
 
@@ -62,7 +62,7 @@ class Case:
         return {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
 
     @property
-    def stock_row(self) -> dict[str, torch.Tensor]:
+    def plain_row(self) -> dict[str, torch.Tensor]:
         """The row as transformers itself takes it: [4, 1, T] positions, the text row first, and no boundaries."""
         row, model = self.row, self.model
         metadata = self.packed.metadata
@@ -93,7 +93,7 @@ def no_boundaries(monkeypatch):
     """Take out the side channel: attention layers of the text model see the row as one long sample."""
 
     def take_out():
-        packed = attention.run_on_row
+        packed = attention.packed_attention
 
         def one_sample(query, key, value, row, **settings):
             if settings.get("vision") is None:
@@ -101,7 +101,7 @@ def no_boundaries(monkeypatch):
                 row = RowContext(segments=one, entries=row.entries)
             return packed(query, key, value, row, **settings)
 
-        monkeypatch.setattr(attention, "run_on_row", one_sample)
+        monkeypatch.setattr(attention, "packed_attention", one_sample)
 
     return take_out
 
@@ -117,8 +117,8 @@ def test_trap_01_a_cache_switches_packed_detection_off(family, no_boundaries):
     """
     case = Case(family)
     family_of(case.model).text_config(case.model.config).use_cache = True
-    assert case.error(**case.stock_row) > LEAK
-    assert case.error(**case.stock_row, use_cache=False) < EXACT
+    assert case.error(**case.plain_row) > LEAK
+    assert case.error(**case.plain_row, use_cache=False) < EXACT
 
     case.enable()
     assert case.error(**case.row, output_logits=True) < EXACT
@@ -130,21 +130,21 @@ def test_trap_01_a_cache_switches_packed_detection_off(family, no_boundaries):
 def test_trap_02_three_rows_of_positions_are_never_looked_at(family, no_boundaries):
     """Three rows are what `get_rope_index` returns. We hand over three rows and boundaries beside them."""
     case = Case(family)
-    stock = {**case.stock_row, "use_cache": False}
-    assert case.error(**{**stock, "position_ids": stock["position_ids"][1:]}) > LEAK
+    plain = {**case.plain_row, "use_cache": False}
+    assert case.error(**{**plain, "position_ids": plain["position_ids"][1:]}) > LEAK
 
     case.enable()
-    for rows in (stock["position_ids"], stock["position_ids"][1:]):
+    for rows in (plain["position_ids"], plain["position_ids"][1:]):
         assert case.error(**case.row, position_ids=rows, output_logits=True) < EXACT
     no_boundaries()
-    assert case.error(**case.row, position_ids=stock["position_ids"], output_logits=True) > LEAK
+    assert case.error(**case.row, position_ids=plain["position_ids"], output_logits=True) > LEAK
 
 
 def test_trap_03_a_mask_of_ones_switches_packed_detection_off(monkeypatch):
     """A row with an attention_mask is refused; and by construction the mask would not reach the layers."""
     case = Case()
     ones = torch.ones_like(case.row["input_ids"])
-    assert case.error(**case.stock_row, use_cache=False, attention_mask=ones) > LEAK
+    assert case.error(**case.plain_row, use_cache=False, attention_mask=ones) > LEAK
 
     case.enable()
     with pytest.raises(LayoutError, match="a packed row comes without attention_mask"):
@@ -159,9 +159,9 @@ def test_trap_04_a_boolean_4d_mask_is_added_by_eager_attention(no_boundaries):
     case = Case(attn_implementation="eager")
     sample = case.packed.segments.seq_idx("cpu")
     block_diagonal = (sample[:, None] == sample[None, :]).tril()[None, None]
-    assert case.error(**case.stock_row, use_cache=False, attention_mask=block_diagonal) > LEAK
+    assert case.error(**case.plain_row, use_cache=False, attention_mask=block_diagonal) > LEAK
     additive = torch.zeros(block_diagonal.shape).masked_fill(~block_diagonal, torch.finfo(torch.float32).min)
-    assert case.error(**case.stock_row, use_cache=False, attention_mask=additive) < EXACT
+    assert case.error(**case.plain_row, use_cache=False, attention_mask=additive) < EXACT
 
     case.enable()
     assert case.error(**case.row, output_logits=True) < EXACT
@@ -175,7 +175,7 @@ def test_trap_05_2d_positions_lose_the_places_of_images(family, monkeypatch):
     case = Case(family)
     flat = case.packed.segments.position_in_segment("cpu")
     flat = flat.reshape(1, -1)
-    assert case.error(**{**case.stock_row, "position_ids": flat}, use_cache=False) > LEAK
+    assert case.error(**{**case.plain_row, "position_ids": flat}, use_cache=False) > LEAK
 
     case.enable()
     with pytest.raises(LayoutError, match="images lose their places"):
@@ -191,14 +191,14 @@ def test_trap_06_flash_attention_boundaries_are_ignored_by_other_implementations
     boundaries = case.row["cu_seqlens_q"]
     longest = case.packed.segments.max_length
     names = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
-    stock = {name: value for name, value in case.stock_row.items() if name != "position_ids"}
-    assert case.error(**stock, **names) > LEAK
+    plain = {name: value for name, value in case.plain_row.items() if name != "position_ids"}
+    assert case.error(**plain, **names) > LEAK
 
     case.enable()
     with pytest.raises(ConfigError, match="cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k would be ignored"):
-        case.model(**stock, **names)
+        case.model(**plain, **names)
     monkeypatch.setattr(forward, "check_boundaries_kept", lambda inputs: None)
-    assert case.error(**stock, **names) > LEAK
+    assert case.error(**plain, **names) > LEAK
 
 
 def test_trap_07_real_boundaries_on_a_row_with_gaps():
@@ -243,11 +243,11 @@ def test_trap_09_gated_delta_layers_run_on_from_sample_to_sample(family, monkeyp
     """Neither positions nor masks reach them, and boundaries under transformers' names cut nothing, or raise, without
     kernels that take them; with boundaries but not `seq_idx` the convolution still leaks."""
     case = Case(family)
-    stock = {**case.stock_row, "use_cache": False}
+    plain = {**case.plain_row, "use_cache": False}
     sample = case.packed.segments.seq_idx("cpu")
     apart = (sample[:, None] == sample[None, :]).tril()[None, None]
-    assert case.error(**stock) > LEAK
-    assert case.error(**stock, attention_mask=apart) > LEAK
+    assert case.error(**plain) > LEAK
+    assert case.error(**plain, attention_mask=apart) > LEAK
 
     case.enable()
     assert case.error(**case.row, output_logits=True) < EXACT_DELTA
@@ -265,9 +265,9 @@ def test_trap_09_boundaries_under_names_of_kernels_are_refused(family, names):
     values = {name: segments.cu_seqlens() for name in names if name != "seq_idx"}
     values |= {name: segments.seq_idx("cpu")[None] for name in names if name == "seq_idx"}
     case.enable()
-    stock = {name: value for name, value in case.stock_row.items() if name != "position_ids"}
+    plain = {name: value for name, value in case.plain_row.items() if name != "position_ids"}
     with pytest.raises(ConfigError, match=f"{', '.join(names)} would be ignored"):
-        case.model(**stock, **values)
+        case.model(**plain, **values)
 
 
 @pytest.mark.parametrize("uncut", ["n-gram layers", "these and sparse attention"])
@@ -293,7 +293,7 @@ def test_trap_11_a_router_loss_counts_padding_or_is_left_out(family):
     batch = {name: value for name, value in padded(case.samples).to_hf().items() if name != "vlmpack"}
     with torch.no_grad():
         with_loss, without = (case.model(**batch, output_router_logits=asked) for asked in (True, False))
-        counted = case.model(**case.stock_row, use_cache=False, output_router_logits=True)
+        counted = case.model(**case.plain_row, use_cache=False, output_router_logits=True)
         case.enable()
         packed = case.model(**case.row, output_router_logits=True)
     assert float(with_loss.loss - without.loss) > 1e-4
@@ -309,8 +309,8 @@ def test_trap_12_unknown_names_are_swallowed(monkeypatch):
     case = Case()
     boundaries = case.row["cu_seqlens_q"]
     with torch.no_grad():
-        stock = case.model(**case.stock_row, use_cache=False).logits
-        assert torch.equal(case.model(**case.stock_row, use_cache=False, rope_cu_seqlen=boundaries).logits, stock)
+        plain = case.model(**case.plain_row, use_cache=False).logits
+        assert torch.equal(case.model(**case.plain_row, use_cache=False, rope_cu_seqlen=boundaries).logits, plain)
 
     case.enable()
     for name, hint in (("rope_cu_seqlen", "did you mean 'rope_cu_seqlens'"), ("cu_seqlens", "did you mean")):

@@ -148,7 +148,7 @@ def share_of_ideal(family: Family) -> Target:
     It is lower with experts, gated delta layers or bidirectional tokens, where a row needs more and smaller matrix
     products than a padded batch: one for each sample or expert.
     """
-    sparse = family.has("experts") or family.has("gated_delta") or family.sees is not None
+    sparse = family.has("experts") or family.has("gated_delta") or family.bidirectional is not None
     return Target(limit=0.85 if sparse else 0.95, better="higher")
 
 

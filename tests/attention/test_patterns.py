@@ -21,7 +21,7 @@ from vlmpack.attention.backends import (
     choose,
     explain,
 )
-from vlmpack.attention.patterns import Pattern, Reach, attended_pairs
+from vlmpack.attention.patterns import LayerMask, Pattern, attended_pairs
 from vlmpack.errors import BackendError
 from vlmpack.layout import Segments, SlotRule
 
@@ -78,7 +78,7 @@ def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, 
 @pytest.mark.parametrize("window", [1, 3, 5, 30])
 def test_pairs_of_a_window_are_counted(window):
     segments = Segments.from_lengths([23, 4, 1])
-    assert attended_pairs(segments, Reach(window=window)) == sum(
+    assert attended_pairs(segments, LayerMask(window=window)) == sum(
         min(at + 1, window) for n in (23, 4, 1) for at in range(n)
     )
     assert attended_pairs(segments) == segments.attended_pairs == 23 * 24 // 2 + 11
@@ -86,16 +86,18 @@ def test_pairs_of_a_window_are_counted(window):
 
 @pytest.mark.parametrize("chunk", [1, 4, 23, 30])
 def test_pairs_of_chunks_are_counted(chunk):
-    segments, reach = Segments.from_lengths([23, 4, 1]), Reach(chunk=chunk)
-    assert attended_pairs(segments, reach) == sum(at % chunk + 1 for n in (23, 4, 1) for at in range(n))
-    assert attended_pairs(segments, reach) == sum(at + 1 - reach.first_key(at) for n in (23, 4, 1) for at in range(n))
+    segments, mask = Segments.from_lengths([23, 4, 1]), LayerMask(chunk=chunk)
+    assert attended_pairs(segments, mask) == sum(at % chunk + 1 for n in (23, 4, 1) for at in range(n))
+    assert attended_pairs(segments, mask) == sum(at + 1 - mask.first_key(at) for n in (23, 4, 1) for at in range(n))
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(window=1), Reach(window=4), Reach(chunk=1), Reach(chunk=4)])
-def test_the_queries_of_a_key_are_those_that_have_it_as_a_key(reach):
+@pytest.mark.parametrize(
+    "mask", [LayerMask(), LayerMask(window=1), LayerMask(window=4), LayerMask(chunk=1), LayerMask(chunk=4)]
+)
+def test_the_queries_of_a_key_are_those_that_have_it_as_a_key(mask):
     for key in range(9):
-        queries = [query for query in range(30) if reach.first_key(query) <= key <= query]
-        assert queries == [*range(key, min(reach.queries_of(key), 30))]
+        queries = [query for query in range(30) if mask.first_key(query) <= key <= query]
+        assert queries == [*range(key, min(mask.queries_of(key), 30))]
 
 
 def test_chunks_are_segments_of_one_call(monkeypatch):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from vlmpack.attention import backends
 from vlmpack.attention.backends import EagerMask, FlashAttn, SdpaSegments, TorchVarlen
-from vlmpack.attention.patterns import Pattern, Reach, attended_pairs
+from vlmpack.attention.patterns import LayerMask, Pattern, attended_pairs
 from vlmpack.attention.spans import Spans
 from vlmpack.layout import Segments
 
@@ -115,7 +115,7 @@ def test_pairs_are_counted(window, beyond):
         for i in range(n)
         for j in range(n)
     )
-    assert attended_pairs(segments, Reach(window=window)) + spread.further_pairs(window) == expected
+    assert attended_pairs(segments, LayerMask(window=window)) + spread.further_pairs(window) == expected
 
 
 def test_no_mask_is_wider_than_a_window_and_a_span(monkeypatch):

@@ -106,8 +106,8 @@ def kept_apart(family: Family, text_config: Any) -> list[str]:
         "sliding windows": has_windows,
         "chunks": "chunked_attention" in layers,
         "attention sinks": text_config.model_type == "gpt_oss",
-        "bidirectional image tokens": isinstance(family.sees, ImageSpans),
-        "bidirectional prefixes": isinstance(family.sees, Prefix),
+        "bidirectional image tokens": isinstance(family.bidirectional, ImageSpans),
+        "bidirectional prefixes": isinstance(family.bidirectional, Prefix),
         "scaled or capped logits": family.logits.__name__ != "plain_logits",
     }
     mechanisms = [words for name, words in MECHANISMS.items() if family.has(name)]

@@ -140,7 +140,7 @@ def test_a_forward_that_replaces_the_classs_is_refused(first, monkeypatch):
     if first == "packing":
         enable_packing(model)
     batch = padded(mixed_samples(model.config)).to_hf()
-    monkeypatch.setattr(family_of(model).stock_class(model), "forward", lambda self, **inputs: None)
+    monkeypatch.setattr(family_of(model).upstream_class(model), "forward", lambda self, **inputs: None)
     seen = r"class Qwen3VLForConditionalGeneration was replaced by that of .*test_attach.*Liger: apply_"
     with pytest.raises(ConfigError, match=seen):
         enable_packing(model)(**batch)

@@ -97,10 +97,10 @@ def test_blocks_of_the_audio_tower_are_one_call_with_boundaries_that_the_host_kn
     """And not one call a chunk, or a wait for the boundaries that the tower derives, with checkpointing too."""
     model, calls = fresh(family), []
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    own = attention.run_on_row
+    own = attention.packed_attention
     monkeypatch.setattr(
         attention,
-        "run_on_row",
+        "packed_attention",
         lambda *args, vision=None, **more: calls.append(vision) or own(*args, vision=vision, **more),
     )
     row = pack(padded(with_audio(model.config, (17, 9), (30,))))

@@ -20,11 +20,11 @@ from moe import (
     fresh,
     naive_counts,
     naive_z_loss,
+    plain_inputs,
     real_rows,
     router_of,
     rule_for,
     samples_of,
-    stock,
     text_config,
 )
 from training import Gradients, collator, distance, gradients, trainer
@@ -65,7 +65,7 @@ def test_they_are_those_of_the_padded_batch(family, share, given):
     batch = padded(samples, "left" if given == "left padded" else "right")
     rule = rule_for(samples, share)
     enable_packing(model, StepConfig(slots=rule, z_loss_coef=0.25))
-    theirs = reference(**stock(batch), output_router_logits=True, num_items_in_batch=40)
+    theirs = reference(**plain_inputs(batch), output_router_logits=True, num_items_in_batch=40)
     real = real_rows(theirs.router_logits, batch)
     ours = model(**given_as(batch, given, rule), output_router_logits=True, num_items_in_batch=40)
 
@@ -130,7 +130,7 @@ def test_sample_by_sample_they_are_the_means_of_the_samples_alone(family, share)
 
 @few
 def test_a_segment_of_length_0_has_no_say(family):
-    batch = stock(batch_of(fresh(family)))
+    batch = plain_inputs(batch_of(fresh(family)))
     grown = {**batch, **{k: torch.cat([batch[k], batch[k][1:2]]) for k in ("input_ids", "labels")}}
     grown["labels"][-1] = -100
     grown["attention_mask"] = torch.cat([batch["attention_mask"], torch.zeros_like(batch["attention_mask"][:1])])
@@ -155,7 +155,7 @@ def test_the_load_balancing_loss_is_computed_when_the_model_would(family, always
     text_config(model).output_router_logits = always
     batch = batch_of(model)
     more = {} if asked is None else {"output_router_logits": asked}
-    theirs = model(**stock(batch), **more)
+    theirs = model(**plain_inputs(batch), **more)
     enable_packing(model)
     ours = model(**batch.to_hf(), **more)
     assert (ours.aux_loss is None) == (theirs.aux_loss is None)
@@ -226,7 +226,7 @@ def test_recomputed_layers_give_the_same_gradient(family, per):
 def test_reentrant_checkpointing_would_silently_cut_them_off_and_is_refused(family):
     model = checkpointed(fresh(family), reentrant=True)
     batch = batch_of(model)
-    theirs = model(**stock(batch), output_router_logits=True)
+    theirs = model(**plain_inputs(batch), output_router_logits=True)
     assert not theirs.aux_loss.requires_grad  # transformers adds it to the loss nevertheless
     enable_packing(model)
     with pytest.raises(ConfigError, match=r"router logits have no gradient.*use_reentrant"):
@@ -276,7 +276,7 @@ def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_
     batches = [padded(samples[:2]), padded(samples[2:])]
     targets = sum(batch.metadata.num_targets for batch in batches)
     for batch in batches:
-        theirs = reference(**stock(batch), output_router_logits=True, num_items_in_batch=targets)
+        theirs = reference(**plain_inputs(batch), output_router_logits=True, num_items_in_batch=targets)
         (theirs.loss + 0.25 * naive_z_loss(real_rows(theirs.router_logits, batch))).backward()
     settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
     run = trainer(model, samples, tmp_path, layout, **settings)

@@ -14,14 +14,14 @@ from cases import slow
 from equality import alone_through, check_outputs, limits_of
 from parts import parts_of
 
-from vlmpack.attention.patterns import Reach
+from vlmpack.attention.patterns import LayerMask
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.mechanisms import attention, llama4
-from vlmpack.model.mechanisms.attention import layer_reaches
+from vlmpack.model.mechanisms.attention import layer_masks
 from vlmpack.model.mechanisms.llama4 import Offsets, QueryScale
 from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
@@ -47,9 +47,9 @@ def truth(family: str = "llama4_text") -> Any:
 @pytest.mark.parametrize("chunk", [2, *slow(8192)])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
-    assert layer_reaches(parts_of(model)) == {0: Reach(chunk=CHUNK), 1: Reach(), 2: Reach(chunk=CHUNK)}
+    assert layer_masks(parts_of(model)) == {0: LayerMask(chunk=CHUNK), 1: LayerMask(), 2: LayerMask(chunk=CHUNK)}
     model.config.attention_chunk_size = chunk
-    assert layer_reaches(parts_of(model), again=True)[0] == Reach(chunk=chunk)
+    assert layer_masks(parts_of(model), again=True)[0] == LayerMask(chunk=chunk)
 
 
 # ---------------------------------------------------------------------- factors of queries
@@ -75,11 +75,13 @@ def test_a_part_of_a_row_has_the_places_of_its_samples(part: type[RowPart]) -> N
 
 def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = fresh()
-    stock = type(model.model.layers[1].self_attn)
-    plain = stock.forward
-    monkeypatch.setattr(stock, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more))
+    attention_class = type(model.model.layers[1].self_attn)
+    plain = attention_class.forward
+    monkeypatch.setattr(
+        attention_class, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more)
+    )
     with pytest.raises(FamilyError, match="scales queries by their place and did not read it"):
-        llama4.placed_class.__wrapped__(stock).forward(
+        llama4.placed_class.__wrapped__(attention_class).forward(
             model.model.layers[1].self_attn, torch.zeros(1, 3, 64), None, None, **row_of_layer()
         )
 

@@ -123,10 +123,10 @@ def read_own_token_only(layer):
     layer.conv1d.weight[..., :-1] = 0
 
 
-@pytest.mark.parametrize(("left", "reach"), [(forget_at_once, TAPS - 1), (read_own_token_only, None)])
+@pytest.mark.parametrize(("left", "taps"), [(forget_at_once, TAPS - 1), (read_own_token_only, None)])
 @every_hybrid
 @torch.no_grad()
-def test_convolution_and_recurrence_are_each_cut(family, left, reach):
+def test_convolution_and_recurrence_are_each_cut(family, left, taps):
     """Each by itself, the other one made harmless: uncut it leaks, as far as it reaches, and cut it does not."""
     layer = layer_of(enable_packing(fresh(family)))
     left(layer)
@@ -135,9 +135,9 @@ def test_convolution_and_recurrence_are_each_cut(family, left, reach):
     own_1TD = layer(hidden_1TD[:, 9:])
     uncut = (layer(hidden_1TD)[:, 9:] - own_1TD).abs().amax(-1)[0]
     assert uncut[:TAPS].max() > 0.01
-    if reach is not None:
-        assert (uncut[:reach] > 1e-3).all()
-        assert uncut[reach:].max() <= LAYER
+    if taps is not None:
+        assert (uncut[:taps] > 1e-3).all()
+        assert uncut[taps:].max() <= LAYER
     else:
         assert (uncut > 1e-4).all()
     for cost in (FREE, DEAR):
@@ -193,7 +193,7 @@ def test_the_parts_of_all_heads_make_up_the_layer(family: str) -> None:
     assert heads.is_possible
     projected = heads.project(hidden_1TD[0])
     parts = [torch.cat([block[:, rank] for block in projected], -1)[None] for rank in range(2)]
-    computed = torch.cat([forward(heads.stand_in(rank), part) for rank, part in enumerate(parts)], -1)
+    computed = torch.cat([forward(heads.layer_of_rank(rank), part) for rank, part in enumerate(parts)], -1)
     out = layer.out_proj(computed)
     torch.testing.assert_close(out, truth, rtol=0, atol=1e-5)
     out.sin().sum().backward()

@@ -148,9 +148,9 @@ EVENTS = (nothing, steps, recomputed_steps, plain_calls, other_settings, an_erro
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_a_model_is_what_it_was_whatever_happened(family, event):
-    model, twin = fresh(family), fresh(family)
+    model, copied_model = fresh(family), fresh(family)
     if event is recomputed_steps:
-        for each in (model, twin):
+        for each in (model, copied_model):
             each.gradient_checkpointing_enable()
     before = anatomy(model)
     keys = list(model.state_dict())
@@ -163,8 +163,8 @@ def test_a_model_is_what_it_was_whatever_happened(family, event):
     model.zero_grad()
     assert anatomy(model) == before
     assert list(model.state_dict()) == keys
-    twin.load_state_dict(model.state_dict())
-    assert same(outputs(model), outputs(twin))
+    copied_model.load_state_dict(model.state_dict())
+    assert same(outputs(model), outputs(copied_model))
 
 
 @pytest.mark.parametrize("attention", ["eager", *slow("sdpa")])
@@ -188,13 +188,13 @@ def test_a_copy_is_packed_by_itself_and_undone_by_itself(family, copied):
     model = enable_packing(fresh(family))
     row = row_of(model)
     loss = model(**row).loss
-    twin, plain = copied(model), copied(fresh(family))
+    copied_model, plain = copied(model), copied(fresh(family))
     disable_packing(model)
-    assert torch.equal(twin(**row).loss, loss)
-    disable_packing(twin)
-    assert shape_of(twin) == shape_of(plain)
-    assert twin.config.to_dict() == plain.config.to_dict()
-    assert same(outputs(twin), outputs(plain))
+    assert torch.equal(copied_model(**row).loss, loss)
+    disable_packing(copied_model)
+    assert shape_of(copied_model) == shape_of(plain)
+    assert copied_model.config.to_dict() == plain.config.to_dict()
+    assert same(outputs(copied_model), outputs(plain))
     assert same(outputs(model), outputs(plain))
 
 

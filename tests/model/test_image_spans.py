@@ -18,8 +18,8 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.families.spans import ImageSpans, media_runs
 from vlmpack.layout import MediaTable, Medium, PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
-from vlmpack.model.mechanisms.stock import check_spans
+from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
+from vlmpack.model.mechanisms.upstream import check_spans
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
 
@@ -65,7 +65,7 @@ def test_layers_that_share_keys_and_values_and_checkpointing() -> None:
 def test_a_gemma_4_without_spans_has_none() -> None:
     model = fresh("gemma4")
     model.config.text_config.use_bidirectional_attention = None
-    assert spans_in(parts_of(model)) is None
+    assert bidirectional_spans(parts_of(model)) is None
     own = alone_through(model, truth("gemma4").samples)
     again = fresh("gemma4")
     again.config.text_config.use_bidirectional_attention = None
@@ -88,7 +88,7 @@ def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
     family: str, wrong: ImageSpans | None
 ) -> None:
     parts = parts_of(fresh(family))
-    windows, right = layer_reaches(parts), spans_in(parts)
+    windows, right = layer_masks(parts), bidirectional_spans(parts)
     check_spans(parts, windows, right)
     assert isinstance(right, ImageSpans)
     if wrong is not None and (wrong.layers, wrong.beyond_window) == (right.layers, right.beyond_window):
@@ -99,9 +99,9 @@ def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
 
 def test_a_model_whose_images_are_causal_is_compared_too() -> None:
     parts = parts_of(tiny_model("qwen3_vl", layers=1))
-    check_spans(parts, layer_reaches(parts), None)
+    check_spans(parts, layer_masks(parts), None)
     with pytest.raises(FamilyError, match=r"attends to token 3, but in the model's own code"):
-        check_spans(parts, layer_reaches(parts), ImageSpans())
+        check_spans(parts, layer_masks(parts), ImageSpans())
 
 
 def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from moe import (
     decoder_layers,
     fresh,
     naive_z_loss,
+    plain_inputs,
     real_rows,
     rule_for,
     samples_of,
-    stock,
 )
 from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -78,7 +78,7 @@ def adapted(family, way, order, config):
 def test_losses_and_gradients_are_those_of_the_padded_batch(family, way, order):
     reference = lora(fresh(family), way)
     batch = batch_of(reference.get_base_model())
-    theirs = reference(**stock(batch), output_router_logits=True)
+    theirs = reference(**plain_inputs(batch), output_router_logits=True)
     expected = theirs.loss + 0.25 * naive_z_loss(real_rows(theirs.router_logits, batch))
     expected.backward()
 
@@ -113,7 +113,7 @@ def of_the_padded_batch(family, **settings):
     """(load-balancing loss, z-loss) through an untouched model."""
     model = fresh(family, **settings)
     batch = batch_of(model)
-    output = model(**stock(batch), output_router_logits=True)
+    output = model(**plain_inputs(batch), output_router_logits=True)
     z_loss = naive_z_loss([x.float() for x in real_rows(output.router_logits, batch)])
     return torch.stack([output.aux_loss, z_loss]).detach()
 

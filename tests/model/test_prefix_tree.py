@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 from trees import DEEP, STRANGER, VIDEOS, read_media_of, rollouts, samples_of, shared
 
 import vlmpack
-from vlmpack.attention.patterns import Reach
+from vlmpack.attention.patterns import LayerMask
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PrefixTree, Segments, unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
@@ -78,7 +78,7 @@ def counted(model):
         def attend(q, k, v, segments, *, causal, keys=None, **settings):
             if causal:
                 pattern = settings["pattern"]
-                first_key = Reach(window=pattern.window, chunk=pattern.chunk).first_key
+                first_key = LayerMask(window=pattern.window, chunk=pattern.chunk).first_key
                 spans = zip(segments.lengths, (keys or segments).lengths, strict=True)
                 further = 0 if pattern.spans is None else pattern.spans.further_pairs(pattern.window)
                 causal_pairs = sum(place + 1 - first_key(place) for n, m in spans for place in range(m - n, m))
@@ -140,7 +140,11 @@ def check_tree(family, name):
         assert work.audio_frames == row.media.audio_mask.sum()
     if not FAMILIES[family].has("per_sample"):
         assert {*seen["pairs"]} == {work.attended_pairs, work.window_pairs or work.attended_pairs}
-        assert work.attended_pairs == tree.attended_pairs or descriptor.sees or {*seen["pairs"]} == {work.window_pairs}
+        assert (
+            work.attended_pairs == tree.attended_pairs
+            or descriptor.bidirectional
+            or {*seen["pairs"]} == {work.window_pairs}
+        )
         assert seen["widths"] == {tree.num_tokens}
     if FAMILIES[family].has("gated_delta"):
         assert tree.num_tokens <= work.delta_tokens <= 1.25 * tree.num_tokens

@@ -21,8 +21,8 @@ from vlmpack.families.spans import ImageSpans, Prefix, prefixes_of_row
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
-from vlmpack.model.mechanisms.stock import check_spans
+from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
+from vlmpack.model.mechanisms.upstream import check_spans
 from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model, tiny_processor
 from vlmpack.testing.samples import sample_like
 
@@ -63,7 +63,7 @@ def truth(text_type: str = "gemma2") -> Any:
 def test_packed_equals_alone(text_type: str) -> None:
     own, model = truth(text_type), fresh(text_type)
     columns = [sample["token_type_ids"] for sample in own.samples]
-    windows = {reach.window for reach in layer_reaches(parts_of(model)).values()}
+    windows = {mask.window for mask in layer_masks(parts_of(model)).values()}
     assert windows == ({None} if text_type == "gemma" else {None, 5})
     assert all(0 < column.sum() < len(column) for column in columns)
     assert max((column == 0).sum() for column in columns) > 2 * 5
@@ -80,7 +80,7 @@ WRONG = [None, ImageSpans(), Prefix(beyond_window=False)]
 @pytest.mark.parametrize("wrong", WRONG, ids=["none", "images", "within the window"])
 def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(wrong: Any) -> None:
     parts = parts_of(fresh())
-    windows, right = layer_reaches(parts), spans_in(parts)
+    windows, right = layer_masks(parts), bidirectional_spans(parts)
     assert right == Prefix()
     check_spans(parts, windows, right)
     with pytest.raises(FamilyError, match=r"as paligemma is described, token \d of a sample with a prefix \(pppppps"):

@@ -25,7 +25,7 @@ rows = st.builds(
     st.lists(st.integers(0, 11), min_size=1, max_size=6).filter(sum),
     st.integers(1, 9),
 )
-reaches = st.integers(0, 4)
+tap_counts = st.integers(0, 4)
 
 
 def random_row(segments, *, channels=WIDTH):
@@ -45,7 +45,7 @@ def members_of(buckets):
     segments=rows,
     lay_out=st.one_of(
         call_costs.map(lambda cost: lambda segments: Buckets.cheapest(segments, call_cost=cost)),
-        reaches.map(lambda reach: lambda segments: ConvLayout.every(segments, reach)),
+        tap_counts.map(lambda taps: lambda segments: ConvLayout.every(segments, taps)),
     ),
 )
 def test_join_undoes_split_and_gradients_go_the_same_way_back(segments, lay_out):
@@ -139,14 +139,14 @@ def convolved(x_1TD: torch.Tensor, width: int) -> torch.Tensor:
     return F.conv1d(F.pad(x_1TD.transpose(1, 2), (width - 1, 0)), weight, groups=CHANNELS).transpose(1, 2)
 
 
-@given(segments=rows, reach=reaches)
-def test_it_is_what_a_plain_loop_lays_out(segments, reach):
+@given(segments=rows, taps=tap_counts)
+def test_it_is_what_a_plain_loop_lays_out(segments, taps):
     row = random_row(segments, channels=CHANNELS)
-    layout = ConvLayout.every(segments, reach)
+    layout = ConvLayout.every(segments, taps)
     laid, edges = [], []
     for i, segment in enumerate(of_segments(row, segments)):
         if i:
-            laid.extend([torch.zeros(CHANNELS, dtype=row.dtype)] * reach)
+            laid.extend([torch.zeros(CHANNELS, dtype=row.dtype)] * taps)
         edges.append(len(laid))
         laid.extend(segment)
     edges.append(len(laid))
@@ -227,9 +227,9 @@ def test_a_convolution_of_every_node_is_that_of_its_path(tree, width):
         torch.testing.assert_close(out[:, start:stop], alone)
 
 
-@given(tree=trees(), reach=reaches)
-def test_levels_hold_every_node_once_and_each_piece_begins_and_ends_where_states_are_handed_on(tree, reach):
-    levels, tokens = VarlenCalls.of(tree.nodes, taps=reach, tree=tree).levels, tokens_of(tree)
+@given(tree=trees(), taps=tap_counts)
+def test_levels_hold_every_node_once_and_each_piece_begins_and_ends_where_states_are_handed_on(tree, taps):
+    levels, tokens = VarlenCalls.of(tree.nodes, taps=taps, tree=tree).levels, tokens_of(tree)
     assert sorted(node for level in levels for node in level.nodes) == list(range(len(tree.lengths)))
     for depth, level in enumerate(levels):
         assert {tree.depths[node] for node in level.nodes} == {depth}
@@ -245,13 +245,13 @@ def test_levels_hold_every_node_once_and_each_piece_begins_and_ends_where_states
         assert torch.equal(level.join([laid]), torch.cat(own, 1))
 
 
-@given(tree=trees(), reach=reaches)
-def test_gradients_of_a_node_reach_what_it_reads(tree, reach):
-    nodes, tokens = ConvLayout.every(tree.nodes, reach, tree), tokens_of(tree).requires_grad_()
+@given(tree=trees(), taps=tap_counts)
+def test_gradients_of_a_node_reach_what_it_reads(tree, taps):
+    nodes, tokens = ConvLayout.every(tree.nodes, taps, tree), tokens_of(tree).requires_grad_()
     nodes.split(tokens)[0].sum().backward()
     reads = torch.ones(tree.num_tokens)
     for node in range(len(tree.lengths)):
         before = [token for step in tree.path(node)[:-1] for token in range(*tree.nodes.spans[step])]
-        reads[before[max(len(before) - reach, 0) :]] += 1
+        reads[before[max(len(before) - taps, 0) :]] += 1
     assert tokens.grad is not None
     assert torch.equal(tokens.grad[0, :, 0], reads.double())

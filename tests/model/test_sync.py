@@ -70,14 +70,14 @@ def test_a_tower_calls_attention_as_often_for_many_images_as_for_one(family):
     tower, calls = FAMILIES[family].vision_tower(model), []
     layers = [] if tower is None else [module for module in tower.modules() if "is_causal" in vars(module)]
     assert tower is None or layers
-    honest = attention.run_on_row
+    honest = attention.packed_attention
 
     def counted(*args, vision=None, **more):
         calls.append(vision)
         return honest(*args, vision=vision, **more)
 
     for kinds in (("image",), ("images", "image", "images")):
-        with mock.patch.object(attention, "run_on_row", counted):
+        with mock.patch.object(attention, "packed_attention", counted):
             PackedStep(model)(padded(mixed_samples(model.config, kinds=kinds)))
         assert sum(vision is not None for vision in calls) == len(layers)
         calls.clear()

@@ -194,7 +194,7 @@ def an_image_is_one_token_longer_than_its_span(original, spans, row, table):
 
 
 @breaks("vlmpack.model.mechanisms.attention.with_chunk", tests="model -k chunk")
-def chunked_layers_attend_to_the_whole_sample(original, reaches, pattern, layer):
+def chunked_layers_attend_to_the_whole_sample(original, masks, pattern, layer):
     return pattern
 
 
@@ -229,17 +229,17 @@ def restarts_of_positions_that_a_caller_asks_for_are_ignored(original, boundarie
 # ---------------------------------------------------------------------- recurrent states and convolutions
 
 
-@breaks("vlmpack.model.mechanisms.gated_delta.run_on_row")
+@breaks("vlmpack.model.mechanisms.gated_delta.packed_gated_delta")
 def a_recurrent_state_goes_on_into_the_next_sample(original, plain_forward, layer, hidden, row, kwargs):
     return plain_forward(layer, hidden, **kwargs)
 
 
-@breaks("vlmpack.model.mechanisms.short_conv.run_on_row", tests="model -k 'short_conv or lfm2'")
+@breaks("vlmpack.model.mechanisms.short_conv.packed_short_conv", tests="model -k 'short_conv or lfm2'")
 def a_convolution_reads_the_sample_before(original, layer, hidden, row):
     return layer(hidden)
 
 
-@breaks("vlmpack.model.mechanisms.per_sample.run_on_row", tests="model -k 'per_sample or qwen4'")
+@breaks("vlmpack.model.mechanisms.per_sample.run_per_sample", tests="model -k 'per_sample or qwen4'")
 def layers_that_know_no_boundaries_get_the_whole_row(original, layer, row, hidden, *beside):
     return layer(hidden, *beside)
 

@@ -16,7 +16,7 @@ from cases import EIGHT, one_of_each
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.attention import layer_reaches
+from vlmpack.model.mechanisms.attention import layer_masks
 from vlmpack.probing import checks
 from vlmpack.probing.forward_passes import GAPS, LEFT, ROW, TREE, Circumstance
 from vlmpack.probing.reference import ProbeSetup, record_references
@@ -98,7 +98,7 @@ def test_windows_that_samples_pass_are_broken_in_every_family_that_has_them() ->
     for name, family in FAMILIES.items():
         if family.has("per_sample"):  # its layers have masks of their own
             continue
-        reaches = layer_reaches(ModelParts(family=family, core=tiny_model(name)))
-        if any(reach.window is not None and reach.window < LONGEST for reach in reaches.values()):
+        masks = layer_masks(ModelParts(family=family, core=tiny_model(name)))
+        if any(mask.window is not None and mask.window < LONGEST for mask in masks.values()):
             has_windows.add(name)
     assert has_windows == {*WINDOWS}

@@ -167,7 +167,7 @@ def test_a_step_of_experts_is_that_of_both_halves_in_one_process(experts, family
     targets = padded(samples).metadata.num_targets
     for half in (samples[:2], samples[2:]):
         batch = padded(half)
-        output = reference(**moe.stock(batch), output_router_logits=True, num_items_in_batch=targets)
+        output = reference(**moe.plain_inputs(batch), output_router_logits=True, num_items_in_batch=targets)
         loss = output.loss + 0.25 * moe.naive_z_loss(moe.real_rows(output.router_logits, batch))
         (loss / 2).backward()
     found = torch.load(experts / f"{family}-{wrapper}-{recomputed}.pt")

@@ -48,7 +48,7 @@ SINK_CHANNELS = 8
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Reach:
+class LayerMask:
     """The earlier tokens that a query of a layer attends to: all of them, or a sliding window, or a chunk."""
 
     window: int | None = None
@@ -63,7 +63,7 @@ class Reach:
     @property
     def is_local(self) -> bool:
         """Return whether a window or chunks limit the keys of a query."""
-        return self != EVERYTHING
+        return self != FULL_CAUSAL
 
     def first_key(self, place: int) -> int:
         """Return the position in the sample of the first key of the query at position `place`."""
@@ -78,7 +78,7 @@ class Reach:
         return ENDLESS if self.window is None else place + self.window
 
 
-EVERYTHING = Reach()
+FULL_CAUSAL = LayerMask()
 """No limit: queries attend to all earlier tokens of their sample."""
 ENDLESS = 1 << 62
 """A position larger than any in a sample."""
@@ -121,13 +121,13 @@ CAUSAL = Pattern()
 """Plain causal attention."""
 
 
-def attended_pairs(segments: Segments, reach: Reach = EVERYTHING) -> int:
-    """Return the number of query-key pairs of one layer: n (n + 1) / 2 for n tokens, less pairs outside `reach`."""
-    if reach.chunk is not None:
-        return segments.in_chunks(reach.chunk).attended_pairs
-    if reach.window is None:
+def attended_pairs(segments: Segments, mask: LayerMask = FULL_CAUSAL) -> int:
+    """Return the number of query-key pairs of one layer: n (n + 1) / 2 for n tokens, less pairs outside `mask`."""
+    if mask.chunk is not None:
+        return segments.in_chunks(mask.chunk).attended_pairs
+    if mask.window is None:
         return segments.attended_pairs
-    beyond = (max(length - reach.window, 0) for length in segments.sample_lengths)
+    beyond = (max(length - mask.window, 0) for length in segments.sample_lengths)
     return segments.attended_pairs - sum(n * (n + 1) // 2 for n in beyond)
 
 
@@ -232,9 +232,9 @@ def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None,
     if window is None or visible <= window:
         return attend(q_nLNH, k_nLKH, v_nLKH, _last_queries(queries, visible, q_nLNH.device))
     if queries < visible or visible <= 2 * window:
-        reach = min(visible, queries + window)  # earlier keys are in no query's window
-        mask = _in_window(queries, reach, window, q_nLNH.device)
-        return attend(q_nLNH, k_nLKH[:, -reach:], v_nLKH[:, -reach:], mask)
+        near = min(visible, queries + window)  # earlier keys are in no query's window
+        mask = _in_window(queries, near, window, q_nLNH.device)
+        return attend(q_nLNH, k_nLKH[:, -near:], v_nLKH[:, -near:], mask)
     return _by_blocks(q_nLNH, k_nLKH, v_nLKH, window, attend)
 
 
@@ -255,8 +255,8 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
         attend(q_bWNH, pairs(k_nLKH), pairs(v_nLKH), mask).unflatten(0, (n, middle)).flatten(1, 2),
     ]
     if rest:
-        reach = whole - window
-        out.append(attend(q_nLNH[:, whole:], k_nLKH[:, reach:], v_nLKH[:, reach:], mask[:rest, : window + rest]))
+        first = whole - window
+        out.append(attend(q_nLNH[:, whole:], k_nLKH[:, first:], v_nLKH[:, first:], mask[:rest, : window + rest]))
     return torch.cat(out, 1)
 
 

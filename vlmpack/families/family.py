@@ -26,7 +26,7 @@ from vlmpack.families.media import (
     token_offsets,
 )
 from vlmpack.families.media_table import media_of_row, with_media_table
-from vlmpack.families.spans import Prefix, Sees
+from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
     Join,
@@ -136,7 +136,7 @@ class Family:
     """False if the backbone has experts but does not return their router logits."""
     logits: LogitsRule = plain_logits
     """Function that the model applies to the head's output."""
-    sees: Sees | None = None
+    bidirectional: Bidirectional | None = None
     """The tokens that attend to later tokens of their sample; None: attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
     """The backbone's media tensors by name, and how the tensors of several samples are joined."""
@@ -179,7 +179,7 @@ class Family:
     @property
     def token_columns(self) -> tuple[str, ...]:
         """Names of the batch columns that packed rows need besides ids: the column that marks the prefix."""
-        return (self.sees.column,) if isinstance(self.sees, Prefix) else ()
+        return (self.bidirectional.column,) if isinstance(self.bidirectional, Prefix) else ()
 
     @property
     def processor_class(self) -> type:
@@ -423,9 +423,9 @@ class Family:
         """Return the model without its head: ids, pixels and positions in, hidden states out."""
         if self.backbone_path:
             return model.get_submodule(self.backbone_path)
-        return without_head(model, self.stock_class(model))
+        return without_head(model, self.upstream_class(model))
 
-    def stock_class(self, model: nn.Module) -> Any:
+    def upstream_class(self, model: nn.Module) -> Any:
         """Return the transformers class of a model of this family, even if the model is of a subclass."""
         return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)
 
@@ -529,19 +529,19 @@ class WithoutHead(nn.Module):
     not a submodule of the model, and has no parameters.
     """
 
-    def __init__(self, model: nn.Module, stock_class: Any) -> None:
+    def __init__(self, model: nn.Module, upstream_class: Any) -> None:
         super().__init__()
-        self._model, self._stock_class = weakref.ref(model), stock_class
+        self._model, self._upstream_class = weakref.ref(model), upstream_class
 
     def forward(self, **inputs: Any) -> Any:
         """Call the model's own forward."""
-        return self._stock_class.forward(self._model(), **inputs)
+        return self._upstream_class.forward(self._model(), **inputs)
 
 
-def without_head(model: nn.Module, stock_class: Any) -> WithoutHead:
+def without_head(model: nn.Module, upstream_class: Any) -> WithoutHead:
     """Return the `WithoutHead` of a model, always the same object."""
     if model not in _WITHOUT_HEAD:
-        _WITHOUT_HEAD[model] = WithoutHead(model, stock_class)
+        _WITHOUT_HEAD[model] = WithoutHead(model, upstream_class)
     return _WITHOUT_HEAD[model]
 
 

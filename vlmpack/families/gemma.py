@@ -50,7 +50,7 @@ def _prefix_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
     return capped_logits(output, text_config) if hasattr(text_config, "final_logit_softcapping") else output
 
 
-def _sees_images(text_config: Any) -> bool:
+def _images_are_bidirectional(text_config: Any) -> bool:
     """Return whether image tokens are bidirectional; E2B and E4B are causal throughout."""
     return text_config.use_bidirectional_attention == "vision"
 
@@ -62,12 +62,14 @@ _WITH_PLACES = {
 }
 
 GEMMA = (
-    tiled_family("gemma3", "Gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", sees=ImageSpans()),
+    tiled_family(
+        "gemma3", "Gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", bidirectional=ImageSpans()
+    ),
     tiled_family(
         "gemma4",
         "Gemma4",
         tile_tokens=_tokens_of_patches,
-        sees=ImageSpans(layers="sliding", enabled=_sees_images),
+        bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional),
         **_WITH_PLACES,
     ),
     tiled_family(
@@ -76,7 +78,7 @@ GEMMA = (
         oldest_transformers=(5, 23),
         vision_path="model.embed_vision",
         tile_tokens=_tokens_of_merged_patches,
-        sees=ImageSpans(enabled=_sees_images, beyond_window=True),
+        bidirectional=ImageSpans(enabled=_images_are_bidirectional, beyond_window=True),
         **_WITH_PLACES,
     ),
     tiled_family(
@@ -85,7 +87,7 @@ GEMMA = (
         oldest_transformers=(5, 23),
         positions_rule=Rotary(axes=1, start=1),
         tile_tokens=_tokens_of_tower,
-        sees=Prefix(),
+        bidirectional=Prefix(),
         logits=_prefix_logits,
     ),
 )

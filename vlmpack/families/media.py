@@ -137,11 +137,11 @@ def truncates_seconds() -> bool:
 
     model: Any = Qwen2_5_VLModel  # its methods are called on a dummy with only the attributes that they read
     vision = SimpleNamespace(spatial_merge_size=1, tokens_per_second=4)
-    stand_in = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
-    stand_in.get_vision_position_ids = partial(model.get_vision_position_ids, stand_in)
+    fake_self = SimpleNamespace(config=SimpleNamespace(vision_config=vision))
+    fake_self.get_vision_position_ids = partial(model.get_vision_position_ids, fake_self)
     tokens = torch.full((1, 3), 2, device="cpu")
     positions, _ = model.get_rope_index(
-        stand_in,
+        fake_self,
         tokens,
         mm_token_type_ids=tokens,
         video_grid_thw=torch.tensor([[3, 1, 1]], device="cpu"),

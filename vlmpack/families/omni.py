@@ -79,15 +79,15 @@ def model_positions(kinds_L: np.ndarray, table: MediaTable, config: Any, *, mode
         seconds_per_chunk=getattr(config, "seconds_per_chunk", None),
         audio_config=config.audio_config,
     )
-    stand_in = SimpleNamespace(config=settings, spatial_merge_size=config.vision_config.spatial_merge_size)
-    stand_in.get_llm_pos_ids_for_vision = partial(model.get_llm_pos_ids_for_vision, stand_in)
+    fake_self = SimpleNamespace(config=settings, spatial_merge_size=config.vision_config.spatial_merge_size)
+    fake_self.get_llm_pos_ids_for_vision = partial(model.get_llm_pos_ids_for_vision, fake_self)
     ids = kinds_L.copy()
     ids[media_starts(kinds_L, IMAGE, VIDEO) - 1] = _VISION_START
     ids[media_starts(kinds_L, AUDIO) - 1] = _AUDIO_START
     with torch.device("cpu"):
         input_ids = torch.from_numpy(ids)[None]
         positions, _ = model.get_rope_index(
-            stand_in,
+            fake_self,
             input_ids,
             image_grid_thw=_tensor(table.grids(IMAGE)),
             video_grid_thw=_tensor(table.grids(VIDEO)),

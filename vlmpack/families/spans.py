@@ -114,7 +114,7 @@ class Prefix:
         return prefixes_of_row(column_1T, row.segments, row.known_metadata.prefixes, self.column)
 
 
-Sees = ImageSpans | Prefix
+Bidirectional = ImageSpans | Prefix
 """The tokens of a sample that attend to later tokens."""
 
 

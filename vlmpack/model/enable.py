@@ -28,7 +28,7 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.short_conv import ShortConv
-from vlmpack.model.mechanisms.stock import check_logits, check_text_positions
+from vlmpack.model.mechanisms.upstream import check_logits, check_text_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
 from vlmpack.model.positions import check_rope_index

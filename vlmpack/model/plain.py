@@ -125,11 +125,12 @@ def _check_head_unchanged(core: Any, family: Family) -> None:
             "take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
             "or row_logits, and `del model._loss_function`"
         )
-    stock = family.stock_class(core)
-    if stock.forward.__module__ != stock.__module__:
+    upstream = family.upstream_class(core)
+    if upstream.forward.__module__ != upstream.__module__:
         raise ConfigError(
-            f"the forward of the class {stock.__name__} was replaced by that of {stock.forward.__module__}, which "
-            f"packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays replaced"
+            f"the forward of the class {upstream.__name__} was replaced by that of {upstream.forward.__module__}, "
+            f"which packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays "
+            "replaced"
         )
 
 
@@ -145,11 +146,11 @@ def check_forward(core: nn.Module, family: Family) -> None:
     Raises:
         ConfigError: the model's class, or the object itself, has a custom forward.
     """
-    stock = family.stock_class(core)
-    if type(core).forward is not stock.forward:
+    upstream = family.upstream_class(core)
+    if type(core).forward is not upstream.forward:
         raise ConfigError(
-            f"{type(core).__name__} has a forward of its own over {stock.__name__}'s, which packed rows would bypass; "
-            f"enable packing on a {stock.__name__}, and compute what yours adds from PackedStep's result"
+            f"{type(core).__name__} has a forward of its own over {upstream.__name__}'s, which packed rows would "
+            f"bypass; enable packing on a {upstream.__name__}, and compute what yours adds from PackedStep's result"
         )
     if "forward" in vars(core):
         raise ConfigError(

@@ -184,13 +184,13 @@ def check_rope_index(model: ModelParts) -> None:
     _compare(own, expected, model, f"{len(videos)} videos")
 
 
-def _compare(stock: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
+def _compare(upstream: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
     """Compare positions from the model's own code, [3, 1, L], with those from the descriptor, [4, 1, L]."""
     family = model.family
-    if (differs := stock.cpu() != expected[1:]).any():
+    if (differs := upstream.cpu() != expected[1:]).any():
         at = int(differs.any(0)[0].int().argmax())
         raise FamilyError(
-            f"token {at} of a sample with 1 image and {others} is at {stock[:, 0, at].tolist()} "
+            f"token {at} of a sample with 1 image and {others} is at {upstream[:, 0, at].tolist()} "
             f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
             f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers of "
             "the supported range, and an unmodified model"
@@ -224,7 +224,7 @@ def _check_asked(model: ModelParts) -> None:
             ),
         )
         expected = family.positions(family.media_of_row(row, config), row.segments, config=config)
-        stock, _ = backbone.get_rope_index(
+        upstream, _ = backbone.get_rope_index(
             input_ids,
             image_grid_thw=torch.tensor([image]),
             video_grid_thw=torch.tensor(videos) if videos else None,
@@ -232,7 +232,7 @@ def _check_asked(model: ModelParts) -> None:
             audio_seqlens=torch.tensor([frames]),
             second_per_grids=torch.tensor(seconds) if videos else None,
         )
-        _compare(stock, expected, model, f"{len(videos)} videos and 1 audio")
+        _compare(upstream, expected, model, f"{len(videos)} videos and 1 audio")
 
 
 def _marked(start: int, placeholder: int, count: int) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from vlmpack.attention.patterns import EVERYTHING, Reach, attended_pairs
+from vlmpack.attention.patterns import FULL_CAUSAL, LayerMask, attended_pairs
 from vlmpack.context_parallel.attention import Attend, GatheredKV, attend_by_heads, to_heads, to_tokens
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.context_parallel.partition import Partition
@@ -76,9 +76,9 @@ class RowPart:
         """Whether the part is the whole row."""
         return self.ranks == 1
 
-    def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
-        """Count query-key pairs of causal attention in a layer with this `reach`, on all ranks together."""
-        return self.computed.attended_pairs if reach == EVERYTHING else attended_pairs(self.computed, reach)
+    def attended_pairs(self, mask: LayerMask = FULL_CAUSAL) -> int:
+        """Count query-key pairs of causal attention in a layer with this `mask`, on all ranks together."""
+        return self.computed.attended_pairs if mask == FULL_CAUSAL else attended_pairs(self.computed, mask)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Convert runs of the row's tokens, (start, stop) each, to positions in the tokens that attention gets."""
@@ -334,11 +334,11 @@ class PrefixTreeRow(RowPart):
         """False: shared tokens occur only once."""
         return False
 
-    def attended_pairs(self, reach: Reach = EVERYTHING) -> int:
+    def attended_pairs(self, mask: LayerMask = FULL_CAUSAL) -> int:
         """Count the pairs along every node's path, minus the pairs before the node, which its ancestors count."""
         pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
-        return attended_pairs(self.tree.keys, reach) - attended_pairs(before, reach)
+        return attended_pairs(self.tree.keys, mask) - attended_pairs(before, mask)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Convert runs of row tokens to runs of tree tokens. A run that samples share appears once.

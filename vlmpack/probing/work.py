@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import PackedRow
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.attention import layer_reaches, spans_in
+from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel
 from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.probing.reference import ProbeSetup
@@ -127,7 +127,7 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     probed, parts = setup.probed, ModelParts(family=setup.probed.family, core=setup.probed.core)
     computed, dense = count_pairs(lambda: packed(setup.samples), probed)
     needed = sum(length**2 for length in packed.computed(setup.samples).lengths)  # includes padding after the samples
-    if spans_in(parts) is not None:  # a second call: queries of bidirectional spans, all keys up to their ends
+    if bidirectional_spans(parts) is not None:  # a second call: queries of spans, all keys up to their ends
         needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
     if computed is None:
@@ -144,7 +144,7 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
 
 
 def _is_local(parts: ModelParts) -> bool:
-    return not parts.family.has("per_sample") and any(reach.is_local for reach in layer_reaches(parts).values())
+    return not parts.family.has("per_sample") and any(mask.is_local for mask in layer_masks(parts).values())
 
 
 PACKAGE = Path(__file__).parent.parent
@@ -204,7 +204,7 @@ def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
     needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
     if sparse:
         needed = sum(length**2 for length in row.segments.lengths)
-    if spans_in(parts) is not None:  # a second call: queries of bidirectional spans, all keys up to their ends
+    if bidirectional_spans(parts) is not None:  # a second call: queries of spans, all keys up to their ends
         needed += _pairs_of_spans(row, setup)
     if computed is not None and not dense:
         counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"

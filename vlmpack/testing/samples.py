@@ -468,8 +468,8 @@ def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) 
 
 def _prefix(sample: Sample) -> int:
     assert sample.family is not None
-    assert sample.family.sees is not None
-    return sum(stop for _, stop in sample.family.sees.of_sample(sample, sample["input_ids"]))
+    assert sample.family.bidirectional is not None
+    return sum(stop for _, stop in sample.family.bidirectional.of_sample(sample, sample["input_ids"]))
 
 
 def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:

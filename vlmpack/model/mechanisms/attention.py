@@ -7,7 +7,7 @@ goes to the implementation that the model's configuration names.
     towers        vlmpack_flash    transformers passes all images to a vision tower in one call only if the
                                    implementation has "flash" in its name; otherwise it passes them one by one
 
-The model's configuration keeps its attention name: each attention module gets a stand-in for it (`StandIn`).
+The model's configuration keeps its attention name: each attention module gets a proxy for it (`ConfigProxy`).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.attention.backends import AttentionCall, choose
-from vlmpack.attention.patterns import CAUSAL, EVERYTHING, Pattern, Reach
+from vlmpack.attention.patterns import CAUSAL, FULL_CAUSAL, LayerMask, Pattern
 from vlmpack.attention.spans import Spans
 from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.families.family import Family
-from vlmpack.families.spans import Prefix, Sees
+from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
-from vlmpack.model.mechanisms.stock import check_spans, measured_reaches
+from vlmpack.model.mechanisms.upstream import check_spans, measure_layer_masks
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -51,7 +51,7 @@ class RowAttention:
     def __init__(
         self,
         backend: str,
-        stock_reaches: Mapping[int, Reach] | None = None,
+        upstream_masks: Mapping[int, LayerMask] | None = None,
         *,
         spans: Spans | None = None,
         in_window: Callable[[int | None], bool] = lambda window: True,
@@ -67,10 +67,10 @@ class RowAttention:
         """Whether the model's own code always passes a mask to layers. If so, their `is_causal` does not matter."""
         self.calls = 0
         """Calls of packed attention in the text model so far."""
-        self.stock_reaches = stock_reaches
-        """The reach of each layer in the model's own code, by layer number; None: do not compare."""
-        self.reaches: set[Reach] = set()
-        """The reaches of the text model's layers called so far."""
+        self.upstream_masks = upstream_masks
+        """The mask of each layer in the model's own code, by layer number; None: do not compare."""
+        self.masks: set[LayerMask] = set()
+        """The masks of the text model's layers called so far."""
 
     def spans_of(self, window: int | None) -> Spans | None:
         """Return the bidirectional spans of layers with this window."""
@@ -92,12 +92,12 @@ class Attention(Mechanism):
         return [module for _, module in _callers(model)]
 
     def attach(self, model: ModelParts) -> None:
-        """Give each module a stand-in for its configuration. Nothing outside these modules changes."""
+        """Give each module a proxy for its configuration. Nothing outside these modules changes."""
         for name, module in _callers(model):
-            if not isinstance(config := module.config, StandIn):
-                module.config = stand_in(config, name)
+            if not isinstance(config := module.config, ConfigProxy):
+                module.config = config_proxy(config, name)
         if not _has_own_masks(model):
-            check_spans(model, layer_reaches(model, again=True), spans_in(model))
+            check_spans(model, layer_masks(model, again=True), bidirectional_spans(model))
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -109,7 +109,7 @@ class Attention(Mechanism):
         """Report a replaced layer, or a model that computes anything other than causal softmax attention over whole
         samples."""
         callers = list(_callers(model))
-        if attached and not all(isinstance(module.config, StandIn) for _, module in callers):
+        if attached and not all(isinstance(module.config, ConfigProxy) for _, module in callers):
             return (
                 "an attention layer was exchanged after enable_packing, or given another configuration, so that it no "
                 "longer gets the boundaries of a row; call enable_packing(model) again afterwards"
@@ -117,26 +117,28 @@ class Attention(Mechanism):
         return next(_not_computed(model, callers), None)
 
     def prepare(self, setup: RowSetup) -> RowAttention:
-        """Collect the name of the back-end, the reaches of layers and the bidirectional spans of the row."""
-        reaches = None if _has_own_masks(setup.model) else _reaches_as_enabled(setup.model)
-        if (sees := spans_in(setup.model)) is None:
-            return RowAttention(setup.backend, reaches)
-        runs = sees.of_row(setup.row, setup.media)
+        """Collect the name of the back-end, the masks of layers and the bidirectional spans of the row."""
+        masks = None if _has_own_masks(setup.model) else _masks_as_enabled(setup.model)
+        if (bidirectional := bidirectional_spans(setup.model)) is None:
+            return RowAttention(setup.backend, masks)
+        runs = bidirectional.of_row(setup.row, setup.media)
         for name in setup.model.family.token_columns:
             setup.part.check_shared(setup.row.extras[name], name)
-        spans = Spans(runs=setup.part.spans(runs), beyond_window=sees.beyond_window)
-        always_masked = isinstance(sees, Prefix)
-        return RowAttention(setup.backend, reaches, spans=spans, in_window=sees.is_in, always_masked=always_masked)
+        spans = Spans(runs=setup.part.spans(runs), beyond_window=bidirectional.beyond_window)
+        always_masked = isinstance(bidirectional, Prefix)
+        return RowAttention(
+            setup.backend, masks, spans=spans, in_window=bidirectional.is_in, always_masked=always_masked
+        )
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Count the pairs of layers with a window or chunks, and of layers without."""
-        if entry.spans is None and entry.reaches <= {EVERYTHING}:
+        if entry.spans is None and entry.masks <= {FULL_CAUSAL}:
             return {}
-        pairs = {reach: setup.part.attended_pairs(reach) for reach in entry.reaches}
-        for reach in pairs:
-            if (spans := entry.spans_of(reach.window)) is not None:
-                pairs[reach] += spans.further_pairs(reach.window)
-        local = [count for reach, count in pairs.items() if reach.is_local]
+        pairs = {mask: setup.part.attended_pairs(mask) for mask in entry.masks}
+        for mask in pairs:
+            if (spans := entry.spans_of(mask.window)) is not None:
+                pairs[mask] += spans.further_pairs(mask.window)
+        local = [count for mask, count in pairs.items() if mask.is_local]
         return {"attended_pairs": max(pairs.values()), "window_pairs": min(local, default=0)}
 
     def check_ran(self, model: ModelParts, entry: RowAttention) -> None:
@@ -149,7 +151,7 @@ class Attention(Mechanism):
         layers = text.layers[: text.config.num_hidden_layers]
         parts = [(name, part) for layer in layers for name, part in layer.named_children() if not is_subclassed(part)]
         callers = [part for name, part in parts if name == "self_attn" or "is_causal" in vars(part)]
-        changed = next((part for part in callers if not _has_stock_forward(part)), None)
+        changed = next((part for part in callers if not _has_upstream_forward(part)), None)
         if changed is not None and entry.calls < len(callers):
             raise ConfigError(
                 f"a {type(changed).__name__} has a forward of its own, which does not call the attention function of "
@@ -158,50 +160,50 @@ class Attention(Mechanism):
             )
 
 
-def spans_in(model: ModelParts) -> Sees | None:
+def bidirectional_spans(model: ModelParts) -> Bidirectional | None:
     """Return the bidirectional spans of a model's family, if the model's configuration enables them."""
-    sees = model.family.sees
-    return sees if sees is not None and sees.enabled(model.text.config) else None
+    bidirectional = model.family.bidirectional
+    return bidirectional if bidirectional is not None and bidirectional.enabled(model.text.config) else None
 
 
-# ---------------------------------------------------------------------- reaches in the model's own code
+# ---------------------------------------------------------------------- masks in the model's own code
 
 _MASK_SETTINGS = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size", "layer_types")
 """Configuration settings from which models make masks."""
-_REACHES: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[int, Reach]]] = WeakKeyDictionary()
+_LAYER_MASKS: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[int, LayerMask]]] = WeakKeyDictionary()
 
 
-def layer_reaches(model: ModelParts, *, again: bool = False) -> dict[int, Reach]:
-    """Return the reach of each decoder layer with attention, by layer number, as the model's own code masks it.
+def layer_masks(model: ModelParts, *, again: bool = False) -> dict[int, LayerMask]:
+    """Return the mask of each decoder layer with attention, by layer number, as the model's own code masks it.
 
     Args:
-        model: the model. The reaches are cached for as long as its text model lives.
+        model: the model. The masks are cached for as long as its text model lives.
         again: measure them again with the current configuration.
 
     Raises:
         FamilyError: a layer's mask is not causal, optionally within a window or chunk.
     """
     text = model.text
-    if again or text not in _REACHES:
-        _REACHES[text] = _mask_settings(text), measured_reaches(text)
-    return _REACHES[text][1]
+    if again or text not in _LAYER_MASKS:
+        _LAYER_MASKS[text] = _mask_settings(text), measure_layer_masks(text)
+    return _LAYER_MASKS[text][1]
 
 
-def _reaches_as_enabled(model: ModelParts) -> dict[int, Reach]:
-    """Return the reaches that were compared when packing was enabled.
+def _masks_as_enabled(model: ModelParts) -> dict[int, LayerMask]:
+    """Return the masks that were compared when packing was enabled.
 
     Raises:
         FamilyError: the mask settings have changed since.
     """
-    reaches = layer_reaches(model)
-    before, now = _REACHES[model.text][0], _mask_settings(model.text)
+    masks = layer_masks(model)
+    before, now = _LAYER_MASKS[model.text][0], _mask_settings(model.text)
     if changed := [name for name in _MASK_SETTINGS if before[name] != now[name]]:
         was = ", ".join(f"{name} was {before[name]} and is {now[name]}" for name in changed)
         raise FamilyError(
             f"{was}: the model's configuration was changed after packing was enabled. Call enable_packing(model) "
             "again, or train this model without packing"
         )
-    return reaches
+    return masks
 
 
 def _mask_settings(text: Any) -> dict[str, Any]:
@@ -210,7 +212,7 @@ def _mask_settings(text: Any) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
-def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pattern:
+def with_chunk(masks: Mapping[int, LayerMask], pattern: Pattern, layer: int) -> Pattern:
     """Compare the window that a layer passes to its attention function with its mask in the model's own code.
 
     Returns:
@@ -220,21 +222,21 @@ def with_chunk(reaches: Mapping[int, Reach], pattern: Pattern, layer: int) -> Pa
         FamilyError: packed rows would attend to other tokens than in the model's own code.
         FamilyError: packed rows would attend to other tokens than the model's own code.
     """
-    if layer not in reaches:
+    if layer not in masks:
         raise FamilyError(
             f"layer {layer} gets no mask from its model, so what it attends to is not known; train this model without "
             "packing"
         )
-    reach = reaches[layer]
-    if reach.window == 1 and pattern.window is None:  # chunks of 1 have the same mask, and no layer passes chunks
-        reach = Reach(chunk=1)
-    if reach.window != pattern.window:
+    mask = masks[layer]
+    if mask.window == 1 and pattern.window is None:  # chunks of 1 have the same mask, and no layer passes chunks
+        mask = LayerMask(chunk=1)
+    if mask.window != pattern.window:
         raise FamilyError(
             f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "
-            f"has {reach.window}: its configuration was changed after packing was enabled, or the family is not as "
+            f"has {mask.window}: its configuration was changed after packing was enabled, or the family is not as "
             "described. Call enable_packing(model) again, or train this model without packing"
         )
-    return pattern if reach.chunk is None else replace(pattern, chunk=reach.chunk)
+    return pattern if mask.chunk is None else replace(pattern, chunk=mask.chunk)
 
 
 # ---------------------------------------------------------------------- the modules that call attention
@@ -268,16 +270,16 @@ def _not_computed(model: ModelParts, callers: list[tuple[str, Any]]) -> Iterator
         if getattr(config, "is_causal", None) is False:
             yield f"is_causal is False in the model's {type(config).__name__}, but {_CAUSAL}"
     calls_own = _has_own_masks(model)
-    stock: set[tuple[str, type[nn.Module]]] = set()
+    checked: set[tuple[str, type[nn.Module]]] = set()
     for name, module in callers:
-        if name == TEXT and not isinstance(model.family.sees, Prefix) and module.is_causal is False:
+        if name == TEXT and not isinstance(model.family.bidirectional, Prefix) and module.is_causal is False:
             yield f"is_causal is False on a {type(module).__name__}, but {_CAUSAL}"
         if name == TEXT and calls_own:
             continue
         kind = _original_name(module), type(module)
-        if kind not in stock and "is_causal" in vars(module):
+        if kind not in checked and "is_causal" in vars(module):
             yield from _function_problems(kind[0], module)
-            stock.add(kind)
+            checked.add(kind)
 
 
 def _has_own_masks(model: ModelParts) -> bool:
@@ -298,14 +300,14 @@ _OF_KERNELS = {"implementation", "attention_wrapper"}
 def _function_problems(name: str, module: nn.Module) -> Iterator[str]:
     """Report a custom attention function. Back-ends only compute the same as transformers' own functions."""
     called: Any = _original(name, module)
-    is_stock = True
+    is_upstream = True
     while isinstance(called, functools.partial):
-        is_stock &= not called.args and called.keywords.keys() <= _OF_KERNELS
+        is_upstream &= not called.args and called.keywords.keys() <= _OF_KERNELS
         called = called.func
     code = called if isinstance(called, FunctionType) else type(called)
     # A wrapper copies the name and module of the wrapped function, but its globals are those of its own file.
     file = code.__globals__["__name__"] if isinstance(code, FunctionType) else code.__module__
-    if not (is_stock and file.startswith("transformers.")):
+    if not (is_upstream and file.startswith("transformers.")):
         yield (
             f"the attention {name!r} of a {type(module).__name__} is a function of your own "
             f"({file}.{code.__qualname__}), which packed rows would not call: vlmpack's back-ends "
@@ -349,7 +351,7 @@ def _settings(
     return {**settings, "pattern": Pattern(**pattern)} if pattern else settings
 
 
-def _has_stock_forward(module: nn.Module) -> bool:
+def _has_upstream_forward(module: nn.Module) -> bool:
     return "forward" not in vars(module) and type(module).forward.__module__.startswith("transformers.")
 
 
@@ -367,7 +369,7 @@ def _text_attention(
         return _call_original(module, query, key, value, *args, **kwargs)
     always_masked = row.entries[Attention.name].always_masked
     settings = _settings(module, kwargs, causal=True, always_masked=always_masked)
-    return run_on_row(query, key, value, row, module=module, **settings), None
+    return packed_attention(query, key, value, row, module=module, **settings), None
 
 
 def _vision_attention(
@@ -376,7 +378,7 @@ def _vision_attention(
     row: RowContext | None = kwargs.pop(CONTEXT, None)
     if row is not None:
         settings = _settings(module, kwargs, causal=False)
-        return run_on_row(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
+        return packed_attention(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
     if "flash" in _original_name(module) or "cu_seq_lens_q" not in kwargs:
         return _call_original(module, query, key, value, *args, **kwargs)
     return _image_by_image(module, (query, key, value), *args, **kwargs), None
@@ -387,7 +389,7 @@ AttentionInterface.register(VISION, _vision_attention)
 
 
 @outside_graph
-def run_on_row(
+def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -407,9 +409,9 @@ def run_on_row(
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
         entry.calls += 1
-        if entry.stock_reaches is not None and module is not None:
-            pattern = with_chunk(entry.stock_reaches, pattern, module.layer_idx)
-        entry.reaches.add(Reach(window=pattern.window, chunk=pattern.chunk))
+        if entry.upstream_masks is not None and module is not None:
+            pattern = with_chunk(entry.upstream_masks, pattern, module.layer_idx)
+        entry.masks.add(LayerMask(window=pattern.window, chunk=pattern.chunk))
         pattern = _with_spans(pattern, entry, row, query.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
     q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
@@ -476,9 +478,9 @@ def _call_original(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.
 
 def _with_plain_config(module: nn.Module) -> nn.Module:
     """Return a shallow copy with the plain configuration, for functions that read a kernel's name from it (flash)."""
-    twin = object.__new__(type(module))
-    vars(twin).update(vars(module), config=plain_config(module))
-    return twin
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module), config=plain_config(module))
+    return copied
 
 
 def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -490,15 +492,15 @@ def _image_by_image(module: nn.Module, qkv: Sequence[torch.Tensor], *args: Any, 
     return torch.cat([_call_original(module, *image, *args, **kwargs)[0] for image in images], dim=1)
 
 
-# ---------------------------------------------------------------------- stand ins
+# ---------------------------------------------------------------------- configuration proxies
 #
-# Stand-ins for configurations: they give the attention modules of one model another attention name.
+# Proxies for configurations: they give the attention modules of one model another attention name.
 #
 # An attention layer looks up its attention function by the name in its configuration, which other modules, other models
-# and saved files share. So each attention module gets a stand-in: the same attributes with another attention name.
+# and saved files share. So each attention module gets a proxy: the same attributes with another attention name.
 
 
-class StandIn:
+class ConfigProxy:
     """A configuration with another attention name. It shares its attributes with the plain one, in both directions."""
 
     __slots__ = ()
@@ -522,7 +524,7 @@ class StandIn:
         """Store the name of an implementation.
 
         Raises:
-            ConfigError: it is the stand-in's name: a new model is being made from the stand-in.
+            ConfigError: it is the name of a proxy: a new model is being made from the proxy.
         """
         if value == self._vlmpack_name:
             raise ConfigError(
@@ -532,7 +534,7 @@ class StandIn:
         self._vlmpack_plain._attn_implementation_internal = value
 
     def __eq__(self, other: object) -> bool:
-        return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, StandIn) else other)
+        return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, ConfigProxy) else other)
 
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # configurations are not hashable
 
@@ -540,34 +542,34 @@ class StandIn:
         return copy.copy(self._vlmpack_plain)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreTrainedConfig:
-        """Copy to a stand-in if the module is copied too, and to the plain configuration if only this is copied."""
+        """Copy to a proxy if the module is copied too, and to the plain configuration if only this is copied."""
         alone = not memo
         plain = copy.deepcopy(self._vlmpack_plain, memo)
-        return plain if alone else stand_in(plain, self._vlmpack_name)
+        return plain if alone else config_proxy(plain, self._vlmpack_name)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return stand_in, (self._vlmpack_plain, self._vlmpack_name)
+        return config_proxy, (self._vlmpack_plain, self._vlmpack_name)
 
 
-def stand_in(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
-    """Make a stand-in for `plain` with the attention name `name`."""
-    config = object.__new__(_stand_in_class(type(plain), name))
+def config_proxy(plain: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """Make a proxy for `plain` with the attention name `name`."""
+    config = object.__new__(_proxy_class(type(plain), name))
     object.__setattr__(config, "_vlmpack_plain", plain)
     object.__setattr__(config, "__dict__", vars(plain))
     return config
 
 
 @functools.cache
-def _stand_in_class(base: type[PreTrainedConfig], name: str) -> Any:
+def _proxy_class(base: type[PreTrainedConfig], name: str) -> Any:
     def new(cls: type[PreTrainedConfig], *args: Any, **kwargs: Any) -> PreTrainedConfig:
         return base(*args, **kwargs)  # `type(config)(...)` makes a plain configuration
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    body = {"__new__": new, "__eq__": StandIn.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
-    return type(base.__name__, (StandIn, base), {**shown, **body})
+    body = {"__new__": new, "__eq__": ConfigProxy.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
+    return type(base.__name__, (ConfigProxy, base), {**shown, **body})
 
 
 def plain_config(module: Any) -> PreTrainedConfig:
     """Return the plain configuration of a module, without our attention name."""
     config = module.config
-    return config._vlmpack_plain if isinstance(config, StandIn) else config
+    return config._vlmpack_plain if isinstance(config, ConfigProxy) else config

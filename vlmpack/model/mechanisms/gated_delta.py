@@ -16,7 +16,7 @@ A prefix tree is computed level by level; each node starts from its parent's fin
 does not support initial states (`gated_delta_states`), the layers run along the paths of the tree's samples.
 
 Context parallelism splits the heads. The layer's own projections before the convolution and after the norm run token by
-token. Between them each head runs along the sequence by itself, in the layer's own forward, on a stand-in with fewer
+token. Between them each head runs along the sequence by itself, in the layer's own forward, on a copy with fewer
 heads:
 
     hidden [t, D] ─ projections ─▶ [t, all heads] ═ all-to-all ═▶ [T, some heads] ─ convolution, recurrence, norm ─┐
@@ -57,7 +57,7 @@ class GatedDelta(ClassMechanism):
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return every gated delta layer. Each maps hidden states [B, S, D] to [B, S, D]."""
-        return [(layer, row_class) for layer in model.layer_parts(self.name)]
+        return [(layer, gated_delta_class) for layer in model.layer_parts(self.name)]
 
     def prepare(self, setup: RowSetup) -> Buckets | VarlenCalls:
         """Choose a layout by what computes the recurrence, and by cost. If initial states are not supported, a prefix
@@ -85,7 +85,7 @@ class GatedDelta(ClassMechanism):
 
 
 @functools.cache
-def row_class(base: Any) -> type[nn.Module]:
+def gated_delta_class(base: Any) -> type[nn.Module]:
     """Return a subclass of a gated delta layer's class that keeps a row's samples apart. One per base class."""
 
     @functools.wraps(base.forward)
@@ -94,13 +94,13 @@ def row_class(base: Any) -> type[nn.Module]:
         if row is None:
             check_not_bypassed(kwargs)
             return base.forward(self, hidden_states, *args, **kwargs)
-        return run_on_row(base.forward, self, hidden_states, row, kwargs)
+        return packed_gated_delta(base.forward, self, hidden_states, row, kwargs)
 
-    return subclass(base, {"forward": around_graph(forward)}, row_class)
+    return subclass(base, {"forward": around_graph(forward)}, gated_delta_class)
 
 
 @outside_graph
-def run_on_row(
+def packed_gated_delta(
     plain_forward: Callable[..., torch.Tensor],
     layer: Any,
     hidden_1tD: torch.Tensor,
@@ -113,17 +113,17 @@ def run_on_row(
     if isinstance(delta, VarlenCalls):
         check_zeros(layer)
 
-    def on_samples(stand_in: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
-        return delta.run(with_state(partial(plain_forward, stand_in, **kwargs)), row_1TD)
+    def on_samples(rank_layer: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
+        return delta.run(with_state(partial(plain_forward, rank_layer, **kwargs)), row_1TD)
 
     if row.part.is_whole or delta.tree is not None:
         return on_samples(layer, hidden_1tD)
     heads = DeltaHeads(layer, row.part.ranks)
     if not heads.is_possible:
         return row.part.on_whole_row(partial(on_samples, layer), hidden_1tD)
-    stand_in = heads.stand_in(row.part.rank)
+    rank_layer = heads.layer_of_rank(row.part.rank)
     computed_tF = row.part.by_heads(
-        heads.project(hidden_1tD[0]), lambda row_TF: on_samples(stand_in, row_TF[None])[0], "gated delta"
+        heads.project(hidden_1tD[0]), lambda row_TF: on_samples(rank_layer, row_TF[None])[0], "gated delta"
     )
     return layer.out_proj(computed_tF[None])
 
@@ -179,20 +179,20 @@ class DeltaHeads:
             projected += [block.unflatten(-1, (self._ranks, -1)) for block in blocks]
         return projected
 
-    def stand_in(self, rank: int) -> nn.Module:
+    def layer_of_rank(self, rank: int) -> nn.Module:
         """Return a copy of the layer with only the heads of `rank`. Its forward takes projections (from `project`),
         [n, W, F of all blocks], in place of hidden states, and returns [n, W, value channels]."""
-        layer, twin = self._layer, nn.Module.__new__(type(self._layer))
-        vars(twin).update({**vars(layer), **{name: vars(layer)[name] // self._ranks for name in _SPLIT}})
+        layer, copied = self._layer, nn.Module.__new__(type(self._layer))
+        vars(copied).update({**vars(layer), **{name: vars(layer)[name] // self._ranks for name in _SPLIT}})
         slices = {name: layer._parameters[name].chunk(self._ranks)[rank] for name in _PER_HEAD}
-        twin._parameters = {**layer._parameters, **slices}
-        twin._modules = {
+        copied._parameters = {**layer._parameters, **slices}
+        copied._modules = {
             **layer._modules,
             **self._takers(),
             "conv1d": SimpleNamespace(weight=self._taps(layer.conv1d.weight, rank), bias=None),
             "out_proj": lambda heads: heads,
         }
-        return twin
+        return copied
 
     def _takers(self) -> dict[str, Any]:
         """Return, for each projection, a function that selects its channels from all channels."""

@@ -6,7 +6,7 @@ Scalable-Softmax):
     scale = 1 + attn_scale * log(1 + floor((position + 1) / floor_scale))
 
 The unmodified layer counts positions from the start of its input, 0 .. t - 1, and adds the number of tokens in its
-cache. It reads no position ids. So we pass a stand-in for a cache, which holds no keys and reports a different number
+cache. It reads no position ids. So we pass an empty cache, which holds no keys and reports a different number
 of tokens for each token of the row:
 
     row       a a a .  b b b b b
@@ -54,7 +54,7 @@ class QueryScale(ClassMechanism):
 
 @final
 class Offsets:
-    """A stand-in for a cache. It holds no keys, and its number of tokens is the offset of each token's position."""
+    """An empty cache. It holds no keys, and its number of tokens is the offset of each token's position."""
 
     def __init__(self, offsets_t: torch.Tensor) -> None:
         self._offsets_t = offsets_t

@@ -151,7 +151,7 @@ def attention_class(base: Any) -> type[nn.Module]:
         def attend(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden), **kwargs)[0]
 
-        return run_on_row(attend, row, hidden_states, *position_embeddings), None
+        return run_per_sample(attend, row, hidden_states, *position_embeddings), None
 
     return subclass(base, {"forward": around_graph(forward)}, attention_class)
 
@@ -170,13 +170,13 @@ def ngram_class(base: Any) -> type[nn.Module]:
         def look_up(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return base.forward(self, hidden, ids, *args, **kwargs)
 
-        return run_on_row(look_up, input_ids.row, hidden_states, input_ids.tensor_1T)
+        return run_per_sample(look_up, input_ids.row, hidden_states, input_ids.tensor_1T)
 
     return subclass(base, {"forward": around_graph(forward)}, ngram_class)
 
 
 @outside_graph
-def run_on_row(
+def run_per_sample(
     layer: Callable[..., torch.Tensor], row: RowContext, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor
 ) -> torch.Tensor:
     """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs, because it would be

@@ -39,7 +39,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 @final
 class LayerState:
-    """A stand-in for one layer's cache: the initial state of a call of n sequences, and afterwards its final state. C
+    """A cache of one layer: the initial state of a call of n sequences, and afterwards its final state. C
     channels of the convolution, which reads K tokens before each; H heads of the recurrence."""
 
     record_past = True

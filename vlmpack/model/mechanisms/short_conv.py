@@ -43,7 +43,7 @@ class ShortConv(ClassMechanism):
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return every short convolution. Each maps hidden states [B, S, D] to [B, S, D]."""
-        return [(layer, row_class) for layer in model.layer_parts(self.name)]
+        return [(layer, short_conv_class) for layer in model.layer_parts(self.name)]
 
     def prepare(self, setup: RowSetup) -> ConvLayout | Buckets:
         """Put zeros between samples, or split the row into buckets if a projection has a bias."""
@@ -63,7 +63,7 @@ def has_bias(layer: Any) -> bool:
 
 
 @functools.cache
-def row_class(base: Any) -> type[nn.Module]:
+def short_conv_class(base: Any) -> type[nn.Module]:
     """Return a subclass of a short convolution's class that keeps a row's samples apart. One per base class."""
 
     @functools.wraps(base.forward)
@@ -72,13 +72,13 @@ def row_class(base: Any) -> type[nn.Module]:
         if row is None:
             check_not_bypassed(kwargs)
             return base.forward(self, hidden_states, *args, **kwargs)
-        return run_on_row(lambda hidden: base.forward(self, hidden, *args, **kwargs), hidden_states, row)
+        return packed_short_conv(lambda hidden: base.forward(self, hidden, *args, **kwargs), hidden_states, row)
 
-    return subclass(base, {"forward": around_graph(forward)}, row_class)
+    return subclass(base, {"forward": around_graph(forward)}, short_conv_class)
 
 
 @outside_graph
-def run_on_row(layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext) -> torch.Tensor:
+def packed_short_conv(layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext) -> torch.Tensor:
     """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs, because it would be
     recompiled for nearly every row."""
     conv: ConvLayout | Buckets = row.entries[ShortConv.name]

@@ -1,11 +1,11 @@
 """Compare masks, positions and logits of the model's own code with its family's descriptor. No weight is read.
 
-    masks        a twin of the text model runs on a few embeddings, with layers that only record
-    spans        the same with a twin of the backbone, for a sample with images or with a prefix
-    logits       a twin of the model runs, with a backbone and a head that return fixed numbers
+    masks        a copy of the text model runs on a few embeddings, with layers that only record
+    spans        the same with a copy of the backbone, for a sample with images or with a prefix
+    logits       a copy of the model runs, with a backbone and a head that return fixed numbers
 
-A twin is a shallow copy of a module with some parts replaced. It shares everything else with the model, which is never
-changed, not even while a twin runs.
+Each copy is shallow, with some parts replaced. It shares everything else with the model, which is never
+changed, not even while a copy runs.
 
 transformers builds a mask from a function of (batch, head, query, key). We register a mask implementation that passes
 this function to each layer instead of a mask. Calling it tells how far back a token sees, in a window or in chunks,
@@ -27,10 +27,10 @@ import transformers
 from torch import nn
 from transformers import AttentionMaskInterface
 
-from vlmpack.attention.patterns import EVERYTHING, Pattern, Reach, visible_keys
+from vlmpack.attention.patterns import FULL_CAUSAL, LayerMask, Pattern, visible_keys
 from vlmpack.attention.spans import Spans
 from vlmpack.errors import FamilyError
-from vlmpack.families.spans import Prefix, Sees
+from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ModelParts
 
@@ -64,33 +64,33 @@ AttentionMaskInterface.register(_NAME, _mask_function)
 AttentionMaskInterface.register(_DENSE, _dense_mask)
 
 
-def measured_reaches(text: nn.Module) -> dict[int, Reach]:
-    """Measure the reach of each decoder layer with attention, by layer number, as the model's own code masks it.
+def measure_layer_masks(text: nn.Module) -> dict[int, LayerMask]:
+    """Measure the mask of each decoder layer with attention, by layer number, as the model's own code masks it.
 
     Raises:
         FamilyError: a layer's mask is not causal, optionally within a window or chunk.
     """
     masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
-    with torch.device("cpu"):  # where the twin ran: a mask may hold tensors made there
-        reaches = {mask: _reach(mask, layer) for layer, mask in masks.items()}
-    return {layer: reaches[mask] for layer, mask in masks.items()}
+    with torch.device("cpu"):  # where the copy ran: a mask may hold tensors made there
+        layer_masks = {mask: _layer_mask(mask, layer) for layer, mask in masks.items()}
+    return {layer: layer_masks[mask] for layer, mask in masks.items()}
 
 
-def _reach(mask: Any, layer: int) -> Reach:
-    """Find the reach of a mask: bisect how many queries attend to the first key, then compare the keys of queries near
+def _layer_mask(mask: Any, layer: int) -> LayerMask:
+    """Find the layer mask: bisect how many queries attend to the first key, then compare the keys of queries near
     the edges and far away."""
     zero = torch.tensor(0)
     size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
-    candidates = [Reach(window=size), Reach(chunk=size)] if 0 < size <= FAR else [EVERYTHING]
+    candidates = [LayerMask(window=size), LayerMask(chunk=size)] if 0 < size <= FAR else [FULL_CAUSAL]
     queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
-    firsts = {reach: torch.tensor([[reach.first_key(query)] for query in queries]) for reach in candidates}
+    firsts = {candidate: torch.tensor([[candidate.first_key(query)] for query in queries]) for candidate in candidates}
     queries_Q1 = torch.tensor(queries)[:, None]
     keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
     visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
     before_QK = keys_1K <= queries_Q1
-    for reach, first_Q1 in firsts.items():
+    for candidate, first_Q1 in firsts.items():
         if torch.equal(visible_QK, before_QK & (keys_1K >= first_Q1)):
-            return reach
+            return candidate
     raise FamilyError(
         f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the model's "
         "own code, which packed rows cannot do; train this model without packing"
@@ -141,8 +141,8 @@ class _Recorder(nn.Module):
 
 
 @final
-class _TextTwin:
-    """A twin of the text model whose layers record masks and positions.
+class _RecordingText:
+    """A copy of the text model whose layers record masks and positions.
 
     It computes on the host, wherever the model is. The model may even be on the meta device, where training loops keep
     it until it is sharded.
@@ -162,7 +162,7 @@ class _TextTwin:
         # Replace parts that would be on the model's device and whose output only layers use.
         parts |= {name: _Fixed((None, None)) for name, _ in text.named_children() if name in _ROTARY}
         without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
-        self.module = _twin(text, parts, config=self.config, **without)
+        self.module = _shallow_copy(text, parts, config=self.config, **without)
 
     def _recording(self, number: int) -> Callable[[Any, Any], None]:
         def record(mask: Any, positions: Any) -> None:
@@ -186,14 +186,14 @@ class _TextTwin:
 _ROTARY = ("rotary_emb", "pos_emb")
 """Names of parts that compute rotary angles."""
 _PER_TOKEN = {"hidden_size_per_layer_input": 0, "first_kv_shared_layer_idx": -1}
-"""Values of Gemma 4's attributes in a twin: no per-layer embeddings, which need token ids, and no tokens dropped before
+"""Values of Gemma 4's attributes in a copy: no per-layer embeddings, which need token ids, and no tokens dropped before
 layers that share keys. Neither affects a mask."""
 
 
 def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
     """Return (mask, positions) of each layer, for a sample of a few embeddings."""
-    twin = _TextTwin(text, _NAME)
-    return twin.run(functools.partial(type(text).forward, twin.module), TOKENS)
+    copied = _RecordingText(text, _NAME)
+    return copied.run(functools.partial(type(text).forward, copied.module), TOKENS)
 
 
 # ---------------------------------------------------------------------- spans
@@ -203,16 +203,16 @@ TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
 PREFIX = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
 """Token types of a sample with a prefix that is longer than the window."""
 WINDOW = 3
-"""The twin's window, in place of the model's."""
+"""The copy's window, in place of the model's."""
 
 
-def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | None) -> None:
+def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirectional: Bidirectional | None) -> None:
     """Compare masks for a sample with images, or with a prefix, between the model's own code and its descriptor.
 
     Args:
         model: the model.
-        reaches: the reach of each layer.
-        sees: the bidirectional spans of packed rows; None: none.
+        layer_masks: the mask of each layer.
+        bidirectional: the bidirectional spans of packed rows; None: none.
 
     Raises:
         FamilyError: a token attends to other tokens.
@@ -222,28 +222,34 @@ def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | No
     if column is None:
         return
     text, backbone = model.text, family.backbone(model.core)
-    has_windows = any(reach.window is not None for reach in reaches.values())
+    has_windows = any(mask.window is not None for mask in layer_masks.values())
     settings: dict[str, Any] = {"sliding_window": WINDOW} if has_windows else {}
     if "hidden_size_per_layer_input" in vars(text):
         settings["hidden_size_per_layer_input"] = 0
-    twin = _TextTwin(text, _DENSE, **settings)
+    copied = _RecordingText(text, _DENSE, **settings)
     config: Any = copy.copy(backbone.config)
-    config.text_config = twin.config
-    whole = _twin(backbone, {family.text_path.removeprefix(f"{family.backbone_path}."): twin.module}, config=config)
+    config.text_config = copied.config
+    whole = _shallow_copy(
+        backbone, {family.text_path.removeprefix(f"{family.backbone_path}."): copied.module}, config=config
+    )
     segments = Segments.from_lengths([tokens])
     positions = torch.arange(tokens, device="cpu").expand(4, 1, -1)
     kinds, letters, contents = (PREFIX, "ps", "a prefix") if family.token_columns else (TYPES, "ti", "images")
     types = torch.tensor([kinds], device="cpu")
     inputs = {column: types, "position_ids": family.rotary_ids(positions)}
-    found = twin.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
-    spans = None if sees is None else Spans(runs=_runs_of(sees, types[0]), beyond_window=sees.beyond_window)
+    found = copied.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
+    spans = (
+        None
+        if bidirectional is None
+        else Spans(runs=_runs_of(bidirectional, types[0]), beyond_window=bidirectional.beyond_window)
+    )
     for layer, (mask, _) in found.items():
-        if layer not in reaches:
+        if layer not in layer_masks:
             continue
-        window = None if reaches[layer].window is None else WINDOW
-        of_layer = spans if sees is not None and sees.is_in(window) else None
-        pattern = Pattern(window=window, chunk=reaches[layer].chunk, spans=of_layer)
-        expected = visible_keys(segments, segments, twin.zeros.device, causal=True, pattern=pattern)
+        window = None if layer_masks[layer].window is None else WINDOW
+        of_layer = spans if bidirectional is not None and bidirectional.is_in(window) else None
+        pattern = Pattern(window=window, chunk=layer_masks[layer].chunk, spans=of_layer)
+        expected = visible_keys(segments, segments, copied.zeros.device, causal=True, pattern=pattern)
         if differs := (mask[0, 0] != expected).nonzero().tolist():
             query, key = differs[0]
             shown = "attends" if expected[query, key] else "does not attend"
@@ -254,26 +260,28 @@ def check_spans(model: ModelParts, reaches: Mapping[int, Reach], sees: Sees | No
             )
 
 
-def _runs_of(sees: Sees, types_L: torch.Tensor) -> Any:
+def _runs_of(bidirectional: Bidirectional, types_L: torch.Tensor) -> Any:
     """Return the runs of a sample with these token types (or, for a prefix, these values in its column)."""
-    return sees.of_sample({sees.column: types_L} if isinstance(sees, Prefix) else {}, types_L)
+    return bidirectional.of_sample(
+        {bidirectional.column: types_L} if isinstance(bidirectional, Prefix) else {}, types_L
+    )
 
 
-def _twin(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:
+def _shallow_copy(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:
     """Return a shallow copy with other parts and attributes. Running it changes neither the model nor its hooks."""
-    twin = object.__new__(type(module))
-    vars(twin).update(vars(module), _modules={**module._modules, **parts}, **attributes)
-    return twin
+    copied = object.__new__(type(module))
+    vars(copied).update(vars(module), _modules={**module._modules, **parts}, **attributes)
+    return copied
 
 
-def _twin_of_paths(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
-    """Return a twin with other parts at these paths; modules on the paths are twins too."""
+def _copy_with_parts(module: nn.Module, parts: Mapping[str, nn.Module]) -> Any:
+    """Return a copy with other parts at these paths; modules on the paths are copied too."""
     direct = {path: part for path, part in parts.items() if "." not in path}
     for holder in {path.partition(".")[0] for path in parts} - direct.keys():
         prefix = f"{holder}."
         below = {path.removeprefix(prefix): part for path, part in parts.items() if path.startswith(prefix)}
-        direct[holder] = _twin_of_paths(module.get_submodule(holder), below)
-    return _twin(module, direct)
+        direct[holder] = _copy_with_parts(module.get_submodule(holder), below)
+    return _shallow_copy(module, direct)
 
 
 # ---------------------------------------------------------------------- the head
@@ -319,27 +327,28 @@ def check_logits(model: ModelParts) -> None:
     hidden = torch.linspace(-3, 3, 6, device="cpu").reshape(1, 2, 3)
     values = torch.tensor([-900.0, -30.0, -2.0, 0.0, 0.5, 7.0, 31.0, 450.0], device="cpu").reshape(1, 2, 4)
     backbone, head = _Fixed(_Output(hidden)), _Fixed(values)
-    stock = family.stock_class(core)
-    twin = _twin_of_paths(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})
+    upstream = family.upstream_class(core)
+    name = upstream.__name__
+    copied = _copy_with_parts(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})
     ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
     inputs = {"input_ids": ids} if family.backbone_path else {"inputs_embeds": hidden}
     try:
-        logits = stock.forward(twin, **inputs, use_cache=False, return_dict=True).logits
+        logits = upstream.forward(copied, **inputs, use_cache=False, return_dict=True).logits
     except Exception as error:
         raise FamilyError(
-            f"the forward of a {stock.__name__} fails by itself in transformers {transformers.__version__}, with "
+            f"the forward of a {name} fails by itself in transformers {transformers.__version__}, with "
             f"{type(error).__name__}: {error}. Use another version of transformers (Llama 4 with images: 5.24.0 is the "
             "one that cannot run it)"
         ) from error
     expected = family.logits(values, family.text_config(core.config))
     if head.given is not hidden and not torch.equal(head.given, hidden):
         raise FamilyError(
-            f"a {stock.__name__} changes hidden states before its head, which {family.model_type} is not described with"
+            f"a {name} changes hidden states before its head, which {family.model_type} is not described with"
         )
     if not torch.allclose(logits, expected, rtol=1e-5):
         at = int((logits - expected).abs().argmax())
         raise FamilyError(
-            f"a {stock.__name__} makes a logit of {logits.flatten()[at]:.6g} of its head's {values.flatten()[at]:.6g}, "
+            f"a {name} makes a logit of {logits.flatten()[at]:.6g} of its head's {values.flatten()[at]:.6g}, "
             f"but as {family.model_type} is described it would be {expected.flatten()[at]:.6g}: its log-probabilities "
             "would be others. Its configuration was changed after the model was made, or its descriptor is wrong"
         )

@@ -15,15 +15,15 @@ from equality import alone_through, check_packed
 from parts import parts_of
 from transformers.models.llama import modeling_llama
 
-from vlmpack.attention.patterns import Pattern, Reach
+from vlmpack.attention.patterns import LayerMask, Pattern
 from vlmpack.errors import BackendError, FamilyError
 from vlmpack.families.family import plain_logits
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.mechanisms.attention import layer_reaches, with_chunk
-from vlmpack.model.mechanisms.stock import MaskFunction, check_logits, check_text_positions
+from vlmpack.model.mechanisms.attention import layer_masks, with_chunk
+from vlmpack.model.mechanisms.upstream import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
@@ -33,13 +33,13 @@ WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, N
 def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str, windows: list[int | None]) -> None:
     model = tiny_model(name, layers=3)
     before = dict(vars(model.config.get_text_config()))
-    found = layer_reaches(parts_of(model))
+    found = layer_masks(parts_of(model))
     assert dict(vars(model.config.get_text_config())) == before
-    assert list(found.values()) == [Reach(window=window) for window in windows]
-    for layer, reach in found.items():
-        pattern = Pattern(window=reach.window)
+    assert list(found.values()) == [LayerMask(window=window) for window in windows]
+    for layer, mask in found.items():
+        pattern = Pattern(window=mask.window)
         assert with_chunk(found, pattern, layer) is pattern
-        for wrong in {4, 6, 4096, None} - {reach.window}:
+        for wrong in {4, 6, 4096, None} - {mask.window}:
             with pytest.raises(FamilyError, match=rf"layer {layer} calls attention with sliding_window={wrong}, but"):
                 with_chunk(found, Pattern(window=wrong), layer)
     with pytest.raises(FamilyError, match="layer 7 gets no mask"):
@@ -50,7 +50,7 @@ def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str,
 def test_windows_of_any_length_are_measured_without_a_mask(window: int) -> None:
     model = tiny_model("mistral", layers=1)
     model.config.sliding_window = window
-    assert layer_reaches(parts_of(model), again=True) == {0: Reach(window=window)}
+    assert layer_masks(parts_of(model), again=True) == {0: LayerMask(window=window)}
 
 
 OTHER_MASKS: dict[str, MaskFunction] = {
@@ -85,7 +85,7 @@ def test_masks_of_another_kind_are_refused(mask: MaskFunction, monkeypatch: pyte
 def test_a_mask_is_measured_on_the_host_wherever_the_model_lies(name: str) -> None:
     """Masks of chunks hold a tensor of the padding, which is on the device of the embeddings."""
     model = tiny_model(name)
-    assert layer_reaches(parts_of(copy.deepcopy(model).to("meta"))) == layer_reaches(parts_of(model))
+    assert layer_masks(parts_of(copy.deepcopy(model).to("meta"))) == layer_masks(parts_of(model))
 
 
 def test_a_layer_that_calls_attention_with_another_window_than_its_mask_is_an_error_at_the_first_row() -> None:
