@@ -60,7 +60,7 @@ def chat(question: str = "What is the total?", answer: str = "The total is 75,00
     return {"messages": messages, **({"images": list(images)} if images else {}), **more}
 
 
-def tokenised(family: str, text: str, *images: Any, **more: Any) -> dict:
+def tokenized(family: str, text: str, *images: Any, **more: Any) -> dict:
     """The processor's own output for one sample, as tensors without the batch dimension."""
     out = processor_of(family)(text=text, images=list(images) or None, return_tensors="pt")
     ids = ("input_ids", "attention_mask", "mm_token_type_ids")

@@ -74,7 +74,7 @@ def mixed(folder: Path | None = None) -> list[dict]:
             id="fast film",
         ),
         chat("Which way up?", "Up", {"bytes": on_its_side.getvalue(), "path": None}, id="on its side"),
-        chat("And this?", "A hole", picture(50, 50).convert("L"), id="grey"),
+        chat("And this?", "A hole", picture(50, 50).convert("L"), id="gray"),
     ]
     if folder is not None:
         file = folder / "file.webp"

@@ -29,10 +29,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from vlmpack.collate.assemble import media_table
-from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.digests import content_sums, sample_key, settings_key
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.readers import StoredRows
 from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number

@@ -46,11 +46,12 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from vlmpack.collate.assemble import SharePrefixes
-from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.digests import differences, digest_of, fingerprint, sample_digest
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.skipped import SkipLog
 from vlmpack.collate.video import FrameSampling
+from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import DEFAULT_LIMITS, ImageError, load_image, read_encoded
 from vlmpack.data.messages import KNOWN_KEYS, MediaRef
 from vlmpack.data.videos import open_video
@@ -391,18 +392,21 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     samples, arrays = [], {"input_ids": ids, "labels": labels, "types": types}
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
         columns: dict[str, Any] = {column: values[start:stop] for column, values in arrays.items()}
-        columns |= {kind: tuple(_visual(each, media[kind]) for each in about.get(kind, ())) for kind in MEDIA}
+        columns |= {
+            kind: tuple(_visual(x, media[kind], at) for at, x in enumerate(about.get(kind, ()))) for kind in MEDIA
+        }
         weights = np.asarray(about["weights"], np.float32) if "weights" in about else None
         columns |= {"weights": weights, "channel": about.get("channel")}
         samples.append((about["index"], Encoded(**columns, sample_id=json.loads(name))))
     return samples
 
 
-def _visual(about: Mapping[str, Any], media: Sequence[Any] | None) -> Visual:
+def _visual(about: Mapping[str, Any], media: Sequence[Any] | None, index: int) -> Visual:
     source = None
     if media is not None:
         content = media[about["number"]]
-        source = MediaRef(source=content[0] if "is_file" in about else content, options=about["options"])
+        content = content[0] if "is_file" in about else content
+        source = MediaRef(source=content, options=about["options"], index=index)
     times = {"seconds": about.get("seconds"), "timestamps": tuple(about.get("timestamps", ()))}
     grid, runs = tuple(about["grid"]) if "grid" in about else None, tuple(about.get("runs", ()))
     return Visual(grid=grid, runs=runs, pixels=None, source=source, **times)

@@ -99,13 +99,13 @@ def test_a_sample_is_what_the_whole_processor_makes(family: str) -> None:
 
 
 @each_family
-def test_measured_and_tokenised_samples_are_the_same_batch(family: str) -> None:
+def test_measured_and_tokenized_samples_are_the_same_batch(family: str) -> None:
     sample, made = whole(family)
     collator = VLMCollator(processor_of(family))
     batch, measured = collator([sample]), collator.measure(sample)
     assert all(audio.pixels is None for audio in measured.audios)
-    tokenised = {name: value[0] if name in ("input_ids", "attention_mask") else value for name, value in made.items()}
-    for other in (collator.decode([measured]).to_hf(), collator([tokenised])):
+    tokenized = {name: value[0] if name in ("input_ids", "attention_mask") else value for name, value in made.items()}
+    for other in (collator.decode([measured]).to_hf(), collator([tokenized])):
         assert all(torch.equal(other[name], batch[name]) for name in batch if name != "vlmpack")
     assert measure_lengths([sample], collator).tokens.tolist() == [batch["input_ids"].shape[1]]
 
@@ -276,7 +276,7 @@ def test_longer_audio_is_no_fault_where_the_processor_cuts_nothing_off() -> None
     assert tuple(audio.frames for audio in batch["vlmpack"].media.audios) == (900,)
 
 
-def test_tokenised_samples_whose_audio_does_not_fit_are_refused() -> None:
+def test_tokenized_samples_whose_audio_does_not_fit_are_refused() -> None:
     _, made = whole(POOLED)
     collator = VLMCollator(processor_of(POOLED))
     sample = {name: value[0] if name in ("input_ids", "attention_mask") else value for name, value in made.items()}

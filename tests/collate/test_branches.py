@@ -153,7 +153,7 @@ def test_other_conversations_are_refused(feature, fault):
     assert caught.value.reason == "bad_row"
 
 
-def test_tokenised_samples_have_no_questions_to_tell_apart():
+def test_tokenized_samples_have_no_questions_to_tell_apart():
     for column in ("branch_turn", "answer_turn"):
         with pytest.raises(SampleError, match=f"input_ids and {column}"):
             VLMCollator(processor_of()).collate([{"input_ids": [1, 2, 3], column: 0}])

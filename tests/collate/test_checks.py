@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from chats import FAMILIES, picture, processor_of, tokenised
+from chats import FAMILIES, picture, processor_of, tokenized
 from torch.nn.functional import pad
 
 from vlmpack.collate.encode import Encoder
@@ -33,11 +33,11 @@ Sample = dict[str, Any]
 def good(family: str = FAMILY) -> Sample:
     """Two images of 4 and 6 tokens."""
     side = 2 * processor_of(family).image_processor.patch_size
-    return tokenised(family, TEXT, picture(2 * side, 2 * side), picture(3 * side, 2 * side))
+    return tokenized(family, TEXT, picture(2 * side, 2 * side), picture(3 * side, 2 * side))
 
 
 def answer(**more: Any) -> Sample:
-    return {**tokenised(FAMILY, ANSWER), **more}
+    return {**tokenized(FAMILY, ANSWER), **more}
 
 
 def refusal(feature: Sample) -> tuple[str, str]:
@@ -110,7 +110,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         "it has 10 image tokens but no image pixels; add pixels and grid, or remove the tokens",
     ),
     "pixels without tokens": (
-        lambda _: {**tokenised(FAMILY, "<|image_pad|>", picture()), **answer()},
+        lambda _: {**tokenized(FAMILY, "<|image_pad|>", picture()), **answer()},
         "pixels_without_image_tokens",
         "it has the pixels of 1 image(s) but no image token; is the placeholder missing?",
     ),
@@ -136,7 +136,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
     "pixels of whole numbers": (
         changed("pixel_values", lambda pixels: pixels.to(torch.uint8)),
         "pixel_dtype",
-        "pixels are torch.uint8; give the processor's normalised floats",
+        "pixels are torch.uint8; give the processor's normalized floats",
     ),
     **{
         f"the id {bad}": (changed("input_ids", put(0, bad)), "id_out_of_range", f"id {bad}, but ids run from 0 to 8")
@@ -231,9 +231,9 @@ def test_padding_on_either_side_is_cut_off_with_labels_and_types() -> None:
 
 
 @pytest.mark.parametrize("has_labels", [False, True])
-def test_the_masks_of_a_tokenised_sample_say_what_is_trained_on(has_labels: bool) -> None:
+def test_the_masks_of_a_tokenized_sample_say_what_is_trained_on(has_labels: bool) -> None:
     turn = "<|im_start|>assistant\n{}<|im_end|>"
-    plain = tokenised(FAMILY, f"{turn.format(1)}\n<|im_start|>user\n?<|im_end|>\n{turn.format(2)}")
+    plain = tokenized(FAMILY, f"{turn.format(1)}\n<|im_start|>user\n?<|im_end|>\n{turn.format(2)}")
     count = len(plain["input_ids"])
     assert sum(ENCODER.encode(plain).labels != -100) == 4  # both turns, where nothing is told
     given = {"labels": plain["input_ids"]} if has_labels else {}

@@ -5,7 +5,7 @@ import pickle
 import hypothesis
 import pytest
 import torch
-from chats import FAMILIES, chat, learnt, picture, processor_of, tokenised
+from chats import FAMILIES, chat, learnt, picture, processor_of, tokenized
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -33,7 +33,7 @@ def mixed(family="qwen3_vl"):
             "image": picture(64, 33, seed=4),
             "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
         },
-        tokenised(family, text, picture(50, 50, seed=5)),
+        tokenized(family, text, picture(50, 50, seed=5)),
     ]
 
 
@@ -117,7 +117,7 @@ def broken_pixels(seed=1, **others):
     """Two images, one value of the second is NaN."""
     hole = "<|vision_start|><|image_pad|><|vision_end|>"
     text = f"<|im_start|>user\n{hole}{hole}?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
-    sample = tokenised("qwen3_vl", text, picture(50, 50, seed=seed), picture(64, 40, seed=seed))
+    sample = tokenized("qwen3_vl", text, picture(50, 50, seed=seed), picture(64, 40, seed=seed))
     sample["pixel_values"][-1, 3] = float("nan")
     return {**sample, **others}
 
@@ -281,7 +281,7 @@ def test_it_can_be_pickled():
             {"slots": SlotRule()},
             "slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to enable_packing",
         ),
-        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would round normalised pixels to integers"),
+        ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would round normalized pixels to integers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),
         ({"max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
         ({"max_length": 2.5}, "max_length must be a whole number of at least 2, got 2.5"),
@@ -343,7 +343,7 @@ GOOD = st.sampled_from(
         chat("1", "2"),
         {"prompt": "1", "completion": "2"},
         {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "2"}], "image": picture()},
-        tokenised("qwen3_vl", "<|image_pad|><|im_start|>assistant\n2<|im_end|>", picture()),
+        tokenized("qwen3_vl", "<|image_pad|><|im_start|>assistant\n2<|im_end|>", picture()),
     ]
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, picture, processor_of, tokenised
+from chats import chat, picture, processor_of, tokenized
 from clips import clip_bytes
 from measured import encoded
 from PIL import ExifTags, Image
@@ -118,7 +118,7 @@ def test_numbers_of_numpy_have_a_place_in_a_key() -> None:
 @pytest.mark.parametrize(
     "sample",
     [
-        tokenised("qwen3_vl", "<|im_start|>assistant\n5<|im_end|>"),
+        tokenized("qwen3_vl", "<|im_start|>assistant\n5<|im_end|>"),
         chat("?", "a", b"no image"),
         chat("?", "a", video="film.mp4"),
         chat("?", "a", video=clip_bytes(num_frames=4)),

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import FAMILIES, Frames, chat, learnt, picture, processor_of, tokenised
+from chats import FAMILIES, Frames, chat, learnt, picture, processor_of, tokenized
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
@@ -108,7 +108,7 @@ def test_plain_prompts_hold_their_placeholders_themselves():
     sample = encode(
         {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Total: ", "completion": "5", "images": [image]}
     )
-    truth = tokenised("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>Total: ", image)
+    truth = tokenized("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>Total: ", image)
     assert sample.input_ids.tolist()[: len(truth["input_ids"])] == truth["input_ids"].tolist()
     assert torch.equal(pixels_of(sample.images), truth["pixel_values"])
 

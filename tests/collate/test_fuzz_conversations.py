@@ -172,7 +172,7 @@ def truth(processor: Any, scene: Scene, learnt: list[bool]) -> tuple[list[int], 
 
 
 def plain_truth(processor: Any, scene: Scene) -> tuple[list[int], list[int], Any]:
-    """The same of a prompt and its completion, tokenised apart as for generation."""
+    """The same of a prompt and its completion, tokenized apart as for generation."""
     hole = f"<|vision_start|>{processor.image_token}<|vision_end|>"
     prompt, completion = ("".join(hole if isinstance(p, int) else p for p in turn["parts"]) for turn in scene.turns)
     images = [picture_of(seed) for seed in scene.images]
@@ -248,7 +248,7 @@ def plain(scene: Scene, _: random.Random) -> Row | None:
     return {"prompt": prompt, "completion": completion, **scene.media()}
 
 
-def tokenised(scene: Scene, rng: random.Random) -> Row:
+def tokenized(scene: Scene, rng: random.Random) -> Row:
     """The processor's own output, its labels left to be made or brought along."""
     processor = processor_of(scene.family)
     ids, labels, patches = truth(processor, scene, [True] * sum(turn["role"] == "assistant" for turn in scene.turns))
@@ -266,7 +266,7 @@ def tokenised(scene: Scene, rng: random.Random) -> Row:
     return row
 
 
-WRITERS = (trl, texts, inline, sharegpt, prompt_completion, plain, tokenised)
+WRITERS = (trl, texts, inline, sharegpt, prompt_completion, plain, tokenized)
 
 
 # ---------------------------------------------------------------------- changes

@@ -140,7 +140,7 @@ def test_an_end_of_several_tokens_is_not_torn(policy):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "glm4v"])
-def test_what_was_tokenised_before_is_cut_as_its_messages_are(family):
+def test_what_was_tokenized_before_is_cut_as_its_messages_are(family):
     """Images that are cut off go with their pixels."""
     processor = tiny_processor(family)
     feature = {"messages": dialogue()["messages"], "images": dialogue()["images"]}

@@ -381,6 +381,21 @@ def test_an_image_of_another_size_than_was_measured_is_refused_by_name(tmp_path:
     assert (caught.value.reason, caught.value.index, caught.value.sample_id) == ("image_changed", 1, "r17")
 
 
+def test_an_image_keeps_its_number_when_truncation_removes_those_before_it(tmp_path: Path) -> None:
+    sources = [picture(90, 60), tmp_path / "second.png"]
+    picture(90, 60).save(sources[1])
+    turns = chat("first?", "one", *sources[:1])["messages"] + chat("second?", "two", *sources[1:])["messages"]
+    collator = VLMCollator(processor_of(), max_length=25, overlength="truncate_start")
+    outline = collator.measure({"messages": turns, "images": sources})
+    assert len(outline.images) == 1
+    picture(200, 60).save(sources[1])
+    with pytest.raises(SampleError, match=r"image 1 was measured as 1 x 4 x 6"):
+        collator.decode([outline])
+    sources[1].unlink()
+    with pytest.raises(SampleError, match=r"image 1: there is no image file"):
+        collator.decode([outline])
+
+
 def test_a_video_that_lost_frames_since_is_refused() -> None:
     collator, frames = VLMCollator(processor_of()), [picture(64, 40, seed=seed) for seed in range(4)]
     messages = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenised
+from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenized
 
 from vlmpack.collate import SharePrefixes, SkipLog, VLMCollator
 from vlmpack.collate.encoded import Visual
@@ -140,8 +140,8 @@ def test_pixels_of_samples_that_are_left_out_are_not_kept(monkeypatch):
     assert alive[0] <= 1  # of the black image that stands in for them
 
 
-def test_samples_that_were_tokenised_before_are_shared_too():
-    samples = [tokenised("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?")]
+def test_samples_that_were_tokenized_before_are_shared_too():
+    samples = [tokenized("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?")]
     row = collator().collate(samples)
     assert row.tree.images == (0,)
     labels = samples[1]["input_ids"].clone()
@@ -157,7 +157,7 @@ def test_samples_that_were_tokenised_before_are_shared_too():
 
 
 def test_every_sample_of_an_image_that_is_not_finite_is_refused():
-    samples = [tokenised("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?", "Why?")]
+    samples = [tokenized("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?", "Why?")]
     broken = samples[0]["pixel_values"].clone()
     broken[0, 0] = np.nan
     samples[0]["pixel_values"] = samples[1]["pixel_values"] = broken

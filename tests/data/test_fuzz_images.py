@@ -159,8 +159,8 @@ def by_pillow(data: bytes) -> np.ndarray:
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(data), formats=FORMATS))
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         full = 255.0 if image.mode == "F" else 65535.0
-        grey = np.rint(np.asarray(image).astype(np.float64) * (255.0 / full))
-        return np.repeat(grey[..., None], 3, 2).astype(np.uint8)
+        gray = np.rint(np.asarray(image).astype(np.float64) * (255.0 / full))
+        return np.repeat(gray[..., None], 3, 2).astype(np.uint8)
     if image.has_transparency_data:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, "white")

@@ -182,7 +182,7 @@ def palette() -> Image.Image:
     return picture
 
 
-def grey(values: list[float], dtype: str) -> Image.Image:
+def gray(values: list[float], dtype: str) -> Image.Image:
     return Image.fromarray(np.array([values]).astype(dtype))
 
 
@@ -191,12 +191,12 @@ def grey(values: list[float], dtype: str) -> Image.Image:
     [
         # 51/255 = 0.2: 0.2 * 10 + 0.8 * 255 = 206
         (Image.fromarray(np.uint8([[[10, 20, 30, 0], [10, 20, 30, 51]]])), {}, [[255] * 3, [206, 208, 210]]),
-        (Image.merge("LA", (grey([10, 10], "uint8"), grey([0, 255], "uint8"))), {}, [[255] * 3, [10] * 3]),
+        (Image.merge("LA", (gray([10, 10], "uint8"), gray([0, 255], "uint8"))), {}, [[255] * 3, [10] * 3]),
         (palette(), {"transparency": 0}, [[255] * 3, [4, 5, 6]]),
         (Image.fromarray(np.uint8([[[9, 9, 9], [4, 5, 6]]])), {"transparency": (9, 9, 9)}, [[255] * 3, [4, 5, 6]]),
-        (grey([0, 128, 129, 257, 32768, 65535], "uint16"), {}, [[x] * 3 for x in (0, 0, 1, 1, 128, 255)]),
+        (gray([0, 128, 129, 257, 32768, 65535], "uint16"), {}, [[x] * 3 for x in (0, 0, 1, 1, 128, 255)]),
     ],
-    ids=["alpha", "grey with alpha", "palette", "one colour", "16 bits"],
+    ids=["alpha", "gray with alpha", "palette", "one colour", "16 bits"],
 )
 def test_transparency_is_laid_over_white_and_deep_grey_is_scaled(picture, options, expected):
     assert_pixels(load_image(encoded(picture, **options)), np.uint8([expected]))
@@ -205,11 +205,11 @@ def test_transparency_is_laid_over_white_and_deep_grey_is_scaled(picture, option
 @pytest.mark.parametrize(
     ("picture", "seen"),
     [
-        (grey([-1, 5], "int32"), "from -1 to 5"),
-        (grey([0, 70000], "int32"), "from 0 to 70000"),
-        (grey([0.0, 300.0], "float32"), "from 0 to 300"),
-        (grey([0.0, np.nan], "float32"), "nan"),
-        (grey([0.0, 1.0], "float32"), "multiply it by 255 first"),
+        (gray([-1, 5], "int32"), "from -1 to 5"),
+        (gray([0, 70000], "int32"), "from 0 to 70000"),
+        (gray([0.0, 300.0], "float32"), "from 0 to 300"),
+        (gray([0.0, np.nan], "float32"), "nan"),
+        (gray([0.0, 1.0], "float32"), "multiply it by 255 first"),
         (Image.new("La", (4, 4)), "mode La has no way to RGB"),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_data_set() -> None:
     place = next(at for at in range(len(mix)) if at and mix._places[1][at] == 3)
     with pytest.raises(SampleError, match="sample 3 of many: its row is torn") as caught:
         mix[place]
-    assert caught.value.index == place
+    assert (caught.value.index, caught.value.sample_id) == (place, "many/3")
     loaded = next(iter(DataLoader(mix, batch_size=len(mix), collate_fn=list)))
     assert [type(sample).__name__ for sample in loaded].count("SampleError") == 1
 

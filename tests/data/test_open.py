@@ -16,6 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.skipped import read_skip_log
 from vlmpack.data import open_dataset, to_conversation
 from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import JsonRows, json_rows
@@ -101,11 +102,15 @@ class TestJson:
         assert "cannot be read any more" in error.detail
 
     def test_a_loader_hands_it_to_the_collator_which_skips_it(self, tmp_path: Path) -> None:
-        dataset = open_dataset(written(tmp_path, lines([{"messages": CHAT, "id": "whole"}]) + b'{"messages": \n'))
-        skipping = VLMCollator(tiny_processor(), on_bad="skip")
-        (batch,) = DataLoader(dataset, batch_size=2, collate_fn=skipping)
+        torn = {"texts": [{"user": "?", "assistant": 3}], "id": "r7"}
+        rows = lines([{"messages": CHAT, "id": "whole"}]) + b'{"messages": \n' + lines([torn])
+        dataset, log = open_dataset(written(tmp_path, rows)), tmp_path / "bad.jsonl"
+        (batch,) = DataLoader(
+            dataset, batch_size=3, collate_fn=VLMCollator(tiny_processor(), on_bad="skip", skip_log=log)
+        )
         assert batch["vlmpack"].sample_ids == ("whole",)
-        assert skipping.skip_log.reasons == {"row_unreadable": 1}
+        bad = [(line["index"], line["id"], line["reason"]) for line in read_skip_log(log)]
+        assert bad == [(1, 1, "row_unreadable"), (2, "r7", "row_unreadable")]
         loader = DataLoader(dataset, batch_size=1, sampler=[1], collate_fn=VLMCollator(tiny_processor()))
         with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): the text at byte \d+ of .* is no JSON"):
             list(loader)

@@ -72,7 +72,7 @@ def test_media_that_are_no_floats_are_refused(family: str) -> None:
     for name in names:
         for wrong in (torch.uint8, torch.int64, torch.complex64):
             media = Media.from_hf({name: torch.ones(2, 3, dtype=wrong)}, names=names)
-            with pytest.raises(LayoutError, match=f"{name} is {wrong}, but the model reads rescaled and normalised"):
+            with pytest.raises(LayoutError, match=f"{name} is {wrong}, but the model reads rescaled and normalized"):
                 FAMILIES[family].check_floats(media)
     floats = {name: torch.ones(2, 3, dtype=torch.bfloat16) for name in names}
     FAMILIES[family].check_floats(Media.from_hf(floats | {"image_sizes": torch.ones(1, 2).long()}, names=[*names]))

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from chats import chat, picture, processor_of, tokenised
+from chats import chat, picture, processor_of, tokenized
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import SkipLimit, VLMCollator
@@ -45,7 +45,7 @@ def several_kinds() -> list[Any]:
         chat("A long answer", "word " * 60, encoded(300, 200)),
         {"messages": [{"role": "user", "content": film}, {"role": "assistant", "content": "nothing"}]},
         {"prompt": "2 + 3 = ", "completion": "5"},
-        tokenised("qwen3_vl", text, picture(50, 50)),
+        tokenized("qwen3_vl", text, picture(50, 50)),
         chat("?", "a", b"no image"),
         17,
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import slow
-from chats import BEYOND, chat, of_family, picture, processor_of, tokenised
+from chats import BEYOND, chat, of_family, picture, processor_of, tokenized
 from measured import encoded
 
 from vlmpack.collate import SharePrefixes, VLMCollator
@@ -66,7 +66,7 @@ def test_samples_that_come_as_patches_are_compared_by_them() -> None:
     text = (
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>?<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>"
     )
-    samples = [tokenised("qwen3_vl", text.format(at), picture(50, 50, seed=at // 2)) for at in range(4)]
+    samples = [tokenized("qwen3_vl", text.format(at), picture(50, 50, seed=at // 2)) for at in range(4)]
     assert measured(samples).groups.of_samples.tolist() == [0, 0, 1, 1]
 
 

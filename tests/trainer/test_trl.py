@@ -346,7 +346,7 @@ def test_data_sets_of_others_than_datasets_are_trained_on_as_they_are(tmp_path):
         "SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=stream, extras={"data_collator": collator}, **ROWS
     )
     assert len(finish(run)[0].losses) == 2
-    with pytest.raises(ConfigError, match=r"train_dataset is a OpenDataset, which TRL cannot tokenise: give data_coll"):
+    with pytest.raises(ConfigError, match=r"train_dataset is a OpenDataset, which TRL cannot tokenize: give data_coll"):
         run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=opened)
 
 

@@ -82,7 +82,7 @@ class AudioReader:
         sources = [replace(ref, options={**ref.options, PADDED: width}) for ref in refs]
         return tuple(Visual(pixels=None, runs=(run,), source=ref) for run, ref in zip(runs, sources, strict=True))
 
-    def read_tokenised(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
+    def read_tokenized(self, feature: Mapping[str, Any]) -> tuple[Visual, ...]:
         """Read the audios of a tokenized sample from its `input_features` and `feature_attention_mask`.
 
         Raises:
@@ -114,27 +114,28 @@ class AudioReader:
         Raises:
             Refusal: one of them cannot be used, or is too short for a token.
         """
-        arrays = [self._array(ref, at) for at, ref in enumerate(refs)]
-        for at, frames in enumerate(self._frames(arrays, _longest(arrays))):
+        arrays = [self._array(ref) for ref in refs]
+        for ref, array, frames in zip(refs, arrays, self._frames(arrays, _longest(arrays)), strict=True):
             if self.tokens_of(frames) < 1:
-                fault = f"audio {at} has {len(arrays[at])} samples, too few for one token; leave it out"
+                fault = f"audio {ref.index} has {len(array)} samples, too few for one token; leave it out"
                 raise Refusal("audio_source", fault)
         # the spectrogram mirrors the start over half a window, unless silence follows the audio
         least = self._extractor.n_fft // 2 + 1 if arrays and self._pads_to_longest else 0
         if arrays and (longest := _longest(arrays)) < least:
-            seen = f"audio {int(np.argmax([*map(len, arrays)]))}, its longest, has {longest} samples, but the spectrum"
+            at = refs[int(np.argmax([*map(len, arrays)]))].index
+            seen = f"audio {at}, its longest, has {longest} samples, but the spectrum"
             remedy = "lengthen it with silence, or leave it out"
             raise Refusal("audio_source", f"{seen} of its processor takes {least}; {remedy}")
         return arrays
 
-    def _array(self, ref: MediaRef, at: int) -> np.ndarray:
+    def _array(self, ref: MediaRef) -> np.ndarray:
         """Return one audio as float32 [n].
 
         Raises:
             Refusal: it is not a single-channel array at the processor's sampling rate, or its values or its length are
                 out of range.
         """
-        source, rate = ref.source, ref.options.get("sampling_rate")
+        source, rate, at = ref.source, ref.options.get("sampling_rate"), ref.index
         if isinstance(source, Mapping) and source.get("array") is not None:
             source, rate = source["array"], source.get("sampling_rate", rate)
         elif isinstance(source, str | bytes | Path | Mapping):

@@ -156,7 +156,7 @@ class ChatTemplate:
             weights = conversation.turn_weights or [(("", 1.0),)] * len(turns)
             faults = (x for x, weight in zip(layout.answers, weights, strict=True) if is_trained(weight))
             if fault := next((x for x in faults if isinstance(x, str)), None):
-                remedy = "use a template with {% generation %} marks, train_on='all', or tokenised samples with labels"
+                remedy = "use a template with {% generation %} marks, train_on='all', or tokenized samples with labels"
                 raise Refusal("turn_mismatch", f"the chat template writes {fault}; {remedy}")
             marks = (((0, 0), (0, 0)) if isinstance(x, str) else x for x in layout.answers)
             return [(ends[one] + start, ends[other] + stop) for (one, start), (other, stop) in marks]
@@ -166,7 +166,7 @@ class ChatTemplate:
                 spans[at - 1 : at + 1] = [(spans[at - 1][0], spans[at][1])]
         if len(spans) != len(turns):
             fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages, so"
-            remedy = "repair its {% generation %}, use train_on='all', or give tokenised samples with labels"
+            remedy = "repair its {% generation %}, use train_on='all', or give tokenized samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} it is not known which tokens to learn; {remedy}", of_all=of_all)
         said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
@@ -199,7 +199,7 @@ class ChatTemplate:
         if unended and self.add_stop is not None:
             return "" if text[unended[-1][1] :].strip() else self.add_stop
         if unended and self.is_first is not None and self.is_first("answer without an end"):
-            likely = self._behind("user") or parts_of(self.processor).tokenizer.eos_token
+            likely = self._behind("user") or self._tokenizer.eos_token
             warnings.warn(
                 "the chat template writes no special token after an answer, so a model trained on it may never stop: "
                 f"VLMCollator(add_stop={likely!r}) writes one after the last answer of a sample. Choose a token at "
@@ -207,6 +207,10 @@ class ChatTemplate:
                 stacklevel=2,
             )
         return ""
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return parts_of(self.processor).tokenizer
 
     # ------------------------------------------------------------------ answers
 
@@ -228,7 +232,7 @@ class ChatTemplate:
             conversations=[self._formed(conversation.messages)],
             chat_template=self._source,
             return_assistant_tokens_mask=True,
-            **{**parts_of(self.processor).tokenizer.special_tokens_map, **conversation.template_options},
+            **{**self._tokenizer.special_tokens_map, **conversation.template_options},
         )
         if written != text:
             fault = "apply_chat_template writes its messages otherwise than the template's {% generation %} marks have"
@@ -376,7 +380,7 @@ class ChatTemplate:
             return ()
         sources = [*template.values()] if isinstance(template, Mapping) else [template]
         tried = [text for texts in self._trials.values() for text in texts.values()]
-        named = parts_of(self.processor).tokenizer.special_tokens_map
+        named = self._tokenizer.special_tokens_map
         read = [str(token) for name, token in named.items() if name in self._variables]
         written = "\n".join((*tried, *sources, *read))
         return tuple(sorted((token for token in self.special_tokens if token in written), key=written.index))

@@ -20,7 +20,7 @@ from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.collate.video import FrameSampling, file_rules_of
-from vlmpack.data.formats import CHANNEL_COLUMN
+from vlmpack.data.formats import channel_of, sample_id_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import Markers
 from vlmpack.data.videos import VideoLimits
@@ -118,7 +118,7 @@ class VLMCollator:
         _check_lengths(layout, slots, max_length, overlength)
         check_whole_number("pixel_buffers", pixel_buffers, at_least=0, remedy="0: new memory every time")
         if pixel_dtype is not None and not pixel_dtype.is_floating_point:
-            raise ConfigError(f"pixel_dtype={pixel_dtype} would round normalised pixels to integers; use a float type")
+            raise ConfigError(f"pixel_dtype={pixel_dtype} would round normalized pixels to integers; use a float type")
         if skip_limit is not None:
             check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
         self.layout = layout
@@ -262,7 +262,7 @@ class VLMCollator:
                     kind for kind, media in sample.media.items() for x in media if not all(map(is_finite, x.values))
                 }
                 if broken:
-                    message = "its pixels hold NaN or infinity; the image is broken or was normalised by 0"
+                    message = "its pixels hold NaN or infinity; the image is broken or was normalized by 0"
                     if "audio" in broken:
                         message = "its input_features hold NaN or infinity; the audio is broken"
                     named = {"index": at, "reason": "pixels_not_finite", "sample_id": sample.sample_id}
@@ -385,20 +385,6 @@ def _to_refusal(error: Exception) -> Refusal:
 def _with_id(sample: Encoded, index: int) -> Encoded:
     """Use the index as the id of a sample without one."""
     return sample if sample.sample_id is not None else replace(sample, sample_id=index)
-
-
-def sample_id_of(feature: Any) -> int | str | None:
-    """Return the id in a sample's columns (`id` or `sample_id`), or None if it has none."""
-    if not isinstance(feature, Mapping):
-        return None
-    value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
-    return value if value is None or isinstance(value, int | str) else str(value)
-
-
-def channel_of(feature: Any) -> str | None:
-    """Return the name of a sample's dataset from its column `channel`, or None if it has none."""
-    channel = feature.get(CHANNEL_COLUMN) if isinstance(feature, Mapping) else None
-    return channel if isinstance(channel, str) else None
 
 
 def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int | None, overlength: Overlength) -> None:

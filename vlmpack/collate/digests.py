@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
+from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.messages import read_conversation
 from vlmpack.data.processor import settings_of

@@ -43,7 +43,7 @@ from vlmpack.collate.encoded import (
 )
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.collate.tokenised import read_tokenised, token_types
+from vlmpack.collate.tokenized import read_tokenized, token_types
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.formats import KINDS, Kind, is_empty
 from vlmpack.data.images import ImageLimits
@@ -185,7 +185,7 @@ class Encoder:
             return self._sample(Tokens(ids=np.array([metadata.pad_token_id], np.int64)), [], {})
         if metadata.by_processor:
             images = self.media.process([Image.new("RGB", _SMALLEST)])
-            tokens = self._tokenise(self._laid_out(metadata.image_token, 1), {"image": images})
+            tokens = self._tokenize(self._laid_out(metadata.image_token, 1), {"image": images})
         else:
             merge = metadata.merge_size
             images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
@@ -210,7 +210,7 @@ class Encoder:
         if not isinstance(feature, Mapping):
             raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
         if feature.get("input_ids") is not None:
-            sample = self._tokenised(feature)
+            sample = self._tokenized(feature)
             made = self._family.expert_types if self._family else None  # token types by which experts are chosen
             has_media = any(sample.media.values()) or not self.metadata.has_vision
             named = {name: feature[name] for name in feature if name != made}
@@ -240,13 +240,13 @@ class Encoder:
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
 
-    def _tokenised(self, feature: Mapping[str, Any]) -> Encoded:
+    def _tokenized(self, feature: Mapping[str, Any]) -> Encoded:
         """Read a tokenized sample. Token types for experts are computed anew."""
         if self._columns:
             raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
-        sample = read_tokenised(feature, self.metadata, train_on=self.train_on)
+        sample = read_tokenized(feature, self.metadata, train_on=self.train_on)
         if self.metadata.has_audio:
-            sample = replace(sample, audios=self.media.audio.read_tokenised(feature))
+            sample = replace(sample, audios=self.media.audio.read_tokenized(feature))
         return sample
 
     def _encode_conversation(self, conversation: Conversation, read: Callable[[Kind], Sequence[Visual]]) -> Encoded:
@@ -269,9 +269,9 @@ class Encoder:
             _check_unweighed(conversation)
         if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
             text += self._template.end_of(conversation, text)
-            tokens = self._tokenise(text, media, has_offsets=any(len(pieces) > 1 for pieces in weights or ()))
+            tokens = self._tokenize(text, media, has_offsets=any(len(pieces) > 1 for pieces in weights or ()))
             if self._is_too_long(tokens):
-                tokens = self._tokenise(text, media, has_offsets=True)
+                tokens = self._tokenize(text, media, has_offsets=True)
             spans, ends = self._spans(tokens.ids, conversation), []
         else:
             answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
@@ -279,7 +279,7 @@ class Encoder:
             if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
                 text += end
                 answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
-            tokens = self._tokenise(self._laid_out(text, len(media["image"]), is_chat=True), media, has_offsets=True)
+            tokens = self._tokenize(self._laid_out(text, len(media["image"]), is_chat=True), media, has_offsets=True)
             spans = [self._answer(tokens, span) for span in answers]
             ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
         weights_n = _weights(tokens, spans, conversation)
@@ -298,8 +298,8 @@ class Encoder:
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
         may_cut = self.max_length is not None
-        before = self._tokenise(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
-        tokens = before.followed_by(self._tokenise(completion, {}, is_continued=True, has_offsets=may_cut))
+        before = self._tokenize(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
+        tokens = before.followed_by(self._tokenize(completion, {}, is_continued=True, has_offsets=may_cut))
         return self._sample(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
 
     def _sample(
@@ -343,7 +343,7 @@ class Encoder:
         count = sum(message["role"] == "assistant" for message in conversation.messages)
         if len(spans) != count:
             fault = f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant"
-            remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenised samples with labels"
+            remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenized samples with labels"
             of_all = not spans
             raise Refusal("turn_mismatch", f"{fault} messages, so answers are not known; {remedy}", of_all=of_all)
         return [slice(*span) for span in spans]
@@ -384,7 +384,7 @@ class Encoder:
 
     # ------------------------------------------------------------------ tokens
 
-    def _tokenise(self, text: str, media: Visuals, *, is_continued: bool = False, has_offsets: bool = False) -> Tokens:
+    def _tokenize(self, text: str, media: Visuals, *, is_continued: bool = False, has_offsets: bool = False) -> Tokens:
         """Expand the placeholders of a text, tokenize it, and repeat each placeholder as often as its medium needs.
 
         Args:
@@ -581,7 +581,7 @@ class Encoder:
             whole = self.processor(text=[text], images=[pictures], return_tensors="pt")
         groups = [pictures] if self.metadata.images_together else [[picture] for picture in pictures]
         visuals = [visual for group in groups for visual in self.media.process(group)]
-        ids = self._tokenise(self._laid_out(text, len(pictures)), {"image": visuals}).ids
+        ids = self._tokenize(self._laid_out(text, len(pictures)), {"image": visuals}).ids
         media = self._family.media if self._family else {}
         problems = [
             f"{name}, which is not in its family's media" for name in whole if name not in (*TOKEN_NAMES, *media)
@@ -674,7 +674,7 @@ def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[f
     first = said.find(wanted)
     if first < 0 or (first and said.find(wanted, first + 1) >= 0):
         fault = f"texts of an answer have several weights, but the template does not write {wanted[:40]!r} once in it"
-        raise Refusal("turn_mismatch", f"{fault}; give the whole answer one weight, or tokenised samples loss_weights")
+        raise Refusal("turn_mismatch", f"{fault}; give the whole answer one weight, or tokenized samples loss_weights")
     begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # starts of the second text, the third ...
     weights = []
     for begin, end in zip(tokens.starts[answer].tolist(), tokens.stops[answer].tolist(), strict=True):

@@ -246,7 +246,7 @@ def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
             fault = f"the grid {grid} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
             raise Refusal("pixel_shape", f"{fault}; pixels and grid must come from one call of this processor")
     if not pixels.is_floating_point():
-        raise Refusal("pixel_dtype", f"pixels are {pixels.dtype}; give the processor's normalised floats")
+        raise Refusal("pixel_dtype", f"pixels are {pixels.dtype}; give the processor's normalized floats")
 
 
 def _check_grid(grid: Grid, metadata: ProcessorMetadata) -> None:

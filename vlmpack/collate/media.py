@@ -119,8 +119,8 @@ def _key(source: Any) -> Hashable | None:
     return None
 
 
-def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at: int) -> Result:
-    """Read an image or video. A refusal names it by `at`, its index among the media of its kind in the sample.
+def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind) -> Result:
+    """Read an image or video. A refusal names it by its position in the sample.
 
     Raises:
         Refusal: it cannot be used.
@@ -128,11 +128,11 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind, at
     try:
         return read(ref)
     except ImageError as error:
-        raise Refusal(error.reason, f"{kind} {at}: {error.detail}") from error
+        raise Refusal(error.reason, f"{kind} {ref.index}: {error.detail}") from error
     except VlmpackError:  # the processor is at fault, not this image
         raise
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        raise Refusal("image_processing", f"{kind} {at}: the image processor refused it: {error}") from error
+        raise Refusal("image_processing", f"{kind} {ref.index}: the image processor refused it: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,15 +165,15 @@ class MediaReader:
         if kind == "audio":
             return self.audio.load_each(refs)
         if self._are_together(refs, kind):
-            images = [read_named(self._picture, ref, kind, at) for at, ref in enumerate(refs)]
-            visuals = read_named(lambda _: self.process(images), refs[0], kind, 0)
+            images = [read_named(self._picture, ref, kind) for ref in refs]
+            visuals = read_named(lambda _: self.process(images), refs[0], kind)
             return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
         load, media = self._image if kind == "image" else self._video, batch or BatchMedia()
         visuals, remaining = [], inf if max_tokens is None else max_tokens
-        for at, ref in enumerate(refs):
-            made = partial(read_named, partial(media.load_once, kind=kind, load=load), ref, kind, at)
+        for ref in refs:
+            made = partial(read_named, partial(media.load_once, kind=kind, load=load), ref, kind)
             is_sized = remaining < inf and (kind == "video" or has_image_keys(ref.options))
-            visual = read_named(self._measurer(kind), ref, kind, at) if is_sized else made()
+            visual = read_named(self._measurer(kind), ref, kind) if is_sized else made()
             remaining -= sum(tokens_of(visual, self.metadata, kind=kind))
             visuals.append(made() if is_sized and remaining >= 0 else visual)
         return tuple(visuals)
@@ -188,9 +188,9 @@ class MediaReader:
         if kind == "audio":
             return self.audio.measure_each(refs)
         if self._are_together(refs, kind):
-            sizes = tuple(read_named(self._size, ref, kind, at) for at, ref in enumerate(refs))
+            sizes = tuple(read_named(self._size, ref, kind) for ref in refs)
             return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
-        return tuple(read_named(self._measurer(kind), ref, kind, at) for at, ref in enumerate(refs))
+        return tuple(read_named(self._measurer(kind), ref, kind) for ref in refs)
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
         """Return a measured sample with the tensors of all its media.
@@ -211,12 +211,13 @@ class MediaReader:
         if not refs:
             return measured
         loaded, visuals = iter(self.load_each(refs, kind=kind, batch=batch)), []
-        for at, before in enumerate(measured):
-            visual = before if before.pixels is not None or before.source is None else next(loaded)
+        for before in measured:
+            is_loaded = before.pixels is not None or before.source is None
+            visual = before if is_loaded else next(loaded)
             if _shape(visual) != _shape(before):
+                at = before.source.index if before.source else 0
                 seen = f"{kind} {at} was measured as {_shape(before)} and is now {_shape(visual)}"
-                remedy = "it, or the processor, was changed since: measure and plan again"
-                raise Refusal(f"{kind}_changed", f"{seen}; {remedy}")
+                raise Refusal(f"{kind}_changed", f"{seen}; it or the processor changed: measure and plan again")
             check_pixels(visual, self.metadata)
             visuals.append(visual)
         return tuple(visuals)

@@ -107,6 +107,20 @@ def is_empty(value: Any) -> bool:
     return is_absent(value) or (isinstance(value, str) and not value)
 
 
+def sample_id_of(feature: Any) -> int | str | None:
+    """Return the id in a sample's columns (`id` or `sample_id`), or None if it has none."""
+    if not isinstance(feature, Mapping):
+        return None
+    value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
+    return value if value is None or isinstance(value, int | str) else str(value)
+
+
+def channel_of(feature: Any) -> str | None:
+    """Return the name of a sample's dataset from its column `channel`, or None if it has none."""
+    channel = feature.get(CHANNEL_COLUMN) if isinstance(feature, Mapping) else None
+    return channel if isinstance(channel, str) else None
+
+
 def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any]:
     """Convert a row in any format above to `messages`. Copy a row in any other format unchanged.
 

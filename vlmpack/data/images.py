@@ -50,7 +50,7 @@ ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mappin
 """Types that `load_image` accepts."""
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-_DEEP_GREY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+_DEEP_GRAY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _ON_THEIR_SIDE = (5, 6, 7, 8)
 """EXIF orientations that swap height and width."""
 _TURNS = {
@@ -395,7 +395,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert to 8-bit RGB. A large image is converted a few rows at a time, to use little extra memory."""
     if image.mode == "RGB" and not image.has_transparency_data:
         return image
-    if image.mode in _DEEP_GREY:
+    if image.mode in _DEEP_GRAY:
         _check_range(image)
     if image.width * image.height <= _PIXELS_AT_ONCE:
         return _part_to_rgb(image)
@@ -413,10 +413,10 @@ def _parts(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
 
 
 def _part_to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode in _DEEP_GREY:
+    if image.mode in _DEEP_GRAY:
         # Not with Pillow, whose rule for these modes has changed between versions (clip, or drop the low byte).
-        grey = np.asarray(image).astype(np.float64)
-        return Image.fromarray(np.rint(grey * (255.0 / _full_scale(image))).astype(np.uint8)).convert("RGB")
+        gray = np.asarray(image).astype(np.float64)
+        return Image.fromarray(np.rint(gray * (255.0 / _full_scale(image))).astype(np.uint8)).convert("RGB")
     try:
         if not image.has_transparency_data:
             return image.convert("RGB")
@@ -432,7 +432,7 @@ def _full_scale(image: Image.Image) -> float:
 
 def _check_range(image: Image.Image) -> None:
     """Refuse deep gray whose values have no known meaning."""
-    ends = np.asarray([(grey.min(), grey.max()) for _, part in _parts(image) for grey in [np.asarray(part)]])
+    ends = np.asarray([(gray.min(), gray.max()) for _, part in _parts(image) for gray in [np.asarray(part)]])
     low, high = float(ends.min()), float(ends.max())  # NaN if any of them is NaN
     if not (low >= 0.0 and high <= _full_scale(image)):  # written so that NaN fails too
         fault = f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {_full_scale(image):g} has a"

@@ -15,10 +15,10 @@ match. Keys whose value is None or a struct of Nones count as absent, because Ar
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from numbers import Number
 from operator import index
@@ -143,6 +143,8 @@ class MediaRef:
     For an audio, also an array, or {"array", "sampling_rate"}."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keys of qwen-vl-utils beside the medium: min_pixels, resized_height, fps, ..."""
+    index: int = 0
+    """Its position among the media of its kind in the sample, which errors name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +285,7 @@ def _read(
             raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
         if reads_media:
             _check_inline_media([prompt])
-        media: dict[Kind, Any] = {kind: _column_media(present, kind) for kind in KINDS}
-        return Conversation(plain=(prompt, str(completion)), media=media)
+        return Conversation(plain=(prompt, str(completion)), media=_numbered(partial(_column_media, present)))
     for name in TURNS[3:] if is_pair else forms:
         read = _turns(present[name], name, marked, has_audio=has_audio)
         turns += map(_untrained, read) if name == "prompt" else read
@@ -301,16 +302,17 @@ def _read(
         last = answers[_number(ANSWER_COLUMN, number, len(answers), "answers")]
         turns = [*map(_untrained, turns[:last]), turns[last]]
     weights = tuple(_weights_of(message) for message in turns if message["role"] == "assistant")
-    media = {
-        kind: tuple(part["medium"] for message in turns for part in _parts_in(message) if part["type"] == kind)
-        for kind in KINDS
-    }
     return Conversation(
         messages=tuple(map(_for_template, turns)),
-        media=media,
+        media=_numbered(lambda kind: [p["medium"] for m in turns for p in _parts_in(m) if p["type"] == kind]),
         turn_weights=None if all(pieces == _ONE for pieces in weights) else weights,
         template_options=_template_options(present),
     )
+
+
+def _numbered(media_of: Callable[[Kind], Iterable[MediaRef]]) -> dict[Kind, tuple[MediaRef, ...]]:
+    """Return the media of each kind, with their positions."""
+    return {kind: tuple(replace(ref, index=at) for at, ref in enumerate(media_of(kind))) for kind in KINDS}
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:

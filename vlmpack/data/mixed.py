@@ -133,17 +133,22 @@ class MixedDataset(SampleDataset):
         try:
             sample = dataset[place]
         except SampleError as error:
-            detail = f"sample {place} of {name}: {error.detail}"
-            raise SampleError(detail, index=index % self.num, reason=error.reason) from error
+            detail, sample_id = f"sample {place} of {name}: {error.detail}", _id_in(name, error.sample_id, place)
+            raise SampleError(detail, index=index % self.num, reason=error.reason, sample_id=sample_id) from error
         if not isinstance(sample, Mapping):
             return sample
         key = "sample_id" if sample.get("id") is None and sample.get("sample_id") is not None else "id"
-        return {**sample, key: f"{name}/{place if sample.get(key) is None else sample[key]}", "channel": name}
+        return {**sample, key: _id_in(name, sample.get(key), place), "channel": name}
 
     def __repr__(self) -> str:
         passes = self.passes
         parts = (f"{count:,} of {name} ({passes[name]:.2f} passes)" for name, count in self.counts.items())
         return f"MixedDataset({self.num:,} samples: {', '.join(parts)})"
+
+
+def _id_in(name: str, sample_id: Any, place: int) -> str:
+    """Return the id in the mix of a sample with this id or place in the dataset `name`."""
+    return f"{name}/{place if sample_id is None else sample_id}"
 
 
 def _size(name: str, dataset: Any) -> int:

@@ -36,6 +36,7 @@ from vlmpack.data.formats import (
     from_folder,
     num_branches,
     read_columns,
+    sample_id_of,
 )
 from vlmpack.data.readers import (
     JSON_FILES,
@@ -248,18 +249,20 @@ class OpenDataset(SampleDataset):
             SampleError: the row cannot be read.
         """
         file = bisect_right(self._starts, at) - 1
-        index = at if index is None else index
+        folder, stored, reason, sample_id = self.folders[file], {}, "row_unreadable", None
         try:
-            row = self.columns.apply(self.files[file][at - self._starts[file]])
-            folder = self.folders[file]
+            stored = self.files[file][at - self._starts[file]]
+            row = self.columns.apply(stored)
             return row if folder is None else from_folder(row, folder)
         except SampleError as error:
-            raise SampleError(error.detail, index=index, reason=error.reason, sample_id=error.sample_id) from error
+            cause, message, reason, sample_id = error, error.detail, error.reason, error.sample_id
         except ValueError as error:
-            raise SampleError(f"its row {error}", index=index, reason="row_unreadable") from error
+            cause, message = error, f"its row {error}"
         except RecursionError as error:  # the JSON parser accepts slightly deeper nesting than Python's recursion limit
-            message = f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
-            raise SampleError(message, index=index, reason="row_unreadable") from error
+            cause, message = error, f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
+        own_id = sample_id_of({self.columns.names.get(name, name): value for name, value in stored.items()})
+        sample_id = sample_id if own_id is None else own_id
+        raise SampleError(message, index=at if index is None else index, reason=reason, sample_id=sample_id) from cause
 
     def __repr__(self) -> str:
         return f"OpenDataset({len(self)} samples of {self.name})"

@@ -23,8 +23,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction
 
-from vlmpack.collate.collator import VLMCollator, sample_id_of
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.encoded import OVERLENGTH
+from vlmpack.data.formats import sample_id_of
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.lengths import check_refused, measure_lengths

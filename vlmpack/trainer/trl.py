@@ -259,7 +259,7 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
         if others and settings.get("data_collator") is None:
             name, data = next(iter(others.items()))
             raise ConfigError(
-                f"{name} is a {type(data).__name__}, which TRL cannot tokenise: give data_collator=VLMCollator("
+                f"{name} is a {type(data).__name__}, which TRL cannot tokenize: give data_collator=VLMCollator("
                 "processor, layout='packed') and SFTConfig(remove_unused_columns=False)"
             )
         return others

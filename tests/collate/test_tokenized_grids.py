@@ -1,4 +1,4 @@
-"""Tokenised samples of families beyond Qwen whose media are patches with grids: images, and videos of GLM-4V."""
+"""Tokenized samples of families beyond Qwen whose media are patches with grids: images, and videos of GLM-4V."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def feature_of(sample: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", [*GRIDS[:2], *slow(*GRIDS[2:])])
-def test_tokenised_samples_are_joined_as_they_are(family: str) -> None:
+def test_tokenized_samples_are_joined_as_they_are(family: str) -> None:
     videos = ("video", "video") if FAMILIES[family].has_videos else ()
     samples = mixed_samples(config_of(family), seed=3, kinds=("image", "text", "images", *videos))
     features, collator = [*map(feature_of, samples)], VLMCollator(tiny_processor(family))

@@ -26,7 +26,7 @@ MISSPELT_COLUMNS = ("shift_labels", "label_mask", "labels_mask", "loss_masks", "
 _MASKS = ("attention_mask", *LABEL_COLUMNS[1:])
 
 
-def read_tokenised(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
+def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, train_on: TrainOn) -> Encoded:
     """Read `input_ids` [n] or [1, n] and the columns that belong to it.
 
     Padding is removed by `attention_mask`. `labels` are kept, except on media and on the first token. Without labels,
