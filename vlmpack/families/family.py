@@ -118,8 +118,9 @@ class Family:
     """Its audio part; None: it takes no audio."""
     text_type: str | None = None
     """`model_type` of the transformers module with its decoder layers; None: its own."""
-    backbone_path: str = "model"
-    """The model without its head; "": there is no such submodule, because the head is inside the text part."""
+    backbone_path: str | None = "model"
+    """The model without its head; "": the model itself; None: there is none, because the head is inside the text
+    part."""
     text_path: str = "model.language_model"
     """The text part: embeddings and positions in, hidden states out."""
     vision_path: str | None = "model.visual"
@@ -421,13 +422,25 @@ class Family:
 
     def backbone(self, model: nn.Module) -> nn.Module:
         """Return the model without its head: ids, pixels and positions in, hidden states out."""
-        if self.backbone_path:
-            return model.get_submodule(self.backbone_path)
-        return without_head(model, self.upstream_class(model))
+        if self.backbone_path is None:
+            return without_head(model, self.upstream_class(model))
+        return model.get_submodule(self.backbone_path)
 
     def upstream_class(self, model: nn.Module) -> Any:
         """Return the transformers class of a model of this family, even if the model is of a subclass."""
         return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)
+
+    def headless(self, model_class: str) -> Family:
+        """Return the description of this family's models without a head, which are of the class `model_class`."""
+        prefix = f"{self.backbone_path}."
+
+        def inside(path: str) -> str:
+            return "" if path == self.backbone_path else path.removeprefix(prefix)
+
+        vision = None if self.vision_path is None else inside(self.vision_path)
+        audio = None if self.audio is None else replace(self.audio, path=inside(self.audio.path))
+        paths = {"backbone_path": "", "text_path": inside(self.text_path), "vision_path": vision}
+        return replace(self, model_class=model_class, audio=audio, **paths)
 
     def language_model(self, model: nn.Module) -> nn.Module:
         """Return the text part: embeddings and positions in, hidden states out."""

@@ -50,7 +50,7 @@ LLAMA = (
         "Llama4",
         oldest_transformers=(5, 23),
         mechanisms=_MECHANISMS,
-        backbone_path="",
+        backbone_path=None,
         text_path="language_model.model",
         vision_path="vision_model",
         head_path="language_model.lm_head",

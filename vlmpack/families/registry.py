@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -70,18 +70,41 @@ def is_classifier(model: nn.Module) -> bool:
     return any(cls.__name__ in CLASSIFIERS for cls in type(model).__mro__)
 
 
+def is_backbone(model: nn.Module) -> bool:
+    """Return whether a model is one without a head, as `AutoModel` loads it (embedding models)."""
+    name = _backbone_class(model)
+    return name is not None and _is_a(model, name)
+
+
+def has_lm_head(model: nn.Module) -> bool:
+    """Return whether a model has the language-model head of its family, and so a loss over tokens."""
+    return not (is_classifier(model) or is_backbone(model))
+
+
+def _backbone_class(model: nn.Module) -> str | None:
+    """Return the name of the class that `AutoModel` has for a model's configuration; None: it has none without head."""
+    from transformers import MODEL_MAPPING
+
+    known: Any = MODEL_MAPPING.get(cast(Any, type(getattr(model, "config", None))), None)
+    return known.__name__ if known is not None and known.__name__.endswith("Model") else None
+
+
+def _is_a(model: nn.Module, class_name: str) -> bool:
+    return any(cls.__name__ == class_name for cls in type(model).__mro__)
+
+
 CLASSIFIERS = ("GenericForSequenceClassification", "GenericForTokenClassification")
 """Names of transformers' generic classifiers, which are not imported here. All families share their forward pass: it
 calls the backbone, and scores hidden states."""
 
 
 def family_of(model: Any) -> Family:
-    """Return the family of a Hugging Face model with a language-model or classification head.
+    """Return the family of a Hugging Face model with a language-model or classification head, or without a head.
 
     The family is found by `config.model_type`. Pass the model itself, not a PEFT, DDP or compiled wrapper around it.
 
     Raises:
-        FamilyError: the family is unknown or would leak (the message names the part), the model has no head or is
+        FamilyError: the family is unknown or would leak (the message names the part), the model is of another class or
             inside a wrapper, or its rotary frequencies change with the length of the input.
     """
     config = getattr(model, "config", None)
@@ -92,7 +115,9 @@ def family_of(model: Any) -> Family:
             f"model itself, unwrapped ({_supported()})"
         )
     family = family_named(model_type)
-    if not is_classifier(model) and family.model_class not in (cls.__name__ for cls in type(model).__mro__):
+    if (name := _backbone_class(model)) is not None and _is_a(model, name):
+        family = family.headless(name)
+    elif not is_classifier(model) and not _is_a(model, family.model_class):
         raise FamilyError(
             f"the model is a {type(model).__name__} but {model_type} is packed as a {family.model_class}; unwrap it "
             "(peft: model.get_base_model(), ddp: model.module, torch.compile: enable packing before compiling), or "
@@ -169,7 +194,7 @@ def check_parts(family: Family, model: Any) -> None:
 
 def _differences(family: Family, model: Any) -> Iterator[str]:
     audio_path = None if family.audio is None else family.audio.path
-    head_path = None if is_classifier(model) else family.head_path
+    head_path = family.head_path if has_lm_head(model) else None
     for path in (family.backbone_path, family.text_path, family.vision_path, audio_path, head_path):
         if path is not None and not _has(model, path):
             yield f"it has no part {path!r}"
@@ -177,7 +202,7 @@ def _differences(family: Family, model: Any) -> Iterator[str]:
     tower = family.vision_tower(model)
     if tower is not None and not _has(tower, family.blocks_path):
         yield f"its vision part has no part {family.blocks_path!r}"
-    backbone = family.backbone(model) if family.backbone_path else model
+    backbone = model if family.backbone_path is None else family.backbone(model)
     parameters = inspect.signature(type(backbone).forward).parameters
     taken = [*family.media, *(name for name in (family.token_types, family.expert_types) if name is not None)]
     if missing := [name for name in taken if name not in parameters]:

@@ -1,4 +1,4 @@
-"""Pack direct calls of a model's backbone, as trainers with a custom head make them (TRL).
+"""Pack calls of a model's backbone: of a model without a head, and those of trainers with a custom head (TRL).
 
     trainer ──▶ core.forward, replaced ──▶ backbone(padded batch) ──▶ hidden states [B, S, D] ──▶ the trainer's head
                                              │ hook: pack, share          ▲ hook: unpack
@@ -11,6 +11,7 @@ Calls from the enabled model's own forward are packed already and pass through t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -20,13 +21,25 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
-from vlmpack.layout.device import outside_graph
+from vlmpack.layout.batch import OnlyPacked
+from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.layout.packing import Compact, unpack
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.sharing import ReadMedia, share
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
-from vlmpack.model.forward import LOOKED_AT, check_keys, is_row_input, requested, row_of, unpackable
-from vlmpack.model.mechanisms import RowSetup
+from vlmpack.model.forward import (
+    LOOKED_AT,
+    STEP,
+    check_keys,
+    is_row_input,
+    no_loss,
+    of_an_object,
+    plain_forward,
+    requested,
+    row_of,
+    unpackable,
+)
+from vlmpack.model.mechanisms import RowSetup, subclass
 from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
 from vlmpack.model.row import CONTEXT
@@ -66,6 +79,28 @@ class _Caller:
         return values.new_zeros(self.mask.numel(), *values.shape[1:]).index_put((places,), values)
 
 
+@functools.cache
+def packed_backbone(base: Any) -> type[nn.Module]:
+    """Return a subclass of `base` (a model without a head), with the same name, whose forward packs padded batches."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        plain, state = functools.partial(base.forward, self), stored_state(self)
+        if state is None or CONTEXT in kwargs:
+            return plain(*args, **kwargs)
+        # OnlyPacked values in a row stop models without packing.
+        given = {n: None if isinstance(v, OnlyPacked) else v for n, v in by_name(plain, args, kwargs).items()}
+        if given.get(STEP) is not None:
+            raise no_loss(self)
+        hooks, inputs = _BackboneHooks(self, None, None), LOOKED_AT | given
+        if (reason := hooks.unpackable(inputs, state)) is not None:
+            return plain_forward(self, plain, given, reason)
+        packed = hooks.packed(inputs)
+        return hooks.after(self, (), packed, plain(**packed))
+
+    return subclass(base, {**of_an_object(base), "forward": around_graph(forward)}, packed_backbone)
+
+
 @final
 class _BackboneHooks:
     """The hooks of one model's backbone."""
@@ -84,17 +119,22 @@ class _BackboneHooks:
         if state is None or CONTEXT in kwargs or is_passed_on():
             return None
         inputs = LOOKED_AT | by_name(backbone.forward, args, kwargs)
-        reason = unpackable(self.core, inputs, state)
-        configured = state.parts_of(self.core).text.config.output_hidden_states
-        if requested(inputs, "output_hidden_states", configured) and not is_row_input(inputs):
-            reason = "the hidden states of every layer are not handed to the caller of a packed backbone"
-        if reason is not None:
+        if (reason := self.unpackable(inputs, state)) is not None:
             warn_of_padding(inputs["attention_mask"], reason)
             return None
-        return (), self._packed(packing_state(self.core), inputs)
+        return (), self.packed(inputs)
 
-    def _packed(self, state: PackingState, inputs: dict[str, Any]) -> dict[str, Any]:
+    def unpackable(self, inputs: dict[str, Any], state: PackingState) -> str | None:
+        """Return why a call is not packed; None: it is packed."""
+        configured = state.parts_of(self.core).text.config.output_hidden_states
+        if requested(inputs, "output_hidden_states", configured) and not is_row_input(inputs):
+            return "the hidden states of every layer are not handed to the caller of a packed backbone"
+        return unpackable(self.core, inputs, state)
+
+    @outside_graph
+    def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the backbone's inputs for the packed row."""
+        state = packing_state(self.core)
         model, handed_row = state.parts_of(self.core), is_row_input(inputs)
         routers, mask = inputs.pop("output_router_logits", None), inputs["attention_mask"]
         # Derive token types from the ids: TRL's collators make them for one padding side only.
@@ -153,7 +193,7 @@ def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Re
     state = packing_state(core)
     if min_shared is not None:
         check_whole_number("min_shared", min_shared)
-    if not state.family.backbone_path:
+    if state.family.backbone_path is None:
         raise ConfigError(
             f"the head of {state.family.model_type} is inside its text part, so that no part of the model gives a "
             "trainer hidden states; call the model itself, with a loss that is the model's own"

@@ -16,8 +16,8 @@ from torch import nn
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
-from vlmpack.families.registry import check_parts, family_of, is_classifier
-from vlmpack.model.backbone import leave_backbone, pack_backbone
+from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
+from vlmpack.model.backbone import leave_backbone, pack_backbone, packed_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class
 from vlmpack.model.loss_count import LossCount
@@ -58,7 +58,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     the same values as without packing, with zeros on padding.
 
     A classifier or reward model (`...ForSequenceClassification`, `...ForTokenClassification`) takes only padded
-    batches: its backbone packs them, and its own forward scores the result as before.
+    batches: its backbone packs them, and its own forward scores the result as before. A model without a head, as
+    `AutoModel` loads it for embeddings, returns `last_hidden_state` [B, S, D] of a padded batch, 0 on padding, and
+    [1, T, D] of a row.
 
     Inputs of kinds 1 and 2 may also contain:
 
@@ -71,9 +73,9 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     - `moe_padding_mask`, [B, S] or [1, T], True on padding: must agree with the mask or the boundaries.
 
     Args:
-        model: a `...ForConditionalGeneration`, a `...ForCausalLM`, a classifier, or a module that holds one (a
-            `PeftModel`). On any device: weights are not read, so the model may be on the meta device and be loaded
-            afterwards.
+        model: a `...ForConditionalGeneration`, a `...ForCausalLM`, a classifier, a model without a head, or a module
+            that holds one (a `PeftModel`, a `SentenceTransformer`). On any device: weights are not read, so the model
+            may be on the meta device and be loaded afterwards.
         config: settings; None: the defaults.
         parallel: how ranks work together (one row split across several ranks, or the same calls on all of them);
             None: each rank works by itself.
@@ -101,13 +103,13 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     if before is not None and (before.parallel is None) != (parallel is None):
         disable_packing(core)  # the two modes change different layers
         before = None
-    classifies = is_classifier(core)
-    if classifies and (config.z_loss_coef or (parallel is not None and parallel.ranks > 1)):
+    has_loss = has_lm_head(core)
+    if not has_loss and (config.z_loss_coef or (parallel is not None and parallel.ranks > 1)):
         raise ConfigError(
-            f"a {type(core).__name__} computes its own loss from whole samples: leave out z_loss_coef, and ranks that "
-            "share a row"
+            f"the loss of a {type(core).__name__} is computed from whole samples, and not by vlmpack: leave out "
+            "z_loss_coef, and ranks that share a row"
         )
-    if before is None and not classifies:
+    if before is None and has_loss:
         check_forward(core, family)
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
     loss_count = None if before is None else before.loss_count
@@ -115,19 +117,19 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     state.check(core, attached=False)  # check everything before changing anything
     parts = state.parts_of(core)
     with torch.device("cpu"):  # the model, and the default device, may be an accelerator or meta
-        if not classifies:
+        if has_loss:
             check_logits(parts)
         if family.positions_rule.axes == 1:
             check_text_positions(parts)
         else:
             check_rope_index(parts)
     if before is None:
-        core.__class__ = packed_class(type(core))
+        core.__class__ = (packed_backbone if is_backbone(core) else packed_class)(type(core))
     core._vlmpack_state = state
     for mechanism in mechanisms:
         mechanism.attach(parts)
     ENABLED.add(core)
-    if classifies and before is None:
+    if is_classifier(core) and before is None:
         pack_backbone(core)
     return model
 

@@ -64,6 +64,19 @@ ENABLED: WeakSet[nn.Module] = WeakSet()
 @functools.cache
 def packed_class(base: Any) -> type[nn.Module]:
     """Return a subclass of `base`, with the same name, whose forward accepts rows. There is one per base class."""
+    body = of_an_object(base)
+    if any(cls.__name__ in CLASSIFIERS for cls in base.__mro__):
+        return subclass(base, {**body, "forward": _forward_of_classifier(base)}, packed_class)
+    body |= {
+        "forward": around_graph(_forward_of(base)),
+        "generate": _generate(base),
+        "accepts_loss_kwargs": property(CountsTargets),
+    }
+    return subclass(base, body, packed_class)
+
+
+def of_an_object(base: Any) -> dict[str, Any]:
+    """Return the methods that keep packing attached to a copied object, and to one with other attention settings."""
 
     def setstate(self: Any, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
@@ -81,15 +94,7 @@ def packed_class(base: Any) -> type[nn.Module]:
         finally:
             _attach_attention(self)
 
-    body: dict[str, Any] = {"__setstate__": setstate, "set_attn_implementation": set_attn_implementation}
-    if any(cls.__name__ in CLASSIFIERS for cls in base.__mro__):
-        return subclass(base, {**body, "forward": _forward_of_classifier(base)}, packed_class)
-    body |= {
-        "forward": around_graph(_forward_of(base)),
-        "generate": _generate(base),
-        "accepts_loss_kwargs": property(CountsTargets),
-    }
-    return subclass(base, body, packed_class)
+    return {"__setstate__": setstate, "set_attn_implementation": set_attn_implementation}
 
 
 def _forward_of_classifier(base: Any) -> Any:
@@ -98,14 +103,19 @@ def _forward_of_classifier(base: Any) -> Any:
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = by_name(functools.partial(base.forward, self), args, kwargs)
-        if stored_state(self) is not None and (given.get(STEP) is not None or is_row_input(given)):
-            raise ConfigError(
-                f"a {type(self).__name__} has no language-model loss for PackedStep, PackedTrainer or a packed row: "
-                "call it with a padded batch and its attention_mask, which its backbone packs"
-            )
+        if stored_state(self) is not None and is_row_input(given):
+            raise no_loss(self)
         return base.forward(self, **given)
 
     return forward
+
+
+def no_loss(model: nn.Module) -> ConfigError:
+    """Return the error of a model that has no language-model loss."""
+    return ConfigError(
+        f"a {type(model).__name__} has no language-model loss for PackedStep, PackedTrainer or a packed row: call it "
+        "with a padded batch and its attention_mask, which its backbone packs"
+    )
 
 
 def _forward_of(base: Any) -> Any:

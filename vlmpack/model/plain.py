@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
 from vlmpack.families.family import Family
-from vlmpack.families.registry import family_of, is_classifier
+from vlmpack.families.registry import family_of, has_lm_head, is_backbone, is_classifier
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.layout.device import on_host, outside_graph, require
 
@@ -52,7 +52,7 @@ def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def find_model(model: nn.Module) -> Any:
     """Find the model with a head (`...ForConditionalGeneration`, `...ForCausalLM` or a classifier) inside wrappers such
-    as `PeftModel` or DDP.
+    as `PeftModel` or DDP; or else the model without a head that `AutoModel` loads.
 
     Raises:
         FamilyError: there is none; the message names the type that was given.
@@ -61,22 +61,22 @@ def find_model(model: nn.Module) -> Any:
         raise FamilyError(
             f"a {type(model).__name__} is no model; load it first: AutoModelForImageTextToText.from_pretrained(...)"
         )
-    core = next(_models(model), None)
-    if core is None:
+    if not (models := _models(model)):
         raise FamilyError(
             f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "
             "AutoModelForImageTextToText (or AutoModelForCausalLM) .from_pretrained returns, or a wrapper around it"
         )
-    return core
+    return models[0]
 
 
-def _models(holder: nn.Module) -> Iterator[nn.Module]:
-    """Yield the models with a head. PeftModelForCausalLM is only a wrapper, despite its name."""
-    for module in holder.modules():
-        names = (base.__name__ for base in type(module).__mro__)
-        has_head = any(name.endswith(_HAS_HEAD) for name in names) or is_classifier(module)
-        if isinstance(module, PreTrainedModel) and has_head:
-            yield module
+def _models(holder: nn.Module) -> list[nn.Module]:
+    """Return the models with a head, or if there are none, those without."""
+    models = [module for module in holder.modules() if isinstance(module, PreTrainedModel)]
+    return list(filter(_has_head, models)) or list(filter(is_backbone, models))
+
+
+def _has_head(model: nn.Module) -> bool:
+    return is_classifier(model) or any(base.__name__.endswith(_HAS_HEAD) for base in type(model).__mro__)
 
 
 def check_is_only_one(holder: nn.Module) -> None:
@@ -102,7 +102,7 @@ def check_unchanged(core: Any, family: Family) -> None:
             as Liger's function without `model=` does; a LoRA is activated at one position per row of `input_ids` (PEFT
             stores its configurations on the model that it wraps); or NEFTune adds noise to embeddings in training.
     """
-    if not is_classifier(core):
+    if has_lm_head(core):
         _check_head_unchanged(core, family)
     for name, config in (getattr(core, "peft_config", None) or {}).items():
         if getattr(config, "alora_invocation_tokens", None):

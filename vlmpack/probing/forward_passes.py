@@ -29,7 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
-from vlmpack.families.registry import family_of, is_classifier
+from vlmpack.families.registry import family_of, has_lm_head
 from vlmpack.layout.batch import METADATA_KEY, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE
 from vlmpack.layout.packing import pack
@@ -63,10 +63,10 @@ class ProbedModel:
         """Find the Hugging Face model and its family.
 
         Raises:
-            FamilyError: the family cannot be packed exactly, or the model is a classifier.
+            FamilyError: the family cannot be packed exactly, or the model has no language-model head.
         """
         core = find_model(model)
-        if is_classifier(core):
+        if not has_lm_head(core):
             raise FamilyError(
                 f"the probe compares losses of language models, which a {type(core).__name__} has none of: probe the "
                 "language model of this family, whose layers are the same"

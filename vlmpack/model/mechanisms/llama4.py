@@ -122,7 +122,7 @@ class InnerHead(ClassMechanism):
 
     def is_in(self, family: Family) -> bool:
         """Return whether the family lacks a path to a model without its head."""
-        return not family.backbone_path
+        return family.backbone_path is None
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return the module that holds the head and the text part."""

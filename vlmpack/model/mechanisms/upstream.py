@@ -331,7 +331,7 @@ def check_logits(model: ModelParts) -> None:
     name = upstream.__name__
     copied = _copy_with_parts(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})
     ids = torch.zeros(1, 2, dtype=torch.int64, device="cpu")
-    inputs = {"input_ids": ids} if family.backbone_path else {"inputs_embeds": hidden}
+    inputs = {"inputs_embeds": hidden} if family.backbone_path is None else {"input_ids": ids}
     try:
         logits = upstream.forward(copied, **inputs, use_cache=False, return_dict=True).logits
     except Exception as error:
