@@ -319,7 +319,7 @@ class Family:
             is_float = not isinstance(tensor, torch.Tensor) or tensor.is_floating_point()
             if not is_float and name in (*self.pixel_names, "input_features"):
                 raise LayoutError(
-                    f"{name} is {tensor.dtype}, but the model reads rescaled and normalised floats; give what its "
+                    f"{name} is {tensor.dtype}, but the model reads rescaled and normalized floats; give what its "
                     "processor makes (pixels of 0 to 255 are not that), or .float() of values that were stored rounded"
                 )
 
