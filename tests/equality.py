@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from fixtures.work import work_problems
+from peft import LoraConfig, get_peft_model
 
 from vlmpack.attention.patterns import LayerMask
 from vlmpack.families import family_of
@@ -133,6 +134,26 @@ def without_zeros(gradients: Any) -> dict[str, torch.Tensor]:
     }
 
 
+# ---------------------------------------------------------------------- how a model is trained
+
+
+def checkpointed(model: Any, *, reentrant: bool = False) -> Any:
+    """A model whose layers are computed again in the backward pass."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+def adapted(model: Any) -> Any:
+    """LoRA on every linear layer but routers and the head, the tower's too."""
+    linear = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]  # routers return pairs
+    settings: dict[str, Any] = {"target_modules": [name for name in linear if not name.endswith("lm_head")]}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return get_peft_model(model, LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, **settings))
+
+
 # ---------------------------------------------------------------------- comparing
 
 
@@ -225,6 +246,13 @@ def check_gradients(truth: Alone, found: dict[str, torch.Tensor], limits: Limits
     assert 1 - worst.cosine <= limits.cosine, worst
 
 
+def check_step(truth: Alone, model: Any, result: StepResult, limits: Limits) -> None:
+    """Outputs, and every gradient of the loss."""
+    check_outputs(truth, result, limits)
+    result.loss.backward()
+    check_gradients(truth, gradients(model), limits)
+
+
 def check_low_precision(truth: Alone, plain: Alone, result: StepResult, found: dict[str, torch.Tensor]) -> None:
     """Packed in bfloat16 (`result`, `found`) against the samples alone in bfloat16 (`plain`), both against `truth`.
 
@@ -253,19 +281,15 @@ def logprobs_of(outcome: Outcome) -> torch.Tensor:
 def check_work(truth: Alone, result: StepResult, row_multiple: int, config: Any) -> None:
     """Equal outputs do not prove that padding was skipped: so does the work. Sparse attention chooses among pairs."""
     family = FAMILIES[config.model_type]
-    sparse, masks = family.has("per_sample"), layer_masks_of(family.text_config(config))
-    bidirectional = (
-        family.bidirectional
-        if family.bidirectional and family.bidirectional.enabled(family.text_config(config))
-        else None
+    problems_of_work = work_problems(
+        result.work,
+        truth.samples,
+        row_multiple=row_multiple,
+        sparse=family.has("per_sample"),
+        layer_masks=layer_masks_of(family.text_config(config)),
+        bidirectional=family.bidirectional_tokens(config),
     )
-    settings: dict[str, Any] = {
-        "row_multiple": row_multiple,
-        "sparse": sparse,
-        "layer_masks": masks,
-        "bidirectional": bidirectional,
-    }
-    assert not work_problems(result.work, truth.samples, **settings)
+    assert not problems_of_work
 
 
 def layer_masks_of(text_config: Any) -> set[LayerMask]:

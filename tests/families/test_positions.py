@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +25,6 @@ from vlmpack.layout.device import nothing_on_host
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.samples import grids_of, kinds_of, word_ids
-
-VECTOR: dict[str, Any] = json.loads((Path(__file__).parents[1] / "vectors" / "mrope.json").read_text())
-"""The row of three samples that the README of `vlmpack/families` draws."""
-SAMPLES: list[dict[str, Any]] = VECTOR["samples"]
-IMAGE_PAD = 9
 
 every_family = pytest.mark.parametrize("name", families(lambda family: not family.has_audio))
 """(Qwen-Omni asks its own code for positions of videos: tests/model/test_audio.py.)"""
@@ -203,25 +196,6 @@ def test_where_rope_restarts_is_decided_by_the_segments_alone() -> None:
         assert torch.equal(together[:, 0, start:stop] - together[:, 0, start : start + 1], apart[:, 0, start:stop])
 
 
-@with_grids
-def test_repeated_final_boundaries_change_nothing(name: str) -> None:
-    model = model_of(name)
-    samples = mixed_samples(model.config)
-    row = pack(padded(samples))
-    more = pack(padded(samples), rule=SlotRule(max_segments=9))
-    assert len(more.segments.lengths) == 9
-    family = family_of(model)
-    assert torch.equal(positions_of(row, family, model.config), positions_of(more, family, model.config))
-
-
-@every_family
-def test_text_alone_needs_no_token_types(name: str) -> None:
-    family, config = family_of(model_of(name)), model_of(name).config
-    segments = Segments.from_lengths([3, 2], SlotRule(multiple=4))
-    found = family.positions(MediaTable(), segments, config=config)
-    assert found[:, 0].tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]] * 4
-
-
 def test_positions_handed_out_are_not_the_cached_tensor_of_the_segments() -> None:
     family, config = family_of(model_of("qwen2_vl")), model_of("qwen2_vl").config
     segments = Segments.from_lengths([3])
@@ -230,50 +204,6 @@ def test_positions_handed_out_are_not_the_cached_tensor_of_the_segments() -> Non
 
 
 # ---------------------------------------------------------------------- the row that the README draws
-
-
-def types_of(sample: dict[str, Any]) -> list[int]:
-    return [int(token == IMAGE_PAD) for token in sample["input_ids"]]
-
-
-def segments_of_vector(rule: SlotRule) -> Segments:
-    return Segments.from_lengths([len(sample["input_ids"]) for sample in SAMPLES], rule)
-
-
-def axes_of(sample: dict[str, Any]) -> list[list[int]]:
-    return [list(range(len(sample["t"]))), sample["t"], sample["h"], sample["w"]]
-
-
-@with_grids
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_a_row_of_the_vector_restarts_in_every_segment(name: str, multiple: int) -> None:
-    assert [sample["name"] for sample in SAMPLES] == ["A", "B", "C"]
-    config, segments = tiny_config(name, merge=VECTOR["merge"]), segments_of_vector(SlotRule(multiple=multiple))
-    types = [0] * segments.total
-    for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
-        types[start:stop] = types_of(sample)
-    grids = [grid for s in SAMPLES for grid in s["image_grid_thw"]]
-    row = replace(row_of(types, [segments.total], config, image_grid_thw=grids), segments=segments)
-    found = positions_of(row, FAMILIES[name], config)
-    for sample, (start, stop) in zip(SAMPLES, segments.spans, strict=True):
-        assert found[:, 0, start:stop].tolist() == axes_of(sample), sample["name"]
-        assert int(found[1:, 0, start:stop].max()) + 1 - (stop - start) == sample["delta"]
-
-
-def test_a_row_that_does_not_restart_is_off_by_seven_and_nine() -> None:
-    """The guard: what the test above would see if boundaries were ignored."""
-    config, types = tiny_config("qwen3_vl"), [kind for sample in SAMPLES for kind in types_of(sample)]
-    row = row_of(types, [len(types)], config, image_grid_thw=[[1, 4, 4], [1, 4, 6]])
-    found = positions_of(row, FAMILIES["qwen3_vl"], config)
-    expected = torch.tensor([axis for sample in SAMPLES for axis in sample["t"]])
-    assert (found[1, 0] - expected).tolist() == [0] * 9 + [7] * 2 + [9] * 10
-
-
-@pytest.mark.parametrize("sample", SAMPLES, ids=lambda s: s["name"])
-def test_the_naive_twin_gives_the_vector(sample: dict[str, Any]) -> None:
-    grids = [tuple(grid) for grid in sample["image_grid_thw"]]
-    found = naive_positions(types_of(sample), merge=VECTOR["merge"], image_grids=grids)
-    assert [list(axis) for axis in zip(*found, strict=True)] == axes_of(sample)
 
 
 def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:

@@ -11,9 +11,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_i
 from vlmpack.families.family import frame_segments, window_segments
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Grid
-from vlmpack.layout.media import IMAGE, VIDEO
-from vlmpack.testing import mixed_samples, padded, tiny_config
-from vlmpack.testing.samples import KINDS
+from vlmpack.testing import tiny_config
 
 
 @st.composite
@@ -45,18 +43,3 @@ def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> Non
     assert found[0].lengths == (120, 16, 16)
     windows = [segments.lengths for segments in found[1:]]
     assert windows == ([(64, 16, 32, 8, 16, 16)] if name == "qwen2_5_vl" else [])
-
-
-@with_grids
-def test_types_and_counts_of_media_tokens_are_the_processors(name: str) -> None:
-    config, family = tiny_config(name, patch_size=4), FAMILIES[name]
-    batch = padded(mixed_samples(config, kinds=KINDS))
-    assert batch.mm_token_type_ids is not None
-    assert batch.metadata is not None
-    types = family.media_types(batch.input_ids, config)
-    assert torch.equal(types, batch.mm_token_type_ids)
-    table = batch.metadata.media
-    assert table is not None
-    found = (family.media_tokens(table.grids(IMAGE), config), sum(family.video_runs(table.grids(VIDEO), config)))
-    assert found == tuple(int((types == kind).sum()) for kind in (IMAGE, VIDEO))
-    assert min(found) > 0

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
-from equality import Alone, alone_through, by_sample, check_gradients, check_outputs, gradients, limits_of, poisoned
+from equality import Alone, alone_through, by_sample, check_step, limits_of, poisoned
 from fla.ops.gated_delta_rule import CALLS  # pyright: ignore[reportMissingImports]
 from parts import gated_delta_layers
 from trees import DEEP, STRANGER, samples_of, shared
@@ -75,9 +75,7 @@ def branches(model: Any) -> Alone:
 def check(own: Alone, model: Any, result: StepResult) -> None:
     """A norm near zero enlarges rounding up to a hundredfold; what reads a poisoned gap is off by 1e-2 and more."""
     limits = replace(limits_of(model.config.model_type), logits=1e-4, loss=1e-5, gradient=1e-3, cosine=1e-5)
-    check_outputs(own, result, limits)
-    result.loss.backward()
-    check_gradients(own, gradients(model), limits)
+    check_step(own, model, result, limits)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import families, slow
+from equality import checkpointed
 from moe import (
     BALANCED,
     EXPERTS,
@@ -203,23 +204,6 @@ def test_without_labels_they_are_reported_and_part_of_nothing(family):
 
 
 # ---------------------------------------------------------------------- gradients that get lost
-
-
-def checkpointed(model, *, reentrant):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()
-    return model
-
-
-@pytest.mark.parametrize("per", ["row", "sample"])
-@few
-def test_recomputed_layers_give_the_same_gradient(family, per):
-    reference, model = fresh(family), checkpointed(fresh(family), reentrant=False)
-    row = pack(batch_of(model), rule=SlotRule(multiple=8))
-    for each in (reference, model):
-        step = PackedStep(each, StepConfig(aux_loss=per, z_loss_coef=0.25))
-        step(row, output_router_logits=True).loss.backward()
-    assert distance(gradients(reference), gradients(model)) <= GRADIENT
 
 
 @few

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from equality import checkpointed
 from moe import decoder_layers, samples_of
 from torch._dynamo import config
 from torch._dynamo.utils import counters
@@ -126,12 +127,6 @@ def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_
 
 
 # ---------------------------------------------------------------------- gradient checkpointing
-
-
-def checkpointed(model):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model
 
 
 @pytest.mark.slow

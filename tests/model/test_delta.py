@@ -8,11 +8,8 @@ import pytest
 import torch
 from cases import families, slow
 from equality import alone_through, check_gradients, gradients, limits_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from parts import gated_delta_layers
 
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
@@ -81,36 +78,6 @@ def on_row(layer, segments, hidden_1TD, call_cost):
 def hidden_of(segments):
     generator = torch.Generator().manual_seed(segments.total)
     return torch.randn(1, segments.total, 64, generator=generator).requires_grad_()
-
-
-@pytest.fixture(scope="module")
-def layers():
-    """One enabled layer of each family; hypothesis needs them to outlive an example."""
-    hybrid = [name for name, family in FAMILIES.items() if family.has("gated_delta")]
-    return {name: layer_of(enable_packing(fresh(name))).requires_grad_(False) for name in hybrid}
-
-
-lengths_lists = st.lists(st.one_of(st.integers(0, 6), st.sampled_from([31, 63, 64, 65])), min_size=1, max_size=5)
-
-
-@every_hybrid
-@settings(max_examples=12)
-@given(
-    lengths=lengths_lists.filter(sum),
-    cost=st.sampled_from([FREE, 16.0, DEAR]),
-)
-def test_a_layer_is_what_it_is_on_each_sample(family, layers, lengths, cost):
-    segments = Segments.from_lengths(lengths)
-    hidden_1TD, own_1TD = hidden_of(segments), hidden_of(segments)
-    out_1TD = on_row(layers[family], segments, hidden_1TD, cost)
-    out_1TD.sin().sum().backward()
-    for start, stop in segments.spans:
-        if start < stop:
-            own = layers[family](own_1TD[:, start:stop])
-            own.sin().sum().backward()
-            assert (out_1TD[:, start:stop] - own).abs().max() <= LAYER
-    scale = own_1TD.grad.abs().max()
-    assert (hidden_1TD.grad - own_1TD.grad).abs().max() <= LAYER * scale
 
 
 def forget_at_once(layer):

@@ -167,18 +167,6 @@ def test_a_model_is_what_it_was_whatever_happened(family, event):
     assert same(outputs(model), outputs(copied_model))
 
 
-@pytest.mark.parametrize("attention", ["eager", *slow("sdpa")])
-@few
-def test_every_attention_implementation_comes_back(family, attention):
-    model = tiny_model(family, attn_implementation=attention, **SMALL)
-    expected, before = outputs(model), anatomy(model)
-    enable_packing(model)
-    assert same_but_packed(outputs(model), expected), "plain calls of an enabled model"
-    disable_packing(model)
-    assert anatomy(model) == before
-    assert same(outputs(model), expected)
-
-
 # ---------------------------------------------------------------------- copies
 
 
@@ -233,29 +221,6 @@ def test_unpickling_in_another_process_installs_everything(tmp_path):
 
 
 # ---------------------------------------------------------------------- models with something in common
-
-
-@pytest.mark.parametrize("first", [0, *slow(1)])
-@pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen2_5_vl")])
-def test_models_that_share_a_configuration_are_enabled_and_disabled_one_by_one(family, first):
-    pair = [fresh(family)]
-    pair.append(type(pair[0])(pair[0].config))
-    pair[1].load_state_dict(fresh(family, seed=9).state_dict())
-    assert pair[0].config is pair[1].config
-    expected, before = [outputs(model) for model in pair], [anatomy(model) for model in pair]
-    row = row_of(pair[0])
-    losses = []
-    for model in pair:
-        losses.append(enable_packing(model)(**row).loss)
-        assert [same_but_packed(outputs(m), e) for m, e in zip(pair, expected, strict=True)] == [True, True]
-
-    one, other = first, 1 - first
-    disable_packing(pair[one])
-    assert torch.equal(pair[other](**row).loss, losses[other]), "the other one goes on"
-    assert same(outputs(pair[one]), expected[one])
-    disable_packing(pair[other])
-    assert [anatomy(model) for model in pair] == before
-    assert [same(outputs(m), e) for m, e in zip(pair, expected, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("first", [0, *slow(1)])

@@ -18,12 +18,15 @@ from cases import EIGHT, families, one_of_each, slow, slow_cases
 from equality import (
     LOW_PRECISION,
     Alone,
+    adapted,
     alone_through,
     by_sample,
     check_gradients,
     check_outputs,
     check_packed,
+    check_step,
     check_work,
+    checkpointed,
     gradients,
     kinds_in,
     limits_of,
@@ -32,7 +35,6 @@ from equality import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe import block_of
-from peft import LoraConfig, get_peft_model
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families.media import run_of_pairs
@@ -85,22 +87,6 @@ class Circumstance:
     """Whether there are gradients to compare."""
 
 
-def checkpointed(model, *, reentrant):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    return model
-
-
-def adapted(model):
-    """LoRA on every linear layer but routers and the head, the tower's too, with a head that is trained beside them."""
-    linear = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]  # routers return pairs
-    settings: dict[str, Any] = {"target_modules": [name for name in linear if not name.endswith("lm_head")]}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return get_peft_model(model, LoraConfig(r=2, lora_alpha=1, init_lora_weights=False, **settings))
-
-
 def frozen(model, *, part):
     tower = FAMILIES[model.config.model_type].vision_path
     for name, parameter in model.named_parameters():
@@ -108,10 +94,9 @@ def frozen(model, *, part):
     return model
 
 
-non_reentrant = functools.partial(checkpointed, reentrant=False)
 reentrant = functools.partial(checkpointed, reentrant=True)
 EVERY_FAMILY = {
-    "a row with gaps, checkpointing": Circumstance(prepare=non_reentrant),
+    "a row with gaps, checkpointing": Circumstance(prepare=checkpointed),
     "a batch padded on the left, no metadata": Circumstance(given="left padded without metadata"),
 }
 CIRCUMSTANCES = {
@@ -129,7 +114,7 @@ CIRCUMSTANCES = {
     "reentrant checkpointing": Circumstance(prepare=reentrant),
     "LoRA": Circumstance(prepare=adapted, given="right padded"),
     "LoRA, reentrant checkpointing": Circumstance(prepare=lambda model: reentrant(adapted(model))),
-    "LoRA, checkpointing": Circumstance(prepare=lambda model: non_reentrant(adapted(model)), given="row"),
+    "LoRA, checkpointing": Circumstance(prepare=lambda model: checkpointed(adapted(model)), given="row"),
     "frozen tower": Circumstance(prepare=functools.partial(frozen, part="tower"), given="left padded"),
     "frozen text": Circumstance(prepare=functools.partial(frozen, part="text")),
     "no_grad": Circumstance(around=torch.no_grad, backward=False),
@@ -225,7 +210,7 @@ def test_every_circumstance_is_what_it_is_called():
 
 
 @few
-@pytest.mark.parametrize("prepare", [fresh, lambda family: non_reentrant(fresh(family))], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("prepare", [fresh, lambda family: checkpointed(fresh(family))], ids=["plain", "checkpointed"])
 def test_under_autocast_the_error_is_that_of_samples_alone(family, prepare):
     autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
     exact, model = truth(family), prepare(family)
@@ -251,7 +236,7 @@ def apart(a, b):
 def test_models_that_live_side_by_side_do_not_disturb_each_other(family):
     """Two of a family and one of another, forward one after the other and backward in another order, while the first
     one's layers are computed again."""
-    cases = [(family, non_reentrant), (family, lambda model: model), ("qwen3", lambda model: model)]
+    cases = [(family, checkpointed), (family, lambda model: model), ("qwen3", lambda model: model)]
     models = [prepare(fresh(name)) for name, prepare in cases]
     forms = [lambda x: padded(x, "left"), lambda x: pack(padded(x), rule=SlotRule(multiple=4)), padded]
     results = [
@@ -374,10 +359,7 @@ def test_any_batch_is_what_its_samples_are_alone(family, data):
     segments = pack(padded(samples, side), rule=rule).segments
     with pytest.MonkeyPatch.context() as patch, poisoned(model, segments, rule):
         patch.setitem(gated_delta.CALL_COST, "cpu", cost)
-        result = step(padded(samples, side), logits=True)
-        result.loss.backward()
-    check_outputs(own, result, limits_of(family))
-    check_gradients(own, gradients(model), limits_of(family))
+        check_step(own, model, result := step(padded(samples, side), logits=True), limits_of(family))
     check_work(own, result, rule.row_multiple, model.config)
     if FAMILIES[family].has("gated_delta"):
         assert sum(own.lengths) <= result.work.delta_tokens <= 1.25 * result.work.physical_tokens

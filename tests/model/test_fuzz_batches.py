@@ -62,17 +62,15 @@ def good_batch(family: str, kinds: tuple[str, ...], side: str) -> Any:
 
 def good_inputs(family: str, rng: random.Random) -> Inputs:
     batch = good_batch(family, rng.choice(KINDS), rng.choice(["left", "right"]))
-    form = rng.choice(["batch", "row", "row with gaps"])
-    inputs = (
-        batch.to_hf() if form == "batch" else pack(batch, rule=SlotRule(multiple=4 if "gaps" in form else 1)).to_hf()
-    )
+    row = rng.choice([None, pack(batch), pack(batch, rule=SlotRule(multiple=4))])
+    inputs = (row or batch).to_hf()
     inputs.pop("use_cache", None)
     if rng.random() < 0.6:
         inputs.pop("vlmpack")
-    if form != "batch" and rng.random() < 0.3:
+    if row is not None and rng.random() < 0.3:
         inputs.pop("moe_padding_mask")
-    if form != "batch" and rng.random() < 0.2:
-        inputs["shift_labels"] = pack(batch, rule=SlotRule(multiple=4 if "gaps" in form else 1)).shift_labels
+    if row is not None and rng.random() < 0.2:
+        inputs["shift_labels"] = row.shift_labels
         if rng.random() < 0.5:
             inputs.pop("labels")
     if rng.random() < 0.15:
@@ -99,37 +97,31 @@ def exchange(inputs: Inputs, rng: random.Random) -> None:
         inputs[a], inputs[b] = inputs[b], inputs[a]
 
 
-def permute(inputs: Inputs, rng: random.Random) -> None:
-    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
-    if name and inputs[name].ndim:
-        dim = rng.randrange(inputs[name].ndim)
-        order = list(range(inputs[name].shape[dim]))
-        rng.shuffle(order)
-        inputs[name] = inputs[name].index_select(dim, torch.tensor(order, dtype=torch.int64))
+def shuffled(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    dim = rng.randrange(x.ndim)
+    order = list(range(x.shape[dim]))
+    rng.shuffle(order)
+    return x.index_select(dim, torch.tensor(order, dtype=torch.int64))
 
 
-def retype(inputs: Inputs, rng: random.Random) -> None:
-    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
-    if name:
-        inputs[name] = inputs[name].to(rng.choice(DTYPES))
+SHAPES = (
+    *(lambda x: x[None], torch.flatten, lambda x: x[..., None], lambda x: x[..., :-1], lambda x: x[1:]),
+    *(lambda x: torch.cat([x, x]), lambda x: x[:0], lambda x: x.mT, lambda x: x[0], lambda x: x[..., 1:]),
+)
+FORMS = (torch.Tensor.tolist, torch.Tensor.numpy, lambda x: tuple(x.tolist()), str, len, lambda x: [*x])
+WAYS = (
+    shuffled,
+    lambda x, rng: x.to(rng.choice(DTYPES)),
+    lambda x, rng: rng.choice(SHAPES)(x) if x.ndim > 1 and len(x) else x,
+    lambda x, rng: rng.choice(FORMS)(x),
+    lambda x, rng: x.roll(rng.choice([1, -1, 2]), rng.randrange(x.ndim)),
+)
+"""Ways to change one column: its order, type, shape, or what holds its numbers."""
 
 
-def reshape(inputs: Inputs, rng: random.Random) -> None:
-    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
-    if name:
-        ways = (
-            *(lambda x: x[None], torch.flatten, lambda x: x[..., None], lambda x: x[..., :-1], lambda x: x[1:]),
-            *(lambda x: torch.cat([x, x]), lambda x: x[:0], lambda x: x.mT, lambda x: x[0], lambda x: x[..., 1:]),
-        )
-        if inputs[name].ndim > 1:
-            inputs[name] = rng.choice(ways)(inputs[name]) if len(inputs[name]) else inputs[name]
-
-
-def unwrap(inputs: Inputs, rng: random.Random) -> None:
-    name = rng.choice(there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES)) or [""])
-    if name:
-        ways = (torch.Tensor.tolist, torch.Tensor.numpy, lambda x: tuple(x.tolist()), str, len, lambda x: [*x])
-        inputs[name] = rng.choice(ways)(inputs[name]) if inputs[name].ndim else inputs[name]
+def change_a_column(inputs: Inputs, rng: random.Random) -> None:
+    if (names := there(inputs, (*TOKENS, *MEDIA, *BOUNDARIES))) and inputs[name := rng.choice(names)].ndim:
+        inputs[name] = rng.choice(WAYS)(inputs[name], rng)
 
 
 def edit(inputs: Inputs, rng: random.Random) -> None:
@@ -141,12 +133,6 @@ def edit(inputs: Inputs, rng: random.Random) -> None:
         near = [flat[at] + 1, flat[at] - 1] if flat.dtype != torch.bool else [~flat[at]]
         flat[at] = rng.choice([*near, *near, 0, 1, 2, 3, 4, 5, 9, -1, -100, 1000])
         inputs[name] = flat.view(inputs[name].shape)
-
-
-def roll(inputs: Inputs, rng: random.Random) -> None:
-    name = rng.choice(there(inputs, (*TOKENS, *MEDIA)) or [""])
-    if name and inputs[name].ndim:
-        inputs[name] = inputs[name].roll(rng.choice([1, -1, 2]), rng.randrange(inputs[name].ndim))
 
 
 def move_tokens(inputs: Inputs, rng: random.Random) -> None:
@@ -255,8 +241,8 @@ def other_media(media: Sequence[Medium], rng: random.Random) -> list[Medium]:
 
 
 CHANGES = (
-    *(drop, exchange, permute, retype, reshape, unwrap, edit, edit, edit, roll, move_tokens, move_boundary),
-    *(move_boundary, exchange_media, exchange_media, drop_media, say_more, say_more, other_metadata),
+    *(drop, exchange, *(change_a_column,) * 5, edit, edit, edit, move_tokens, move_boundary, move_boundary),
+    *(exchange_media, exchange_media, drop_media, say_more, say_more, other_metadata),
 )
 
 
@@ -489,9 +475,9 @@ def outcomes(seeds: range) -> tuple[Counter[str], list[str]]:
     return counts, failures
 
 
-@pytest.mark.parametrize("cases", [100, *slow(500)])
-def test_changed_batches_are_right_or_refused(cases):
-    counts, failures = outcomes(range(cases))
+@pytest.mark.parametrize("seeds", [range(100), *slow(range(100, 500))], ids=str)
+def test_changed_batches_are_right_or_refused(seeds):
+    counts, failures = outcomes(seeds)
     assert failures == []
-    assert counts["right"] > cases / 5
-    assert counts["refused"] > cases / 2
+    assert counts["right"] > len(seeds) / 5
+    assert counts["refused"] > len(seeds) / 2

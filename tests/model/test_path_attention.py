@@ -68,13 +68,6 @@ def test_it_is_the_plain_gather_bit_for_bit(name, wrap):
     assert all(map(torch.equal, ours, expected))
 
 
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, False), (False, False, True)])
-def test_parts_without_a_gradient_have_none(needed):
-    ours, expected = (computed(along, inputs(requires_grad=needed)) for along in (attend_along_paths, plainly))
-    assert len(ours) == 2
-    assert all(map(torch.equal, ours, expected))
-
-
 # ---------------------------------------------------------------------- what is kept
 
 LONG = PrefixTree(

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cases import slow
-from equality import alone_through, check_gradients, check_outputs, gradients, limits_of
+from equality import alone_through, check_step, limits_of
 from trees import DEEP, STRANGER, rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
@@ -110,9 +110,7 @@ def test_without_the_protocol_layers_run_along_the_paths(family, monkeypatch):
     monkeypatch.setattr(gated_delta_states, "_HANDS", {})
     monkeypatch.delattr(LayerState, "update_conv_state")  # as where transformers asks for something else
     result = PackedStep(model)(shared(samples), logits=True)
-    result.loss.backward()
-    check_outputs(alone, result, limits_of(family))
-    check_gradients(alone, gradients(model), limits_of(family))
+    check_step(alone, model, result, limits_of(family))
     assert list(gated_delta_states._HANDS.values()) == [False]
     assert result.work.delta_tokens >= result.work.real_tokens > result.work.physical_tokens
 

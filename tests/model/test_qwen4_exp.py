@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
-import torch.nn.functional as F
+from equality import alone_through
 from parts import parts_of
 
 from vlmpack.errors import ConfigError
@@ -18,8 +18,6 @@ from vlmpack.layout import Segments, SlotRule
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import per_sample
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
-
-BATCHES = {"pair": ("image", "text"), "mixed": ("image", "text", "images", "image", "text")}
 
 
 @functools.cache
@@ -34,28 +32,12 @@ def disabled_afterwards():
 
 
 @functools.cache
-def reference(batch):
-    """(samples, logits of each, loss, gradients) of every sample on its own, losses summed."""
-    model = tiny()
-    samples = mixed_samples(model.config, seed=5, kinds=BATCHES[batch], text=(1, 12))
-    logits = [model(**{**alone(sample), "labels": None}).logits[0] for sample in samples]
-    labels = torch.cat([sample["labels"][1:] for sample in samples])
-    loss = F.cross_entropy(torch.cat([x[:-1] for x in logits]), labels)
-    loss.backward()
-    gradients = gradients_of(model)
-    return samples, [x.detach() for x in logits], loss.detach(), gradients
-
-
-def gradients_of(model):
-    """Of every parameter, None where there is none; and the model forgets them."""
-    found = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    return found
+def samples():
+    return mixed_samples(tiny().config, seed=5, kinds=("image", "text", "images", "image", "text"), text=(1, 12))
 
 
 def test_every_parameter_has_a_gradient_but_the_indexers_which_only_choose():
-    *_, gradients = reference("mixed")
-    dead = {name for name, gradient in gradients.items() if gradient is None or not gradient.any()}
+    dead = {name for name, _ in tiny().named_parameters()} - alone_through(tiny(), samples()).gradients.keys()
     assert dead
     assert all(".indexer." in name for name in dead)
 
@@ -78,12 +60,12 @@ def choices(model, run):
 
 
 def test_a_sample_chooses_the_same_tokens_in_a_row_as_alone():
-    model, (samples, *_) = tiny(), reference("mixed")
-    truth = choices(model, lambda: [model(**alone(sample)) for sample in samples])
+    model = tiny()
+    truth = choices(model, lambda: [model(**alone(sample)) for sample in samples()])
     enable_packing(model)
-    found = choices(model, lambda: model(**padded(samples).to_hf()))
+    found = choices(model, lambda: model(**padded(samples()).to_hf()))
     disable_packing(model)
-    lengths = [len(sample["input_ids"]) for sample in samples]
+    lengths = [len(sample["input_ids"]) for sample in samples()]
     assert len(set(lengths)) == len(lengths)  # so each is found by its width
     assert {mask.shape[-1]: mask.tolist() for mask in found} == {mask.shape[-1]: mask.tolist() for mask in truth}
     assert any(mask.sum() < n * (n + 1) // 2 for n, mask in zip(lengths, truth, strict=True)), "nothing was left out"
@@ -91,7 +73,7 @@ def test_a_sample_chooses_the_same_tokens_in_a_row_as_alone():
 
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_work_is_the_pairs_that_were_chosen_and_every_token_once(multiple):
-    model, (samples, *_) = tiny(), reference("mixed")
+    model = tiny()
     tokens, results = Counter(), []
     layers = per_sample.ngram_layers(parts_of(model))
     hooks = [
@@ -99,7 +81,7 @@ def test_work_is_the_pairs_that_were_chosen_and_every_token_once(multiple):
         for layer in layers
     ]
     step = PackedStep(model, StepConfig(slots=SlotRule(multiple=multiple)))
-    found = choices(model, lambda: results.append(step(padded(samples))))
+    found = choices(model, lambda: results.append(step(padded(samples()))))
     disable_packing(model)
     for hook in hooks:
         hook.remove()
@@ -123,7 +105,7 @@ def test_short_samples_leave_no_token_out():
 
 def test_a_text_model_that_no_longer_tells_its_n_gram_layers_is_noticed():
     model = enable_packing(copy.deepcopy(tiny()))
-    batch = padded(reference("pair")[0]).to_hf()
+    batch = padded(samples()).to_hf()
     loss = model(**batch).loss
     model.model.language_model._forward_pre_hooks.clear()
     with pytest.raises(ConfigError, match="n-gram layers no longer get the row"):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from layout.naive import naive_buckets, naive_cheapest
+from layout.naive import naive_cheapest
 
 from vlmpack.layout import PrefixTree, Segments, SlotRule
-from vlmpack.model.mechanisms.recurrent_rows import MAX_OVERHEAD, Buckets, ConvLayout, VarlenCalls
+from vlmpack.model.mechanisms.recurrent_rows import MAX_OVERHEAD, Buckets, ConvLayout
 
 WIDTH = 3
 FREE, DEAR = 0.0, 1e9
@@ -32,10 +30,6 @@ def random_row(segments, *, channels=WIDTH):
     """[1, T, D] float64."""
     rng = torch.Generator().manual_seed(segments.total)
     return torch.randn(1, segments.total, channels, generator=rng, dtype=torch.float64).requires_grad_()
-
-
-def members_of(buckets):
-    return [bucket.members for bucket in buckets.buckets]
 
 
 # ---------------------------------------------------------------------- there and back
@@ -57,34 +51,6 @@ def test_join_undoes_split_and_gradients_go_the_same_way_back(segments, lay_out)
     torch.testing.assert_close(row_1TD.grad, weights_1TD * row_1TD.detach().cos())
 
 
-@given(lengths=lengths_lists, call_cost=call_costs)
-def test_split_is_what_plain_loops_over_samples_make(lengths, call_cost):
-    segments = Segments.from_lengths(lengths)
-    row_1TD = random_row(segments)
-    samples = [row_1TD[0, start:stop].tolist() for start, stop in segments.spans]
-    buckets = Buckets.cheapest(segments, call_cost=call_cost)
-    parts = buckets.split(row_1TD)
-    assert [part.tolist() for part in parts] == naive_buckets(samples, members_of(buckets))
-
-
-@given(lengths=lengths_lists, call_cost=call_costs)
-def test_each_sample_with_tokens_is_in_one_bucket(lengths, call_cost):
-    buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=call_cost)
-    assert sorted(i for members in members_of(buckets) for i in members) == [i for i, n in enumerate(lengths) if n]
-    for bucket in buckets.buckets:
-        assert bucket.width == max(lengths[i] for i in bucket.members)
-        assert bucket.tokens == bucket.width * len(bucket.members)
-    assert buckets.tokens == sum(bucket.tokens for bucket in buckets.buckets)
-
-
-def test_samples_alone_are_slices_of_the_row_and_not_copies():
-    segments = Segments.from_lengths([4, 2, 3])
-    buckets = Buckets.cheapest(segments, call_cost=FREE)
-    row_1TD = random_row(segments)
-    parts = buckets.split(row_1TD)
-    assert [part.data_ptr() for part in parts] == [row_1TD[:, start:].data_ptr() for start, _ in segments.spans]
-
-
 # ---------------------------------------------------------------------- which cut
 
 
@@ -102,16 +68,8 @@ def test_cutting_costs_something_and_so_does_not_cutting():
     """The guard of the test above: neither extreme is the answer."""
     segments = Segments.from_lengths([10, 10, 10, 40, 41, 42])
     cut = Buckets.cheapest(segments, call_cost=16.0)
-    assert members_of(cut) == [(0, 1, 2), (3, 4, 5)]
+    assert [bucket.members for bucket in cut.buckets] == [(0, 1, 2), (3, 4, 5)]
     assert cut.tokens > segments.num_tokens
-
-
-@given(lengths=lengths_lists)
-def test_one_by_one_in_the_order_of_the_row_where_calls_are_free(lengths):
-    buckets = Buckets.cheapest(Segments.from_lengths(lengths), call_cost=FREE)
-    if len(set(lengths) - {0}) == sum(map(bool, lengths)):  # batches of equal lengths cost nothing either
-        assert members_of(buckets) == [(i,) for i, n in enumerate(lengths) if n]
-    assert buckets.tokens == sum(lengths)
 
 
 @given(
@@ -139,25 +97,6 @@ def convolved(x_1TD: torch.Tensor, width: int) -> torch.Tensor:
     return F.conv1d(F.pad(x_1TD.transpose(1, 2), (width - 1, 0)), weight, groups=CHANNELS).transpose(1, 2)
 
 
-@given(segments=rows, taps=tap_counts)
-def test_it_is_what_a_plain_loop_lays_out(segments, taps):
-    row = random_row(segments, channels=CHANNELS)
-    layout = ConvLayout.every(segments, taps)
-    laid, edges = [], []
-    for i, segment in enumerate(of_segments(row, segments)):
-        if i:
-            laid.extend([torch.zeros(CHANNELS, dtype=row.dtype)] * taps)
-        edges.append(len(laid))
-        laid.extend(segment)
-    edges.append(len(laid))
-    (laid_out,) = layout.split(row)
-    assert torch.equal(laid_out[0], torch.stack(laid))
-    starts = [layout.pieces.stride[number] for number in layout.numbers]
-    assert [*starts, layout.pieces.total] == edges
-    assert layout.tokens == len(laid)
-    assert all(stop > start for start, stop in pairwise(edges))
-
-
 @given(segments=rows, width=st.integers(1, 5))
 def test_a_convolution_over_all_of_it_is_that_of_each_segment_alone(segments, width):
     row = random_row(segments, channels=CHANNELS)
@@ -173,16 +112,6 @@ def test_one_zero_too_few_lets_the_convolution_reach_over():
     short = ConvLayout.every(segments, 2)
     out = short.join([convolved(part, 4) for part in short.split(row)])
     assert (out[:, 5] - convolved(row[:, 5:], 4)[:, 0]).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("lengths", [[7], [0, 7], [7, 0, 0]])
-def test_a_sample_alone_is_handed_over_as_it_is(lengths):
-    layout = ConvLayout.every(Segments.from_lengths(lengths), 3)
-    row = torch.randn(1, 7, CHANNELS)
-    (part,) = layout.split(row)
-    assert part.data_ptr() == row.data_ptr()
-    assert layout.tokens == 7
-    assert layout.pieces.lengths == (7,)
 
 
 # ---------------------------------------------------------------------- trees
@@ -225,33 +154,3 @@ def test_a_convolution_of_every_node_is_that_of_its_path(tree, width):
     for node, (start, stop) in enumerate(tree.nodes.spans):
         alone = convolved(path_of(tree, node, tokens), width)[:, start - stop :]
         torch.testing.assert_close(out[:, start:stop], alone)
-
-
-@given(tree=trees(), taps=tap_counts)
-def test_levels_hold_every_node_once_and_each_piece_begins_and_ends_where_states_are_handed_on(tree, taps):
-    levels, tokens = VarlenCalls.of(tree.nodes, taps=taps, tree=tree).levels, tokens_of(tree)
-    assert sorted(node for level in levels for node in level.nodes) == list(range(len(tree.lengths)))
-    for depth, level in enumerate(levels):
-        assert {tree.depths[node] for node in level.nodes} == {depth}
-        (laid,) = level.split(tokens)
-        assert laid.shape[1] == level.tokens == level.pieces.total
-        assert min(level.pieces.lengths) > 0
-        for node, number in zip(level.nodes, level.numbers, strict=True):
-            start, stop = level.pieces.spans[number]
-            own = tokens[:, slice(*tree.nodes.spans[node])]
-            assert torch.equal(laid[:, start : start + own.shape[1]], own)
-            assert stop == start + own.shape[1] or node not in tree.parents
-        own = [tokens[:, slice(*tree.nodes.spans[node])] for node in level.nodes]
-        assert torch.equal(level.join([laid]), torch.cat(own, 1))
-
-
-@given(tree=trees(), taps=tap_counts)
-def test_gradients_of_a_node_reach_what_it_reads(tree, taps):
-    nodes, tokens = ConvLayout.every(tree.nodes, taps, tree), tokens_of(tree).requires_grad_()
-    nodes.split(tokens)[0].sum().backward()
-    reads = torch.ones(tree.num_tokens)
-    for node in range(len(tree.lengths)):
-        before = [token for step in tree.path(node)[:-1] for token in range(*tree.nodes.spans[step])]
-        reads[before[max(len(before) - taps, 0) :]] += 1
-    assert tokens.grad is not None
-    assert torch.equal(tokens.grad[0, :, 0], reads.double())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import Alone, alone_through, check_gradients, check_outputs, check_packed, gradients, limits_of
+from equality import Alone, alone_through, check_packed, check_step, limits_of
 from parts import parts_of
 from peft import LoraConfig, get_peft_model
 from trees import STRANGER, Piece, samples_of, shared
@@ -83,9 +83,7 @@ def test_adapters_of_projections_learn_what_they_learn_alone(lora_bias: bool) ->
     own = alone_through(adapted(), truth().samples)
     model = adapted()
     result = PackedStep(model)(pack(padded(own.samples), rule=SlotRule(multiple=4)), logits=True)
-    result.loss.backward()
-    check_outputs(own, result, limits_of(FAMILY))
-    check_gradients(own, gradients(model), limits_of(FAMILY))
+    check_step(own, model, result, limits_of(FAMILY))
     assert any("conv.in_proj.lora_A" in name for name in own.gradients)
 
 
@@ -97,9 +95,7 @@ def test_each_node_of_a_tree_reads_the_last_tokens_of_its_path(bias: bool) -> No
     alone, model = truth_of_tree(bias=bias), fresh(bias=bias)
     row = shared(alone.samples)
     result = PackedStep(model)(row, logits=True)
-    result.loss.backward()
-    check_outputs(alone, result, limits_of(FAMILY))
-    check_gradients(alone, gradients(model), limits_of(FAMILY))
+    check_step(alone, model, result, limits_of(FAMILY))
     tree, work = row.tree, result.work
     assert tree is not None
     assert min(tree.lengths[parent] for parent in tree.parents if parent >= 0) < TAPS - 1

@@ -101,26 +101,22 @@ class Everything(Takes):
         self,
         tokens: torch.Tensor,
         labels: torch.Tensor,
-        loss_mask: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        cu_seqlens_q_padded: torch.Tensor,
-        cu_seqlens_kv_padded: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_kv: int,
+        loss_mask: Any,
+        position_ids: Any,
+        attention_mask: Any,
+        cu_seqlens_q: Any,
+        cu_seqlens_kv: Any,
+        cu_seqlens_q_padded: Any,
+        cu_seqlens_kv_padded: Any,
+        max_seqlen_q: Any,
+        max_seqlen_kv: Any,
         packed_seq_params: Any,
-        rope_cu_seqlens: torch.Tensor,
-        padding_mask: torch.Tensor,
+        rope_cu_seqlens: Any,
+        padding_mask: Any,
         temperature: float = 1.0,
     ) -> torch.Tensor:
-        names = ("loss_mask", "position_ids", "attention_mask", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded")
-        more = ("cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "packed_seq_params", "rope_cu_seqlens")
-        mine = locals()
-        return self.losses(
-            tokens, labels, **{name: mine[name] for name in (*names, *more, "padding_mask", "temperature")}
-        )
+        given = {name: value for name, value in locals().items() if name not in ("self", "tokens", "labels")}
+        return self.losses(tokens, labels, **given)
 
 
 class Plain(Takes):
@@ -128,6 +124,13 @@ class Plain(Takes):
         self, input_ids: torch.Tensor, labels: torch.Tensor, cu_seqlens_q: torch.Tensor, position_ids: torch.Tensor
     ) -> torch.Tensor:
         return self.losses(input_ids, labels, cu_seqlens_q=cu_seqlens_q, position_ids=position_ids)
+
+
+class Weighted(Takes):
+    def forward(
+        self, input_ids: Any, labels: Any, packed_seq_params: Any, position_ids: Any, weight: Any = None
+    ) -> torch.Tensor:
+        return self.losses(input_ids, labels, position_ids=position_ids, weight=weight)
 
 
 def texts(*lengths: int) -> PaddedBatch:
@@ -165,19 +168,18 @@ def test_finer_restarts_are_handed_over_as_the_model_counts(rope: Any, expected:
     assert model.called["position_ids"][0, 4:9].tolist() == [0, 1, 0, 1, 2]
 
 
-class Positions(Takes):
-    def forward(self, input_ids: torch.Tensor, packed_seq_params: Any, position_ids: Any, **media: Any) -> torch.Tensor:
-        self.called = {"position_ids": position_ids}
-        return self.embedding(input_ids)
+def takes_media(
+    input_ids: Any, cu_seqlens_q: Any, position_ids: Any = None, pixel_values: Any = None, image_grid_thw: Any = None
+) -> torch.Tensor:
+    return torch.zeros(input_ids.shape, requires_grad=True)
 
 
 @pytest.mark.parametrize("rows", [3, 4])
 def test_positions_have_the_rows_that_the_model_takes(reference: Any, rows: int) -> None:
     texts_alone = mixed_samples(reference.config, seed=2, kinds=("text", "text"))
-    model = Positions(vocabulary=512)
-    ThdStep(model, config=reference.config, text_positions=rows == 4)(padded(texts_alone))
+    step = ThdStep(takes_media, config=reference.config, text_positions=rows == 4)
     places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in texts_alone])
-    assert torch.equal(model.called["position_ids"], places.expand(rows, 1, -1))
+    assert torch.equal(step.inputs(padded(texts_alone)).arguments["position_ids"], places.expand(rows, 1, -1))
 
 
 def test_an_object_stands_for_packed_seq_params_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,44 +312,30 @@ def test_router_losses_leave_padding_out() -> None:
 # ---------------------------------------------------------------------- what is refused
 
 
-class Ignores(Takes):
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return self.losses(input_ids, labels, **kwargs)
+def ignores(input_ids: Any, labels: Any, **kwargs: Any) -> Any: ...
 
 
-class NoPositions(Takes):
-    def forward(self, input_ids: torch.Tensor, cu_seqlens_q: torch.Tensor) -> torch.Tensor:
-        return self.embedding(input_ids)
+def no_positions(input_ids: Any, cu_seqlens_q: Any) -> Any: ...
 
 
-class NeedsMore(Takes):
-    def forward(
-        self, input_ids: torch.Tensor, cu_seqlens_q: torch.Tensor, position_ids: torch.Tensor, rewards: torch.Tensor
-    ) -> torch.Tensor:
-        return self.embedding(input_ids)
+def needs_more(input_ids: Any, cu_seqlens_q: Any, position_ids: Any, rewards: Any) -> Any: ...
 
 
-class Scalar(Takes):
-    def forward(self, input_ids: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
-        return self.embedding(input_ids).mean()
-
-
-class NoMask(Takes):
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
-        return self.losses(input_ids, labels)
+def scalar(input_ids: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
+    return input_ids.float().mean()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ThdStep(Ignores()), "names none of .*cu_seqlens_q.*kwargs do not count"),
-        (lambda: ThdStep(NoPositions()), "none of .*position_ids.*run on from sample to sample"),
+        (lambda: ThdStep(ignores), "names none of .*cu_seqlens_q.*kwargs do not count"),
+        (lambda: ThdStep(no_positions), "none of .*position_ids.*run on from sample to sample"),
         (lambda: ThdStep(Plain(), slots=SlotRule(multiple=4)), "neither cu_seqlens_q_padded nor packed_seq_params"),
-        (lambda: ThdStep(NoMask(num_moe_experts=4), slots=SlotRule(multiple=4)), "routers would count padding"),
+        (lambda: ThdStep(Weighted(num_moe_experts=4), slots=SlotRule(multiple=4)), "routers would count padding"),
         (lambda: ThdStep(Plain())(pack(texts(3, 5), rule=SlotRule(multiple=4))), "the row has 4 tokens of padding"),
-        (lambda: ThdStep(NeedsMore())(texts(3, 5)), "needs rewards, which this row does not have"),
+        (lambda: ThdStep(needs_more)(texts(3, 5)), "needs rewards, which this row does not have"),
         (lambda: ThdStep(Plain())(texts(3, 5), temperatur=1.0), "takes no temperatur"),
-        (lambda: ThdStep(Scalar())(texts(3, 5)), r"returned \[\] for a row of 8 tokens"),
+        (lambda: ThdStep(scalar)(texts(3, 5)), r"returned \[\] for a row of 8 tokens"),
         (lambda: ThdStep(Plain(), context_ranks=2, context_rank=2), "context_rank is 2"),
         (lambda: ThdStep(Plain())([1, 2]), "a list is no batch"),
     ],
@@ -358,8 +346,8 @@ def test_a_model_that_would_lose_something_is_refused(make: Callable[[], Any], m
 
 
 def test_a_model_that_finds_padding_by_itself_may_say_so() -> None:
-    ThdStep(NoMask(num_moe_experts=4), slots=SlotRule(multiple=4), has_experts=False)(texts(3, 5))
-    ThdStep(NoMask(num_moe_experts=4))(texts(3, 5))  # nothing to count
+    ThdStep(Weighted(num_moe_experts=4), slots=SlotRule(multiple=4), has_experts=False)
+    ThdStep(Weighted(num_moe_experts=4))  # nothing to count
 
 
 def test_media_that_the_model_does_not_take_are_refused(reference: Any, samples: list[Any]) -> None:
@@ -373,18 +361,6 @@ def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
         step(pack(texts(3, 5)))
     with pytest.raises(LayoutError, match="the row is 8 tokens wide"):
         ThdStep(Everything(), slots=SlotRule(row_multiple=16))(pack(texts(3, 5)))
-
-
-class Weighted(Takes):
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        packed_seq_params: Any,
-        position_ids: Any,
-        weight: Any = None,
-    ) -> torch.Tensor:
-        return self.losses(input_ids, labels, position_ids=position_ids, weight=weight)
 
 
 def test_other_tensors_of_a_dictionary_reach_a_model_that_names_them() -> None:
@@ -439,24 +415,12 @@ def test_pixels_that_are_not_those_of_the_grids_are_refused(reference: Any, samp
         with pytest.raises(
             LayoutError, match=r"has image_grid_thw and no pixel_values|not what image_grid_thw describes"
         ):
-            ThdStep(Media(vocabulary=512), config=config)(batch)
-
-
-class Media(Takes):
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        pixel_values: torch.Tensor | None = None,
-        image_grid_thw: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.embedding(input_ids)
+            ThdStep(takes_media, config=config)(batch)
 
 
 def test_positions_of_media_need_a_configuration(samples: list[Any]) -> None:
     with pytest.raises(ConfigError, match="give the step config="):
-        ThdStep(Media(vocabulary=512))(padded(samples))
+        ThdStep(takes_media)(padded(samples))
 
 
 def test_a_loss_mask_of_other_targets_is_refused() -> None:

@@ -17,7 +17,7 @@ from equality import alone_through, check_packed
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import SlotRule, pack, share, unshare
+from vlmpack.layout import SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_model
@@ -43,17 +43,6 @@ def fresh(family: str) -> Any:
 def truth(family: str) -> Any:
     model = fresh(family)
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=MIXED, text=(2, 9), side=(1, 2)))
-
-
-BLOCKS = [name for name, family in FAMILIES.items() if family.blocks_path != "blocks"]
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", *BLOCKS])
-def test_the_blocks_of_a_tower_are_found(family: str) -> None:
-    model = tiny_model(family, layers=1, vision_depth=3)
-    blocks = FAMILIES[family].vision_blocks(model)
-    assert len(blocks) == 3
-    assert len({type(block) for block in blocks}) == 1
 
 
 # ---------------------------------------------------------------------- positions of the model's own code
@@ -127,20 +116,6 @@ def test_placeholders_on_padding_are_refused() -> None:
 def test_ranks_cannot_compute_images_together(family: str) -> None:
     with pytest.raises(ConfigError, match=rf"images.* of {family} cannot be computed by several ranks together"):
         enable_packing(fresh(family), parallel=Parallel())
-
-
-@pytest.mark.parametrize("family", TILED)
-def test_prefixes_with_images_are_shared_with_the_family_alone(family: str) -> None:
-    image, config = truth(family).samples[1], fresh(family).config
-    row = pack(padded([image, sample_like(image, dict(image))]))
-    read_media = FAMILIES[family].media_reader(config)
-    shared = share(row, read_media=read_media, min_shared=1)
-    assert shared.tree is not None
-    assert shared.tree.num_tokens == len(image["input_ids"])
-    for name, tensor in unshare(shared, read_media=read_media).media.to_hf().items():
-        assert torch.equal(tensor, row.media.to_hf()[name])
-    with pytest.raises(LayoutError, match=r"the row has .*media_reader\(model.config\)"):
-        share(row)
 
 
 @pytest.mark.parametrize("family", TILED)
@@ -240,21 +215,6 @@ def test_videos_that_samples_share_are_computed_once() -> None:
     both = joined([video, image])
     with pytest.raises(LayoutError, match="sample 0 has images and videos, which glm4v writes with one placeholder"):
         PackedStep(model)(share(pack(padded([both, both])), min_shared=1))
-
-
-@pytest.mark.parametrize("family", [NAVIT, *slow(TILES, PAIRS)])
-def test_videos_of_other_forms_are_shared_with_their_own_patches(family: str) -> None:
-    model = fresh(family)
-    forms = ({"video_grids": [(2, 2, 4)]}, {"image_grids": [(1, 2, 2)]}, {"video_grids": [(4, 2, 2)]})
-    once = [
-        build_sample(model.config, stretches=[2, 6], seconds=[1.0] * ("video_grids" in form), seed=at, **form)
-        for at, form in enumerate(forms)
-    ]
-    row = pack(padded([sample for sample in once for _ in range(2)]))
-    shared = share(row, min_shared=1, read_media=FAMILIES[family].media_reader(model.config))
-    found, expected, single = (PackedStep(model)(each, logits=True) for each in (shared, row, pack(padded(once))))
-    assert torch.allclose(found.row_logits, expected.row_logits, atol=1e-5)
-    assert found.work.vision_patches == single.work.vision_patches == expected.work.vision_patches // 2
 
 
 def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:

@@ -426,6 +426,11 @@ class Family:
             return without_head(model, self.upstream_class(model))
         return model.get_submodule(self.backbone_path)
 
+    def bidirectional_tokens(self, config: Any) -> Bidirectional | None:
+        """Return the tokens that attend to later ones, if the model's configuration enables them."""
+        found = self.bidirectional
+        return found if found is not None and found.enabled(self.text_config(config)) else None
+
     def upstream_class(self, model: nn.Module) -> Any:
         """Return the transformers class of a model of this family, even if the model is of a subclass."""
         return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)

@@ -110,7 +110,7 @@ def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expecte
     sizes = [tensors[name].tolist() for name, of in SIZES.items() if of == kind and name in tensors]
     rows = [(tuple(size),) for size in sizes[0]] if sizes and len(sizes[0]) == len(tokens) else [()] * len(tokens)
     pairs = zip(tokens, rows, strict=True)
-    is_bidirectional = family.bidirectional is not None and family.bidirectional.enabled(family.text_config(config))
+    is_bidirectional = family.bidirectional_tokens(config) is not None
     return [
         Expected(medium=Medium(kind=kind, sizes=size, bidirectional=is_bidirectional), tokens=(count,))
         for count, size in pairs

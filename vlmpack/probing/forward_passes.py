@@ -80,9 +80,7 @@ class ProbedModel:
 
     def runs_of(self, sample: Sample) -> tuple[tuple[int, int], ...]:
         """Return (start, stop) of each run of bidirectional tokens in a sample."""
-        if (bidirectional := self.family.bidirectional) is None or not bidirectional.enabled(
-            self.family.text_config(self.config)
-        ):
+        if (bidirectional := self.family.bidirectional_tokens(self.config)) is None:
             return ()
         return bidirectional.of_sample(sample, self.family.media_types(sample["input_ids"], self.config))
 

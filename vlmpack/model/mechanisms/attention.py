@@ -162,8 +162,7 @@ class Attention(Mechanism):
 
 def bidirectional_spans(model: ModelParts) -> Bidirectional | None:
     """Return the bidirectional spans of a model's family, if the model's configuration enables them."""
-    bidirectional = model.family.bidirectional
-    return bidirectional if bidirectional is not None and bidirectional.enabled(model.text.config) else None
+    return model.family.bidirectional_tokens(model.core.config)
 
 
 # ---------------------------------------------------------------------- masks in the model's own code
