@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
-from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, compare_media
+from vlmpack.layout.batch import MEDIA_KEYS, Media, compare_media
 from vlmpack.layout.device import on_host, outside_graph
 from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, MediaTable, Medium, content_numbers, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
@@ -63,9 +63,9 @@ def share(
     """
     check_kind("row", row, PackedRow, "collator.collate(samples)")
     check_without_padding(row.segments)
-    _check_on_host(row)
+    check_on_host(row)
     row = unshare(row, read_media=read_media)
-    whole, table = _read(row, read_media)
+    whole, table = read_media_of_row(row, read_media)
     images, videos, audios = (_media_numbers(table, whole.media, kind) for kind in KINDS)
     if tree is None:
         found = {"images": images, "videos": videos, "audios": audios}
@@ -75,7 +75,7 @@ def share(
     if tree is None:
         return row
     chosen, target = {IMAGE: tree.images, VIDEO: tree.videos, AUDIO: tree.audios}, table.in_tree(tree)
-    return with_tree(replace(whole, media=_take(table, whole.media, chosen, target, in_tree=True)), tree)
+    return with_tree(replace(whole, media=take_media(table, whole.media, chosen, target, in_tree=True)), tree)
 
 
 def check_unshared(row: PackedRow, user: str) -> None:
@@ -111,14 +111,14 @@ def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow
     tree = row.tree
     if tree is None:
         return row
-    _check_on_host(row)
-    row, table = _read(row, read_media)
+    check_on_host(row)
+    row, table = read_media_of_row(row, read_media)
     place, chosen = tree.place().numpy(), {}
     for kind, computed in zip(KINDS, (tree.images, tree.videos, tree.audios), strict=True):
         starts = table.spans(row.segments, kind)[:, 0]
         # each medium of the row has the same position in the tree as a computed one
         chosen[kind] = np.searchsorted(place[starts[list(computed)]], place[starts]).tolist()
-    media = _take(table.in_tree(tree), row.media, chosen, table)
+    media = take_media(table.in_tree(tree), row.media, chosen, table)
     metadata = replace(row.known_metadata, num_distinct_targets=None)
     return replace(row, media=media, tree=None, metadata=metadata)
 
@@ -179,7 +179,7 @@ ReadMedia = Callable[[PackedRow], PackedRow]
 its tree if it has one."""
 
 
-def _read(row: PackedRow, read_media: ReadMedia | None) -> tuple[PackedRow, MediaTable]:
+def read_media_of_row(row: PackedRow, read_media: ReadMedia | None) -> tuple[PackedRow, MediaTable]:
     """Return the row with its media table, and that table; its entries match the tensors.
 
     Raises:
@@ -260,7 +260,7 @@ def _media_numbers(table: MediaTable, media: Media, kind: int) -> list[int]:
     return [numbers.setdefault(content, len(numbers)) for content in zip(contexts, *contents, strict=True)]
 
 
-def _take(
+def take_media(
     table: MediaTable, media: Media, chosen: Mapping[int, Sequence[int]], target: MediaTable, *, in_tree: bool = False
 ) -> Media:
     """Select media by index, in this order.
@@ -315,10 +315,10 @@ class _Symbols:
         Raises:
             LayoutError: see `share`.
         """
-        _check_on_host(row)
+        check_on_host(row)
         _check_targets(row)
-        metadata, segments = row.known_metadata, row.segments
-        table = metadata.media or MediaTable()
+        segments = row.segments
+        table = row.known_metadata.media or MediaTable()
         values, atoms = row.input_ids[0].numpy().copy(), np.arange(segments.total)
         contents: dict[Hashable, int] = {}
 
@@ -330,7 +330,7 @@ class _Symbols:
         for kind, of_kind, spans_N2 in zip(KINDS, numbers, spans, strict=True):
             for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans_N2.tolist(), strict=True):
                 write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
-        for start, stop in [*_bidirectional(table, segments), *_prefixes(metadata, segments)]:
+        for start, stop in _two_way_runs(row, table):
             begin, last = int(atoms[start]), int(atoms[stop - 1])
             if begin != last:  # the last atom may extend beyond the run
                 end = last + int(np.count_nonzero(atoms == last))
@@ -396,11 +396,18 @@ def _bidirectional(table: MediaTable, segments: Segments) -> list[list[int]]:
     return joined
 
 
-def _prefixes(metadata: HostMetadata, segments: Segments) -> list[tuple[int, int]]:
-    return [(at, at + n) for (at, _), n in zip(segments.spans, metadata.prefixes, strict=False) if n]
+def _two_way_runs(row: PackedRow, table: MediaTable) -> list[Sequence[int]]:
+    prefixes = zip(row.segments.spans, row.known_metadata.prefixes, strict=False)
+    return [*_bidirectional(table, row.segments), *((start, start + n) for (start, _), n in prefixes if n)]
 
 
-def _check_on_host(row: PackedRow) -> None:
+def indivisible_runs(row: PackedRow, table: MediaTable) -> list[Sequence[int]]:
+    """Return (start, stop) in the row of the runs of tokens inside which no branch begins."""
+    media = [span for kind in KINDS for span in table.spans(row.segments, kind).tolist()]
+    return [*media, *_two_way_runs(row, table)]
+
+
+def check_on_host(row: PackedRow) -> None:
     if not on_host(row.input_ids):
         raise LayoutError(
             f"the row is on {row.input_ids.device}, where its tokens cannot be compared without a host-device sync; "

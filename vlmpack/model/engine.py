@@ -22,13 +22,14 @@ from vlmpack.layout.packing import Compact, without_gaps
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Scoring, score_targets, target_positions
+from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_unchanged
 from vlmpack.model.positions import positions_of_row
 from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
-from vlmpack.model.row import CONTEXT, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
+from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
 
 
 @final
@@ -146,6 +147,7 @@ def run_row(
     hidden_states: Any = False,
     balance: bool = False,
     scoring: Scoring | None = None,
+    piece: PieceOfGroup | None = None,
 ) -> StepResult:
     """Compute one row, without the gaps between its samples. Results refer to the row as it was given.
 
@@ -161,12 +163,13 @@ def run_row(
             choose some.
         balance: also compute the routers' load-balancing loss, and add it to the loss if the row has targets.
         scoring: what the head computes for each target; None: its log-probability.
+        piece: the row's place in a group that goes through the model piece by piece; None: it is no piece.
     """
     config, family, model = state.config, state.family, state.parts_of(core)
     compact = state.compact(row)
     if rope_segments is not None:
         rope_segments = rope_segments.without_gaps(state.slots)
-    setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention)
+    setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention, piece=piece)
     inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
     if family.has("experts"):
@@ -186,7 +189,9 @@ def run_row(
                 f"{type(core).__name__} of this transformers returns no router logits, which the routers' losses and "
                 "counts are made of; upgrade transformers, or set the coefficients of these losses to 0"
             )
-        routers = router_statistics(tuple(logits_of_layers), hidden, setup, **settings)
+        hidden, routers = router_statistics(tuple(logits_of_layers), hidden, setup, **settings)
+    if piece is not None and piece.own is not None:
+        hidden = piece.own.root = piece.keep(LAST_HIDDEN, hidden, hidden[:, -1:])
     settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}
     result = _result(hidden, setup, config, num_items_in_batch, **settings)
 
@@ -232,7 +237,14 @@ def recorded_routers(model: ModelParts, row: RowContext, *, recorded: bool) -> I
 
 
 @outside_graph
-def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, backend: str) -> RowSetup:
+def setup_row(
+    model: ModelParts,
+    row: PackedRow,
+    *,
+    parallel: Parallel | None,
+    backend: str,
+    piece: PieceOfGroup | None = None,
+) -> RowSetup:
     """Select this rank's part of a row and derive its metadata.
 
     Args:
@@ -240,6 +252,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
         row: the row, on the model's device.
         parallel: how ranks work together on the row; None: this rank computes all of it.
         backend: name of the attention back-end, or "auto".
+        piece: see `run_row`.
 
     Raises:
         LayoutError: media or token ids do not match the row or the model.
@@ -249,7 +262,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     if family.audio is not None:
         family.audio.check_features(media, config)
     _check_vocabulary(row, family.text_config(config).vocab_size)
-    part = part_of(row, parallel)
+    part = part_of(row, parallel, piece)
     table = family.media_of_row(row, config)
     computed = part.computed_media(table)
     if not family.has_vision or family.has_grids:
@@ -259,7 +272,7 @@ def setup_row(model: ModelParts, row: PackedRow, *, parallel: Parallel | None, b
     return RowSetup(model=model, row=row, media=table, part=part, types=types, backend=backend)
 
 
-def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
+def part_of(row: PackedRow, parallel: Parallel | None, piece: PieceOfGroup | None = None) -> RowPart:
     """Return the part of a row that goes through the model on this rank.
 
     Raises:
@@ -272,7 +285,7 @@ def part_of(row: PackedRow, parallel: Parallel | None) -> RowPart:
                 f"{parallel.ranks} ranks share a row that has a prefix tree, which goes through one rank whole: take "
                 "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
             )
-        return PrefixTreeRow(row, row.tree)
+        return PrefixTreeRow(row, row.tree, piece)
     return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
 
 
@@ -401,7 +414,8 @@ def _result(
     labels, index = targets_of(row, row.known_metadata.num_targets)
     targets_of_part = part.targets(index, labels)
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
-    scores = score_targets(hidden, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
+    predicting = part.with_predecessor(hidden)
+    scores = score_targets(predicting, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
     logprobs, *entropies = (part.gather_targets(score, targets_of_part) for score in scores)
     losses = weighted(-logprobs, row, index)
     loss_sum = losses.sum()
@@ -412,7 +426,7 @@ def _result(
     # has no mean: a 0 would count in HF Trainer's eval_loss, which skips NaN.
     counted = num_items_in_batch is not None and not torch.is_grad_enabled()
     loss = loss_sum / items if targets or counted else loss_sum
-    if routers is not None and targets:
+    if routers is not None and (targets if part.piece is None else part.piece.has_targets):
         loss = loss + routers.added.to(loss.device)
     return StepResult(
         loss=loss,

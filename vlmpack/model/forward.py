@@ -24,6 +24,7 @@ from vlmpack.layout.packing import pack
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
+from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import CountsTargets, begin_batch
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
@@ -46,13 +47,22 @@ from vlmpack.model.result import PackedOutput, StepResult
 class StepCall:
     """Carries a row into the forward of an enabled model, past any wrappers, and carries the full result back."""
 
-    def __init__(self, row: PackedRow | None, *, last_hidden: bool = False, scoring: Scoring | None = None) -> None:
+    def __init__(
+        self,
+        row: PackedRow | None,
+        *,
+        last_hidden: bool = False,
+        scoring: Scoring | None = None,
+        piece: PieceOfGroup | None = None,
+    ) -> None:
         self.row = row
         """The row, on the model's device; None: the batch or row is in the model's other inputs."""
         self.last_hidden = last_hidden
         """Whether the result should have `row_last_hidden`."""
         self.scoring = scoring
         """What to compute for each target. The scores are then also among the model's outputs; None: they are not."""
+        self.piece = piece
+        """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
         self.result: StepResult | None = None
         """The result; None: the model did not pack."""
 
@@ -214,6 +224,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         hidden_states=requested(inputs, "output_hidden_states", text_config.output_hidden_states),
         balance=state.family.has("experts") and wants_balance(model, routers),
         scoring=None if call is None else call.scoring,
+        piece=None if call is None else call.piece,
     )
     if not is_row:
         assert row.metadata is not None

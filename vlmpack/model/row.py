@@ -29,9 +29,13 @@ from vlmpack.layout.media import MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left
 from vlmpack.layout.segments import Segments
+from vlmpack.model.kept import PieceOfGroup
 
 CONTEXT = "vlmpack_row"
 """The keyword that passes a `RowContext` to every layer."""
+
+LAST_HIDDEN = "last hidden state"
+"""The name under which a piece of a group keeps the final hidden state of its last token, [1, 1, D]."""
 
 OnTensors = Callable[..., torch.Tensor]
 """Maps [1, T, D] and further tensors [1, T, ...] to [1, T, D']."""
@@ -61,6 +65,8 @@ class RowPart:
     """Number of ranks that share the row."""
     rank: int = 0
     """This rank's index among them."""
+    piece: PieceOfGroup | None = None
+    """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
 
     def __init__(self, segments: Segments, *, computed: Segments | None = None) -> None:
         """`computed`: boundaries of all that is computed, on all ranks together; None: the same as the part's."""
@@ -118,9 +124,16 @@ class RowPart:
         return x
 
     def attend(
-        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
+        self,
+        attend: Attend,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        segments: Segments,
+        *,
+        layer: Any = None,
     ) -> torch.Tensor:
-        """Compute attention [t, N, H] with a back-end that takes a whole row and these boundaries of it."""
+        """Compute attention [t, N, H] of a layer with a back-end that takes a whole row and these boundaries of it."""
         return attend(q_tNH, k_tKH, v_tKH, segments)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
@@ -149,6 +162,10 @@ class RowPart:
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
         """Gather each rank's target values, [l], into the row's, [L]."""
         return part_l
+
+    def with_predecessor(self, hidden_1tD: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that predict the part's targets: its own, and that of the kept token before it."""
+        return hidden_1tD
 
 
 @final
@@ -194,14 +211,36 @@ class RowContext:
 # t tree tokens, S tokens of all paths together, N query heads, K key-value heads, H head dimension.
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class Paths:
+    """The keys of each node: those of its ancestors and its own, among P kept keys and t of the part."""
+
+    nodes: Segments
+    """Boundaries of the queries."""
+    keys: Segments
+    """Boundaries of the keys, node by node; their last queries see all of them."""
+    key_index: Callable[[torch.device], torch.Tensor]
+    """Returns int64 [S]: where to take each key from."""
+
+
 def attend_along_paths(
-    attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, tree: PrefixTree
+    attend: Attend,
+    q_tNH: torch.Tensor,
+    k_tKH: torch.Tensor,
+    v_tKH: torch.Tensor,
+    paths: Paths | PrefixTree,
+    kept: Sequence[tuple[torch.Tensor, ...]] = (),
 ) -> torch.Tensor:
-    """Compute attention [t, N, H] with a back-end that takes separate boundaries for queries and keys."""
-    saved = _Saved(tree.key_index(k_tKH.device))
-    q_tNH, k_SKH, v_SKH = _Gather.apply(saved, q_tNH, k_tKH, v_tKH)
+    """Compute attention [t, N, H] with a back-end that takes separate boundaries for queries and keys.
+
+    `kept`: (keys, values) of each kept prefix before the part, in order.
+    """
+    saved = _Saved(paths.key_index(k_tKH.device), 1 + len(kept))
+    keys, values = [k for k, _ in kept] + [k_tKH], [v for _, v in kept] + [v_tKH]
+    q_tNH, k_SKH, v_SKH = _Gather.apply(saved, q_tNH, *keys, *values)
     if not q_tNH.requires_grad:
-        return attend(q_tNH, k_SKH, v_SKH, tree.nodes, keys=tree.keys)
+        return attend(q_tNH, k_SKH, v_SKH, paths.nodes, keys=paths.keys)
     gathered = {x.untyped_storage().data_ptr(): place for place, x in enumerate((k_SKH, v_SKH))}
 
     def pack(x: torch.Tensor) -> _Place:
@@ -209,29 +248,35 @@ def attend_along_paths(
         return saved.add(x) if place is None else _Place(place, (x.size(), x.stride(), int(x.storage_offset())))
 
     with torch.autograd.graph.saved_tensors_hooks(pack, saved.take):
-        out_tNH = attend(q_tNH, k_SKH, v_SKH, tree.nodes, keys=tree.keys)
+        out_tNH = attend(q_tNH, k_SKH, v_SKH, paths.nodes, keys=paths.keys)
     others, saved.tensors = saved.tensors, ()
-    return _Keep.apply(saved, out_tNH, k_tKH.detach(), v_tKH.detach(), *others)
+    return _Keep.apply(saved, out_tNH, *(x.detach() for x in (*keys, *values)), *others)
 
 
 class _Gather(torch.autograd.Function):
-    """Gather keys and values [t, K, H] to [S, K, H]; queries pass through. If several nodes gather a token, its
-    gradients are summed in at least float32.
+    """Gather keys and values, from several [t, K, H] each, to [S, K, H]; queries pass through. If several nodes gather
+    a token, its gradients are summed in at least float32.
 
     Because queries pass through, its backward pass runs after that of attention, whichever of the three need gradients.
     It then drops the tensors that `_Keep` restored, because the graph lives as long as the loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, saved: _Saved, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> Any:
-        ctx.saved, ctx.rows = saved, k_tKH.shape[0]
-        return q_tNH.view_as(q_tNH), *(x.index_select(0, saved.index_S) for x in (k_tKH, v_tKH))
+    def forward(ctx: Any, saved: _Saved, q_tNH: torch.Tensor, *parts: torch.Tensor) -> Any:
+        ctx.saved, ctx.sizes = saved, [len(x) for x in parts[: saved.parts]]
+        gathered = (_joined(each).index_select(0, saved.index_S) for each in saved.halves(parts))
+        return q_tNH.view_as(q_tNH), *gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grad_q, *gathered = grads
         ctx.saved.tensors = ()
-        return None, grad_q, *(_added_up(grad, ctx.saved.index_S, ctx.rows) for grad in gathered)
+        sums = [_added_up(grad, ctx.saved.index_S, sum(ctx.sizes)) for grad in gathered]
+        return None, grad_q, *(part for total in sums for part in total.split(ctx.sizes))
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _added_up(grad_SKH: torch.Tensor, index_S: torch.Tensor, rows: int) -> torch.Tensor:
@@ -251,27 +296,34 @@ class _Place(NamedTuple):
 
 @final
 class _Saved:
-    """The tensors that one attention call saved: keys and values before gathering, then the others.
+    """The tensors that one attention call saved: the parts of the keys before gathering, those of the values, then the
+    others.
 
     It holds tensors only while the call runs, and again after `_Keep` has restored them.
     """
 
-    def __init__(self, index_S: torch.Tensor) -> None:
+    def __init__(self, index_S: torch.Tensor, parts: int) -> None:
         self.index_S = index_S
         """The gather index."""
+        self.parts = parts
+        """Number of tensors that the keys, and the values, are gathered from."""
         self.tensors: tuple[torch.Tensor, ...] = ()
         """While the call runs: the others. In the backward pass: all of them."""
 
     def add(self, x: torch.Tensor) -> _Place:
         """Add a tensor that was not gathered."""
         self.tensors = (*self.tensors, x.detach())
-        return _Place(1 + len(self.tensors))
+        return _Place(2 * self.parts - 1 + len(self.tensors))
+
+    def halves(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Return the parts of the keys and of the values."""
+        return tensors[: self.parts], tensors[self.parts : 2 * self.parts]
 
     def take(self, place: _Place) -> torch.Tensor:
         """Return a saved tensor. For a gathered one, gather only the rows that its view covers."""
-        x = self.tensors[place.place]
         if place.view is None:
-            return x
+            return self.tensors[place.place]
+        x = _joined(self.halves(self.tensors)[place.place])
         size, stride, offset = place.view
         width = prod(x.shape[1:])
         first = offset // width
@@ -319,15 +371,24 @@ class PrefixTreeRow(RowPart):
         LayoutError: tokens that samples share differ, or the row's labels are not its own next tokens.
     """
 
-    def __init__(self, row: PackedRow, tree: PrefixTree) -> None:
-        super().__init__(tree.nodes)
-        self.tree = tree
-        """The prefix tree."""
+    def __init__(self, row: PackedRow, tree: PrefixTree, piece: PieceOfGroup | None = None) -> None:
+        self.tree, self.piece = tree, piece
+        self.kept = 0 if piece is None else piece.kept_tokens
+        """P: number of tokens, all of the tree's first node, that earlier pieces computed."""
+        self.paths: Paths | PrefixTree = tree
+        """The keys of each node."""
+        if self.kept:
+            self.paths = Paths(
+                nodes=Segments.from_lengths(tree.lengths[1:]),
+                keys=Segments.from_lengths(tree.keys.lengths[1:]),
+                key_index=lambda device: tree.key_index(device)[self.kept :],
+            )
+        super().__init__(self.paths.nodes)
         self.real = slice(0, row.segments.num_tokens)
         self._num_distinct_targets = row.known_metadata.num_distinct_targets
         self.check_shared(row.input_ids, "input_ids")
         _check_labels(row)
-        self._ids_t = self.cut(row.input_ids)[0]
+        self._ids_t = row.input_ids[0].index_select(0, tree.source(row.input_ids.device))
 
     @property
     def is_whole(self) -> bool:
@@ -336,9 +397,9 @@ class PrefixTreeRow(RowPart):
 
     def attended_pairs(self, mask: LayerMask = FULL_CAUSAL) -> int:
         """Count the pairs along every node's path, minus the pairs before the node, which its ancestors count."""
-        pairs = zip(self.tree.keys.lengths, self.tree.lengths, strict=True)
+        pairs = zip(self.paths.keys.lengths, self.segments.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
-        return attended_pairs(self.tree.keys, mask) - attended_pairs(before, mask)
+        return attended_pairs(self.paths.keys, mask) - attended_pairs(before, mask)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """Convert runs of row tokens to runs of tree tokens. A run that samples share appears once.
@@ -357,8 +418,8 @@ class PrefixTreeRow(RowPart):
                     "in both directions: share what comes before it, or all of it; or take the tree away with "
                     "unshare(row)"
                 )
-            shared.add((first, last + 1))
-        return tuple(sorted(shared))
+            shared.add((first - self.kept, last + 1 - self.kept))
+        return tuple(sorted(run for run in shared if run[0] >= 0))
 
     def computed_media(self, table: MediaTable) -> MediaTable:
         """Return the media in the order of the tree; media that samples share appear once."""
@@ -378,8 +439,8 @@ class PrefixTreeRow(RowPart):
         require(~wrong, message, LayoutError)
 
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """Take each token of the tree from the first sample that has it."""
-        return row.index_select(dim, self.tree.source(row.device))
+        """Take each token of the part from the first sample that has it."""
+        return row.index_select(dim, self.tree.source(row.device)[self.kept :])
 
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
         """Lay out the tree's tokens as the row. The backward pass sums the gradients of all samples."""
@@ -390,10 +451,24 @@ class PrefixTreeRow(RowPart):
         return self.gather(part_t)
 
     def attend(
-        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
+        self,
+        attend: Attend,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        segments: Segments,
+        *,
+        layer: Any = None,
     ) -> torch.Tensor:
         """Compute attention: each node's queries attend to the keys of its ancestors and its own."""
-        return attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.tree)
+        if self.piece is None:
+            return attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.tree)
+        before = self.piece.read(layer)
+        if before or max(self.tree.parents) >= 0:
+            out_tNH = attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.paths, before)
+        else:
+            out_tNH = attend(q_tNH, k_tKH, v_tKH, self.segments)
+        return self.piece.keep(layer, out_tNH, k_tKH, v_tKH)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
         """Run along every sample's path."""
@@ -412,7 +487,7 @@ class PrefixTreeRow(RowPart):
         is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
         token_l = self._places(is_target_t)
         return PartTargets(
-            predictions=self.tree.predecessor(device).index_select(0, token_l),
+            predictions=self.tree.predecessor(device).index_select(0, token_l) - max(self.kept - 1, 0),
             ids=self._ids_t.index_select(0, token_l),
             entries=(is_target_t.cumsum(0) - 1).index_select(0, token_L),
         )
@@ -420,6 +495,11 @@ class PrefixTreeRow(RowPart):
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
         """Copy each distinct target's value to every sample that has the target."""
         return part_l.index_select(0, targets.entries)
+
+    def with_predecessor(self, hidden_1tD: torch.Tensor) -> torch.Tensor:
+        """Put the last hidden state of the kept prefix first: it predicts the first token of each branch."""
+        last = None if self.piece is None else self.piece.read_last(LAST_HIDDEN)
+        return hidden_1tD if last is None else torch.cat([*last, hidden_1tD], 1)
 
     def _places(self, is_target_t: torch.Tensor) -> torch.Tensor:
         """Return int64 [l]: the tree positions of distinct targets."""
@@ -433,7 +513,8 @@ class PrefixTreeRow(RowPart):
     def _differs(self, row_kT: torch.Tensor) -> torch.Tensor:
         """Return bool [T]: True for tokens that differ from the one that is computed in their place."""
         flat_kT = row_kT.reshape(-1, row_kT.shape[-1])
-        shared_kT = self.cut(flat_kT).index_select(1, self.tree.place(row_kT.device))
+        source, place = self.tree.source(row_kT.device), self.tree.place(row_kT.device)
+        shared_kT = flat_kT.index_select(1, source).index_select(1, place)
         return (flat_kT != shared_kT).any(0)
 
 
@@ -500,7 +581,14 @@ class ContextParallelRow(RowPart):
         return self.collectives.all_reduce(x, "routers")
 
     def attend(
-        self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor, segments: Segments
+        self,
+        attend: Attend,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        segments: Segments,
+        *,
+        layer: Any = None,
     ) -> torch.Tensor:
         """Use Ulysses if the number of ranks divides the number of heads, otherwise all-gather keys and values."""
         if self.is_whole:

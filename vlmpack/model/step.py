@@ -27,7 +27,7 @@ from torch import nn
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.family import Family
-from vlmpack.families.registry import family_named
+from vlmpack.families.registry import family_named, family_of
 from vlmpack.interop.megatron import (
     Halo,
     LocalRow,
@@ -39,13 +39,16 @@ from vlmpack.interop.megatron import (
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.packing import pack
+from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, check_targets, divisor, stored_state, targets_of
 from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall
+from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
+from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.plain import find_model
 from vlmpack.model.positions import positions_of_row, rope_segments
 from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
@@ -127,10 +130,58 @@ class PackedStep:
                 f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
-        # Use the tensors that the wrappers returned: their backward hooks are attached to these.
-        targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
-        result = replace(call.result, **targets)
-        return result if output.loss is None else replace(result, loss=output.loss)
+        return _with_hooks(call.result, output)
+
+    def group(
+        self,
+        row: PackedRow,
+        *,
+        capacity: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        output_router_logits: bool | None = None,
+    ) -> GroupStep:
+        """Run a group of samples of any size in pieces, and compute no shared prefix twice.
+
+            for piece in step.group(row, capacity=4096):
+                piece.backward()            # or of your own loss: piece.backward(loss(piece.result))
+
+        Args:
+            row: a row of any size on the host, with its prefix tree.
+            capacity: maximum number of tokens that go through the model at a time. A shared prefix stays in memory,
+                with what its backward pass needs, until all samples behind it are done.
+            num_items_in_batch: number of targets in all batches of one optimizer step; None: in this group.
+            temperature: as in a call of the step.
+            entropy: as in a call of the step.
+            output_router_logits: whether to compute the routers' load-balancing loss; None: as the model's
+                configuration says.
+
+        Raises:
+            ConfigError: the model has layers that cannot start from a kept prefix, the routers' loss is that of a whole
+                row, ranks share rows, or the model is wrapped for data parallelism.
+            LayoutError: the row is on a device, or has a medium that is longer than `capacity`.
+        """
+        flags = {} if output_router_logits is None else {"output_router_logits": output_router_logits}
+        scoring, device = Scoring(temperature=temperature, entropy=entropy), next(self.model.parameters()).device
+
+        def run(row: PackedRow, piece: PieceOfGroup, items: torch.Tensor | int) -> StepResult:
+            call = StepCall(row.to(device, non_blocking=True), scoring=scoring, piece=piece)
+            output = self.model(num_items_in_batch=items, output_logits=False, **flags, **{STEP: call})
+            assert call.result is not None
+            return _with_hooks(call.result, output)
+
+        check_groups(self.model, output_router_logits)
+        core = find_model(self.model)
+        reader = family_of(core).media_reader(core.config)
+        return GroupStep(cut_group(row, capacity, read_media=reader), run, num_items_in_batch=num_items_in_batch)
+
+
+def _with_hooks(result: StepResult, output: Any) -> StepResult:
+    """Use the tensors that the wrappers returned: their backward hooks are attached to these."""
+    targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
+    result = replace(result, **targets)
+    return result if output.loss is None else replace(result, loss=output.loss)
 
 
 def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Collection[str]) -> dict[str, Any]:

@@ -427,7 +427,7 @@ def packed_attention(
 
     if vision is not None:  # all patches of an image are on the same rank
         return attend(q_TNH, k_TKH, v_TKH, segments)[None]
-    return row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments)[None]
+    return row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments, layer=module)[None]
 
 
 def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: int) -> Pattern:

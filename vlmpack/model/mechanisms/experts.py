@@ -181,8 +181,8 @@ def router_statistics(
     per: Balance,
     with_balance: bool,
     z_loss_coef: float,
-) -> RouterStatistics:
-    """Compute the statistics of one row.
+) -> tuple[torch.Tensor, RouterStatistics]:
+    """Compute the statistics of one row. Return them behind the hidden states, [1, T, D], that go on to the head.
 
     Args:
         logits: [t, E] for each layer with experts, as transformers recorded them.
@@ -213,7 +213,9 @@ def router_statistics(
         added=torch.stack(parts).sum(),
         choices=_choices(setup),
     )
-    return statistics if part.ranks == 1 else replace(statistics, counts=part.sum(statistics.expert_counts))
+    if part.ranks > 1:
+        statistics = replace(statistics, counts=part.sum(statistics.expert_counts))
+    return hidden, statistics
 
 
 def _of_real_tokens(logits_tE: torch.Tensor, part: RowPart) -> torch.Tensor:

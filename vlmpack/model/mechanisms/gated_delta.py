@@ -59,6 +59,14 @@ class GatedDelta(ClassMechanism):
         """Return every gated delta layer. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, gated_delta_class) for layer in model.layer_parts(self.name)]
 
+    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+        """Report that there are such layers."""
+        return (
+            "its recurrent layers cannot start from a kept prefix: give groups that fit a row"
+            if self.find(model)
+            else None
+        )
+
     def prepare(self, setup: RowSetup) -> Buckets | VarlenCalls:
         """Choose a layout by what computes the recurrence, and by cost. If initial states are not supported, a prefix
         tree runs along the paths of its samples.

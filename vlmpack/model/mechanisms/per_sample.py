@@ -69,6 +69,15 @@ class PerSample(ClassMechanism):
             )
         return super().problem(model, attached=attached)
 
+    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+        """Report layers that look at whole samples."""
+        if not self.find(model):
+            return None
+        return (
+            "its sparse attention or n-gram layers look at whole samples, so that a kept prefix would have to go "
+            "through them again: give groups that fit a row"
+        )
+
     def prepare(self, setup: RowSetup) -> Buckets:
         """Group samples of equal length. A call itself costs nothing here, because the indexer takes tokens one at a
         time."""

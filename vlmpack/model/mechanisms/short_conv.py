@@ -45,6 +45,14 @@ class ShortConv(ClassMechanism):
         """Return every short convolution. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, short_conv_class) for layer in model.layer_parts(self.name)]
 
+    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+        """Report that there are such layers."""
+        return (
+            "its recurrent layers cannot start from a kept prefix: give groups that fit a row"
+            if self.find(model)
+            else None
+        )
+
     def prepare(self, setup: RowSetup) -> ConvLayout | Buckets:
         """Put zeros between samples, or split the row into buckets if a projection has a bias."""
         segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree

@@ -1,0 +1,286 @@
+"""Cut the prefix tree of a group that is larger than a row into pieces; each token is in one of them (`cut_group`).
+
+    tree      P ─┬─ A            piece 0   P                 kept: three pieces start from its end
+                 ├─ B            piece 1   A B               rows of at most `capacity` new tokens
+                 └─ Q ─┬─ C      piece 2   Q                 kept: one piece starts from its end
+                       └─ D      piece 3   C D
+
+A piece that others start from is one node, or a part of a node that is longer than a row. So one run of tokens precedes
+each piece, and the piece is a row like any other: its samples from their first token on, with a prefix tree whose first
+node, the kept prefix, does not go through the model again.
+
+Pieces are in depth-first order: behind the last piece that starts from a kept one, nothing needs that one any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+import torch
+
+from vlmpack.errors import LayoutError, check_whole_number
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, MediaTable, image_counts
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.segments import Segments, ranges
+from vlmpack.layout.sharing import ReadMedia, check_on_host, indivisible_runs, read_media_of_row, take_media, with_tree
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class GroupPiece:
+    """One piece of a group: some samples, from their first token to the end of the piece."""
+
+    samples: tuple[int, ...]
+    """The samples of the group that go through the piece, ascending."""
+    nodes: tuple[int, ...]
+    """The nodes of `Cut.tree` that the piece computes, in depth-first order."""
+    kept: int
+    """Number of tokens before the piece, which earlier pieces computed."""
+    parent: int | None
+    """The piece that computed the last of these tokens; None: there are none."""
+    is_kept: bool
+    """Whether later pieces start from the end of this one. It then has one node."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CutGroup:
+    """A group cut into pieces."""
+
+    tree: PrefixTree
+    """The group's tree, with nodes longer than a row cut in several."""
+    pieces: tuple[GroupPiece, ...]
+    """The pieces in depth-first order."""
+    rows: tuple[PackedRow, ...]
+    """The row of each piece. Its tree begins with the kept tokens, as one node. Targets are those that the piece
+    computes; media are those that go through the towers with it."""
+
+    def index(self, piece: int) -> np.ndarray:
+        """int64 [T of the piece]: the position in the group's row of each token of a piece's row."""
+        starts = np.asarray(self.tree.segments.stride, np.int64)[list(self.pieces[piece].samples)]
+        return ranges(starts, np.asarray(self.rows[piece].segments.lengths, np.int64))
+
+
+@outside_graph
+def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = None) -> CutGroup:
+    """Cut a group into pieces of at most `capacity` new tokens.
+
+    Args:
+        row: the group on the host, with its prefix tree, of any size. Without a tree, samples share nothing.
+        capacity: maximum number of tokens of a piece that go through the model.
+        read_media: see `share`.
+
+    Raises:
+        LayoutError: the row is on a device or has padding; or an image, a video, an audio or a run of tokens that
+            attend to each other in both directions is longer than `capacity`.
+        ConfigError: `capacity` is not a whole number of at least 1.
+    """
+    check_whole_number("capacity", capacity)
+    check_on_host(row)
+    row, table = read_media_of_row(row, read_media)
+    if row.tree is None:
+        row = with_tree(row, _roots(row.segments, table))
+    assert row.tree is not None
+    tree = _split_nodes(row.tree, indivisible_runs(row, table), capacity)
+    pieces = tuple(_pieces(tree, capacity))
+    return CutGroup(tree=tree, pieces=pieces, rows=tuple(_row(row, table, tree, piece) for piece in pieces))
+
+
+def _roots(segments: Segments, table: MediaTable) -> PrefixTree:
+    samples = range(segments.num_samples)
+    counts = {"images": len(table.images), "videos": len(table.videos), "audios": len(table.audios)}
+    media = {name: tuple(range(count)) for name, count in counts.items()}
+    parents = (-1,) * len(samples)
+    return PrefixTree(segments=segments, parents=parents, lengths=segments.lengths, leaves=tuple(samples), **media)
+
+
+# ---------------------------------------------------------------------- the tree in pieces
+
+
+def _split_nodes(tree: PrefixTree, runs: Sequence[Sequence[int]], capacity: int) -> PrefixTree:
+    """Cut nodes that are longer than `capacity`. `runs`: (start, stop) in the row of tokens that stay together."""
+    if max(tree.lengths) <= capacity:
+        return tree
+    is_inside = np.zeros(tree.num_tokens + 1, bool)  # whether the tree cannot be cut before a token
+    place = tree.place().numpy()
+    for start, stop in runs:
+        is_inside[place[start + 1 : stop]] = True
+    parents: list[int] = []
+    lengths: list[int] = []
+    last: list[int] = []  # the last part of each node
+    for (start, stop), parent in zip(tree.nodes.spans, tree.parents, strict=True):
+        before = -1 if parent < 0 else last[parent]
+        while start < stop:
+            end = min(start + capacity, stop)
+            free = np.flatnonzero(~is_inside[start + 1 : end + 1])
+            if not len(free):
+                sample = int(tree.segments.seq_idx()[tree.source()[start]])
+                length = 1 + int(np.argmin(is_inside[start + 1 : stop + 1]))
+                raise LayoutError(
+                    f"sample {sample} has {length} tokens that stay together (an image, a video, an audio, or tokens "
+                    f"that all see each other), more than the capacity of {capacity}: give a capacity of {length}"
+                )
+            end = start + 1 + int(free[-1])
+            parents.append(before)
+            lengths.append(end - start)
+            before, start = len(lengths) - 1, end
+        last.append(before)
+    leaves = tuple(last[leaf] for leaf in tree.leaves)
+    return replace(tree, parents=tuple(parents), lengths=tuple(lengths), leaves=leaves)
+
+
+def _pieces(tree: PrefixTree, capacity: int) -> Iterator[GroupPiece]:
+    """Yield the pieces: subtrees that fit are packed together; the node above others becomes a kept piece."""
+    children: list[list[int]] = [[] for _ in tree.lengths]
+    totals, samples = list(tree.lengths), [set[int]() for _ in tree.lengths]
+    for sample, leaf in enumerate(tree.leaves):
+        samples[leaf].add(sample)
+    for node in reversed(range(len(tree.lengths))):
+        if (parent := tree.parents[node]) >= 0:
+            children[parent].insert(0, node)
+            totals[parent] += totals[node]
+            samples[parent] |= samples[node]
+    stops = [node + 1 for node in range(len(tree.lengths))]  # descendants are contiguous
+    for node in reversed(range(len(tree.lengths))):
+        if children[node]:
+            stops[node] = stops[children[node][-1]]
+    count = 0
+    stack: list[tuple[int | None, int, list[int], int | None]] = [
+        (None, 0, [node for node, parent in enumerate(tree.parents) if parent < 0], None)
+    ]
+    while stack:
+        parent, kept, siblings, node = stack.pop()
+        if node is not None:
+            yield GroupPiece(samples=(*sorted(samples[node]),), nodes=(node,), kept=kept, parent=parent, is_kept=True)
+            parent, kept, count = count, kept + tree.lengths[node], count + 1
+        for roots in _first_fit([child for child in siblings if totals[child] <= capacity], totals, capacity):
+            nodes = tuple(each for root in roots for each in range(root, stops[root]))
+            of_roots = tuple(sorted(sample for root in roots for sample in samples[root]))
+            yield GroupPiece(samples=of_roots, nodes=nodes, kept=kept, parent=parent, is_kept=False)
+            count += 1
+        large = [child for child in siblings if totals[child] > capacity]
+        stack += [(parent, kept, children[child], child) for child in reversed(large)]
+
+
+def _first_fit(nodes: Sequence[int], totals: Sequence[int], capacity: int) -> list[list[int]]:
+    """Pack subtrees into pieces by first fit, the largest first; nodes of a piece are ascending."""
+    bins: list[list[int]] = []
+    free: list[int] = []
+    for node in sorted(nodes, key=lambda each: -totals[each]):
+        at = next((i for i, left in enumerate(free) if left >= totals[node]), len(bins))
+        if at == len(bins):
+            bins.append([])
+            free.append(capacity)
+        bins[at].append(node)
+        free[at] -= totals[node]
+    return [sorted(each) for each in bins]
+
+
+# ---------------------------------------------------------------------- the row of a piece
+
+
+def _row(row: PackedRow, table: MediaTable, tree: PrefixTree, piece: GroupPiece) -> PackedRow:
+    """Cut out a piece's row. `tree`: the group's, with its nodes cut."""
+    first, samples = int(piece.kept > 0), np.asarray(piece.samples)
+    number = {node: first + at for at, node in enumerate(piece.nodes)}
+    leaves = [number.get(tree.leaves[sample], first) for sample in piece.samples]  # samples go on behind a kept piece
+    parents = [number.get(tree.parents[node], first - 1) for node in piece.nodes]
+    own = [tree.lengths[node] for node in piece.nodes]
+    lengths = np.asarray(row.segments.lengths, np.int64)[samples]
+    if piece.is_kept:
+        lengths = np.full_like(lengths, piece.kept + own[0])
+    segments = Segments.from_lengths(lengths.tolist())
+    index = torch.from_numpy(ranges(np.asarray(row.segments.stride, np.int64)[samples], lengths))
+    part = PrefixTree(
+        segments=segments,
+        parents=(*[-1] * first, *parents),
+        lengths=(*[piece.kept] * first, *own),
+        leaves=tuple(leaves),
+    )
+    own_table, of_table = _table(table, piece.samples, lengths)
+    part, chosen = _with_media(part, own_table, of_table, row, table, piece.kept)
+    labels, known = row.shift_labels, row.known_metadata
+    if labels is not None:
+        at = segments.position_in_segment()
+        is_own = (at >= piece.kept - 1) & (at + 1 < torch.from_numpy(lengths)[segments.seq_idx().long()])
+        labels = labels[:, index].where(is_own, IGNORE)
+    metadata = replace(
+        known,
+        lengths=segments.lengths,
+        offsets=(),
+        media=own_table,
+        prefixes=tuple(min(known.prefixes[i], n) for i, n in zip(piece.samples, lengths.tolist(), strict=True))
+        if known.prefixes
+        else (),
+        num_targets=None if labels is None else int((labels != IGNORE).sum()),
+        sample_ids=tuple(known.sample_ids[i] for i in piece.samples) if known.sample_ids else (),
+        channels=tuple(known.channels[i] for i in piece.samples) if known.channels else (),
+    )
+    assert row.tree is not None
+    held, computed = table.in_tree(row.tree), own_table.in_tree(part)
+    _check_counts(computed, piece)
+    cut = PackedRow(
+        input_ids=row.input_ids[:, index],
+        segments=segments,
+        shift_labels=labels,
+        shift_weights=None if row.shift_weights is None else row.shift_weights[:, index],
+        position_ids=None if row.position_ids is None else row.position_ids[..., index],
+        mm_token_type_ids=None if row.mm_token_type_ids is None else row.mm_token_type_ids[:, index],
+        media=take_media(held, row.media, chosen, computed, in_tree=True),
+        extras={name: column[..., index] for name, column in row.extras.items()},
+        metadata=metadata,
+    )
+    return with_tree(cut, part)
+
+
+def _check_counts(computed: MediaTable, piece: GroupPiece) -> None:
+    """Refuse an image that a model would take for the only one of its sample, because others are in other pieces."""
+    if computed.image_counts is None:
+        return
+    counts = iter(image_counts(computed.images, in_tree=True))
+    images = list(computed.images)
+    while images:
+        count = next(counts)
+        if count == 1 and not images[0].context:
+            raise LayoutError(
+                f"the images of sample {piece.samples[images[0].sample]} are in several pieces, and this model encodes "
+                "an image in another way if it is the only one: give a capacity that the sample fits"
+            )
+        del images[:count]
+
+
+def _table(table: MediaTable, samples: Sequence[int], lengths: np.ndarray) -> tuple[MediaTable, dict[int, list[int]]]:
+    """Return (the media of these samples within these lengths; for each kind, their indices in `table`)."""
+    number = {sample: at for at, sample in enumerate(samples)}
+    media, of_table = [], {}
+    for kind in KINDS:
+        of_kind = table.of_kind(kind)
+        found = [i for i, m in enumerate(of_kind) if m.sample in number and m.span[1] <= lengths[number[m.sample]]]
+        media += [replace(of_kind[i], sample=number[of_kind[i].sample]) for i in found]
+        of_table[kind] = found
+    return replace(table, media=tuple(media)), of_table
+
+
+def _with_media(
+    part: PrefixTree, own: MediaTable, of_table: dict[int, list[int]], row: PackedRow, table: MediaTable, kept: int
+) -> tuple[PrefixTree, dict[int, list[int]]]:
+    """Return (the piece's tree with the media that it computes; for each kind, their indices among the media that the
+    row holds)."""
+    assert row.tree is not None
+    place, of_row = part.place().numpy(), row.tree.place().numpy()
+    source, chosen, computed = part.source().numpy(), {}, {}
+    for kind, held in ((IMAGE, row.tree.images), (VIDEO, row.tree.videos), (AUDIO, row.tree.audios)):
+        starts = own.spans(part.segments, kind)[:, 0]
+        numbers = np.flatnonzero((source[place[starts]] == starts) & (place[starts] >= kept))
+        numbers = numbers[np.argsort(place[starts[numbers]])]
+        in_group = of_row[table.spans(row.segments, kind)[:, 0]]
+        places = in_group[np.asarray(of_table[kind], np.int64)[numbers]]
+        chosen[kind] = np.searchsorted(in_group[list(held)], places).tolist()
+        computed[kind] = tuple(numbers.tolist())
+    media = {"images": computed[IMAGE], "videos": computed[VIDEO], "audios": computed[AUDIO]}
+    return replace(part, **media), chosen

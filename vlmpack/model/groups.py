@@ -1,0 +1,257 @@
+"""A group of samples that is larger than a row: piece by piece through the model, every token once (`GroupStep`).
+
+    forward     P            keys, values and states of P are kept; its graph stays
+                A B          attend to what is kept
+    backward    A B          gradients of what is kept are added up
+                C D          the next piece: forward, then backward
+    backward    P            with the sums: one backward pass for all of its branches
+
+Each piece has its own loss, and the group's is their sum: cross-entropies over a known divisor (`num_items_in_batch`),
+or any function of a piece's log-probabilities. A loss that needs the log-probabilities of all samples first (DPO) has a
+gradient with respect to them: compute them without gradients, and weight those of each piece by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from vlmpack.errors import ConfigError
+from vlmpack.layout.device import to_device
+from vlmpack.layout.pieces import CutGroup, GroupPiece
+from vlmpack.layout.row import PackedRow
+from vlmpack.model.engine import PackingState, packing_state
+from vlmpack.model.kept import KeptPrefix, PieceOfGroup
+from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.mechanisms.experts import has_balance, wants_balance
+from vlmpack.model.plain import find_model
+from vlmpack.model.result import StepResult, Work
+
+Run = Callable[[PackedRow, PieceOfGroup, "torch.Tensor | int"], StepResult]
+"""Runs the row of a piece: (row, its place in the group, `num_items_in_batch`)."""
+
+
+@final
+class Piece:
+    """One piece of a group, after its forward pass."""
+
+    def __init__(self, row: PackedRow, samples: tuple[int, ...], result: StepResult, kept: KeptPrefix | None) -> None:
+        self.row = row
+        """The piece's row, on the host: its samples from their first token on. Targets are those of this piece."""
+        self.samples = samples
+        """The samples of the group that are in the row."""
+        self.result = result
+        """The result. Position s of sample b of `result.logprobs` is position s of sample `samples[b]` of the group, 0
+        where another piece computes the target."""
+        self.is_done = False
+        """Whether `backward` was called."""
+        self._kept, self._loss = kept, result.loss
+
+    def backward(self, loss: torch.Tensor | None = None) -> None:
+        """Compute gradients; those of a shared prefix follow when all samples behind it are done.
+
+        Args:
+            loss: scalar, a function of `result` alone; None: `result.loss`.
+
+        Raises:
+            ConfigError: it was called before.
+        """
+        if self.is_done:
+            raise ConfigError("backward() of this piece was called before: add up its losses, and call it once")
+        self.is_done, self._loss = True, self.result.loss if loss is None else loss
+        if self._kept is None and self._loss.requires_grad:
+            self._loss.backward()
+
+    def finish(self) -> None:
+        """Compute the gradients of a shared prefix, behind which all samples are done."""
+        root = None if self._kept is None else self._kept.root
+        if root is not None and root.requires_grad:
+            # zeros: the backward pass goes through all layers, even if no target is in the prefix
+            losses = [self._loss] if self._loss.requires_grad else []
+            torch.autograd.backward([*losses, root], [*(torch.ones_like(x) for x in losses), torch.zeros_like(root)])
+
+
+@final
+class GroupStep:
+    """The pieces of a group, in order. Iterating runs each of them forward.
+
+    Every piece needs its `backward` before the next one; without gradients (`torch.no_grad()`) it is not called.
+    """
+
+    def __init__(self, cut: CutGroup, run: Run, *, num_items_in_batch: torch.Tensor | int | None) -> None:
+        self.cut = cut
+        """The pieces and their rows."""
+        self.num_targets = sum(row.known_metadata.num_targets or 0 for row in cut.rows)
+        """Number of targets of all samples."""
+        self._run, self._items = run, self.num_targets if num_items_in_batch is None else num_items_in_batch
+        self._results: list[StepResult] = []
+
+    def __len__(self) -> int:
+        return len(self.cut.pieces)
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Run the pieces.
+
+        Raises:
+            ConfigError: the last piece had no backward pass.
+        """
+        self._results = []
+        open_pieces: list[tuple[int, Piece, KeptPrefix]] = []
+        is_training = torch.is_grad_enabled()
+        for number, (cut, row) in enumerate(zip(self.cut.pieces, self.cut.rows, strict=True)):
+            while open_pieces and open_pieces[-1][0] != cut.parent:
+                _close(open_pieces.pop()[1], is_training)
+            before = open_pieces[-1][2] if open_pieces else None
+            kept = KeptPrefix(before, is_training=is_training) if cut.is_kept else None
+            result = self._run(row, self._place(cut, row, before, kept), self._items)
+            piece = Piece(row, cut.samples, result, kept)
+            self._results.append(_detached(result))
+            yield piece
+            if is_training and not piece.is_done:
+                raise ConfigError(
+                    f"piece {number} of the group had no backward pass: call piece.backward(loss) before the next "
+                    "piece, or iterate under torch.no_grad()"
+                )
+            if kept is not None:
+                open_pieces.append((number, piece, kept))
+        while open_pieces:
+            _close(open_pieces.pop()[1], is_training)
+
+    def backward(self, loss: Callable[[Piece], torch.Tensor] | None = None) -> StepResult:
+        """Run all pieces, forward and backward, and return the group's result.
+
+        Args:
+            loss: returns the loss of a piece; the group's is their sum. None: `piece.result.loss`.
+        """
+        for piece in self:
+            piece.backward(None if loss is None else loss(piece))
+        return self.result
+
+    def forward(self) -> StepResult:
+        """Run all pieces without gradients, and return the group's result."""
+        with torch.no_grad():
+            for _ in self:
+                pass
+        return self.result
+
+    @property
+    def result(self) -> StepResult:
+        """The result of all pieces in the coordinates of the group's row, detached. `loss` is the sum over pieces.
+
+        Raises:
+            ConfigError: not all pieces have run.
+        """
+        if len(self._results) != len(self):
+            raise ConfigError(
+                f"{len(self._results)} of {len(self)} pieces have run; iterate over the whole group first"
+            )
+        return self._joined(self._results)
+
+    def _place(
+        self, cut: GroupPiece, row: PackedRow, before: KeptPrefix | None, kept: KeptPrefix | None
+    ) -> PieceOfGroup:
+        segments = self.cut.tree.segments
+        whole = (segments.lengths[sample] for sample in cut.samples)
+        return PieceOfGroup(
+            before=before,
+            own=kept,
+            kept_tokens=cut.kept,
+            ends=tuple(n == of_group for n, of_group in zip(row.segments.lengths, whole, strict=True)),
+            group_samples=segments.num_samples,
+            group_tokens=segments.num_tokens,
+            has_targets=self.num_targets > 0,
+        )
+
+    def _joined(self, results: list[StepResult]) -> StepResult:
+        segments, device = self.cut.tree.segments, results[0].loss.device
+        samples = [torch.tensor(piece.samples, device=device) for piece in self.cut.pieces]
+        places = [
+            to_device(self.cut.index(number), device).index_select(0, result.target_index)
+            for number, result in enumerate(results)
+        ]
+        index, order = torch.cat(places).sort()
+
+        def in_order(values: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(values).index_select(0, order)
+
+        def by_sample(values: list[torch.Tensor]) -> torch.Tensor:
+            zeros = values[0].new_zeros(segments.num_samples)
+            return zeros.index_add(0, torch.cat(samples), torch.cat(values))
+
+        entropies = [result.target_entropies for result in results if result.target_entropies is not None]
+        work = {each.name: sum(getattr(result.work, each.name) for result in results) for each in fields(Work)}
+        return StepResult(
+            loss=torch.stack([result.loss for result in results]).sum(),
+            loss_sum=torch.stack([result.loss_sum for result in results]).sum(),
+            num_targets=self.num_targets,
+            sample_loss_sums=by_sample([result.sample_loss_sums for result in results]),
+            sample_targets=by_sample([result.sample_targets for result in results]),
+            target_logprobs=in_order([result.target_logprobs for result in results]),
+            target_index=index,
+            target_entropies=in_order(entropies) if entropies else None,
+            segments=segments,
+            work=Work(**{**work, "real_tokens": segments.num_tokens}),
+        )
+
+
+def _close(piece: Piece, is_training: bool) -> None:
+    if is_training:
+        piece.finish()
+
+
+def _detached(result: StepResult) -> StepResult:
+    entropies = None if result.target_entropies is None else result.target_entropies.detach()
+    return replace(
+        result,
+        loss=result.loss.detach(),
+        loss_sum=result.loss_sum.detach(),
+        target_logprobs=result.target_logprobs.detach(),
+        target_entropies=entropies,
+    )
+
+
+def check_groups(model: nn.Module, output_router_logits: bool | None) -> None:
+    """Check that a model can compute a group piece by piece.
+
+    Raises:
+        ConfigError: it cannot. Names the mechanism and the remedy.
+    """
+    core = find_model(model)
+    state = packing_state(core)
+    parts = state.parts_of(core)
+    if (reason := next(_problems(model, state, parts, output_router_logits), None)) is not None:
+        raise ConfigError(f"this {type(core).__name__} cannot compute a group in pieces: {reason}")
+
+
+def _problems(
+    model: nn.Module, state: PackingState, parts: ModelParts, output_router_logits: bool | None
+) -> Iterator[str]:
+    """Yield the reasons why a group cannot go through the model piece by piece."""
+    if state.parallel is not None and state.parallel.ranks > 1:
+        yield f"{state.parallel.ranks} ranks share its rows, and a prefix tree goes through one rank whole: Parallel()"
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
+            yield (
+                "DistributedDataParallel would exchange gradients in the first of its backward passes: make the group "
+                "and iterate over it under model.no_sync(), and let another batch's backward pass exchange them"
+            )
+        if {base.__name__ for base in type(module).__mro__} & {"FSDPModule", "FullyShardedDataParallel"}:
+            yield "FSDP frees its parameters behind the first backward pass: give groups that fit a row"
+            break
+    is_balanced = parts.family.has("experts") and has_balance(parts.family)
+    if is_balanced and state.config.aux_loss == "row" and wants_balance(parts, output_router_logits):
+        yield (
+            "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
+            'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
+        )
+    if (is_balanced and wants_balance(parts, output_router_logits)) or state.config.z_loss_coef:
+        yield "its routers' losses are not known piece by piece: set their coefficients to 0"
+    device = next(model.parameters()).device
+    for mechanism in state.mechanisms:
+        if (problem := mechanism.problem_of_groups(parts, device)) is not None:
+            yield problem
