@@ -224,11 +224,7 @@ REFUSED = {
         "audio_rate",
         "has 8000 samples a second, its processor takes 16000; resample",
     ),
-    "too long": (
-        messages(heard(9 * RATE)),
-        "audio_too_long",
-        "lasts 9.0 s, and the processor cuts off what is beyond 8 s",
-    ),
+    "too long": (messages(heard(9 * RATE)), "audio_too_long", "lasts 9.0 s, and the processor cuts off what is"),
     "too short": (messages(heard(300)), "audio_source", "has 300 samples, too few for one token"),
     "no source": (messages({"type": "audio"}), "media_count_mismatch", "1 audio placeholder"),
     "a reserved token": (

@@ -146,11 +146,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         f"the label {bad}": (labelled(put(-1, bad)), "label_out_of_range", f"it holds the label {bad}; labels are -1")
         for bad in (-1, -99, SIZE)
     },
-    "no labels": (
-        labelled(lambda ids: ids * 0 - 100),
-        "no_targets",
-        "tokens is trained on; it needs an assistant turn",
-    ),
+    "no labels": (labelled(lambda ids: ids * 0 - 100), "no_targets", "tokens is trained on; it needs an assistant"),
     "labels on media alone": (labelled(on_media), "no_targets", "tokens is trained on"),
     "a label on the first token alone": (lambda _: {"input_ids": [5, 6], "labels": [5, -100]}, "no_targets", "2 tok"),
     "no answer": (lambda _: {"messages": [{"role": "user", "content": "hi"}]}, "no_targets", "tokens is trained on"),

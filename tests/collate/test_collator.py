@@ -277,19 +277,13 @@ def test_it_can_be_pickled():
         ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, truncate_start, got 'cut'"),
         ({"train_on": "user"}, "train_on must be one of assistant, last, all, got 'user'"),
         ({"on_bad": "ignore"}, "on_bad must be one of raise, skip, got 'ignore'"),
-        (
-            {"slots": SlotRule()},
-            "slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to enable_packing",
-        ),
+        ({"slots": SlotRule()}, "slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to"),
         ({"pixel_dtype": torch.uint8}, "pixel_dtype=torch.uint8 would round normalized pixels to integers"),
         ({"overlength": "drop"}, "overlength='drop' needs max_length="),
         ({"max_length": 1}, "max_length must be a whole number of at least 2, got 1"),
         ({"max_length": 2.5}, "max_length must be a whole number of at least 2, got 2.5"),
         ({"layout": "packed", "slots": 4}, "slots has to be a SlotRule, such as SlotRule(multiple=4), got a int"),
-        (
-            {"skip_limit": 0.1},
-            "skip_limit has to be a SkipLimit, such as SkipLimit(max_bad_fraction=0.05), got a float",
-        ),
+        ({"skip_limit": 0.1}, "skip_limit has to be a SkipLimit, such as SkipLimit(max_bad_fraction=0.05), got a"),
     ],
 )
 def test_settings_without_meaning_are_refused(settings, message):

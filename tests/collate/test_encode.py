@@ -196,25 +196,10 @@ VIDEO = [[picture(64, 64)] * 2]
     [
         ("a", {"image": picture()}, "media_count_mismatch", "its prompt holds '<image>' 0 time(s) for 1 image(s)"),
         ("<image><image>", {"image": picture()}, "media_count_mismatch", "2 time(s) for 1 image(s); write one for"),
-        (
-            "<|image_pad|>" * 2,
-            {"image": picture()},
-            "placeholder_mismatch",
-            "has 2 image placeholder(s) '<|image_pad|>'",
-        ),
-        (
-            "<|image_pad|>",
-            {},
-            "placeholder_mismatch",
-            "its text has 1 image placeholder(s) '<|image_pad|>' for 0 image",
-        ),
+        ("<|image_pad|>" * 2, {"image": picture()}, "placeholder_mismatch", "has 2 image placeholder(s)"),
+        ("<|image_pad|>", {}, "placeholder_mismatch", "its text has 1 image placeholder(s) '<|image_pad|>' for 0"),
         ("<|video_pad|>", {}, "placeholder_mismatch", "has 1 video placeholder(s) '<|video_pad|>' for 0 video(s); the"),
-        (
-            "<|video_pad|>" * 2,
-            {"videos": VIDEO},
-            "placeholder_mismatch",
-            "2 video placeholder(s) '<|video_pad|>' for 1",
-        ),
+        ("<|video_pad|>" * 2, {"videos": VIDEO}, "placeholder_mismatch", "2 video placeholder(s) '<|video_pad|>' for"),
     ],
 )
 def test_plain_prompts_whose_places_do_not_match_their_media_are_refused(family, prompt, media, reason, seen):
@@ -251,10 +236,7 @@ TEMPLATES = {
         "{{ raise_exception('Only user and assistant roles are supported!') }}",
         r"cannot write its messages .*Only user and assistant roles are supported!",
     ),
-    "turn_mismatch": (
-        CHAT_TEMPLATE.replace("message['role'] + '\\n'", HEADER),
-        r"wrote 1 .*assistant' turns for 2 assistant messages",
-    ),
+    "turn_mismatch": (CHAT_TEMPLATE.replace("message['role'] + '\\n'", HEADER), r"wrote 1 .*assistant' turns for 2"),
 }
 
 
@@ -301,7 +283,5 @@ def test_a_processor_of_another_kind_is_refused():
 def test_a_tokenizer_without_vision_tokens_is_refused():
     processor = tiny_processor()
     processor.image_token = "<|no_such_token|>"
-    with pytest.raises(
-        ConfigError, match=r"tokenizer has no token '<.no_such_token.>'; use the tokenizer of a Qwen-VL"
-    ):
+    with pytest.raises(ConfigError, match=r"tokenizer has no token '<.no_such_token.>'; use the tokenizer of a"):
         read_processor(processor)

@@ -146,9 +146,7 @@ def test_samples_that_were_tokenized_before_are_shared_too():
     assert row.tree.images == (0,)
     labels = samples[1]["input_ids"].clone()
     labels[-2] += 1
-    with pytest.raises(
-        SampleError, match=r"sample 1: token \d+ has the label \d+ and the id \d+.*share_prefixes=False"
-    ):
+    with pytest.raises(SampleError, match=r"sample 1: token \d+ has the label \d+ and the id"):
         collator().collate([samples[0], {**samples[1], "labels": labels}])
     skipping = collator(on_bad="skip")
     assert skipping.collate([samples[0], {**samples[1], "labels": labels}]).segments.num_samples == 1

@@ -155,19 +155,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
         r"arguments of a tool call have to be the JSON of an object, got '\[1\]'",
     ),
-    "a call": (
-        {"messages": [ASK, {"role": "tool_call", "content": "price of tea"}]},
-        "a function call that is no JSON of a name and its arguments: 'price of tea'",
-    ),
-    "no call": (
-        {"messages": [ASK, {"role": "tool_call", "content": "[]"}]},
-        "a function call that is no JSON of a name and its arguments",
-    ),
+    "a call": ({"messages": [ASK, {"role": "tool_call", "content": "price of tea"}]}, "a function call that is no"),
+    "no call": ({"messages": [ASK, {"role": "tool_call", "content": "[]"}]}, "a function call that is no JSON of a"),
     "tools": ({"messages": [ASK, ANSWER], "tools": "price, now"}, "tools that are a text have to be JSON, got 'price"),
-    "tools that are a number": (
-        {"messages": [ASK, ANSWER], "tools": "5"},
-        "tools must be a list of tools, or the JSON",
-    ),
+    "tools that are a number": ({"messages": [ASK, ANSWER], "tools": "5"}, "tools must be a list of tools, or the"),
 }
 
 

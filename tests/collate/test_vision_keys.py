@@ -232,8 +232,6 @@ def test_a_size_that_cannot_be_made_is_refused_with_what_is_wrong(keys, shape, s
 def test_a_picture_may_be_enlarged_as_far_as_the_rule_makes_any(made, given, num_frames):
     check_enlarged(made, source=given, factor=28, num_frames=num_frames)
     wider = made[0], made[1] + 28
-    with pytest.raises(
-        ImageError, match=r"enlarge it from \d+ x \d+ to \d+ x \d+ pixels .* lower min_pixels"
-    ) as caught:
+    with pytest.raises(ImageError, match=r"enlarge it from \d+ x \d+ to \d+ x \d+ pixels .* lower") as caught:
         check_enlarged(wider, source=given, factor=28, num_frames=num_frames)
     assert caught.value.reason == "vision_key"

@@ -166,9 +166,7 @@ def test_a_folder_of_json_is_read_by_the_names_of_its_files(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"split 'test' of .*b.jsonl: a file that is named is one split, whatever it"):
         open_dataset([tmp_path / "b.jsonl"], split="test")
     save("train.json", "six")
-    with pytest.raises(
-        ConfigError, match=r"holds train.json, named after split 'train', and a/1.json, .* of no split|after"
-    ):
+    with pytest.raises(ConfigError, match=r"holds train.json, named after split 'train', and a/1.json, .* of no"):
         open_dataset(tmp_path)
 
 
