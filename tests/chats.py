@@ -53,16 +53,29 @@ def picture(width: int = 61, height: int = 43, *, seed: int = 0) -> Image.Image:
     return Image.fromarray(values)
 
 
+def text(words: str, **keys: Any) -> dict[str, Any]:
+    """A part of a message, with keys beside its text."""
+    return {"type": "text", "text": words, **keys}
+
+
+def user(content: Any, **keys: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **keys}
+
+
+def says(content: Any, **keys: Any) -> dict[str, Any]:
+    """An answer of the assistant."""
+    return {"role": "assistant", "content": content, **keys}
+
+
 def chat(question: str = "What is the total?", answer: str = "The total is 75,000", *images: Any, **more: Any) -> dict:
     """A TRL row: images, one question, one answer."""
-    parts = [{"type": "image"} for _ in images] + [{"type": "text", "text": question}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
+    messages = [user([{"type": "image"} for _ in images] + [text(question)]), says(answer)]
     return {"messages": messages, **({"images": list(images)} if images else {}), **more}
 
 
-def tokenized(family: str, text: str, *images: Any, **more: Any) -> dict:
+def tokenized(family: str, written: str, *images: Any, **more: Any) -> dict:
     """The processor's own output for one sample, as tensors without the batch dimension."""
-    out = processor_of(family)(text=text, images=list(images) or None, return_tensors="pt")
+    out = processor_of(family)(text=written, images=list(images) or None, return_tensors="pt")
     ids = ("input_ids", "attention_mask", "mm_token_type_ids")
     return {**{name: value[0] if name in ids else value for name, value in out.items()}, **more}
 

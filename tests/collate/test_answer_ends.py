@@ -8,8 +8,7 @@ from chats import learnt, needs, picture
 from fixtures.templates import LLAVA_TEMPLATE
 
 from vlmpack import enable_packing
-from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.data.formats import BRANCH_COLUMN
+from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_model, tiny_processor
 
@@ -68,10 +67,6 @@ def test_a_turn_of_nobody_who_answers_ends_none(between):
     """Generation stops where a user or a tool speaks: `<|system|>` and `<|assistant|>` stop nothing."""
     said = targets(glm_tokenizer(), [ASK, FOUR, between, ASK_AGAIN, SIX])
     assert said == {"system": "It is 4It is 6", "assistant": "It is 4Or IV<|user|>It is 6"}[between["role"]]
-
-
-def test_an_answer_that_is_not_learnt_teaches_no_end():
-    assert targets(glm_tokenizer(), [ASK, {**FOUR, "weight": 0}, ASK_AGAIN, SIX]) == "It is 6"
 
 
 def test_a_token_that_begins_in_an_answer_and_says_who_speaks_next_is_not_learnt():
@@ -143,21 +138,6 @@ def test_what_is_cut_off_takes_its_end_with_it():
     one = VLMCollator(processor)([{"messages": TALK[:2]}])["input_ids"].shape[1]
     cut = VLMCollator(processor, add_stop="<|user|>", max_length=one, overlength="truncate")([{"messages": TALK}])
     assert learnt(processor, cut["labels"]) == "It is 4"
-
-
-def test_each_branch_of_a_conversation_ends():
-    processor = tiny_processor("glm4v")
-    batch = VLMCollator(processor, add_stop="<|user|>")([{"messages": TALK, BRANCH_COLUMN: 0}])
-    assert learnt(processor, batch["labels"]) == "It is 4<|user|>"
-
-
-def test_samples_that_share_a_prefix_keep_their_ends():
-    sharing = SharePrefixes(min_shared=2)
-    collator = VLMCollator(tiny_processor("glm4v"), layout="packed", share_prefixes=sharing, add_stop="<|user|>")
-    row = collator.collate([{"messages": [ASK, {**FOUR, "content": text}]} for text in ("It is 4", "It is IV")])
-    assert row.tree is not None
-    labels = [i for i in row.shift_labels[0].tolist() if i != -100]
-    assert collator.processor.tokenizer.decode(labels) == "It is 4<|user|>It is IV<|user|>"
 
 
 @needs("llava")

@@ -194,16 +194,6 @@ def test_a_file_is_the_audio_that_its_numbers_are(tmp_path: Path) -> None:
     )
 
 
-def test_a_column_holds_audio_for_placeholders_or_for_the_first_question() -> None:
-    collator = VLMCollator(processor_of(POOLED))
-    expected = collator([{"messages": messages(heard(9_000))}])
-    found = collator([{"messages": messages({"type": "audio"}), "audio": sound(9_000)}])
-    assert torch.equal(found["input_ids"], expected["input_ids"])
-    first = collator([{"messages": messages(), "audios": [sound(9_000)]}])
-    assert first["input_ids"].shape == expected["input_ids"].shape
-    assert (first["input_ids"][0] == collator.metadata.audio_start_id).nonzero()[0] < 6
-
-
 REFUSED = {
     "no file": (messages({"type": "audio", "audio": "a.wav"}), "audio_missing", "there is no audio file at 'a.wav'"),
     "no audio": (messages({"type": "audio", "audio": b"RIFF"}), "audio_undecodable", "audio 0: libav cannot read it"),
@@ -320,20 +310,6 @@ def test_a_measured_sample_whose_longest_audio_was_cut_off_is_decoded_as_it_is_c
     assert all(torch.equal(decoded[name], batch[name]) for name in batch if name != "vlmpack")
     shorter = VLMCollator(processor_of(CONVOLVED))([{"messages": messages(heard(9_010))}])
     assert shorter["vlmpack"].media.audios[0].frames == 56  # so the processor does
-
-
-def test_a_sample_that_is_too_long_is_cut_beside_its_audio() -> None:
-    feature = {"messages": messages(heard(9_000), {"type": "image", "image": picture()}, heard(16_000))}
-    types = VLMCollator(processor_of(POOLED))([feature])["mm_token_type_ids"][0]
-    within = int((types == AUDIO).nonzero()[-1])
-    collator = VLMCollator(processor_of(POOLED), max_length=within, overlength="truncate", train_on="all")
-    batch = collator([feature])
-    assert len(batch["vlmpack"].media.audios) == 1
-    assert tuple(audio.frames for audio in batch["vlmpack"].media.audios) == (57,)
-    assert len(batch["vlmpack"].media.images) == 1
-    assert int((batch["mm_token_type_ids"] == AUDIO).sum()) == 14
-    model = tiny_model(POOLED, processor=processor_of(POOLED))
-    assert PackedStep(model)(batch).work.audio_frames == 57
 
 
 # ---------------------------------------------------------------------- places of audio in texts

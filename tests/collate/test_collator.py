@@ -5,7 +5,7 @@ import pickle
 import hypothesis
 import pytest
 import torch
-from chats import FAMILIES, chat, learnt, picture, processor_of, tokenized
+from chats import FAMILIES, chat, picture, processor_of, tokenized
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -60,23 +60,6 @@ def test_a_packed_row_is_the_padded_batch_packed(family, multiple):
         assert torch.equal(packed[name], value), name
 
 
-def test_the_dictionary_is_what_a_model_and_a_trainer_take():
-    padded = VLMCollator(processor_of())(mixed())
-    assert list(padded) == [
-        "input_ids",
-        "attention_mask",
-        "labels",
-        "mm_token_type_ids",
-        "pixel_values",
-        "image_grid_thw",
-        METADATA_KEY,
-    ]
-    packed = VLMCollator(processor_of(), layout="packed")(mixed())
-    assert next(iter(packed)) == "input_ids"
-    assert "attention_mask" not in packed
-    assert packed["cu_seqlens_q"].dtype == torch.int32
-
-
 def test_samples_are_named_by_their_id_or_else_by_their_place():
     metadata = VLMCollator(processor_of())(mixed())[METADATA_KEY]
     assert metadata.sample_ids == ("receipt", 77, 2, 3, 4, 5)
@@ -95,22 +78,6 @@ def test_a_bad_sample_is_named_with_its_place_its_id_and_the_remedy():
     assert str(error).startswith("sample 1 (id 'r7'): none of its ")
     assert "it needs an assistant turn" in str(error)
     assert (collator.skip_log.received, collator.skip_log.used, collator.skip_log.refused) == (2, 1, 1)
-
-
-def test_skipped_samples_are_counted_written_down_and_never_replaced(tmp_path):
-    path = tmp_path / "skip_log.jsonl"
-    collator = VLMCollator(processor_of(), on_bad="skip", skip_log=path)
-    features = [BROKEN, chat(answer="one", id="a"), {"input_ids": []}, chat(answer="two", id="b"), {"messages": 5}]
-    batch = collator(features)
-    assert batch[METADATA_KEY].sample_ids == ("a", "b")
-    assert learnt(processor_of(), batch["labels"]) == "one<|im_end|>two<|im_end|>"
-    assert (collator.skip_log.received, collator.skip_log.used, collator.skip_log.refused) == (5, 2, 3)
-    assert collator.skip_log.reasons == {"no_targets": 1, "empty": 1, "bad_row": 1}
-    assert [(line["index"], line["reason"]) for line in read_skip_log(path)] == [
-        (0, "no_targets"),
-        (2, "empty"),
-        (4, "bad_row"),
-    ]
 
 
 def broken_pixels(seed=1, **others):
@@ -176,14 +143,6 @@ def test_a_batch_without_samples_is_one_smallest_image_with_nothing_to_learn(lay
     assert not batch["pixel_values"].any()
 
 
-@pytest.mark.parametrize(
-    ("overlength", "reason", "is_left_out"),
-    [("drop", "overlength", True), ("error", "overlength", False), ("drop", "no_targets", False)],
-)
-def test_only_what_the_settings_say_is_left_out_without_being_bad(overlength, reason, is_left_out):
-    assert VLMCollator(processor_of(), max_length=9, overlength=overlength).leaves_out(reason) is is_left_out
-
-
 DROPPED = r"set TrainingArguments\(remove_unused_columns=False\)"
 
 
@@ -241,9 +200,6 @@ def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sampl
     assert collator([bare])[METADATA_KEY].sample_ids == (0,)  # nothing says that these are two
     with pytest.raises(ConfigError, match=rf"bring {name}.*packed rows already.*data_collator=dataset.collate"):
         collator([{**bare, name: row["cu_seqlens_q"]}])
-
-
-# ---------------------------------------------------------------------- length
 
 
 # ---------------------------------------------------------------------- workers

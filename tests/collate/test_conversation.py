@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from chats import learnt, picture, processor_of
+from chats import learnt, picture, processor_of, says, text, user
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
@@ -17,18 +17,6 @@ from vlmpack.errors import Refusal, SampleError
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
 HOLE, FILM = {"type": "image"}, {"type": "video"}
 SYSTEM = {"role": "system", "content": "Be short."}
-
-
-def text(words: str) -> dict[str, Any]:
-    return {"type": "text", "text": words}
-
-
-def user(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content, **more}
-
-
-def says(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
 
 
 def asked(content: Any, **columns: Any) -> dict[str, Any]:
@@ -519,8 +507,8 @@ def test_a_weight_that_means_nothing_is_refused(messages: list[Any], said: str) 
     assert said in refusal({"messages": messages})[1]
 
 
-def weighed(said: str, weight: Any, **more: Any) -> dict[str, Any]:
-    return {**text(said), "weight": weight, **more}
+def weighed(said: str, weight: Any) -> dict[str, Any]:
+    return text(said, weight=weight)
 
 
 END = "<|im_end|>"

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from chats import FAMILIES, Frames, chat, learnt, picture, processor_of, tokenized
+from chats import FAMILIES, Frames, chat, learnt, picture, processor_of
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
@@ -22,10 +22,6 @@ def encoder(processor, train_on="assistant"):
 
 def encode(feature, family="qwen3_vl", train_on="assistant"):
     return encoder(processor_of(family), train_on).encode(feature)
-
-
-def pixels_of(visuals):
-    return torch.cat([visual.pixels for visual in visuals])
 
 
 def refusal(feature, **settings):
@@ -65,19 +61,6 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
 # ---------------------------------------------------------------------- sizes
 
 
-def test_keys_beside_an_image_size_it_and_it_alone():
-    image = picture(640, 480)
-    content = [
-        {"type": "image", "image": image, "resized_height": 64, "resized_width": 96},
-        {"type": "image", "image": image},
-    ]
-    sample = encode({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]})
-    free = encode(chat("?", "x", image))
-    assert sample.images[0].grid == (1, 4, 6)
-    assert sample.images[1].grid == free.images[0].grid
-    assert torch.equal(sample.images[1].pixels, free.images[0].pixels)
-
-
 # ---------------------------------------------------------------------- what is learnt
 
 
@@ -101,16 +84,6 @@ EVERYTHING = "user\nTotal?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
 )
 def test_answers_are_trained_on_with_their_end_or_everything_but_media(feature, train_on, text):
     assert learnt(processor_of(), encode(feature, train_on=train_on).labels) == text
-
-
-def test_plain_prompts_hold_their_placeholders_themselves():
-    image = picture(64, 64)
-    sample = encode(
-        {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Total: ", "completion": "5", "images": [image]}
-    )
-    truth = tokenized("qwen3_vl", "<|vision_start|><|image_pad|><|vision_end|>Total: ", image)
-    assert sample.input_ids.tolist()[: len(truth["input_ids"])] == truth["input_ids"].tolist()
-    assert torch.equal(pixels_of(sample.images), truth["pixel_values"])
 
 
 # ---------------------------------------------------------------------- refusals

@@ -204,6 +204,3 @@ def test_a_sample_whose_images_are_cut_together_keeps_them_all():
     collator = collator_of("llava_onevision", max_length=40, overlength="truncate", on_bad="skip")
     collator.collate([feature])
     assert dict(collator.skip_log.reasons) == {"truncated_away": 1}
-
-
-# ---------------------------------------------------------------------- other packages

@@ -58,11 +58,9 @@ def mixed() -> list[dict]:
     """One image in three forms, a twin of another grid, a text, and two films of the same frames."""
     image, other = picture(), picture(seed=1)
     film = {"type": "video", "video": [picture(64, 64, seed=i) for i in range(4)]}
-    films = [
-        {"messages": [{"role": "user", "content": [film, {"type": "text", "text": question}]}, answer]}
-        for question in ("Who?", "Where?")
-        for answer in [{"role": "assistant", "content": "There"}]
-    ]
+    films = [chat(question, "There") for question in ("Who?", "Where?")]
+    for sample in films:
+        sample["messages"][0]["content"].insert(0, film)
     return [*questions(image, encoded(image), {"bytes": encoded(image), "path": None}, other), chat("Text"), *films]
 
 
@@ -116,13 +114,7 @@ def test_an_image_is_cut_once_a_batch_whatever_holds_it(cuts, tmp_path, shared):
 
 def test_an_image_of_other_keys_is_another_one(cuts):
     image = encoded(picture(128, 96))
-    parts = [{"type": "image", "image": image}, {"type": "image", "image": image, "max_pixels": 64 * 64}]
-    collator().collate(
-        [
-            {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "x"}]}
-            for part in [*parts, *parts]
-        ]
-    )
+    collator().collate(questions(*[image, {"image": image, "max_pixels": 64 * 64}] * 2))
     assert len(cuts) == 2
 
 
@@ -176,14 +168,5 @@ def test_every_sample_of_an_image_that_is_not_finite_is_refused():
 def test_settings_without_a_place_for_a_tree_are_refused(settings, fault):
     with pytest.raises(ConfigError, match=fault):
         collator(**settings)
-
-
-def test_a_beginning_has_at_least_one_token():
     with pytest.raises(ConfigError, match="min_shared"):
         SharePrefixes(min_shared=0)
-
-
-def test_a_model_without_packing_raises_what_the_troubleshooting_page_explains():
-    batch = collator().collate(mixed()).to_hf()
-    with pytest.raises(ValueError, match=r"Image features and image tokens do not match, tokens: \d+, features: \d+"):
-        tiny_model("qwen3_vl", processor=processor_of())(**batch)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from cases import slow
-from chats import needs_torchvision, picture
-from equality import by_sample, limits_of
-from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.encode import TOKEN_NAMES
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.lengths import measure_lengths
-from vlmpack.model import PackedStep
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor
 
 pytestmark = [
@@ -63,61 +56,6 @@ def test_tokenized_samples_are_joined_as_they_are(family: str) -> None:
 
 
 CLIP = {"video_grids": [(2, 2, 4)], "seconds": [1.0]}
-
-
-VIDEO_PROCESSORS = {
-    "glm4v": ("glm4v", "Glm4vVideoProcessor"),
-    "glm4v_moe": ("glm4v", "Glm4vVideoProcessor"),
-    "glm46v": ("glm46v", "Glm46VVideoProcessor"),
-    "ernie4_5_vl_moe": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeVideoProcessor"),
-}
-
-
-def with_videos(family: str) -> Any:
-    """The family's processor with its own video processor, which needs torchvision."""
-    name, of_class = VIDEO_PROCESSORS[family]
-    module = import_module(f"transformers.models.{name}.video_processing_{name}")
-    settings = {"size": {"shortest_edge": 2 * 28**2, "longest_edge": 40 * 28**2}, "patch_size": 14, "merge_size": 2}
-    if family == "ernie4_5_vl_moe":
-        settings["draw_on_frames"] = False  # times, in a font that it downloads
-    processor = tiny_processor(family)
-    parts = {name: vars(processor)[name] for name in ("image_processor", "tokenizer")}
-    return type(processor)(**parts, video_processor=getattr(module, of_class)(**settings))
-
-
-def asked(family: str, kind: str) -> str:
-    """A question about one image or video, as the family's template writes it."""
-    if family == "ernie4_5_vl_moe":
-        kind = kind.upper()
-        return f"<|{kind}_START|><|{kind}_PLACEHOLDER|><|{kind}_END|>What is it?"
-    return f"<|begin_of_{kind}|><|{kind}|><|end_of_{kind}|>What is it?"
-
-
-def clip(count: int, width: int) -> dict[str, Any]:
-    """A video of so many frames, two a second, as a processor takes it."""
-    frames = np.random.default_rng(count).integers(0, 256, (count, 56, width, 3), np.uint8)
-    metadata = VideoMetadata(total_num_frames=count, fps=2.0, frames_indices=[*range(count)])
-    return {"videos": [frames], "video_metadata": [metadata], "do_sample_frames": False}
-
-
-@needs_torchvision
-@pytest.mark.parametrize("family", [*GRIDS[:2], *slow(*sorted(VIDEO_PROCESSORS.keys() - GRIDS[:2]))])
-def test_videos_of_the_processor_itself_share_a_row_with_images_as_alone(family: str) -> None:
-    processor = with_videos(family)
-    calls = [("video", clip(4, 84)), ("image", {"images": [[picture(90, 61)]]}), ("video", clip(6, 140))]
-    outputs = [processor(text=[asked(family, kind)], return_tensors="pt", **media) for kind, media in calls]
-    features = [
-        feature_of({name: tensor[0] if name in TOKEN_NAMES else tensor for name, tensor in out.items()})
-        for out in outputs
-    ]
-    row = VLMCollator(processor, layout="packed", train_on="all").collate(features)
-    assert [video.sample for video in row.metadata.media.videos] == [0, 2]
-    model = tiny_model(family, seed=3, processor=processor).eval()
-    with torch.no_grad():
-        alone = [model(**out).logits[0] for out in outputs]
-        packed = by_sample(PackedStep(model)(row, logits=True))
-    for own, ours in zip(alone, packed, strict=True):
-        assert (ours - own).abs().max() <= limits_of(family).logits
 
 
 def refused(feature: dict[str, Any]) -> SampleError:

@@ -184,13 +184,6 @@ def test_timestamps_are_those_of_qwen3s_processor(count, depth):
     assert frame_timestamps(indices, fps=29.97, depth=depth) == qwen3_timestamps(indices, 29.97, depth)
 
 
-def test_rates_default_to_two_frames_a_second_and_may_be_text():
-    s = _settings_of(image_processor())
-    plain, slow = (load_video({"video": noise_frames(2), **rate}, settings=s) for rate in ({}, {"sample_fps": "1"}))
-    assert (plain.seconds, plain.timestamps) == (1.0, (0.25,))
-    assert (slow.seconds, slow.timestamps) == (2.0, (0.5,))
-
-
 # ---------------------------------------------------------------- refusals
 
 

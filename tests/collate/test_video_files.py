@@ -143,11 +143,6 @@ def test_a_video_of_one_frame_is_refused() -> None:
     assert "give the frame as an image" in str(error)
 
 
-def test_more_frames_than_the_limit_are_refused(clip: bytes) -> None:
-    error = refusal(asked(clip, nframes=8), video_limits=VideoLimits(max_sampled=7))
-    assert error.reason == "video_too_large"
-
-
 @pytest.mark.parametrize(
     "wrong", [{"fps": 0.0}, {"num_frames": 4}, {"min_frames": 9, "max_frames": 3}, {"fps": math.inf}]
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import says, text, user
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
@@ -37,8 +38,8 @@ def written(rows: Any, folder: Path, name: str = "data.jsonl") -> Path:
         path = folder / picture
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(png())
-    text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / name).write_text(text)
+    is_list = name.endswith(".json")
+    (folder / name).write_text(json.dumps(rows) if is_list else "".join(json.dumps(row) + "\n" for row in rows))
     return folder / name
 
 
@@ -48,8 +49,8 @@ def read(sample: dict[str, Any]) -> tuple[str, int]:
     assert isinstance(row, PackedRow)
     ids = row.input_ids[0].tolist()
     pad = PROCESSOR.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    text = PROCESSOR.tokenizer.decode([i for at, i in enumerate(ids) if i != pad or ids[at - 1] != pad])
-    return text, len(row.metadata.media.images)
+    said = PROCESSOR.tokenizer.decode([i for at, i in enumerate(ids) if i != pad or ids[at - 1] != pad])
+    return said, len(row.metadata.media.images)
 
 
 def chat(*turns: str) -> str:
@@ -64,47 +65,36 @@ PNG = base64.b64encode(png()).decode()
 FOUR = SYSTEM + chat("<query1>", "<response1>", "<query2>", "<response2>")
 ALPACA = {"instruction": "human instruction", "input": "human input", "output": "model response", "images": ["x.jpg"]}
 
+CALL = {"name": "sum", "arguments": {"a": 1}}
+CALLED = {"type": "function", "function": CALL}
+IMAGE_PART = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
+V1_QUESTION = [{"type": "image_url", "value": "0.png"}, {"type": "text", "value": "What is it?"}]
+PAIRS = [{"human": f"<query{at}>", "assistant": f"<response{at}>"} for at in (1, 2)]
+
+
+def turns(question: str, answer: str) -> list[dict[str, Any]]:
+    """LLaVA's."""
+    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+
+
 DOCUMENTED = {
     "TRL, dataset formats: vision, prompt and completion": (
         {
-            "prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}],
-            "completion": [{"role": "assistant", "content": [{"type": "text", "text": "It is blue."}]}],
+            "prompt": [user([{"type": "image"}, text("What is it?")])],
+            "completion": [says([text("It is blue.")])],
             "images": ["0.png"],
         },
         chat(f"{IMAGE}What is it?", "It is blue."),
-        1,
     ),
     "LLaVA, Finetune_Custom_Data.md": (
-        {
-            "id": "997bb945",
-            "image": "x.jpg",
-            "conversations": [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "Art."}],
-        },
+        {"id": "997bb945", "image": "x.jpg", "conversations": turns("<image>\nWhat is it?", "Art.")},
         chat(f"{IMAGE}What is it?", "Art."),
-        1,
     ),
     "ms-swift, Custom-dataset.md: multimodal": (
-        {
-            "messages": [
-                {"role": "user", "content": "<image><image>What is the difference between the two images?"},
-                {"role": "assistant", "content": "The first one is a kitten."},
-            ],
-            "images": ["x.jpg", "x.png"],
-        },
-        chat(f"{IMAGE}{IMAGE}What is the difference between the two images?", "The first one is a kitten."),
-        2,
+        {"messages": [user("<image><image>What differs?"), says("The first.")], "images": ["x.jpg", "x.png"]},
+        chat(f"{IMAGE}{IMAGE}What differs?", "The first."),
     ),
-    "ms-swift, Custom-dataset.md: ShareGPT": (
-        {
-            "system": "<system>",
-            "conversation": [
-                {"human": "<query1>", "assistant": "<response1>"},
-                {"human": "<query2>", "assistant": "<response2>"},
-            ],
-        },
-        FOUR,
-        0,
-    ),
+    "ms-swift, Custom-dataset.md: ShareGPT": ({"system": "<system>", "conversation": PAIRS}, FOUR),
     "ms-swift, Custom-dataset.md: Query-Response": (
         {
             "system": "<system>",
@@ -113,191 +103,116 @@ DOCUMENTED = {
             "history": [["<query1>", "<response1>"]],
         },
         FOUR,
-        0,
     ),
     "LLaMA-Factory, data/README.md: Alpaca": (
         ALPACA,
         chat(f"{IMAGE}human instruction\nhuman input", "model response"),
-        1,
     ),
     "The Cauldron and FineVision, dataset cards": (
         {"images": ["0.png"], "texts": [{"user": "Where is it?", "assistant": "Here.", "source": "x"}], "source": "y"},
         chat(f"{IMAGE}Where is it?", "Here."),
-        1,
     ),
     "LLaMA-Factory v1, data_preparation/data_processing.md": (
         {
             "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "image_url", "value": "0.png"}, {"type": "text", "value": "What is it?"}],
-                    "loss_weight": 0.0,
-                },
-                {"role": "assistant", "content": [{"type": "text", "value": "Art."}], "loss_weight": 1.0},
+                user(V1_QUESTION, loss_weight=0.0),
+                says([{"type": "text", "value": "Art."}], loss_weight=1.0),
             ]
         },
         chat(f"{IMAGE}What is it?", "Art."),
-        1,
     ),
     "transformers, chat_templating_multimodal.md: base64": (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image", "base64": PNG}, {"type": "text", "text": "?"}]},
-                {"role": "assistant", "content": "Art."},
-            ]
-        },
+        {"messages": [user([{"type": "image", "base64": PNG}, text("?")]), says("Art.")]},
         chat(f"{IMAGE}?", "Art."),
-        1,
     ),
     "MiniCPM-V, finetune/readme.md": (
         {
             "id": "1",
             "image": {"<image_00>": "0.png", "<image_01>": "x.png"},
-            "conversations": [
-                {"role": "user", "content": "<image_01>\n<image_00>\nCompare them."},
-                {"role": "assistant", "content": "They are alike."},
-            ],
+            "conversations": [user("<image_01>\n<image_00>\nCompare them."), says("They are alike.")],
         },
         chat(f"{IMAGE}\n{IMAGE}\nCompare them.", "They are alike."),
-        2,
     ),
     "ms-swift and the first Qwen-VL: media in texts": (
         {"query": "Picture 1:<img>0.png</img>\nWhat is it?", "response": "Art."},
         chat(f"Picture 1:{IMAGE}\nWhat is it?", "Art."),
-        1,
     ),
     "the same in LLaVA's turns": (
-        {
-            "conversations": [
-                {"from": "human", "value": "<img>0.png</img>?"},
-                {"from": "gpt", "value": "<img>0.png</img>"},
-            ]
-        },
+        {"conversations": turns("<img>0.png</img>?", "<img>0.png</img>")},
         chat(f"{IMAGE}?", "<img>0.png</img>"),
-        1,
     ),
     "Anthropic, vision.md": (
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}},
-                        {"type": "text", "text": "What is it?", "cache_control": {"type": "ephemeral"}},
-                    ],
-                },
-                {"role": "assistant", "content": [{"type": "text", "text": "Art."}]},
-            ],
-        },
-        chat(f"{IMAGE}What is it?", "Art."),
-        1,
+        {"messages": [user([IMAGE_PART, text("What?", cache_control={"type": "ephemeral"})]), says([text("Art.")])]},
+        chat(f"{IMAGE}What?", "Art."),
     ),
     "OpenAI, images and vision: responses": (
         {
             "messages": [
-                {
-                    "role": "user",
-                    "content": [
+                user(
+                    [
                         {"type": "input_text", "text": "What is it?"},
                         {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"},
-                    ],
-                },
-                {"role": "assistant", "content": [{"type": "output_text", "text": "Art.", "annotations": []}]},
+                    ]
+                ),
+                says([{"type": "output_text", "text": "Art.", "annotations": []}]),
             ],
         },
         chat(f"What is it?{IMAGE}", "Art."),
-        1,
     ),
     "Qwen, qwen-vl-finetune: a folder for each sample": (
-        {
-            "data_path": "images",
-            "image": "1.jpg",
-            "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Art."}],
-        },
+        {"data_path": "images", "image": "1.jpg", "conversations": turns("<image>\nWhat?", "Art.")},
         chat(f"{IMAGE}What?", "Art."),
-        1,
     ),
     "A-OKVQA and CLEVR: a number": (
         {"image": "0.png", "question": "How many?", "answer": 4},
         chat(f"{IMAGE}How many?", "4"),
-        1,
     ),
     "VQAv2: ten answers": (
-        {
-            "image": "0.png",
-            "question": "Color?",
-            "answers": [{"answer": a} for a in ("red", "pink", "crimson", "pink")],
-        },
+        {"image": "0.png", "question": "Color?", "answers": [{"answer": a} for a in ("red", "pink", "rose", "pink")]},
         chat(f"{IMAGE}Color?", "pink"),
-        1,
     ),
     "TextVQA: answers of equal number": (
         {"image": "0.png", "question": "Brand?", "answers": ["nokia", "Nokia"]},
         chat(f"{IMAGE}Brand?", "nokia"),
-        1,
     ),
 }
-
-CALL = {"name": "sum", "arguments": {"a": 1}}
-CALLED = {"type": "function", "function": CALL}
+THOUGHT = {"type": "thinking", "thinking": "Add.", "signature": "x"}
+USED = {"type": "tool_use", "id": "t1", "name": "sum", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": [text("2")]}
 TURNS = {
     "Anthropic: tools": (
+        [user("1 + 1?"), says([THOUGHT, text("Let me see."), USED]), user([RESULT, text("Go on."), text("Please.")])],
         [
-            {"role": "user", "content": "1 + 1?"},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "Add.", "signature": "x"},
-                    {"type": "text", "text": "Let me see."},
-                    {"type": "tool_use", "id": "t1", "name": "sum", "input": {"a": 1}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "2"}]},
-                    {"type": "text", "text": "Go on."},
-                    {"type": "text", "text": "Please."},
-                ],
-            },
-        ],
-        [
-            {"role": "user", "content": "1 + 1?"},
-            {
-                "role": "assistant",
-                "content": [{"type": "text", "text": "Let me see."}],
-                "tool_calls": [{"id": "t1", **CALLED}],
-                "reasoning_content": "Add.",
-            },
-            {"role": "tool", "tool_call_id": "t1", "content": [{"type": "text", "text": "2"}]},
-            {"role": "user", "content": [{"type": "text", "text": "Go on."}, {"type": "text", "text": "Please."}]},
+            user("1 + 1?"),
+            says([text("Let me see.")], tool_calls=[{"id": "t1", **CALLED}], reasoning_content="Add."),
+            {"role": "tool", "tool_call_id": "t1", "content": [text("2")]},
+            user([text("Go on."), text("Please.")]),
         ],
     ),
     "LLaMA-Factory v1: thoughts, calls and weights": (
         [
-            {
-                "role": "assistant",
-                "content": [{"type": "reasoning", "value": "Add."}, {"type": "tool_call", "value": json.dumps(CALL)}],
-                "loss_weight": 0.5,
-            }
+            says(
+                [{"type": "reasoning", "value": "Add."}, {"type": "tool_call", "value": json.dumps(CALL)}],
+                loss_weight=0.5,
+            )
         ],
-        [{"role": "assistant", "content": "", "weight": 0.5, "tool_calls": [CALLED], "reasoning_content": "Add."}],
+        [says("", weight=0.5, tool_calls=[CALLED], reasoning_content="Add.")],
     ),
     "OpenAI: audio": (
-        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}]}],
-        [{"role": "user", "content": [{"type": "audio", "audio": "data:audio/wav;base64,AAAA"}]}],
+        [user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])],
+        [user([{"type": "audio", "audio": "data:audio/wav;base64,AAAA"}])],
     ),
     "a medium's keys stay beside it": (
-        [{"role": "user", "content": [{"type": "video", "base64": "AAAA", "fps": 2}]}],
-        [{"role": "user", "content": [{"type": "video", "video": "data:video;base64,AAAA", "fps": 2}]}],
+        [user([{"type": "video", "base64": "AAAA", "fps": 2}])],
+        [user([{"type": "video", "video": "data:video;base64,AAAA", "fps": 2}])],
     ),
 }
 
 
 @pytest.mark.parametrize("name", TURNS)
 def test_parts_of_other_libraries_are_written_as_messages(name: str) -> None:
-    turns, messages = TURNS[name]
-    assert as_messages({"messages": turns}) == {"messages": messages}
+    given, messages = TURNS[name]
+    assert as_messages({"messages": given}) == {"messages": messages}
     assert as_messages({"messages": messages}) == {"messages": messages}
 
 
@@ -313,23 +228,10 @@ def test_anthropics_system_and_tools_are_columns() -> None:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"image": {"<image_00>": "a"}, "messages": [{"role": "user", "content": "?"}]}, "has images <image_00>"),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_call", "value": "{"}]}]},
-            "is no JSON of a name",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x"}, {"type": "text"}]}]},
-            "has a part of type 'text' where its place",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "reasoning_content": "a", "content": [{"type": "thinking", "thinking": "b"}]}
-                ]
-            },
-            "has reasoning_content beside the message and in its parts",
-        ),
+        ({"image": {"<image_00>": "a"}, "messages": [user("?")]}, "has images <image_00>, which"),
+        ({"messages": [says([{"type": "tool_call", "value": "{"}])]}, "is no JSON of a name"),
+        ({"messages": [says([USED, {"type": "text"}])]}, "has a part of type 'text' where its place"),
+        ({"messages": [says([THOUGHT], reasoning_content="a")]}, "has reasoning_content beside the message and in its"),
         ({"question": "?", "answer": True}, "no text for answer, but True"),
         ({"question": "?", "choices": ["a", "b"], "answer": 1}, "has choices, which its question does not show"),
         ({"question": "?", "answers": []}, r"no text for answers, but \[\]"),
@@ -347,14 +249,14 @@ def test_what_contradicts_itself_is_refused(row: dict[str, Any], expected: str) 
 def test_a_documented_row_is_read_as_its_library_reads_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row, text, images = DOCUMENTED[name]
-    assert read(open_dataset(written([row], tmp_path))[0]) == (text, images)
+    row, expected = DOCUMENTED[name]
+    assert read(open_dataset(written([row], tmp_path))[0]) == (expected, expected.count(IMAGE))
     monkeypatch.chdir(tmp_path)  # from memory, paths start in the working directory
-    assert read(row) == (text, images)
+    assert read(row) == (expected, expected.count(IMAGE))
 
 
 def test_with_markers_text_a_path_in_a_text_is_text(tmp_path: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "<img>0.png</img>"}, {"role": "assistant", "content": "HTML."}]}
+    row = {"messages": [user("<img>0.png</img>"), says("HTML.")]}
     collator = VLMCollator(PROCESSOR, layout="packed", markers="text")
     assert "<img>0.png</img>" in PROCESSOR.tokenizer.decode(collator.collate([row]).input_ids[0])
 
@@ -363,8 +265,8 @@ def test_samples_may_lie_in_lists(tmp_path: Path) -> None:
     """Qwen's finetuning code packs the samples of an inner list."""
     rows = [{"id": str(at), "query": "?", "response": "!"} for at in range(5)]
     nested = [rows[0], [rows[1], rows[2]], [], [rows[3]], rows[4]]
-    for text in (json.dumps(nested), json.dumps(rows[:2]) + "\n" + json.dumps(rows[2:])):
-        (tmp_path / "nested.json").write_text(text)
+    for written_as in (json.dumps(nested), json.dumps(rows[:2]) + "\n" + json.dumps(rows[2:])):
+        (tmp_path / "nested.json").write_text(written_as)
         assert [sample["id"] for sample in open_dataset(tmp_path / "nested.json")] == list("01234")
 
 
@@ -393,8 +295,7 @@ class TestColumns:
         assert len(samples) == 4
 
     def test_chosen_answers_are_learnt_without_the_rejected_ones(self, tmp_path: Path) -> None:
-        question, answers = {"role": "user", "content": "2 + 2?"}, ("4", "5")
-        chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in answers)
+        question, chosen, rejected = user("2 + 2?"), [says("4")], [says("5")]
         pairs = written([{"prompt": [question], "chosen": chosen, "rejected": rejected}], tmp_path)
         sample = open_dataset(pairs, columns={"chosen": "completion"})[0]
         assert sample == {"prompt": [question], "completion": chosen, "id": 0}
@@ -463,21 +364,20 @@ class TestDatasetInfo:
         assert read(sample) == (SYSTEM + chat(f"{IMAGE}human instruction\ninput", "model response"), 1)
 
     def test_sharegpt_with_tags(self, tmp_path: Path) -> None:
-        turns = [{"who": "person", "said": "human instruction"}, {"who": "bot", "said": "model response"}]
+        talk = [{"who": "person", "said": "human instruction"}, {"who": "bot", "said": "model response"}]
         tags = {"role_tag": "who", "content_tag": "said", "user_tag": "person", "assistant_tag": "bot"}
         entry = {"file_name": "data.json", "formatting": "sharegpt", "columns": {"messages": "talk"}, "tags": tags}
-        path = written([{"talk": turns}], tmp_path, "data.json")
+        path = written([{"talk": talk}], tmp_path, "data.json")
         sample = open_dataset(path, columns=self.info(tmp_path, **entry))[0]
         assert read(sample) == (chat("human instruction", "model response"), 0)
 
     def test_a_function_call_becomes_a_tool_call(self, tmp_path: Path) -> None:
-        turns = [
-            {"from": "human", "value": "human instruction"},
-            {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'},
-            {"from": "observation", "value": "tool result"},
-            {"from": "gpt", "value": "model response"},
-        ]
-        row = {"conversations": turns, "tools": '[{"name": "sum"}]'}
+        asked, answered = turns("human instruction", "model response")
+        call = {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'}
+        row = {
+            "conversations": [asked, call, {"from": "observation", "value": "tool result"}, answered],
+            "tools": '[{"name": "sum"}]',
+        }
         entry = {"file_name": "data.json", "formatting": "sharegpt"}
         sample = open_dataset(written([row], tmp_path, "data.json"), columns=self.info(tmp_path, **entry))[0]
         assert [message["role"] for message in sample["messages"]] == ["user", "function_call", "tool", "assistant"]
