@@ -3,14 +3,13 @@
     python qwen_reference.py sizes  < cases.json > answers.json      sizes of images and of frames, or the error's name
     python qwen_reference.py pixels cases.pickle answers.pickle      `fetch_video` in full
 
-The stand-in has one function, `resize`, which for tensors is torch's `interpolate` (in float32, clamped and rounded: so
-says torchvision's `_functional_tensor.resize`). Where torchvision is installed, frames are resized by it. For sizes the
-pictures are blanks that hold a size and no pixels.
+The stand-in is that of `transformers_videos`, with a `resize` that for tensors is torch's `interpolate` (in float32, clamped
+and rounded: so says torchvision's `_functional_tensor.resize`). Where torchvision is installed, frames are resized by it.
+For sizes the pictures are blanks that hold a size and no pixels.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
 import json
 import logging
 import pickle
@@ -22,7 +21,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-TORCHVISION = ("torchvision", "torchvision.io", "torchvision.transforms", "torchvision.transforms.functional")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from transformers_videos import stand_in
 
 
 class Blank(Image.Image):
@@ -71,15 +71,7 @@ def real_resize():
 
 
 def real_vision_process(resize) -> types.ModuleType:
-    for name in TORCHVISION:
-        module = types.ModuleType(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
-    sys.modules["torchvision"].__version__ = "0.26.0"
-    sys.modules["torchvision.transforms"].InterpolationMode = types.SimpleNamespace(BICUBIC="bicubic")
+    stand_in()
     sys.modules["torchvision.transforms.functional"].resize = resize
     from qwen_vl_utils import vision_process
 

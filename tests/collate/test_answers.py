@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from chats import BEYOND, CHATTING, SHOWN, fast_and_slow, learnt, needs, picture
+from chats import CHATTING, SHOWN, fast_and_slow, learnt, needs, picture
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,19 +86,6 @@ def test_marked_answers_are_those_of_transformers_and_what_ends_them_behind_the_
     assert (batch["labels"] != -100).long().tolist() == (marked | behind).tolist()
     assert behind.sum() == (2 if BEHIND_MARKS[family] else 0)
     assert marked.any()
-
-
-def test_an_answer_after_a_picture_lies_where_the_picture_s_tokens_end():
-    """The template's places are counted before pictures are written out, hundreds of characters each."""
-    family = next(family for family in ("llava", "internvl") if family in BEYOND)
-    messages = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Which?"}]},
-        say("Both"),
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "And this?"}]},
-        say("It too"),
-    ]
-    pictures = [picture(seed=seed) for seed in range(3)]
-    assert learnt_of(family, messages, images=pictures) == expected(family, "Both", "It too")
 
 
 # ---------------------------------------------------------------------- any texts

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
+from chats import says, text, user
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
 from vlmpack.cli.inputs import named_processor
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, open_dataset
-from vlmpack.data.messages import read_conversation
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PaddedBatch, pack
 from vlmpack.layout.media import AUDIO
@@ -47,10 +47,9 @@ def picture() -> Image.Image:
     return Image.fromarray(np.random.default_rng(1).integers(0, 255, (120, 90, 3), dtype=np.uint8))
 
 
-def messages(*media: dict[str, Any], answer: str = "A dog.") -> list[dict[str, Any]]:
+def messages(*media: dict[str, Any]) -> list[dict[str, Any]]:
     """A question about media, and its answer."""
-    parts = [{"type": "text", "text": "Listen: "}, *media, {"type": "text", "text": " What is it?"}]
-    return [{"role": "user", "content": parts}, {"role": "assistant", "content": [{"type": "text", "text": answer}]}]
+    return [user([text("Listen: "), *media, text(" What is it?")]), says([text("A dog.")])]
 
 
 def heard(samples: int, seed: int = 0) -> dict[str, Any]:
@@ -352,21 +351,3 @@ def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> Non
     assert torch.equal(collator.collate([sample]).input_ids[0][: len(plain)], plain)
     with pytest.raises(SampleError, match="2 time"):
         collator.measure({"messages": [{"role": "user", "content": "<audio><audio>"}, asked[1]], "audios": [sound(9)]})
-
-
-def test_audio_of_files_of_data_sets_stands_in_its_place(tmp_path: Path) -> None:
-    """Their paths start at its folder; markers are places."""
-    turns = [{"role": "user", "content": "<audio>What is it?"}, {"role": "assistant", "content": "A dog."}]
-    (tmp_path / "demo.json").write_text(json.dumps([{"messages": turns, "audios": ["demo/1.mp3"]}]))
-    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
-    columns = {"messages": "messages", "audios": "audios"}
-    entry = {"file_name": "demo.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
-    (tmp_path / "dataset_info.json").write_text(json.dumps({"demo": entry}))
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"audio": [0.25, 0.5], "response": "A dog."}))
-    demo = open_dataset(tmp_path / "demo.json", columns=tmp_path / "dataset_info.json")[0]
-    caption = open_dataset(tmp_path / "rows.jsonl")[0]
-    read, captioned = (read_conversation(sample, has_audio=True) for sample in (demo, caption))
-    assert read.messages[0]["content"] == [PART, {"type": "text", "text": "What is it?"}]
-    assert [ref.source for ref in read.media["audio"]] == [str(tmp_path / "demo/1.mp3")]
-    assert captioned.messages == ({"role": "user", "content": [PART]}, {"role": "assistant", "content": "A dog."})
-    assert [ref.source for ref in captioned.media["audio"]] == [[0.25, 0.5]]

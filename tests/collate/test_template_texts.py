@@ -55,12 +55,6 @@ def test_a_turn_that_the_template_leaves_out_is_refused(at, role, train_on):
     assert message.startswith(f"messages[{at}] (system) says 'RULE', which the chat template does not write")
 
 
-def test_what_the_template_writes_where_it_stands_is_not():
-    text, said = collated([SYSTEM, ASK, SAY], SYSTEM_FIRST)
-    assert text.startswith("<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n2 + 2?")
-    assert said == "It is 4<|im_end|>"
-
-
 def test_a_text_that_a_template_drops_for_what_it_says_is_refused():
     censored = CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | replace('2 + 2', '') -}}")
     assert "messages[0] (user) says '2 + 2?'" in refusal([ASK, SAY], censored)
@@ -174,14 +168,6 @@ def test_a_key_that_nothing_reads_is_refused_by_name_and_can_be_left_out(shape, 
 @pytest.mark.parametrize("nothing", [None, "", [], {"a": None}])
 def test_a_key_with_nothing_in_it_is_nothing_lost(nothing):
     assert collated([{**ASK, "name": nothing}, {**SAY, "audio": nothing}], CHAT_TEMPLATE)[1] == "It is 4<|im_end|>"
-
-
-def test_a_key_that_the_template_writes_is_read():
-    named = CHAT_TEMPLATE.replace(
-        "message['role'] + ", "message['role'] + (' ' + message.name if message.name else '') + "
-    )
-    text, _ = collated([{**ASK, "name": "Ann"}, SAY], named)
-    assert "<|im_start|>user Ann\n2 + 2?" in text
 
 
 def test_what_ties_a_result_to_its_call_says_nothing():

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, fast_and_slow, needs_torchvision, picture, processor_of
+from chats import chat, fast_and_slow, needs_torchvision, picture, processor_of, says, text, user
 from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoProcessor, Qwen2VLImageProcessorPil
+from transformers import AutoProcessor
 from transformers.video_utils import load_video
 
 from vlmpack import PackedStep, VLMCollator
@@ -44,8 +44,7 @@ def clip() -> bytes:
 
 
 def asked(video: Any, **keys: Any) -> dict[str, Any]:
-    content = [{"type": "video", "video": video, **keys}, {"type": "text", "text": "What happens?"}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "It counts."}]}
+    return {"messages": [user([{"type": "video", "video": video, **keys}, text("What happens?")]), says("It counts.")]}
 
 
 def collator_of(family: str = "qwen3_vl", **options: Any) -> VLMCollator:
@@ -357,48 +356,9 @@ def test_rules_are_read_off_the_video_processor() -> None:
     )
 
 
-def in_column(video: Any, **keys: Any) -> dict[str, Any]:
-    turns = [{"role": "user", "content": "<video>What happens?"}, {"role": "assistant", "content": "It counts."}]
-    return {"messages": turns, "videos": [{"video": video, **keys}]}
-
-
 @pytest.mark.parametrize(
     "keys", [{"timestamps": [0.5, 4]}, {"frames_indices": [0, 30]}, {"video_metadata": {"fps": 9}}]
 )
 def test_keys_that_say_when_a_files_frames_are_are_refused_by_name(keys: dict[str, Any], clip: bytes) -> None:
     with pytest.raises(SampleError, match=f"{next(iter(keys))}=.* is not read: a file's frames have their times in it"):
-        collator_of("qwen3_vl").measure(in_column(clip, **keys))
-
-
-@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
-def test_bounds_that_are_set_on_the_video_processor_later_hold() -> None:
-    """As transformers' video processors take them: by the same method as its image processor, which stands here."""
-    videos = Qwen2VLImageProcessorPil()
-    videos.min_pixels, videos.max_pixels = 3000, 70_000
-    videos.min_frames, videos.max_frames = 2, 9
-    processor = SimpleNamespace(
-        tokenizer=None, image_processor=None, video_processor=videos, get_attributes=lambda: ["video_processor"]
-    )
-    assert file_rules_of(processor, SimpleNamespace(frame_timestamps=False, by_processor=False)).bounds == (
-        3000,
-        70_000,
-    )
-
-
-def test_a_frame_is_resized_as_soon_as_it_is_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than one frame of the file's own size is kept."""
-    from vlmpack.collate import video as video_module
-
-    order: list[str] = []
-    decode, resize = video_module.decode_frames, video_module.resize_floats
-
-    def decoding(*args: Any, **kwargs: Any) -> Any:
-        for frame in decode(*args, **kwargs):
-            order.append("decode")
-            yield frame
-
-    monkeypatch.setattr(video_module, "decode_frames", decoding)
-    monkeypatch.setattr(video_module, "resize_floats", lambda *args: order.append("resize") or resize(*args))
-    cut = VideoSettings.from_processor(Qwen2VLImageProcessorPil())
-    load_clip({"video": clip}, settings=cut)
-    assert order == ["decode", "resize"] * 4
+        collator_of("qwen3_vl").measure({**chat("What happens?", "It counts."), "videos": [{"video": clip, **keys}]})

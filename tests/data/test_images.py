@@ -231,14 +231,6 @@ def test_some_rows_at_a_time_give_the_same_pixels(mode, monkeypatch):
     assert seen == [7] * 13 + [6]
 
 
-def test_values_out_of_range_are_found_in_any_part(monkeypatch):
-    monkeypatch.setattr(images, "_PIXELS_AT_ONCE", 7 * 61)
-    values = np.zeros((97, 61), np.float32)
-    values[50, 3] = np.nan
-    with pytest.raises(ImageError, match="only 0 to 255 has a known meaning"):
-        load_image(Image.fromarray(values))
-
-
 # ---------------------------------------------------------------- limits
 
 

@@ -21,7 +21,7 @@ from vlmpack.data import open_dataset, to_conversation
 from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import JsonRows, json_rows
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.testing import SyntheticReceipts, receipt_conversations, tiny_processor
+from vlmpack.testing import receipt_conversations, tiny_processor
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 SEEN = [{"role": "user", "content": [{"type": "image", "image": "pictures/0.png"}, {"type": "text", "text": "?"}]}]
@@ -233,18 +233,6 @@ class TestTables:
         for source in ("mine.parquet", "saved"):
             dataset = pickle.loads(pickle.dumps(open_dataset(tmp_path / source)))
             assert dataset[0] == {"messages": said, "images": [image], "id": 0}
-
-    def test_receipts_become_conversations(self, datasets: Any, tmp_path: Path) -> None:
-        record = SyntheticReceipts(num=1, scale=0.25)[0]
-        rows = [
-            {"image": {"bytes": png(), "path": None}, "ground_truth": record["ground_truth"]},
-            {"image": None, "ground_truth": "{}"},
-        ]
-        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "cord.parquet")
-        dataset = open_dataset(tmp_path / "cord.parquet")
-        assert dataset[0] == {**to_conversation(rows[0]), "id": 0}
-        with pytest.raises(SampleError, match="sample 1: the record has no image"):
-            dataset[1]
 
 
 def test_the_first_so_many_are_taken(tmp_path: Path) -> None:

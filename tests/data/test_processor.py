@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cases import families, pairs
 from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture
-from fixtures.processors import MissingPackageError, build_processor, missing_packages
+from fixtures.processors import missing_packages
 from training import arguments
 from transformers import AutoProcessor, Trainer
 
@@ -164,11 +164,6 @@ def test_the_processor_s_own_template_comes_before_the_tokenizer_s(
     loads_again(tmp_path, processor)
 
 
-def test_a_template_is_autoprocessor_s(tmp_path: Path) -> None:
-    folder = folder_with(tmp_path, "llava", TEMPLATE_FILES["chat_template.json"], of_tokenizer=OF_TOKENIZER)
-    assert load_processor(folder).chat_template == AutoProcessor.from_pretrained(folder).chat_template
-
-
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # transformers' own
 def test_several_templates_by_name_are_loaded_and_saved_again(tmp_path: Path) -> None:
     files = {"chat_template.jinja": OWN, "additional_chat_templates/tool_use.jinja": "{{- tools -}}"}
@@ -221,16 +216,6 @@ def test_a_saved_processor_is_loaded_with_its_settings(family: str, way: str, tm
     loaded = load_processor(tmp_path)
     assert type(loaded) is type(processor)
     same_batches(loaded, pickle.loads(pickle.dumps(processor)), sample_of(family))
-
-
-def test_a_processor_that_needs_a_package_is_refused_by_its_name(hide_package: Any) -> None:
-    hide_package("torchvision")
-    missing_packages.cache_clear()
-    try:
-        with pytest.raises(MissingPackageError, match="the processor of cohere2_vision needs torchvision; install it"):
-            build_processor("cohere2_vision", 800)
-    finally:
-        missing_packages.cache_clear()
 
 
 @pytest.mark.skipif(not missing_packages("cohere2_vision"), reason="torchvision is installed")

@@ -88,19 +88,6 @@ def test_images_are_where_the_json_means_them(files: dict[str, Any], widths: dic
     assert sample.get("conversations", TURNS) == TURNS
 
 
-def test_receipts(tmp_path: Path) -> None:
-    truth = json.dumps({"gt_parse": {"total": {"total_price": "4"}}})
-    samples = open_dataset(shard(tmp_path / "a.tar", {"0.png": picture(), "0.json": {"ground_truth": truth}}))
-    assert samples[0]["conversation"][1]["content"][0]["text"].startswith("<s_total>")
-
-
-def test_names_of_columns_and_questions(tmp_path: Path) -> None:
-    pairs = [{"human": "1", "assistant": "2"}, {"human": "3", "assistant": "4"}]
-    path = shard(tmp_path / "a.tar", {"0.png": picture(), "0.json": {"talk": pairs}})
-    samples = open_dataset(path, columns={"talk": "conversation"}, branches="turns")
-    assert [sample["id"] for sample in samples] == ["0/0", "0/1"]
-
-
 def test_an_index_is_small_and_can_be_sent(tmp_path: Path) -> None:
     samples = open_dataset(shard(tmp_path / "a.tar", captions(*range(500))))
     assert len(pickle.dumps(samples.files)) < 50 * 500
