@@ -3,9 +3,9 @@
     python qwen_reference.py sizes  < cases.json > answers.json      sizes of images and of frames, or the error's name
     python qwen_reference.py pixels cases.pickle answers.pickle      `fetch_video` in full
 
-The stand-in is that of `transformers_videos`, with a `resize` that for tensors is torch's `interpolate` (in float32, clamped
-and rounded: so says torchvision's `_functional_tensor.resize`). Where torchvision is installed, frames are resized by it.
-For sizes the pictures are blanks that hold a size and no pixels.
+The stand-in is that of `transformers_videos`, with a `resize` that for tensors is torch's `interpolate` (in float32,
+clamped and rounded: so says torchvision's `_functional_tensor.resize`). Where torchvision is installed, frames are
+resized by it. For sizes the pictures are blanks that hold a size and no pixels.
 """
 
 from __future__ import annotations

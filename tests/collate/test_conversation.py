@@ -203,36 +203,75 @@ def test_other_names_of_roles_are_understood_in_either_shape(alias: str, role: s
 TWICE = "of which one would be read"
 PATH = "a.png"
 BAD_ROWS = {
-    "fewer placeholders than images": (
-        {"images": [A, B], "messages": [user([HOLE])]},
-        "media_count_mismatch",
-        "the messages have 1 image placeholder(s) without a source, but the columns hold 2 image(s)",
+    "no messages": ({"messages": []}, "messages must be a non-empty list of messages, got list"),
+    "messages as text": ({"messages": "hi"}, "must be a non-empty list of messages, got str 'hi'"),
+    "a message without a role": ({"messages": [{"content": "hi"}]}, "messages[0] must be a mapping with a"),
+    "a message that is text": ({"messages": [user("?"), "hi"]}, "messages[1] must be a mapping with a role"),
+    "sound": (asked([{"type": "audio", "audio": "a.wav"}]), "messages[0].content[0] is of type 'audio'"),
+    "a text part without text": (asked([{"type": "text"}]), "content[0] is a text part without a text"),
+    "a number among the parts": (asked([5]), "content[0] must be a mapping with a type, got int"),
+    "a Qwen turn without a value": ({"conversations": [{"from": "human", "text": "hi"}]}, "conversations[0] must have"),
+    "a prompt of text and a completion of messages": (
+        {"prompt": "hi", "completion": [user("?")]},
+        "prompt and completion must both be strings or both be lists of messages",
     ),
-    "a placeholder without an image": (asked([HOLE]), "media_count_mismatch", "have 1 image placeholder(s) without a"),
+    "a message without content": (
+        {"messages": [user("?"), {"role": "assistant", "text": "4", "content": None}]},
+        "messages[1] (assistant) has no content; it has the keys role, text, content (None): write what it says there",
+    ),
+    "an empty call": ({"messages": [says(None, tool_calls=[])]}, "has no content"),
+    "an image beside content": ({"messages": [user("?", images=[PATH])]}, "messages[0] holds 'images'"),
+    "audio beside content": ({"messages": [user("?", audio=PATH)]}, "messages[0] holds 'audio'"),
+    "an image beside a text": (asked([{**text("?"), "image": PATH}]), "content[0] holds 'image'"),
+    "a text beside an image": (asked([{"image": PATH, "text": "?"}]), "content[0] holds 'text'"),
+    "a video beside an image": (asked([{"image": PATH, "video": [PATH]}]), "content[0] holds 'video'"),
+    "an image beside a Qwen turn": (
+        {"conversations": [{"from": "human", "value": "hi", "image": PATH}]},
+        "conversations[0] holds 'image'",
+    ),
+    "a Qwen turn that says two things": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4", "reasoning_content": "5"}]},
+        "conversations[1] has 'reasoning_content' beside its value",
+    ),
+    "an unknown role": ({"messages": [user("?"), {"role": "Assistant", "content": "4"}]}, "role 'Assistant', which"),
+    "an unknown role of Qwen": ({"conversations": [{"from": "Assistant", "value": "4"}]}, "has a turn of the role"),
+    "another system message": ({"system": "Talk.", "messages": [SYSTEM, user("?")]}, "the column system says 'Talk.'"),
+    "a system column and plain strings": (
+        {"system": "Talk.", "prompt": "2 + 2?", "completion": "4"},
+        "it has a column system, str 'Talk.'; write it into the prompt",
+    ),
+    "a system column of messages": ({"system": [SYSTEM], "messages": [user("?")]}, "the column system must be a"),
+    "written twice": (asked("?", conversations=[{"from": "human", "value": "ha"}]), TWICE),
+    "written twice, as a pair": (asked("?", prompt="a", completion="b"), TWICE),
+    "sounds": (asked("?", audio={"path": "a.wav"}), "it has audio, which these models do not take"),
+    "a column of None": ({"messages": None, "images": []}, "its messages is None"),
+    "columns of None": ({"input_ids": None, "conversations": None}, "its input_ids and conversations is"),
+    "half a pair": ({"prompt": "a", "completion": None}, "its completion is None; fill it, or leave"),
+    **{
+        f"{name} beside a conversation": (asked("?", **{name: [1]}), f"it has {name}, which belongs to inp")
+        for name in ("pixel_values", "image_grid_thw", "completion_mask", "assistant_masks", "loss_mask")
+    },
+}
+COUNT, AMBIGUOUS = "media_count_mismatch", "ambiguous_media"
+BAD_MEDIA = {
+    "fewer placeholders than images": ({"images": [A, B], "messages": [user([HOLE])]}, COUNT, "the messages have 1 im"),
+    "a placeholder without an image": (asked([HOLE]), COUNT, "have 1 image placeholder(s) without a"),
     "a Qwen row with a marker too many": (
         {"image": A, "conversations": [{"from": "human", "value": "<image><image>"}]},
-        "media_count_mismatch",
+        COUNT,
         "have 2 image placeholder(s) without a source, but the columns hold 1 image(s)",
     ),
-    "images without a user": (
-        {"images": [A], "messages": [says("5")]},
-        "media_count_mismatch",
-        "1 image(s), but no user message to put them in",
-    ),
-    "a marker too few": (asked("<image> Total?", images=[A, B]), "ambiguous_media", "the messages hold '<image>' 1"),
+    "images without a user": ({"images": [A], "messages": [says("5")]}, COUNT, "1 image(s), but no user message to"),
+    "a marker too few": (asked("<image> Total?", images=[A, B]), AMBIGUOUS, "the messages hold '<image>' 1"),
     "a marker in an answer": (
         {"images": [A], "messages": [user("hi"), says("<image> is the tag")]},
-        "ambiguous_media",
+        AMBIGUOUS,
         "the messages hold '<image>' 1 time(s), 1 of them in the assistant's turns, for 1 image(s)",
     ),
-    "a placeholder, and a column of another name": (
-        asked([HOLE], imgs=[A]),
-        "media_count_mismatch",
-        "give each placeholder its image; it also has: imgs",
-    ),
+    "a placeholder, and a column of another name": (asked([HOLE], imgs=[A]), COUNT, "give each placeholder its"),
     "images in the messages and the same in a column": (
         {"image": A, **ONE_IMAGE_ROWS["inline"]},
-        "media_count_mismatch",
+        COUNT,
         "but the columns hold 1 image(s); every image is in its message already: remove the column",
     ),
     "the attributes of a picture that was stored as JSON": (
@@ -250,91 +289,15 @@ BAD_ROWS = {
         "vision_key",
         "stands the key 'total-pixels', which is not known; did you mean 'total_pixels'?",
     ),
-    "two image columns": (asked("?", images=[A], image=A), "ambiguous_media", "both a column image and a column"),
-    "an image that is missing among others": (
-        asked("?", images=[A, None]),
-        "image_missing",
-        "image 1 of the 2 in its column is",
-    ),
-    "an index twice": (asked([{**HOLE, "index": 0}] * 2, images=[A, B]), "ambiguous_media", "have the index 0, 0"),
-    "an index of one": (asked([{**HOLE, "index": 0}, HOLE], images=[A, B]), "ambiguous_media", "have the index 0, N"),
-    "no messages": ({"messages": []}, "bad_row", "messages must be a non-empty list of messages, got list"),
-    "messages as text": ({"messages": "hi"}, "bad_row", "must be a non-empty list of messages, got str 'hi'"),
-    "a message without a role": ({"messages": [{"content": "hi"}]}, "bad_row", "messages[0] must be a mapping with a"),
-    "a message that is text": ({"messages": [user("?"), "hi"]}, "bad_row", "messages[1] must be a mapping with a role"),
-    "sound": (asked([{"type": "audio", "audio": "a.wav"}]), "bad_row", "messages[0].content[0] is of type 'audio'"),
-    "a text part without text": (asked([{"type": "text"}]), "bad_row", "content[0] is a text part without a text"),
-    "a number among the parts": (asked([5]), "bad_row", "content[0] must be a mapping with a type, got int"),
-    "a Qwen turn without a value": (
-        {"conversations": [{"from": "human", "text": "hi"}]},
-        "bad_row",
-        "conversations[0] must have a from and a value, got dict with the keys from, text",
-    ),
-    "a prompt of text and a completion of messages": (
-        {"prompt": "hi", "completion": [user("?")]},
-        "bad_row",
-        "prompt and completion must both be strings or both be lists of messages",
-    ),
-    "a message without content": (
-        {"messages": [user("?"), {"role": "assistant", "text": "4", "content": None}]},
-        "bad_row",
-        "messages[1] (assistant) has no content; it has the keys role, text, content (None): write what it says there",
-    ),
-    "an empty call": ({"messages": [says(None, tool_calls=[])]}, "bad_row", "has no content"),
-    "an image beside content": ({"messages": [user("?", images=[PATH])]}, "bad_row", "messages[0] holds 'images'"),
-    "audio beside content": ({"messages": [user("?", audio=PATH)]}, "bad_row", "messages[0] holds 'audio'"),
-    "an image beside a text": (asked([{**text("?"), "image": PATH}]), "bad_row", "content[0] holds 'image'"),
-    "a text beside an image": (asked([{"image": PATH, "text": "?"}]), "bad_row", "content[0] holds 'text'"),
-    "a video beside an image": (asked([{"image": PATH, "video": [PATH]}]), "bad_row", "content[0] holds 'video'"),
-    "an image beside a Qwen turn": (
-        {"conversations": [{"from": "human", "value": "hi", "image": PATH}]},
-        "bad_row",
-        "conversations[0] holds 'image'",
-    ),
-    "a Qwen turn that says two things": (
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4", "reasoning_content": "5"}]},
-        "bad_row",
-        "conversations[1] has 'reasoning_content' beside its value",
-    ),
-    "an unknown role": (
-        {"messages": [user("?"), {"role": "Assistant", "content": "4"}]},
-        "bad_row",
-        "role 'Assistant', which is not known (did you mean 'assistant'?); its roles are user, Assistant, and those",
-    ),
-    "an unknown role of Qwen": (
-        {"conversations": [{"from": "Assistant", "value": "4"}]},
-        "bad_row",
-        "has a turn of the role 'Assistant'",
-    ),
-    "another system message": (
-        {"system": "Talk.", "messages": [SYSTEM, user("?")]},
-        "bad_row",
-        "the column system says 'Talk.' and the system message 'Be short.'; keep one",
-    ),
-    "a system column and plain strings": (
-        {"system": "Talk.", "prompt": "2 + 2?", "completion": "4"},
-        "bad_row",
-        "it has a column system, str 'Talk.'; write it into the prompt",
-    ),
-    "a system column of messages": (
-        {"system": [SYSTEM], "messages": [user("?")]},
-        "bad_row",
-        "the column system must be a text, got list",
-    ),
-    "written twice": (asked("?", conversations=[{"from": "human", "value": "ha"}]), "bad_row", TWICE),
-    "written twice, as a pair": (asked("?", prompt="a", completion="b"), "bad_row", TWICE),
-    "sounds": (asked("?", audio={"path": "a.wav"}), "bad_row", "it has audio, which these models do not take"),
-    "a column of None": ({"messages": None, "images": []}, "bad_row", "its messages is None"),
-    "columns of None": ({"input_ids": None, "conversations": None}, "bad_row", "its input_ids and conversations is"),
-    "half a pair": ({"prompt": "a", "completion": None}, "bad_row", "its completion is None; fill it, or leave"),
-    **{
-        f"{name} beside a conversation": (asked("?", **{name: [1]}), "bad_row", f"it has {name}, which belongs to inp")
-        for name in ("pixel_values", "image_grid_thw", "completion_mask", "assistant_masks", "loss_mask")
-    },
+    "two image columns": (asked("?", images=[A], image=A), AMBIGUOUS, "both a column image and a column"),
+    "an image that is missing among others": (asked("?", images=[A, None]), "image_missing", "image 1 of the 2 in its"),
+    "an index twice": (asked([{**HOLE, "index": 0}] * 2, images=[A, B]), AMBIGUOUS, "have the index 0, 0"),
+    "an index of one": (asked([{**HOLE, "index": 0}, HOLE], images=[A, B]), AMBIGUOUS, "have the index 0, N"),
 }
+REFUSED = {**{name: (row, "bad_row", said) for name, (row, said) in BAD_ROWS.items()}, **BAD_MEDIA}
 
 
-@pytest.mark.parametrize(("feature", "reason", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
+@pytest.mark.parametrize(("feature", "reason", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_row_that_contradicts_itself_is_refused_with_the_remedy(
     feature: dict[str, Any], reason: str, message: str
 ) -> None:

@@ -104,10 +104,7 @@ DOCUMENTED = {
         },
         FOUR,
     ),
-    "LLaMA-Factory, data/README.md: Alpaca": (
-        ALPACA,
-        chat(f"{IMAGE}human instruction\nhuman input", "model response"),
-    ),
+    "LLaMA-Factory, data/README.md: Alpaca": (ALPACA, chat(f"{IMAGE}human instruction\nhuman input", "model response")),
     "The Cauldron and FineVision, dataset cards": (
         {"images": ["0.png"], "texts": [{"user": "Where is it?", "assistant": "Here.", "source": "x"}], "source": "y"},
         chat(f"{IMAGE}Where is it?", "Here."),
