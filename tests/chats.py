@@ -67,6 +67,15 @@ def says(content: Any, **keys: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **keys}
 
 
+def human(value: str, **keys: Any) -> dict[str, Any]:
+    """A question in ShareGPT's form, which LLaVA and Qwen have too."""
+    return {"from": "human", "value": value, **keys}
+
+
+def gpt(value: str, **keys: Any) -> dict[str, Any]:
+    return {"from": "gpt", "value": value, **keys}
+
+
 def chat(question: str = "What is the total?", answer: str = "The total is 75,000", *images: Any, **more: Any) -> dict:
     """A TRL row: images, one question, one answer."""
     messages = [user([{"type": "image"} for _ in images] + [text(question)]), says(answer)]

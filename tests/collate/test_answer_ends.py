@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from chats import learnt, needs, picture
+from chats import learnt, needs, picture, says, user
 from fixtures.templates import LLAVA_TEMPLATE
 
 from vlmpack import enable_packing
@@ -12,8 +12,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_model, tiny_processor
 
-ASK, ASK_AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "3 + 3?"}
-FOUR, SIX = {"role": "assistant", "content": "It is 4"}, {"role": "assistant", "content": "It is 6"}
+ASK, ASK_AGAIN = user("2 + 2?"), user("3 + 3?")
+FOUR, SIX = says("It is 4"), says("It is 6")
 TALK = [ASK, FOUR, ASK_AGAIN, SIX]
 GLM_TEXT = (
     "[gMASK]<sop>{% for m in messages %}{{ {'tool': '<|observation|>'}[m.role] or '<|' + m.role + '|>' }}\n"
@@ -53,7 +53,7 @@ def test_the_user_s_next_turn_ends_an_answer():
 
 
 def test_what_a_tool_answers_ends_a_call():
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+    call = says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}])
     messages = [ASK, call, {"role": "tool", "content": "4"}, FOUR]
     assert targets(glm_tokenizer(), messages) == "<tool_call>add<arg>a=1</arg></tool_call><|observation|>It is 4"
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from chats import CHATTING, SHOWN, fast_and_slow, learnt, needs, picture
+from chats import CHATTING, SHOWN, fast_and_slow, learnt, needs, picture, text, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}
 """What the templates of the others mark (`{% generation %}`)."""
 BEHIND_MARKS = {"llava": "", "llava_next": "", "llava_onevision": "<|im_end|>"}
 """What ends an answer behind those marks."""
-ASK = {"role": "user", "content": "What is the total?"}
+ASK = user("What is the total?")
 
 
 def say(text, **more):
@@ -63,8 +63,8 @@ def expected(family, *answers):
 
 @pytest.mark.parametrize("family", fast_and_slow(CHATTING, SHOWN))
 def test_answers_are_learnt_and_nothing_else(family):
-    parts = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
-    messages = [{"role": "user", "content": parts}, say("A receipt"), ASK, say("75,000 Rp.")]
+    parts = [{"type": "image"}, text("What is it?")]
+    messages = [user(parts), say("A receipt"), ASK, say("75,000 Rp.")]
     assert learnt_of(family, messages, images=[picture()]) == expected(family, "A receipt", "75,000 Rp.")
 
 

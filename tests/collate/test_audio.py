@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
-from chats import says, text, user
+from chats import gpt, human, says, text, user
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
@@ -216,11 +216,7 @@ REFUSED = {
     "too long": (messages(heard(9 * RATE)), "audio_too_long", "lasts 9.0 s, and the processor cuts off what is"),
     "too short": (messages(heard(300)), "audio_source", "has 300 samples, too few for one token"),
     "no source": (messages({"type": "audio"}), "media_count_mismatch", "1 audio placeholder"),
-    "a reserved token": (
-        messages({"type": "text", "text": "<|AUDIO|>"}),
-        "reserved_token_in_text",
-        r"its text holds '<\|AUDIO\|>'",
-    ),
+    "a reserved token": (messages(text("<|AUDIO|>")), "reserved_token_in_text", r"its text holds '<\|AUDIO\|>'"),
 }
 
 
@@ -323,12 +319,12 @@ SPOKEN = (
 @pytest.mark.parametrize(("text", "parts"), SPOKEN)
 def test_audio_stands_where_its_marker_stands(text: str, parts: list[Any]) -> None:
     collator, sounds = VLMCollator(processor_of(CONVOLVED)), [sound(9_000), sound(4_000, seed=1)][: text.count("<")]
-    say = {"role": "assistant", "content": "A dog."}
+    say = says("A dog.")
     content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    written = collator.processor.apply_chat_template([{"role": "user", "content": content}, say], tokenize=False)
+    written = collator.processor.apply_chat_template([user(content), say], tokenize=False)
     plain = collator.processor(text=[written], audio=sounds, return_tensors="pt")["input_ids"]
     for content in (text, [{"type": "text", "text": text}]):
-        turns = [{"role": "user", "content": content}, say]
+        turns = [user(content), say]
         for sample in (
             {"messages": turns, "audios": sounds},
             {"messages": turns, "audio": sounds},
@@ -340,8 +336,8 @@ def test_audio_stands_where_its_marker_stands(text: str, parts: list[Any]) -> No
 
 def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> None:
     collator, metadata = VLMCollator(processor_of(CONVOLVED)), VLMCollator(processor_of(CONVOLVED)).metadata
-    turns = [{"from": "human", "value": "<audio>What is it?"}, {"from": "gpt", "value": "A dog."}]
-    asked = [{"role": "user", "content": "<audio>What is it?"}, {"role": "assistant", "content": "A dog."}]
+    turns = [human("<audio>What is it?"), gpt("A dog.")]
+    asked = [user("<audio>What is it?"), says("A dog.")]
     both = [{"conversations": turns, "audios": [sound(9_000)]}, {"messages": asked, "audios": [sound(9_000)]}]
     first, second = (collator.collate([sample]).input_ids for sample in both)
     assert torch.equal(first, second)
@@ -350,4 +346,4 @@ def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> Non
     plain = collator.processor(text=[written], audio=[sound(9_000)], return_tensors="pt")["input_ids"][0]
     assert torch.equal(collator.collate([sample]).input_ids[0][: len(plain)], plain)
     with pytest.raises(SampleError, match="2 time"):
-        collator.measure({"messages": [{"role": "user", "content": "<audio><audio>"}, asked[1]], "audios": [sound(9)]})
+        collator.measure({"messages": [user("<audio><audio>"), asked[1]], "audios": [sound(9)]})

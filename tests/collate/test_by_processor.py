@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 import torch
 from cases import pairs, slow
-from chats import CHATTING, SHOWN, fast_and_slow, needs, needs_torchvision, picture
+from chats import CHATTING, SHOWN, fast_and_slow, needs, needs_torchvision, picture, says, text, user
 from chats import FAMILIES as QWEN
 from fixtures.processors import tile_sizes
 from transformers import AutoImageProcessor
@@ -32,11 +32,11 @@ def processor_of(family):
 
 def conversation(count, *, turns=1):
     """A question with `count` pictures of different shapes, its answer, and further questions without pictures."""
-    parts = [{"type": "image"} for _ in range(count)] + [{"type": "text", "text": "What is the total?"}]
-    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "The total is 75,000."}]
+    parts = [{"type": "image"} for _ in range(count)] + [text("What is the total?")]
+    messages = [user(parts), says("The total is 75,000.")]
     for turn in range(1, turns):
-        messages.append({"role": "user", "content": f"And {turn}?"})
-        messages.append({"role": "assistant", "content": f"It costs {turn},500."})
+        messages.append(user(f"And {turn}?"))
+        messages.append(says(f"It costs {turn},500."))
     pictures = [picture(61 + 80 * at, 143 + 30 * at, seed=at) for at in range(count)]
     return {"messages": messages, **({"images": pictures} if count else {})}
 
@@ -47,7 +47,7 @@ def by_transformers(processor, feature):
     messages = []
     for message in feature["messages"]:
         content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [text(content)] if isinstance(content, str) else content
         messages.append(
             {**message, "content": [p if p["type"] == "text" else {**p, "image": next(pictures)} for p in parts]}
         )
@@ -192,7 +192,7 @@ def test_both_paths_encode_a_qwen_sample_alike(family, train_on, count):
     feature["messages"][2]["content"] = "\n\nThe total\n is 75,000.  "
     feature["messages"][4]["weight"] = 0
     if train_on == "assistant":
-        texts = [{"type": "text", "text": "It is", "weight": 0.5}, {"type": "text", "text": " 4. ", "weight": 2}]
+        texts = [text("It is", weight=0.5), text(" 4. ", weight=2)]
         feature["messages"][6]["content"] = texts
     paths = by_either_path(family, feature, train_on=train_on)
     quick, whole = (path.encode(feature) for path in paths)

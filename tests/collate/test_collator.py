@@ -5,7 +5,7 @@ import pickle
 import hypothesis
 import pytest
 import torch
-from chats import FAMILIES, chat, picture, processor_of, tokenized
+from chats import FAMILIES, chat, gpt, human, picture, processor_of, tokenized, user
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -15,7 +15,7 @@ from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack
 
-BROKEN = {"messages": [{"role": "user", "content": "?"}]}
+BROKEN = {"messages": [user("?")]}
 """Nothing to learn."""
 
 
@@ -29,10 +29,7 @@ def mixed(family="qwen3_vl"):
         chat("Which is larger?", "The second", picture(40, 99, seed=2), picture(120, 70, seed=3), sample_id=77),
         chat("2 + 2?", "4"),
         {"prompt": "2 + 3 = ", "completion": "5"},
-        {
-            "image": picture(64, 33, seed=4),
-            "conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "a"}],
-        },
+        {"image": picture(64, 33, seed=4), "conversations": [human("<image>?"), gpt("a")]},
         tokenized(family, text, picture(50, 50, seed=5)),
     ]
 
@@ -171,7 +168,7 @@ class Broken(dict):
         raise self.error
 
 
-ODD_PART = {"role": "user", "content": [{"type": ["text"]}]}
+ODD_PART = user([{"type": ["text"]}])
 WRONG = {
     "a type that is a list": ({"messages": [ODD_PART]}, "bad_row", ".content[0].type must be a text"),
     "lists in lists": (chat(tools=nested(100_000)), "bad_row", "it is nested too deeply to be read"),
@@ -292,7 +289,7 @@ GOOD = st.sampled_from(
         chat("1", "2", picture()),
         chat("1", "2"),
         {"prompt": "1", "completion": "2"},
-        {"conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "2"}], "image": picture()},
+        {"conversations": [human("<image>"), gpt("2")], "image": picture()},
         tokenized("qwen3_vl", "<|image_pad|><|im_start|>assistant\n2<|im_end|>", picture()),
     ]
 )

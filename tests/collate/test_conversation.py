@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 import pytest
-from chats import learnt, picture, processor_of, says, text, user
+from chats import gpt, human, learnt, picture, processor_of, says, text, user
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
@@ -49,7 +49,7 @@ ONE_IMAGE_ROWS = {
         "images": None,
         "messages": [
             user([{"type": "image", "image": A, "text": None}, {**text("Total?"), "image": None}]),
-            says([{"type": "text", "text": "5", "image": None}]),
+            says([text("5", image=None)]),
         ],
     },
     "Arrow writes a struct of None where a struct is missing": {
@@ -81,15 +81,15 @@ READ = {
             "image": [A, B],
             "conversations": [
                 {"from": "system", "value": "Be short."},
-                {"from": "human", "value": "<image>\nand <image> Same?\n"},
-                {"from": "gpt", "value": " No.\n"},
+                human("<image>\nand <image> Same?\n"),
+                gpt(" No.\n"),
             ],
         },
         [SYSTEM, user([HOLE, text("and"), HOLE, text("Same?")]), says(" No.\n")],
         ([A, B], []),
     ),
     "Qwen's rows hold videos too, and paths": (
-        {"video": [["1.png"]], "image": "a.jpg", "conversations": [{"from": "human", "value": "<video> or <image>?"}]},
+        {"video": [["1.png"]], "image": "a.jpg", "conversations": [human("<video> or <image>?")]},
         [user([FILM, text("or"), HOLE, text("?")])],
         (["a.jpg"], [["1.png"]]),
     ),
@@ -167,10 +167,7 @@ def test_resizing_keys_stay_with_their_image_whether_in_the_part_or_in_the_colum
     keyed = [{"type": "image", "image": A, "max_pixels": 9, "min_pixels": None}, {**HOLE, "resized_height": 7}]
     row = read_conversation({"images": [{"image": B, "min_pixels": 5}], "messages": [user(keyed)]})
     options = [dict(ref.options) for ref in row.media["image"]]
-    assert options == [
-        {"max_pixels": 9},
-        {"min_pixels": 5, "resized_height": 7},
-    ]
+    assert options == [{"max_pixels": 9}, {"min_pixels": 5, "resized_height": 7}]
 
 
 @pytest.mark.parametrize(
@@ -225,12 +222,9 @@ BAD_ROWS = {
     "an image beside a text": (asked([{**text("?"), "image": PATH}]), "content[0] holds 'image'"),
     "a text beside an image": (asked([{"image": PATH, "text": "?"}]), "content[0] holds 'text'"),
     "a video beside an image": (asked([{"image": PATH, "video": [PATH]}]), "content[0] holds 'video'"),
-    "an image beside a Qwen turn": (
-        {"conversations": [{"from": "human", "value": "hi", "image": PATH}]},
-        "conversations[0] holds 'image'",
-    ),
+    "an image beside a Qwen turn": ({"conversations": [human("hi", image=PATH)]}, "conversations[0] holds 'image'"),
     "a Qwen turn that says two things": (
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4", "reasoning_content": "5"}]},
+        {"conversations": [human("hi"), gpt("4", reasoning_content="5")]},
         "conversations[1] has 'reasoning_content' beside its value",
     ),
     "an unknown role": ({"messages": [user("?"), {"role": "Assistant", "content": "4"}]}, "role 'Assistant', which"),
@@ -241,7 +235,7 @@ BAD_ROWS = {
         "it has a column system, str 'Talk.'; write it into the prompt",
     ),
     "a system column of messages": ({"system": [SYSTEM], "messages": [user("?")]}, "the column system must be a"),
-    "written twice": (asked("?", conversations=[{"from": "human", "value": "ha"}]), TWICE),
+    "written twice": (asked("?", conversations=[human("ha")]), TWICE),
     "written twice, as a pair": (asked("?", prompt="a", completion="b"), TWICE),
     "sounds": (asked("?", audio={"path": "a.wav"}), "it has audio, which these models do not take"),
     "a column of None": ({"messages": None, "images": []}, "its messages is None"),
@@ -257,7 +251,7 @@ BAD_MEDIA = {
     "fewer placeholders than images": ({"images": [A, B], "messages": [user([HOLE])]}, COUNT, "the messages have 1 im"),
     "a placeholder without an image": (asked([HOLE]), COUNT, "have 1 image placeholder(s) without a"),
     "a Qwen row with a marker too many": (
-        {"image": A, "conversations": [{"from": "human", "value": "<image><image>"}]},
+        {"image": A, "conversations": [human("<image><image>")]},
         COUNT,
         "have 2 image placeholder(s) without a source, but the columns hold 1 image(s)",
     ),
@@ -322,7 +316,7 @@ LOST = {
     "a plain prompt": ({"prompt": "<image>Total?", "completion": "5", "image": None}, "(its image is None); give"),
     "images, but no video": (asked("<image> or <video>?", image=A, video=None), "holds '<video>' 1 time(s), but the"),
     "Qwen's turns": (
-        {"conversations": [{"from": "human", "value": "<image>?"}, {"from": "gpt", "value": "5"}], "image": None},
+        {"conversations": [human("<image>?"), gpt("5")], "image": None},
         "the columns hold 0 image(s); give each placeholder its image",
     ),
     "audio": (asked("<audio>What is it?", audios=[None]), "holds '<audio>' 1 time(s), but the sample has no audio to"),
@@ -390,7 +384,7 @@ def test_a_path_inside_a_text_is_refused(said: str, kind: str, columns: dict[str
     for sample in (
         asked(said, **columns),
         asked([text(said)], **columns),
-        {"conversations": [{"from": "human", "value": said}, {"from": "gpt", "value": "A dog."}], **columns},
+        {"conversations": [human(said), gpt("A dog.")], **columns},
         {"texts": [{"user": said, "assistant": "A dog."}], **columns},
         {"prompt": said, "completion": "A dog.", **columns},
     ):
@@ -434,8 +428,8 @@ def trained_text(feature: dict[str, Any], **settings: Any) -> str:
 def test_an_answer_may_say_that_it_is_not_trained_on(flag: tuple[str, Any]) -> None:
     assert trained_text(two_answers(first=flag)) == "six<|im_end|>"
     assert trained_text(two_answers(second=flag)) == "four<|im_end|>"
-    turns = [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a", **dict([flag])}]
-    row = read_conversation({"conversations": [*turns, {"from": "gpt", "value": "b"}]})
+    turns = [human("?"), {"from": "gpt", "value": "a", **dict([flag])}]
+    row = read_conversation({"conversations": [*turns, gpt("b")]})
     assert row.turn_weights == ((("", 0),), (("", 1),))
 
 
@@ -511,7 +505,7 @@ def test_a_weight_that_nothing_would_weigh_is_refused() -> None:
 
 
 def shapes(blank: str) -> dict[str, dict[str, Any]]:
-    turns = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": blank}]
+    turns = [human("2 + 2?"), gpt(blank)]
     ask = user("2 + 2?")
     return {
         "messages": {"messages": [ask, says(blank)]},

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import picture
+from chats import picture, says, text
 from transformers_videos import is_installed
 
 from vlmpack import PackedStep, VLMCollator
@@ -76,9 +76,9 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def asked(video: Any, **keys: Any) -> dict[str, Any]:
-    content = [{"type": "video", "video": video, **keys}, {"type": "text", "text": "What happens?"}]
+    content = [{"type": "video", "video": video, **keys}, text("What happens?")]
     user = {"role": "user", "content": content}
-    return {"messages": [user, {"role": "assistant", "content": [{"type": "text", "text": "It gets lighter."}]}]}
+    return {"messages": [user, says([text("It gets lighter.")])]}
 
 
 def frames(count: int) -> list[Any]:

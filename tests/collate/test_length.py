@@ -4,7 +4,7 @@ import re
 from functools import lru_cache
 
 import pytest
-from chats import FAMILIES, chat, picture, processor_of
+from chats import FAMILIES, chat, picture, processor_of, says, text, user
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,12 +29,12 @@ def encoded(feature, family="qwen3_vl", train_on="assistant"):
 def dialogue(*, frames=0):
     """An image, an answer, two images, an answer; with `frames`, a video in the last question."""
     video = {"type": "video", "video": [picture(64, 64)] * frames, "resized_height": 64, "resized_width": 64}
-    two = {"type": "text", "text": "two"}
+    two = text("two")
     messages = [
-        {"role": "user", "content": [HOLE, {"type": "text", "text": "one"}]},
-        {"role": "assistant", "content": "first"},
-        {"role": "user", "content": [HOLE, two, HOLE, *[video] * bool(frames), {"type": "text", "text": "three"}]},
-        {"role": "assistant", "content": "second"},
+        user([HOLE, text("one")]),
+        says("first"),
+        user([HOLE, two, HOLE, *[video] * bool(frames), text("three")]),
+        says("second"),
     ]
     return {"messages": messages, "images": [picture(64, 64), picture(96, 64), picture(64, 128)]}
 

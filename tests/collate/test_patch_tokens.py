@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chats import says, text, user
 from equality import alone_through, check_outputs, limits_of
 from PIL import Image
 from transformers import BaseImageProcessor, BatchFeature, PreTrainedTokenizerFast
@@ -54,8 +55,8 @@ def llama4_processor() -> Any:
 
 def conversation(*sizes: tuple[int, int]) -> dict[str, Any]:
     images = [{"type": "image", "image": Image.new("RGB", size)} for size in sizes]
-    question = {"role": "user", "content": [*images, {"type": "text", "text": "What is it?"}]}
-    return {"messages": [question, {"role": "assistant", "content": [{"type": "text", "text": "An image."}]}]}
+    question = user([*images, text("What is it?")])
+    return {"messages": [question, says([text("An image.")])]}
 
 
 def test_runs_of_patches_are_counted_and_samples_are_those_of_the_processor() -> None:

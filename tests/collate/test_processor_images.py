@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from chats import BEYOND, SHOWN, chat, fast_and_slow, needs, of_family, picture
+from chats import BEYOND, SHOWN, chat, fast_and_slow, needs, of_family, picture, says, text, user
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.media import TRIALS
@@ -134,7 +134,7 @@ def refusal(feature, *, family="internvl", **settings):
 
 def test_a_video_is_refused_by_name():
     film = {"type": "video", "video": [picture(), picture()]}
-    messages = [{"role": "user", "content": [film]}, {"role": "assistant", "content": "A cat"}]
+    messages = [user([film]), says("A cat")]
     error = refusal({"messages": messages})
     assert error.reason == "no_video"
     assert "video 0: a InternVLProcessor reads images alone; give frames as images" in str(error)
@@ -142,7 +142,7 @@ def test_a_video_is_refused_by_name():
 
 def test_keys_that_size_one_image_are_refused_by_name():
     parts = [{"type": "image", "image": picture(), "max_pixels": 4096}]
-    error = refusal({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat"}]})
+    error = refusal({"messages": [user(parts), says("A cat")]})
     assert error.reason == "vision_key"
     assert "image 0: it has max_pixels beside it" in str(error)
     assert "sizes all images alike: leave them out" in str(error)
@@ -175,7 +175,7 @@ def test_a_batch_of_refused_samples_still_has_an_image_and_no_targets(family):
 def test_a_sample_that_is_too_long_is_cut_at_the_limit_or_before_an_image(family):
     processor = tiny_processor(family)
     parts = [{"type": "text", "text": "One"}, {"type": "image"}, {"type": "text", "text": "and more"}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A receipt"}]
+    turns = [user(parts), says("A receipt")]
     feature = {"messages": turns * 2, "images": [picture(90, 61), picture(90, 61)]}
     whole = VLMCollator(processor)([feature])["input_ids"][0].tolist()
     first = VLMCollator(processor)([{"messages": turns, "images": [picture(90, 61)]}])["input_ids"].shape[1]
@@ -198,8 +198,8 @@ def test_a_sample_that_is_too_long_is_cut_at_the_limit_or_before_an_image(family
 
 @needs("llava_onevision")
 def test_a_sample_whose_images_are_cut_together_keeps_them_all():
-    parts = [{"type": "image"}, {"type": "text", "text": "One"}]
-    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A receipt"}] * 2
+    parts = [{"type": "image"}, text("One")]
+    turns = [user(parts), says("A receipt")] * 2
     feature = {"messages": turns, "images": [picture(), picture()]}
     collator = collator_of("llava_onevision", max_length=40, overlength="truncate", on_bad="skip")
     collator.collate([feature])

@@ -5,6 +5,7 @@ import re
 from itertools import groupby
 
 import pytest
+from chats import says, user
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import branch_turns
@@ -15,8 +16,8 @@ trl = pytest.importorskip("trl.chat_template_utils", reason="TRL's templates are
 
 SPECIAL = re.compile(r"<[|｜][^<>\s'\"]{1,40}?[|｜]>|<\|turn>|<turn\|>|\[gMASK\]|<sop>|<(?:start|end)_of_\w+>")
 """Special tokens of these templates."""
-ASK, ASK_AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "3 + 3?"}
-FOUR, SIX = {"role": "assistant", "content": "It is 4."}, {"role": "assistant", "content": "It is 6."}
+ASK, ASK_AGAIN = user("2 + 2?"), user("3 + 3?")
+FOUR, SIX = says("It is 4."), says("It is 6.")
 TALK = [ASK, FOUR, ASK_AGAIN, SIX]
 SAID = FOUR["content"], SIX["content"]
 

@@ -1,7 +1,7 @@
 """The chat template: whatever it would leave out of the text is told, and not learnt without."""
 
 import pytest
-from chats import chat, processor_of
+from chats import chat, processor_of, says, user
 
 from vlmpack.collate.chat_template import ChatTemplate
 from vlmpack.data.messages import read_conversation
@@ -9,7 +9,7 @@ from vlmpack.errors import ConfigError, Refusal
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
-ASK = {"role": "user", "content": "Which way?"}
+ASK = user("Which way?")
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "map"}}}
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
 
@@ -44,8 +44,8 @@ def written(row, template=WRITES_ALL, *, takes_parts=True):
 
 HOLDERS = {
     "tools": chat(tools=[TOOL]),
-    "tool_calls": {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
-    "reasoning_content": {"messages": [ASK, {"role": "assistant", "content": "Left", "reasoning_content": "Hm."}]},
+    "tool_calls": {"messages": [ASK, says(None, tool_calls=[CALL])]},
+    "reasoning_content": {"messages": [ASK, says("Left", reasoning_content="Hm.")]},
 }
 
 

@@ -1,7 +1,7 @@
 """Every text and every key of every message is in what the chat template writes, or the sample is refused by name."""
 
 import pytest
-from chats import learnt, picture, processor_of
+from chats import human, learnt, picture, processor_of, says, text, user
 from fixtures.templates import GLM_TEMPLATE
 
 from vlmpack.collate import VLMCollator
@@ -11,7 +11,7 @@ from vlmpack.testing.processors import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own
 
-ASK, SAY = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4"}
+ASK, SAY = user("2 + 2?"), says("It is 4")
 SYSTEM = {"role": "system", "content": "Be short."}
 CALLS = [{"type": "function", "id": "c1", "function": {"name": name, "arguments": {"at": "map"}}} for name in "ab"]
 
@@ -104,14 +104,14 @@ AS_STRINGS = GLM_TEMPLATE.replace(
 
 
 def parts(message):
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    return {**message, "content": [text(message["content"])]}
 
 
 @pytest.mark.parametrize("form", [dict, parts], ids=["strings", "parts"])
 def test_a_content_is_given_in_the_form_in_which_its_role_s_are_written(form):
     processor = tiny_processor("glm4v", chat_template=AS_STRINGS)
     image = {"type": "image", "image": picture()}
-    question = {"role": "user", "content": [image, {"type": "text", "text": "2 + 2?"}]}
+    question = user([image, text("2 + 2?")])
     batch = VLMCollator(processor)([{"messages": [form(SYSTEM), question, form(SAY)]}])
     truth = processor.apply_chat_template([SYSTEM, question, SAY], tokenize=True, return_dict=True, return_tensors="pt")
     assert batch["input_ids"].tolist() == truth["input_ids"].tolist()
@@ -120,7 +120,7 @@ def test_a_content_is_given_in_the_form_in_which_its_role_s_are_written(form):
 
 
 def test_parts_that_are_written_as_python_shows_them_are_refused_where_an_image_keeps_them_parts():
-    answer = {"role": "assistant", "content": [{"type": "image", "image": picture()}, {"type": "text", "text": "This"}]}
+    answer = says([{"type": "image", "image": picture()}, text("This")])
     processor = tiny_processor("glm4v", chat_template=AS_STRINGS)
     assert "messages[1] (assistant) says 'This'" in refusal([ASK, answer], processor=processor)
 
@@ -153,7 +153,7 @@ KEYS = [
 @pytest.mark.parametrize("shape", ["messages", "conversations", "texts"])
 def test_a_key_that_nothing_reads_is_refused_by_name_and_can_be_left_out(shape, key, value):
     answers = {"messages": {**SAY, key: value}, "conversations": {"from": "gpt", "value": "It is 4", key: value}}
-    questions = {"messages": ASK, "conversations": {"from": "human", "value": "2 + 2?"}}
+    questions = {"messages": ASK, "conversations": human("2 + 2?")}
     pair = {"user": "2 + 2?", "assistant": "It is 4", key: value}
     feature = {shape: [pair] if shape == "texts" else [questions[shape], answers[shape]]}
     with pytest.raises(
@@ -176,11 +176,11 @@ def test_what_ties_a_result_to_its_call_says_nothing():
         "(message.tool_calls | map(attribute='function') | list | tojson if message.tool_calls else '') + "
         "'<|im_end|>\\n'",
     )
-    messages = [ASK, {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}]
+    messages = [ASK, says("", tool_calls=CALLS[:1])]
     messages += [{"role": "tool", "content": "Left", "tool_call_id": "c1", "name": "a"}, SAY]
     assert '{"name": "a", "arguments": {"at": "map"}}' in collated(messages, writes_calls)[1]
     extra = [{**CALLS[0], "function": {**CALLS[0]["function"], "reason": "why"}}]
-    text, _ = collated([ASK, {"role": "assistant", "content": "", "tool_calls": extra}], writes_calls)
+    text, _ = collated([ASK, says("", tool_calls=extra)], writes_calls)
     assert '"reason": "why"' in text
 
 
@@ -194,7 +194,7 @@ def test_what_ties_a_result_to_its_call_says_nothing():
 )
 def test_a_part_of_a_call_that_the_template_leaves_out_is_refused(written, lost):
     template = CHAT_TEMPLATE.replace("'<|im_end|>\\n'", f"({written} if message.tool_calls else '') + '<|im_end|>\\n'")
-    assert f"has {lost}" in refusal([ASK, {"role": "assistant", "content": "", "tool_calls": CALLS}], template)
+    assert f"has {lost}" in refusal([ASK, says("", tool_calls=CALLS)], template)
 
 
 @pytest.mark.parametrize("written", ["tojson", "string"], ids=["as JSON", "as Python"])
@@ -203,23 +203,23 @@ def test_arguments_and_results_may_be_written_as_json_or_python_has_them(written
         "'<|im_end|>\\n'", f"(message.tool_calls | {written} if message.tool_calls else '') + '<|im_end|>\\n'"
     )
     calls = [{"function": {"name": "look", "arguments": {"at": 'the "map"\nor Bob\'s'}}}]
-    assert "look" in collated([ASK, {"role": "assistant", "content": "", "tool_calls": calls}], template)[1]
+    assert "look" in collated([ASK, says("", tool_calls=calls)], template)[1]
 
 
 @pytest.mark.parametrize(
     ("part", "key"),
     [
-        ({"type": "text", "text": "2 + 2?", "language": "en"}, "language"),
-        ({"type": "text", "text": "2 + 2?", "trained": False}, "trained"),
+        (text("2 + 2?", language="en"), "language"),
+        (text("2 + 2?", trained=False), "trained"),
         ({"type": "image", "image": picture(), "caption": "A receipt"}, "caption"),
     ],
 )
 def test_a_key_beside_a_text_or_an_image_is_refused_too(part, key):
-    messages = [{"role": "user", "content": [part]}, SAY]
+    messages = [user([part]), SAY]
     assert f"messages[0].content[0] has '{key}' beside its" in refusal(messages, reason="bad_row")
     plain = {name: value for name, value in part.items() if name != key}
     ours, theirs = (
-        VLMCollator(processor_of(), ignored_keys=keys)([{"messages": [{"role": "user", "content": [one]}, SAY]}])
+        VLMCollator(processor_of(), ignored_keys=keys)([{"messages": [user([one]), SAY]}])
         for keys, one in (((key,), part), ((), plain))
     )
     assert ours["input_ids"].equal(theirs["input_ids"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from chats import says, text, user
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
@@ -41,19 +42,19 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-ASK, ANSWER = {"role": "user", "content": "How much?"}, {"role": "assistant", "content": "It is 5."}
+ASK, ANSWER = user("How much?"), says("It is 5.")
 TOOLS = [tool("price", item={"type": "string", "enum": ["tea", "rice"]}), tool("now")]
 CALLS = [call("price", item="tea"), call("now")]
 MESSAGES = [
     ASK,
-    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    says("", tool_calls=CALLS),
     {"role": "tool", "content": "5"},
     {"role": "tool", "content": "noon"},
     ANSWER,
 ]
 ROW = {"messages": MESSAGES, "tools": TOOLS}
 OTHER = {
-    "messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call("move", by=[1, 2], far={"x": 1})]}],
+    "messages": [ASK, says("", tool_calls=[call("move", by=[1, 2], far={"x": 1})])],
     "tools": [tool("move", by={"type": "array", "items": {"type": "integer"}}, far={"type": "object"})],
 }
 OPENAI = [
@@ -129,19 +130,15 @@ def test_no_tools_are_none(tools: Any) -> None:
 
 
 def test_a_call_joins_what_was_said_before_it() -> None:
-    said = [ASK, {"role": "assistant", "content": "Let me see."}, {"role": "tool_call", "content": TEXTS[0]}]
-    plain = [ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": CALLS[:1]}]
+    said = [ASK, says("Let me see."), {"role": "tool_call", "content": TEXTS[0]}]
+    plain = [ASK, says("Let me see.", tool_calls=CALLS[:1])]
     ids = COLLATOR.collate([{"messages": said}]).input_ids[0]
     assert PROCESSOR.tokenizer.decode(ids) == PROCESSOR.apply_chat_template(plain, tokenize=False)
 
 
 def test_a_null_that_json_text_holds_is_kept() -> None:
     arguments = '{"item": null}'
-    message = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"function": {"name": "price", "arguments": arguments}}],
-    }
+    message = says("", tool_calls=[{"function": {"name": "price", "arguments": arguments}}])
     text = PROCESSOR.tokenizer.decode(COLLATOR.collate([{"messages": [ASK, message]}]).input_ids[0])
     assert '"arguments": {"item": null}' in text
 
@@ -163,7 +160,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_call_with_a_medium_in_it_is_refused() -> None:
-    parts = [{"type": "image"}, {"type": "text", "text": TEXTS[0]}]
+    parts = [{"type": "image"}, text(TEXTS[0])]
     with pytest.raises(SampleError, match="a function call with a part of type 'image'; a call is JSON text alone"):
         COLLATOR.collate([{"messages": [ASK, {"role": "tool_call", "content": parts}]}])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import says, text, user
+from chats import gpt, human, says, text, user
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
@@ -74,7 +74,7 @@ PAIRS = [{"human": f"<query{at}>", "assistant": f"<response{at}>"} for at in (1,
 
 def turns(question: str, answer: str) -> list[dict[str, Any]]:
     """LLaVA's."""
-    return [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    return [human(question), gpt(answer)]
 
 
 DOCUMENTED = {
@@ -110,12 +110,7 @@ DOCUMENTED = {
         chat(f"{IMAGE}Where is it?", "Here."),
     ),
     "LLaMA-Factory v1, data_preparation/data_processing.md": (
-        {
-            "messages": [
-                user(V1_QUESTION, loss_weight=0.0),
-                says([{"type": "text", "value": "Art."}], loss_weight=1.0),
-            ]
-        },
+        {"messages": [user(V1_QUESTION, loss_weight=0.0), says([{"type": "text", "value": "Art."}], loss_weight=1.0)]},
         chat(f"{IMAGE}What is it?", "Art."),
     ),
     "transformers, chat_templating_multimodal.md: base64": (
@@ -152,7 +147,7 @@ DOCUMENTED = {
                     ]
                 ),
                 says([{"type": "output_text", "text": "Art.", "annotations": []}]),
-            ],
+            ]
         },
         chat(f"What is it?{IMAGE}", "Art."),
     ),
@@ -215,7 +210,7 @@ def test_parts_of_other_libraries_are_written_as_messages(name: str) -> None:
 
 def test_anthropics_system_and_tools_are_columns() -> None:
     row = {
-        "system": [{"type": "text", "text": "Be brief."}],
+        "system": [text("Be brief.")],
         "tools": [{"name": "sum", "description": "Adds.", "input_schema": {"type": "object"}}],
     }
     function = {"name": "sum", "description": "Adds.", "parameters": {"type": "object"}}

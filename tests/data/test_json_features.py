@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chats import says, text, user
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
@@ -28,12 +29,8 @@ COLLATOR = VLMCollator(PROCESSOR, layout="packed")
 
 
 def chat(picture: Path, at: int) -> list[dict[str, Any]]:
-    question = [{"type": "image", "image": str(picture)}, {"type": "text", "text": f"What is it, {at}?"}]
-    return [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": "A receipt."},
-    ]
+    question = [{"type": "image", "image": str(picture)}, text(f"What is it, {at}?")]
+    return [{"role": "system", "content": "Be brief."}, user(question), says("A receipt.")]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     other = {"type": "function", "function": {"name": "g", "arguments": {"y": ["z"]}}}
     mixed = [chat(picture, at) for at in range(3)]
-    calls = [
-        [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "", "tool_calls": [each]}]
-        for each in (call, other)
-    ]
+    calls = [[user("Go."), says("", tool_calls=[each])] for each in (call, other)]
     for name, rows in {"mixed": mixed, "calls": calls}.items():
         file = folder / f"{name}.jsonl"
         file.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
@@ -108,7 +102,7 @@ def test_whole_messages_may_be_json(folder: Path) -> None:
 
 def test_other_columns_stay_as_arrow_has_them(tmp_path: Path) -> None:
     features = datasets.Features({"messages": datasets.List(datasets.Json()), "image": datasets.Image()})
-    rows = [{"messages": [{"role": "user", "content": "Q"}], "image": {"bytes": b"encoded", "path": None}}]
+    rows = [{"messages": [user("Q")], "image": {"bytes": b"encoded", "path": None}}]
     datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "rows"))
     assert open_dataset(tmp_path / "rows")[0] == {**rows[0], "id": 0}
 
@@ -128,7 +122,7 @@ def test_what_is_no_json_is_a_bad_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["42", "true", '{"total": 5}', '[{"box": [1, 2]}]', "[1, 2]"])
 def test_a_text_that_is_json_itself_is_refused_with_its_cause(text: str, tmp_path: Path) -> None:
     """`datasets` stores it without quotes, so that it comes back as a number, a mapping or a list."""
-    turns = [[{"role": "user", "content": content}, {"role": "assistant", "content": text}] for content in ("?", ["?"])]
+    turns = [[user(content), says(text)] for content in ("?", ["?"])]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
     loaded = datasets.load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path / "cache"))
@@ -138,7 +132,7 @@ def test_a_text_that_is_json_itself_is_refused_with_its_cause(text: str, tmp_pat
 
 
 def test_messages_that_are_json_text_are_refused_with_the_way_to_read_them() -> None:
-    messages = json.dumps([{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}])
+    messages = json.dumps([user("Q"), says("A")])
     with pytest.raises(SampleError, match=r"which is JSON text; .*cast the column"):
         COLLATOR.collate([{"messages": messages}])
     table = datasets.Dataset.from_dict({"messages": [messages]}).cast_column("messages", datasets.Json())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cases import families, pairs
-from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture
+from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture, says, text, user
 from fixtures.processors import missing_packages
 from training import arguments
 from transformers import AutoProcessor, Trainer
@@ -143,9 +143,9 @@ def folder_with(tmp_path: Path, family: str, files: dict[str, str], *, of_tokeni
     if of_tokenizer is not None:
         settings["chat_template"] = of_tokenizer
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    for name, text in files.items():
+    for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(content)
     return tmp_path
 
 
@@ -201,8 +201,8 @@ def sample_of(family: str) -> dict[str, Any]:
     marker = "<image>"
     if family not in CHATTING:
         return {"prompt": f"{marker}Total?", "completion": "5", "images": [picture(90, 61)]}
-    content = [{"type": "image", "image": picture(90, 61)}, {"type": "text", "text": "Total?"}]
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "5"}]}
+    content = [{"type": "image", "image": picture(90, 61)}, text("Total?")]
+    return {"messages": [user(content), says("5")]}
 
 
 @pytest.mark.parametrize("family", OTHERS)

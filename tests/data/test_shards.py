@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import gpt, human, says, text, user
 from PIL import Image
 
 from vlmpack.data import open_dataset
@@ -17,7 +18,7 @@ from vlmpack.data.images import load_image
 from vlmpack.data.readers import expand
 from vlmpack.errors import ConfigError, SampleError
 
-TURNS = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A kitten."}]
+TURNS = [human("<image>\nWhat is it?"), gpt("A kitten.")]
 
 
 def picture(side: int = 40) -> bytes:
@@ -51,12 +52,12 @@ def test_captions_are_answers_to_their_image(tmp_path: Path) -> None:
     sample = samples[1]
     user, assistant = sample["messages"]
     assert user == {"role": "user", "content": [{"type": "image"}]}
-    assert assistant == {"role": "assistant", "content": "This is some caption"}
+    assert assistant == says("This is some caption")
     assert load_image(sample["image"]).size == (40, 40)
     assert sample["detail.json"] == {"width": 40}
 
 
-SEEN = [{"role": "user", "content": [{"type": "image", "image": "1.png"}, {"type": "text", "text": "1.png"}]}]
+SEEN = [user([{"type": "image", "image": "1.png"}, text("1.png")])]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +82,7 @@ def test_images_are_where_the_json_means_them(files: dict[str, Any], widths: dic
     for name, width in widths.items():
         held = sample[name]
         if name == "messages":
-            assert held[0]["content"][1] == {"type": "text", "text": "1.png"}
+            assert held[0]["content"][1] == text("1.png")
             held = held[0]["content"][0]["image"]
         sizes = [load_image(image).size[0] for image in (held if isinstance(held, list) else [held])]
         assert sizes == (width if isinstance(width, list) else [width])

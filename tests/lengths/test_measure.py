@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from chats import chat, picture, processor_of, tokenized
+from chats import chat, picture, processor_of, says, tokenized, user
 from measured import UNREADABLE, Deadly, KeyTeller, Stored, Stream, conversations, encoded
 
 from vlmpack.collate import SkipLimit, VLMCollator
@@ -43,7 +43,7 @@ def several_kinds() -> list[Any]:
         chat("Total?", "75,000", encoded(190, 61), picture(40, 99)),
         chat("2 + 2? " * 20, "4"),
         chat("A long answer", "word " * 60, encoded(300, 200)),
-        {"messages": [{"role": "user", "content": film}, {"role": "assistant", "content": "nothing"}]},
+        {"messages": [user(film), says("nothing")]},
         {"prompt": "2 + 3 = ", "completion": "5"},
         tokenized("qwen3_vl", text, picture(50, 50)),
         chat("?", "a", b"no image"),
@@ -121,10 +121,7 @@ def test_a_table_of_datasets_is_read_without_decoding_its_images() -> None:
     datasets = pytest.importorskip("datasets")
     whole = encoded(97, 61, "PNG")
     cut = {"bytes": whole[: len(whole) // 2], "path": None}  # decoding it would fail
-    columns = {
-        "prompt": [[{"role": "user", "content": "?"}]] * 2,
-        "completion": [[{"role": "assistant", "content": "a"}]] * 2,
-    }
+    columns = {"prompt": [[user("?")]] * 2, "completion": [[says("a")]] * 2}
     table = datasets.Dataset.from_dict({**columns, "images": [[cut], [cut, cut]]})
     table = table.cast_column("images", datasets.List(datasets.Image()))
     with pytest.raises(Exception, match="truncated"):
