@@ -202,9 +202,17 @@ KINDS = {
         metrics=(1e-3, 1e-4),
     ),
     "RLOO": Kind(settings=GROUPS, data=prompts, losses=1e-4, weights=1e-4, metrics=(1e-3, 1e-4), draws=True),
+    "Distillation": Kind(
+        settings={"per_device_train_batch_size": 3, "max_completion_length": 7, "learning_rate": 0.05},
+        data=prompts,
+        losses=1e-5,
+        weights=1e-5,
+        metrics=(1e-4, 1e-5),
+        draws=True,
+    ),
     "GRPO": Kind(settings=GROUPS, data=prompts, losses=1e-5, weights=1e-5, metrics=(1e-4, 1e-5), draws=True),
 }
-FIRST_LOSS = {"SFT": 1e-4, "DPO": 1e-4, "KTO": 1e-4, "RLOO": 1e-4, "GRPO": 1e-6, "vespo": 4e-6}
+FIRST_LOSS = {"SFT": 1e-4, "DPO": 1e-4, "KTO": 1e-4, "RLOO": 1e-4, "Distillation": 1e-5, "GRPO": 1e-6, "vespo": 4e-6}
 """Relative limits; vespo's powers of ratios round more."""
 SHARED = {"share_prefixes": SharePrefixes(min_shared=4)}  # prompts of these runs are short
 
@@ -227,7 +235,12 @@ def run_of(
     if kind.draws:
         ends = [[[processor.tokenizer.eos_token_id], 5.5]]
         settings = {"generation_kwargs": {"suppress_tokens": placeholders(core), "sequence_bias": ends}, **settings}
-        more["reward_funcs"] = reward
+        if name == "Distillation":
+            more["teacher_model"] = tiny_model(
+                core.config.model_type, processor=processor, hidden=64, heads=2, layers=2
+            )
+        else:
+            more["reward_funcs"] = reward
     if trainer.__name__.startswith("Packed") and name != "SFT":
         more = {**SHARED, **more}
     return trainer(

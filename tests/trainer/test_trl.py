@@ -105,6 +105,10 @@ SETTINGS = {
         {"gradient_checkpointing": True},
         {"dataset": preferences().remove_columns("images"), "precompute_ref_log_probs": True},
     ],
+    "Distillation": [
+        {"beta": 0.0, "gradient_accumulation_steps": 2},
+        {"beta": 0.5, "temperature": 0.7, "gradient_checkpointing": True},
+    ],
     "GRPO": [
         *({"loss_type": loss_type, "beta": 0.3, **RATES} for loss_type in ("dapo", "cispo", "vespo")),
         {"loss_type": "grpo", "beta": 0.0, **RATES},
@@ -132,14 +136,18 @@ def test_settings(name, settings, tmp_path):
     compared(name, tmp_path, **{"steps": 3 if name == "GRPO" else 2, **settings})
 
 
-SHARE = {"SFT": 1, "DPO": 0.65, "KTO": 0.9, "RLOO": 0.9, "GRPO": 0.5}
+SHARE = {"SFT": 1, "DPO": 0.65, "KTO": 0.9, "RLOO": 0.9, "Distillation": 0.9, "GRPO": 0.5}
 """The largest part of the batch's tokens that is computed: each prompt once."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("SFT", {}), ("DPO", {}), ("KTO", {}), ("RLOO", {"beta": 0.1}), ("GRPO", {"beta": 0.1, "num_iterations": 2})],
+    [
+        *((name, {}) for name in ("SFT", "DPO", "KTO", "Distillation")),
+        ("RLOO", {"beta": 0.1}),
+        ("GRPO", {"beta": 0.1, "num_iterations": 2}),
+    ],
 )
 def test_steps(name, settings, tmp_path):
     run = compared(name, tmp_path, steps=4, **settings)

@@ -36,6 +36,7 @@ from vlmpack.trainer.packed_trainer import PackedTrainer
 check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
 
 from datasets import Dataset, IterableDataset  # noqa: E402
+from trl.trainer.distillation_trainer import DistillationTrainer  # noqa: E402
 from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
@@ -46,6 +47,7 @@ from trl.trainer.utils import FusedCausalLMOutput  # noqa: E402
 
 __all__ = [
     "PackedDPOTrainer",
+    "PackedDistillationTrainer",
     "PackedGRPOTrainer",
     "PackedKTOTrainer",
     "PackedRLOOTrainer",
@@ -216,6 +218,27 @@ class PackedGRPOTrainer(_Sampling, GRPOTrainer):
 
 class PackedRLOOTrainer(_Sampling, RLOOTrainer):
     """TRL's RLOOTrainer on packed rows: completions of one prompt share its computation."""
+
+
+class PackedDistillationTrainer(_Sampling, DistillationTrainer):
+    """TRL's DistillationTrainer with the student and the teacher on packed rows.
+
+        PackedDistillationTrainer(student, teacher, args=DistillationConfig(...), ...)
+
+    Packing is enabled on the teacher too. It may be of another family, but its name is refused, because TRL would load
+    it itself.
+    """
+
+    def __init__(self, model: Any, teacher_model: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(teacher_model, nn.Module):
+            raise ConfigError(
+                f"packing cannot be enabled on the teacher {teacher_model!r:.60}, which TRL would load: load the model "
+                "yourself"
+            )
+        if not is_packing(teacher_model):
+            enable_packing(teacher_model)
+        super().__init__(model, teacher_model, *args, **kwargs)
+        self._pack(teacher_model)
 
 
 # ---------------------------------------------------------------------- supervised fine-tuning
