@@ -10,7 +10,7 @@ standard error, and only if that is a terminal:
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -28,18 +28,6 @@ GAP = 2
 BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def make_table(*columns: str | Column, header: bool = True) -> Table:
-    """Make an empty table.
-
-    Args:
-        columns: columns from left to right; a plain string is the title of a column that does not wrap.
-        header: print the titles, with a line below them.
-    """
-    whole = [Column(each, no_wrap=True) if isinstance(each, str) else each for each in columns]
-    lines = box.SIMPLE_HEAD if header else None
-    return Table(*whole, box=lines, show_header=header, pad_edge=False, padding=(0, 1, 0, 0))
-
-
 def number_columns(*titles: str) -> list[Column]:
     """Make right-aligned columns that do not wrap."""
     return [Column(title, justify="right", no_wrap=True) for title in titles]
@@ -50,14 +38,31 @@ def text_column(title: str) -> Column:
     return Column(title, overflow="fold")
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table: wrapped at a terminal, one line per row in a pipe."""
+def print_table(
+    console: Console, columns: Iterable[str | Column], rows: Iterable[Sequence[str | Text]], *, header: bool = True
+) -> None:
+    """Print a table: wrapped at a terminal, one line per row in a pipe.
+
+    Args:
+        console: where to print it.
+        columns: columns from left to right; a plain string is the title of a column that does not wrap.
+        rows: cells of each row; a string may contain rich markup. A row without cells is a line between two sections.
+        header: print the titles, with a line below them.
+    """
     if console.quiet:
         return
+    whole = [Column(each, no_wrap=True) if isinstance(each, str) else each for each in columns]
+    lines = box.SIMPLE_HEAD if header and console.is_terminal else None
+    gap = 1 if console.is_terminal else GAP
+    table = Table(*whole, box=lines, show_header=header, pad_edge=False, padding=(0, gap, 0, 0))
+    for cells in rows:
+        if cells:
+            table.add_row(*cells)
+        else:
+            table.add_section()
     if console.is_terminal:
         console.print(table)
         return
-    table.box, table.padding, table.pad_edge = None, (0, GAP, 0, 0), False
     wide = Console(file=console.file, width=NEEDED, color_system=None, emoji=False)
     with wide.capture() as text:
         wide.print(table)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow
+from cli.test_app import check_keys
 from rich.console import Console
 from transformers import AutoConfig
 from typer.testing import CliRunner
@@ -29,7 +29,7 @@ from vlmpack.model.mechanisms.gated_delta_fla import FlaCall
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import Report, probe
 from vlmpack.probing.report import Check
-from vlmpack.testing import tiny_config, tiny_model
+from vlmpack.testing import tiny_model
 
 FEW = ("qwen3_vl", "qwen3")
 
@@ -83,6 +83,7 @@ def test_the_environment_is_versions_devices_and_back_ends(monkeypatch: pytest.M
     ):
         assert text in result.stdout
     parts = answer(run("--json"))
+    check_keys("doctor", parts)
     assert {entry["name"] for entry in parts["versions"]} >= {"python", "torch", "transformers", "torchvision"}
     assert parts["devices"][0]["type"] == "cpu"
     assert {entry["backend"] for entry in parts["attention"] if not entry["reasons"]} >= {"sdpa_segments", "eager_mask"}
@@ -92,7 +93,7 @@ def test_options_of_a_probe_need_one() -> None:
     for arguments, names in ((["tiny"], "MODEL"), (["--device", "cpu", "--tiny"], "--device, --tiny")):
         result = run(*arguments)
         assert result.exit_code == 2
-        assert result.stderr == f"vlmpack: {names} only matters to a probe; add --probe, or leave it out\n"
+        assert result.stderr == f"vlmpack: {names} only applies to a probe; add --probe, or leave it out\n"
 
 
 def test_every_back_end_answers_for_every_device_and_dtype() -> None:
@@ -109,7 +110,7 @@ def test_versions_say_what_is_missing_does_not_import_or_is_newer_than_tested(mo
     assert {entry.name: entry.version for entry in versions()}["torch"] == torch.__version__
     monkeypatch.setattr("vlmpack.machine.version_of", {"torch": "2.13.0+cu132", "transformers": "99.1.0"}.get)
     notes = {entry.name: entry.note for entry in versions()}
-    assert notes["transformers"] == f"newer than {NEWEST_TESTED['transformers']}, the newest tested: probe it"
+    assert notes["transformers"] == f"newer than {NEWEST_TESTED['transformers']}, the newest tested version: probe it"
     assert notes["torch"] is None
 
 
@@ -117,7 +118,10 @@ def test_without_fla_it_says_how_rows_are_computed_and_why(monkeypatch: pytest.M
     def broken(family: Any) -> bool:
         raise AttributeError("module 'triton' has no attribute 'jit'")
 
-    said = ["batches of samples of like length", "does not import (AttributeError: module 'triton' has no attribute"]
+    said = [
+        "samples of similar length are computed in batches",
+        "does not import (AttributeError: module 'triton' has no attribute",
+    ]
     for reason in said:
         (entry,) = gated_delta_serving(["cpu"])
         assert (entry.backend, entry.device) == ("fla", "cpu") and reason in entry.reasons[0]
@@ -138,22 +142,6 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
 
 
 # ---------------------------------------------------------------------- probes of every family
-
-
-@pytest.mark.slow
-def test_the_summary_names_families_back_ends_and_verdicts(few_families: None) -> None:
-    result = run_probe()
-    assert result.exit_code == 0, result.output
-    for text in (
-        *FEW,
-        "sdpa_segments",
-        "eager_mask",
-        "plain, [4, 1, T]",
-        "exact",
-        "leaks",
-        "Exact: every packed sample",
-    ):
-        assert text in result.stdout
 
 
 class Probes:
@@ -214,7 +202,7 @@ def test_what_was_found_before_ctrl_c_is_kept(probes: Probes) -> None:
     result = run_probe("--attention", "sdpa_segments")
     assert result.exit_code == 130
     assert "qwen3_vl sdpa_segments exact" in words(result.stdout)
-    assert "Not finished: what is not listed was not probed." in result.stdout
+    assert "Not finished: only the listed models were probed." in result.stdout
     assert "Exact:" not in result.stdout
     result = run_probe("--attention", "sdpa_segments", "--json")
     assert result.exit_code == 130
@@ -236,7 +224,7 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
         "gradients of visual patch_embed.proj",
         "one row, [4, 1, T] positions",
         "leaks: cache, loss count",
-        "Exact: every packed sample is what it would have been alone.",
+        "Exact: every packed sample gets what it would get on its own.",
     ):
         assert text in words(result.stdout)
 
@@ -252,24 +240,20 @@ def test_a_leak_has_exit_status_1_and_a_name(folder: str, monkeypatch: pytest.Mo
     said = words(result.stdout)
     assert "vision leaks. vision: model.visual.blocks.0.attn.proj gives other numbers of a sample than alone" in said
     assert "qwen2_5_vl, sdpa_segments: leaks. The cause: vision." in said
-    assert "Do not train packed rows here" in said
-    result = run_probe(folder, "--json")
-    assert result.exit_code == 1
-    assert not answer(result)["healthy"]
-    (report,) = answer(result)["probes"]
-    assert (report["verdict"], report["causes"]) == ("leaks", ["vision"])
-    assert {check["part"] for check in report["checks"]} == {"isolation", "mechanism", "equality", "work"}
+    assert "Do not train packed rows on this machine" in said
 
 
-@pytest.mark.slow
-def test_a_tiny_copy_of_a_configuration_is_probed_in_a_precision_by_every_back_end(tmp_path: Path) -> None:
-    tiny_config("qwen3", hidden=192, layers=5).save_pretrained(tmp_path)
-    result = run_probe(str(tmp_path), "--tiny", "--dtype", "bfloat16", "--attention", "all", "--json")
-    assert result.exit_code == 0, result.output
-    probes = answer(result)["probes"]
-    assert [probe["attention"] for probe in probes] == ["sdpa_segments", "eager_mask"]
-    assert {probe["dtype"] for probe in probes} == {"bfloat16"}
-    assert {probe["weights"] for probe in probes} == {"a tiny copy with random weights: as asked"}
+def test_a_tiny_copy_is_probed_in_a_precision_by_every_back_end(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Any] = []
+
+    def noted(model: Any, processor: Any, *, attention: str, **settings: Any) -> Report:
+        probed.append((attention, model.dtype))
+        return report_of()
+
+    monkeypatch.setattr("vlmpack.probing.run.probe", noted)
+    result = run_probe(folder, "--tiny", "--dtype", "bfloat16", "--attention", "all", "--json")
+    assert probed == [(name, torch.bfloat16) for name in ("sdpa_segments", "eager_mask")]
+    assert {each["weights"] for each in answer(result)["probes"]} == {"a tiny copy with random weights: as asked"}
 
 
 @pytest.mark.parametrize(("name", "family"), [("tiny", "qwen3_vl"), ("tiny:qwen3", "qwen3")])
@@ -286,7 +270,7 @@ def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.Mo
     model, processor = probed
     assert model.config.model_type == family
     assert (processor is not None) == (family == "qwen3_vl")
-    assert answer(result)["probes"][0]["weights"] == "made here with random weights"
+    assert answer(result)["probes"][0]["weights"] == "random weights"
 
 
 # ---------------------------------------------------------------------- refusals
@@ -346,13 +330,12 @@ def report_of(*checks: Check) -> Report:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3", *slow("qwen3_5_moe")])
-def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns(family: str) -> None:
-    report = probe(tiny_model(family), plain=False)
+def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns() -> None:
+    report = probe(tiny_model("qwen3"), plain=False)
     groups = {check.name.split("gradient of ")[1] for check in report.checks if "row: gradient of" in check.name}
     lines = printed(report)
     seen, part = set(), ""
-    for line in lines[next(i for i, line in enumerate(lines) if "against each sample alone" in line) :]:
+    for line in lines[next(i for i, line in enumerate(lines) if "compared with each sample alone" in line) :]:
         name = line[: line.index("  ", 4)].strip() if "  " in line[4:] else line.strip()
         part = "" if not line.strip() else name.removeprefix("gradients of ") if name.startswith("gradients") else part
         seen.add(f"{part}.{name}" if part else name.removeprefix("gradient of "))

@@ -53,7 +53,7 @@ def test_receipts_for_a_processor_made_here_are_small_and_take_no_options_of_fil
     assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
     assert inputs.collator.measure(inputs.dataset[0]).num_tokens > 100
     for option in ({"image_root": Path()}, {"columns": ["{}"]}, {"branches": "turns"}):
-        with pytest.raises(ConfigError, match=r"--\S+: synthetic receipts have known columns, no paths and one quest"):
+        with pytest.raises(ConfigError, match=r"--\S+ does not apply to synthetic receipts, which have fixed"):
             opened("synthetic", processor="tiny", **option)
 
 
@@ -82,7 +82,7 @@ def test_a_processor_is_that_of_a_family_or_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--processor .*nowhere: nothing there can be read"):
+    with pytest.raises(ConfigError, match=r"--processor .*nowhere cannot be read"):
         opened(chats, processor=str(tmp_path / "nowhere"))
     with pytest.raises(FamilyError, match="mamba: unknown family"):
         named_processor("tiny:mamba")
@@ -113,7 +113,7 @@ def test_the_largest_area_of_an_image_is_the_processors_own_or_the_one_given(cha
     pixels = bound.collator.collate([bound.dataset[0]]).media.pixel_values
     assert pixels is not None
     assert len(pixels) == 4 * tokens[1]
-    with pytest.raises(ConfigError, match="--max-pixels 9: the processor enlarges images to 4096 pixels at least"):
+    with pytest.raises(ConfigError, match="--max-pixels 9: the processor enlarges images to at least 4096 pixels"):
         opened(chats, processor="tiny", max_pixels=9)
     with pytest.raises(ConfigError, match="--max-pixels 9: a text model has no images"):
         opened(chats, processor="tiny:qwen3", max_pixels=9)
@@ -176,11 +176,11 @@ def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        (["--mix", "b.jsonl=much"], r"--mix b.jsonl=much: a weight is a number above 0.*: --mix b.jsonl=2"),
-        (["--mix", "b.jsonl=0"], "a weight is a number above 0"),
-        (["--mix", "b.jsonl=inf"], "a weight is a number above 0"),
-        (["--mix", "b.jsonl=2", "--mix", "c.jsonl"], "--mix c.jsonl: others have a weight; give it one too"),
-        (["--mix", "synthetic=2"], "--mix synthetic: it is in the mix already; name it once, and weigh it"),
+        (["--mix", "b.jsonl=much"], r"--mix b.jsonl=much: the weight must be a number above 0.*: --mix b.jsonl=2"),
+        (["--mix", "b.jsonl=0"], "the weight must be a number above 0"),
+        (["--mix", "b.jsonl=inf"], "the weight must be a number above 0"),
+        (["--mix", "b.jsonl=2", "--mix", "c.jsonl"], "--mix c.jsonl: the others have a weight, so it needs one too"),
+        (["--mix", "synthetic=2"], "--mix synthetic: it is already in the mix; name it once, with a weight"),
         (["--mix", "nowhere.jsonl=2"], "nowhere.jsonl"),
     ],
 )
@@ -226,9 +226,9 @@ def test_maps_are_dealt_out_by_names() -> None:
 @pytest.mark.parametrize(
     ("columns", "fault"),
     [
-        (("said={}", "said={}"), "--columns said={}: said.jsonl has a map already; write all names of a data set in"),
-        ((QUESTIONS, CAPTIONS), r"every data set has a map already; .* SOURCE=MAP \(SOURCE: b, said\)"),
-        (("chats={}",), "no data set here is called chats; there are b, said, b.jsonl, said.jsonl, or leave"),
+        (("said={}", "said={}"), "--columns said={}: said.jsonl already has a map; write all names in one"),
+        ((QUESTIONS, CAPTIONS), r"every data set already has a map; .* SOURCE=MAP \(SOURCE: b, said\)"),
+        (("chats={}",), "there is no data set chats, only b, said, b.jsonl, said.jsonl; leave"),
     ],
 )
 def test_maps_that_no_data_set_has_or_one_twice_are_refused(columns: tuple[str, ...], fault: str) -> None:

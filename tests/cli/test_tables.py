@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cli.test_analyze import table_of
+from cli.test_app import check_keys
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -21,7 +23,7 @@ from vlmpack.cli.doctor import Device, Serving, Version, print_environment, prin
 from vlmpack.cli.pack import print_store
 from vlmpack.cli.training import Run
 from vlmpack.collate import VLMCollator
-from vlmpack.plan import PaddedRecipe
+from vlmpack.plan import PaddedRecipe, PrefixGroups
 from vlmpack.probing import Report
 from vlmpack.probing.report import Baseline, Check
 from vlmpack.rows import Manifest, PackedDataset, StoreSettings, write_rows
@@ -47,9 +49,12 @@ def test_a_sentence_is_one_line_in_a_pipe_and_wrapped_at_a_terminal() -> None:
 
 
 def print_lengths(console: Console) -> None:
-    table = table_of(np.random.default_rng(0).integers(1_000, 100_000, 300).tolist())
+    lengths = np.random.default_rng(0).integers(1_000, 100_000, 300)
+    groups = PrefixGroups(of_samples=np.zeros(300, int), parents=np.array([-1]), tokens=np.array([999]))
+    table = replace(table_of(lengths.tolist()), groups=groups)
     recipe = PaddedRecipe(world_size=64, per_device_batch=16)
-    print_analysis(analysis_of(table, recipe, (8_192, 131_072), source="a/data/set"), table, console)
+    numbers = analysis_of(table, recipe, (8_192, 131_072), source="a/data/set", min_shared=64)
+    print_analysis(numbers, table, console)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +127,10 @@ VERBS: dict[str, Callable[[Console, Path], None]] = {
     "doctor --probe": lambda console, _: print_reports([probed()] * 3, console, summarise=True),
     "doctor --probe MODEL": lambda console, _: print_reports([probed()], console, summarise=False),
 }  # fmt: skip
+
+
+def test_the_page_lists_the_keys_of_probes() -> None:
+    check_keys("probe", {"probes": [probed().to_dict()], "complete": True, "healthy": True})
 
 
 # ---------------------------------------------------------------------- what is printed

@@ -52,15 +52,15 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("cutoff_len=4", "there is no key cutoff_len; the nearest is capacity: Tokens of a row"),
+        ("cutoff_len=4", "unknown key cutoff_len; the nearest is capacity: Tokens of a row"),
         ("model_name_or_path=a", "the nearest is model: Hub id"),
-        ("lerning_rate=1", "there is no key lerning_rate; the nearest is learning_rate: "),
+        ("lerning_rate=1", "unknown key lerning_rate; the nearest is learning_rate: "),
         ("learning_rate=fast", "learning_rate takes float, got 'fast'"),
         ("capacity=1.5", "capacity takes int, got 1.5"),
         ("merge=1", "merge takes bool, got 1"),
         ("method=qlora", "method takes lora or full, got 'qlora'"),
         ("seed=", "seed takes int, got None"),
-        ("chats.jsonl", "chats.jsonl: a setting is KEY=VALUE; give a file of them as --config chats.jsonl"),
+        ("chats.jsonl", "chats.jsonl is not a setting KEY=VALUE; to read settings from a file: --config chats.jsonl"),
         ("data=[a", "data=[a cannot be read: while parsing"),
         ("data=[]", "data names no data set"),
         ("eval_strategy=sometimes", "TrainingArguments refuses these keys: sometimes is not a valid"),
@@ -79,7 +79,7 @@ def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, ch
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("- a", "holds no keys; write lines such as `data: chats.jsonl`"),
+        ("- a", "has no keys; write lines such as `data: chats.jsonl`"),
         ("model: tiny", "data must be set"),
         ("a: [", "cannot be read"),
     ],

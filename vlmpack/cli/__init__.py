@@ -1,4 +1,4 @@
-"""The `vlmpack` command: one file per verb. What a verb computes with is imported when the verb runs."""
+"""The `vlmpack` command: one file per verb. A verb imports what it needs when it runs."""
 
 from __future__ import annotations
 

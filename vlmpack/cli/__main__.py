@@ -1,4 +1,4 @@
-"""`python -m vlmpack.cli`."""
+"""Run the command as `python -m vlmpack.cli`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlmpack analyze`: measure lengths, simulate packing, and compute the recipe that keeps the samples of an update."""
+"""`vlmpack analyze`: measure lengths, simulate packing, and find the accumulation that keeps the samples per update."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import typer
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs, print_refused
+from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs, plan_rows, print_refused
 from vlmpack.cli.options import DataOptions, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError
-from vlmpack.terminal import make_table, number_columns, print_table, print_text, text_column
+from vlmpack.terminal import number_columns, print_table, print_text, text_column
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,15 +38,17 @@ WORDS = {
     "targets": "tokens trained on",
     "patches": "vision patches",
 }
-"""What is measured of a sample, as tables say it."""
+"""Measured columns, and their names in tables."""
 HISTOGRAMS = ("tokens", "text", "image", "video")
-"""What is drawn as histograms."""
+"""Columns that are drawn as histograms."""
 PADDED = {"to_longest": "padding to the longest in the batch", "to_max": "padding to the longest of all"}
+COUNTED = ("tokens", "media_tokens", "targets")
+"""Numbers of each part of a row."""
 BAR = 20
-"""Characters of the longest bar of a histogram."""
+"""Length of the longest bar of a histogram, in characters."""
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 MIN_SHARED = 64
-"""Tokens of the shortest shared prefix, unless --min-shared is given."""
+"""Minimum tokens of a shared prefix, unless --min-shared is given."""
 
 
 @options.with_options(DataOptions)
@@ -55,24 +56,24 @@ def analyze(
     data: DataOptions,
     capacity: Annotated[
         list[int] | None,
-        of_rows(min=1, metavar="N", help="Tokens of a row; by default 12000, 16000 and 20000. Repeatable."),
+        of_rows(min=1, metavar="N", help="Maximum tokens of a row; by default 12000, 16000 and 20000. Repeatable."),
     ] = None,
     rows: Annotated[
-        int, of_rows(min=0, metavar="N", help="Print the first N rows, sample by sample; of the first capacity.")
+        int, of_rows(min=0, metavar="N", help="Print the first N rows, sample by sample, for the first capacity.")
     ] = 0,
-    world_size: Annotated[int, of_rows(min=1, help="Ranks.")] = 1,
-    per_device_batch: Annotated[int, of_rows(min=1, help="Samples of a padded batch, on each rank.")] = 8,
+    world_size: Annotated[int, of_rows(min=1, help="Number of ranks.")] = 1,
+    per_device_batch: Annotated[int, of_rows(min=1, help="Samples of a padded batch on each rank.")] = 8,
     samples_per_update: Annotated[
         int | None,
-        of_rows(min=1, metavar="N", help="Samples of an update that packing has to keep; by default a batch."),
+        of_rows(min=1, metavar="N", help="Samples of an optimizer step that packing should keep; by default a batch."),
     ] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Report how long samples are and what packing them saves; print rows with --rows.
+    """Report the lengths of samples and what packing saves; with --rows, print rows.
 
-    Images are measured by their headers: no pixel is decoded, and no model is read. DATASET may be a folder written by
-    `vlmpack pack`, too. The exit status is 1 if no sample can be used.
+    Images are measured from their headers: no image is decoded, and no model is loaded. DATASET may also be a folder
+    written by `vlmpack pack`. The exit status is 1 if no sample can be used.
     """
     from vlmpack.lengths import why_no_marks
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
@@ -97,7 +98,7 @@ def analyze(
     print_analysis(numbers, table, console)
     if without:
         console.print()
-        print_text(console, Text(f"Shared prefixes were not looked for: {without}."))
+        print_text(console, Text(f"Did not look for shared prefixes: {without}."))
     print_rows(numbers["rows"], console)
     if as_json:
         typer.echo(json.dumps(numbers, indent=2))
@@ -117,16 +118,16 @@ def analysis_of(
     min_shared: int | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Return every number, for JSON and the tables.
+    """Return all numbers, for JSON and the tables.
 
     Args:
         table: lengths of the samples.
-        recipe: training without packing, whose samples an update are kept.
-        capacities: of rows, in tokens; each is simulated.
-        source: the data set.
-        mix: counts of each data set of a mix; None: there is one data set.
-        min_shared: tokens of the shortest prefix that counts as shared; None: shared prefixes were not looked for.
-        settings: further ones of `simulate`.
+        recipe: training with padding; packing keeps its samples per update.
+        capacities: capacities of rows to simulate, in tokens.
+        source: name of the data set.
+        mix: counts of each data set of a mix; None: it is not a mix.
+        min_shared: minimum tokens of a shared prefix; None: shared prefixes were not looked for.
+        settings: more settings of `simulate`.
     """
     from vlmpack.plan.length_table import summary
     from vlmpack.plan.simulation import simulate
@@ -168,7 +169,7 @@ def analysis_of(
 
 
 def columns_of(table: LengthTable) -> dict[str, np.ndarray]:
-    """Return int64 [N] each: tokens, and every other column that is not zero throughout."""
+    """Return the columns of a table, int64 [N] each: tokens, and all others that are not 0 everywhere."""
     measured = {
         "tokens": table.tokens,
         "text": table.text_tokens,
@@ -181,7 +182,7 @@ def columns_of(table: LengthTable) -> dict[str, np.ndarray]:
 
 
 def _savings(plain: Simulation, shared: Simulation) -> dict[str, Any]:
-    """Return what an epoch computes without sharing and with it, and the part that is saved of all that is not 0."""
+    """Return the work of an epoch without and with shared prefixes, and the fraction saved."""
     before, after = ({"rows": each.rows, **each.to_dict()["computed"]} for each in (plain, shared))
     saved = {name: 1 - after[name] / count for name, count in before.items() if count}
     return {"capacity": plain.capacity, "plain": before, "shared": after, "saved": saved}
@@ -191,17 +192,17 @@ def _savings(plain: Simulation, shared: Simulation) -> dict[str, Any]:
 
 
 def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: bool) -> None:
-    """Print what a folder of packed rows holds.
+    """Print the contents of a folder of packed rows.
 
     Raises:
-        ConfigError: the folder is damaged, or options by which rows would be planned are given.
+        ConfigError: the folder is damaged, or options for planning rows are given.
     """
     from vlmpack.rows import PackedDataset
 
     given = [field.name for field in fields(data)[2:] if getattr(data, field.name) != field.default]
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{data.dataset} is packed already, so {names} would be ignored; leave it out")
+        raise ConfigError(f"{data.dataset} is packed already, so {names} would have no effect; leave it out")
     folder = Path(data.dataset).expanduser()
     dataset = PackedDataset(folder)
     shown = range(min(rows, len(dataset)))
@@ -215,18 +216,11 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
 def _planned_rows(
     inputs: Inputs, data: DataOptions, table: LengthTable, capacity: int, rows: int
 ) -> list[dict[str, Any]]:
-    """Plan rows as `vlmpack pack` does, and describe the first of them."""
+    """Plan rows as `vlmpack pack` does, and describe the first `rows` of them."""
     from vlmpack.lengths import tree_of
-    from vlmpack.plan.planner import plan_bins
 
-    if not rows or not len(table):
-        return []
-    plan = plan_bins(
-        table, capacity, strategy=data.strategy, oversize="drop",
-        budgets=table.budgets(patches=data.max_patches), groups=table.groups if data.min_shared else None,
-    )  # fmt: skip
     found = []
-    for row, ids in enumerate(plan.bins[:rows]):
+    for row, ids in enumerate(plan_rows(table, data, capacity).bins[:rows] if rows and len(table) else ()):
         samples = [inputs.collator.measure(inputs.dataset[at], at) for at in ids]
         limits = inputs.collator.limits
         tree = tree_of(samples, limits=limits, min_shared=data.min_shared) if data.min_shared else None
@@ -235,12 +229,12 @@ def _planned_rows(
 
 
 def row_numbers(row: int, samples: Sequence[Encoded], tree: PrefixTree | None) -> dict[str, Any]:
-    """Describe a row, for JSON: its samples, or the nodes of its tree, each behind its parent.
+    """Describe a row, for JSON: its samples, or the nodes of its prefix tree, each after its parent.
 
     Args:
-        row: its place in the plan.
-        samples: of the row.
-        tree: what they share; None: nothing.
+        row: index of the row in the plan.
+        samples: samples of the row.
+        tree: prefix tree of the row; None: its samples share nothing.
     """
     import numpy as np
 
@@ -273,16 +267,17 @@ def row_numbers(row: int, samples: Sequence[Encoded], tree: PrefixTree | None) -
 
 
 def print_rows(rows: Iterable[dict[str, Any]], console: Console) -> None:
-    """Print each row as a table: a line a sample, or a line a node of its tree, indented below its parent."""
+    """Print each row as a table: one line per sample, or per node of its prefix tree, indented below its parent."""
     for row in rows:
         tokens = f"{row['tokens']:,} tokens of {row['samples']:,} sample{'' if row['samples'] == 1 else 's'}"
         saved = f", {row['computed']:,} computed" if row["computed"] < row["tokens"] else ""
         console.print(f"\n[bold]Row {row['row']:,}[/]: {tokens}{saved}", highlight=False)
-        table = make_table(text_column("sample"), *number_columns("tokens", "of media", "trained on"))
-        for part in row["parts"]:
-            counts = (f"{part[name]:,}" for name in ("tokens", "media_tokens", "targets"))
-            table.add_row(Text("  " * part["depth"] + part["name"]), *counts)
-        print_table(console, table)
+        columns = (text_column("sample"), *number_columns("tokens", "of media", "trained on"))
+        lines = (
+            (Text("  " * part["depth"] + part["name"]), *(f"{part[name]:,}" for name in COUNTED))
+            for part in row["parts"]
+        )
+        print_table(console, columns, lines)
 
 
 # ---------------------------------------------------------------------- tables
@@ -299,15 +294,16 @@ def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Cons
     print_refused(table, console)
     if not len(table):
         return
-    lengths = make_table("in a sample", *number_columns("mean", "median", "95 % below", "99 % below", "most", "sum"))
-    for name, of in numbers["columns"].items():
-        lengths.add_row(WORDS[name], *(f"{of[key]:,.0f}" for key in ("mean", "median", "p95", "p99", "max", "total")))
-    print_table(console, lengths)
+    statistics = {"mean": "mean", "median": "median", "95 %": "p95", "99 %": "p99", "max": "max", "sum": "total"}
+    rows = (
+        (WORDS[name], *(f"{of[key]:,.0f}" for key in statistics.values())) for name, of in numbers["columns"].items()
+    )
+    print_table(console, ("per sample", *number_columns(*statistics)), rows)
     ascii_only = console.options.ascii_only
     drawn = {name: values for name, values in columns_of(table).items() if name in HISTOGRAMS}
     bars = (histogram_bars(WORDS[name], values, ascii_only=ascii_only) for name, values in drawn.items())
     console.print(Columns(bars, padding=(0, 4)))
-    print_table(console, _layouts(numbers["padded"], numbers["packed"], len(table)))
+    _print_layouts(numbers["padded"], numbers["packed"], len(table), console)
     for packed in numbers["packed"]:
         for sentence in packed["explained"]:
             print_text(console, Text(f"Rows of {packed['capacity']:,}: {sentence}"))
@@ -316,10 +312,10 @@ def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Cons
 
 
 def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -> Group:
-    """Draw a histogram: one line a bin, the longest bar `BAR` characters long.
+    """Draw a histogram: one line per bin, the longest bar `BAR` characters long.
 
     Args:
-        name: printed above.
+        name: the title.
         values: int64 [N].
         ascii_only: draw with "#", for a terminal without block characters.
     """
@@ -338,40 +334,40 @@ def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -
     return Group(*lines, Text())
 
 
-def _layouts(padded: Mapping[str, Any], packed: Iterable[Mapping[str, Any]], samples: int) -> Table:
-    """Make the table of padded and packed; rows are counted as if they were filled up to their capacity."""
-    table = make_table(
-        text_column(""), *number_columns("rows", "padding", "samples\na row", "accumu-\nlation", "samples\nan update"),
-        *number_columns("updates\nan epoch", "too\nlong"),
-    )  # fmt: skip
+def _print_layouts(
+    padded: Mapping[str, Any], packed: Iterable[Mapping[str, Any]], samples: int, console: Console
+) -> None:
+    """Print the table of padded and packed training. The unused part of a packed row counts as padding."""
+    titles = ("rows", "padding", "samples\nper row", "accumu-\nlation", "samples\nper\nupdate", "updates\nper\nepoch")
     update = [f"{padded[name]:,}" for name in ("accumulation", "samples_per_update", "updates")]
-    for name, words in PADDED.items():
-        table.add_row(words, f"{samples:,}", f"{padded[name]['waste']:.1%}", "1", *update, "0")
-    table.add_section()
+    rows: list[Sequence[str]] = [
+        (words, f"{samples:,}", f"{padded[name]['waste']:.1%}", "1", *update, "0") for name, words in PADDED.items()
+    ]
+    rows.append(())
     for row in packed:
         waste = f"{1 - row['fill']:.1%}" if row["rows"] else ""
         update = [f"{row['accumulation']:,}", f"{row['samples_per_update']:,.1f}", f"{row['updates']:,}"]
         cells = [f"{row['rows']:,}", waste, f"{row['samples_per_row']:.2f}", *update, f"{len(row['oversize']):,}"]
-        table.add_row(f"packed in rows of {row['capacity']:,}", *cells)
-    return table
+        rows.append((f"packed in rows of {row['capacity']:,}", *cells))
+    print_table(console, (text_column(""), *number_columns(*titles, "too\nlong")), rows)
 
 
 def _print_savings(shared: Mapping[str, Any], console: Console) -> None:
-    """Print what sharing prefixes would save, or that there is nothing to share."""
+    """Print what sharing prefixes would save, or that no prefixes are shared."""
     console.print("[bold]Shared prefixes[/]", highlight=False)
-    least = f"{shared['min_shared']:,} tokens or more"
+    least = f"at least {shared['min_shared']:,} tokens"
     if not shared["packed"]:
-        print_text(console, Text(f"No samples share a beginning of {least}."), indent=2)
+        print_text(console, Text(f"No samples share a prefix of {least}."), indent=2)
         return
     found = (
-        f"{shared['samples']:,} samples share a beginning of {least} with others, in {shared['groups']:,} groups. "
-        'VLMCollator(layout="packed", share_prefixes=True) computes it once a row, exactly:'
+        f"{shared['samples']:,} samples share a prefix of {least} with others, in {shared['groups']:,} groups. "
+        'VLMCollator(layout="packed", share_prefixes=True) computes it once per row, exactly:'
     )
     print_text(console, Text(found), indent=2)
-    table = make_table("rows of", *number_columns("as they are", "shared", "saved"))
+    rows: list[Sequence[str]] = []
     for each in shared["packed"]:
         for name, part in each["saved"].items():
             what = f"{each['capacity']:,}: {name.replace('_', ' ')}"
-            table.add_row(what, f"{each['plain'][name]:,}", f"{each['shared'][name]:,}", f"{part:.1%}")
-        table.add_section()
-    print_table(console, table)
+            rows.append((what, f"{each['plain'][name]:,}", f"{each['shared'][name]:,}", f"{part:.1%}"))
+        rows.append(())
+    print_table(console, ("rows of", *number_columns("not shared", "shared", "saved")), rows)

@@ -1,4 +1,4 @@
-"""The `vlmpack` command: its verbs, its errors, its exit statuses and its end by Ctrl-C."""
+"""The `vlmpack` command: verbs, one-line errors, exit statuses and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from vlmpack.cli import analyze, demo, doctor, pack, serve, train
 from vlmpack.errors import VlmpackError
 
 SYSTEM_ERRORS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO})
-"""Refusals of the system: missing rights, a read-only file system, a full or a broken disk."""
+"""Missing permissions, a read-only file system, a full or a failing disk."""
 REFUSED = 2
 INTERRUPTED = 128 + signal.SIGINT
 VERBS: Mapping[Callable[..., None], str] = {
-    analyze.analyze: "nothing was written; with --cache FILE the next run keeps the lengths that it has measured",
-    pack.pack: "run the same command again: it goes on where it was, and the files will be the same",
-    train.train: "run it again with resume_from_checkpoint=true: it goes on from the last checkpoint, if there is one",
-    demo.demo: "nothing was written; run it again, with fewer --steps if it takes long",
-    doctor.doctor: "nothing was changed; run it again, or probe one family: vlmpack doctor --probe tiny:qwen3_vl",
-    serve.serve: "run it again: requests that were accepted are in the journal, and go on",
+    analyze.analyze: "nothing was written; with --cache FILE the next run reuses the lengths it has measured",
+    pack.pack: "run the same command again to continue; the files will be the same",
+    train.train: "run it again with resume_from_checkpoint=true to continue from the last checkpoint, if there is one",
+    demo.demo: "nothing was written; run it again, with fewer --steps if it takes too long",
+    doctor.doctor: "nothing was changed; run it again, or probe a single family: vlmpack doctor --probe tiny:qwen3_vl",
+    serve.serve: "run it again to continue; accepted requests are in the journal",
 }
-"""Verbs, with what is printed after Ctrl-C: how to go on."""
+"""Each verb, and what to print after Ctrl-C: how to continue."""
 
 
 class OneLineErrors(TyperGroup):
-    """Print an error of vlmpack or of the system, and the end by Ctrl-C, as one line; a bug keeps its traceback.
+    """Prints errors of vlmpack and of the system, and Ctrl-C, as one line. A bug keeps its traceback.
 
-    The exit status of an error is 2, as of an option that does not exist. 1 is a verb's result, such as that of a probe
-    with a leak. 130 is the end by Ctrl-C.
+    The exit status is 2 for an error (as for an unknown option), 130 for Ctrl-C, and 1 if a verb found a problem, such
+    as a probe that found a leak.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -50,13 +50,13 @@ class OneLineErrors(TyperGroup):
             if error.errno not in SYSTEM_ERRORS:
                 raise
             file = "" if error.filename is None else f"{error.filename}: "
-            raise _exit(f"{file}{error.strerror}; get the right to read and write there, or see to the disk") from error
+            raise _exit(f"{file}{error.strerror}; check the permissions there, and the disk") from error
         except KeyboardInterrupt:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # once more ends it at once, without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process without a traceback
             if os.environ.get("LOCAL_RANK", "0") != "0":
-                raise typer.Exit(INTERRUPTED) from None  # rank 0 prints it for all
+                raise typer.Exit(INTERRUPTED) from None  # rank 0 prints the message for all
             if sys.stderr.isatty():
-                typer.echo(err=True)  # a bar of progress may stand on the line
+                typer.echo(err=True)  # the cursor may be on a progress bar
             hints = {verb.__name__: hint for verb, hint in VERBS.items()}
             raise _exit(f"interrupted; {hints[ctx.invoked_subcommand]}", INTERRUPTED) from None
 
@@ -90,8 +90,8 @@ def options(
 def main() -> None:
     """Run the `vlmpack` script.
 
-    Characters that the terminal's encoding lacks, as in texts and ids of samples, are written as escapes: raising there
-    would end a verb after its work is done. An error handler set by the user stays.
+    Characters that the terminal's encoding lacks are written as escapes, because an error while printing would end a
+    verb after its work is done. An error handler set by the user stays.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""The keys of `vlmpack train`: those of the verb and of the data here, all others those of TrainingArguments."""
+"""The keys of `vlmpack train`: its own, those of the data options, and those of TrainingArguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from vlmpack.cli.options import DataOptions
 from vlmpack.errors import ConfigError
-from vlmpack.terminal import make_table, print_table, text_column
+from vlmpack.terminal import print_table, text_column
 
 Sources = str | list[str] | dict[str, float]
 
@@ -24,31 +24,32 @@ Sources = str | list[str] | dict[str, float]
 @final
 @dataclass(frozen=True, kw_only=True)
 class TrainKeys:
-    """Keys beside those of the data and of TrainingArguments."""
+    """Keys besides those of the data options and of TrainingArguments."""
 
-    model: Annotated[str, 'Hub id or folder of the model; or "tiny", "tiny:FAMILY": a random one made here.']
-    data: Annotated[Sources, "Data set, as `vlmpack analyze` takes it; a list; or a mapping of each to its weight."]
-    eval_data: Annotated[str | None, "Data set that is evaluated; by default a part of data."] = None
-    val_size: Annotated[float, "Samples of data that are evaluated, not trained on: a share, or a number."] = 0.05
-    capacity: Annotated[int, "Tokens of a row, which is the batch of a rank. Memory grows with it."] = 8192
+    model: Annotated[str, 'Hub id or folder of the model; or "tiny", "tiny:FAMILY": a small random one.']
+    data: Annotated[Sources, "Data set, as for `vlmpack analyze`; or a list of several; or a mapping to their weights."]
+    eval_data: Annotated[str | None, "Data set to evaluate on; by default a part of data."] = None
+    val_size: Annotated[float, "Samples of data to hold out for evaluation: a share below 1, or a number."] = 0.05
+    capacity: Annotated[int, "Tokens of a row. Each rank trains on one row at a time, so memory grows with it."] = 8192
     samples_per_update: Annotated[
-        int | None, "Samples that an update should see at least: sets gradient_accumulation_steps."
+        int | None, "Minimum samples of an optimizer step; sets gradient_accumulation_steps."
     ] = None
-    method: Annotated[Literal["lora", "full"], "Train adapters, or all weights."] = "lora"
-    freeze_vision: Annotated[bool, "Leave the vision part alone; false: train it, or adapters in it, too."] = True
+    method: Annotated[Literal["lora", "full"], "Train LoRA adapters, or all weights."] = "lora"
+    freeze_vision: Annotated[bool, "Freeze the vision tower; false: train it, or adapters in it, too."] = True
     lora_rank: Annotated[int, "Rank of the adapters."] = 16
-    lora_alpha: Annotated[int | None, "Scale of the adapters times their rank; by default twice the rank."] = None
-    lora_dropout: Annotated[float, "Dropout in front of the adapters."] = 0.0
+    lora_alpha: Annotated[int | None, "Scale of the adapters, times their rank; by default twice the rank."] = None
+    lora_dropout: Annotated[float, "Dropout before the adapters."] = 0.0
     lora_targets: Annotated[
-        str | list[str], "Layers with adapters, as PEFT takes them; all-linear: every linear one of the language model."
+        str | list[str], "Layers to adapt, as in PEFT; all-linear: every linear layer of the language model."
     ] = "all-linear"
-    merge: Annotated[bool, "Also write the model with its adapters merged, to OUTPUT_DIR/merged."] = True
+    merge: Annotated[bool, "Also save the model with merged adapters, in OUTPUT_DIR/merged."] = True
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, "Of the weights; by default bfloat16 for LoRA on cuda, else float32."
+        Literal["float32", "bfloat16"] | None,
+        "Weights; by default bfloat16 for LoRA on cuda, else float32.",
     ] = None
-    on_bad: Annotated[Literal["raise", "skip"], "Stop at samples that cannot be used, or list and skip them."] = "raise"
+    on_bad: Annotated[Literal["raise", "skip"], "Stop at samples that cannot be used, or skip and list them."] = "raise"
     max_new_tokens: Annotated[
-        int, "Most tokens of an answer to a held-out sample, generated before and after training; 0: none."
+        int, "Maximum tokens of the answer to a held-out sample, generated before and after training; 0: none."
     ] = 128
 
 
@@ -64,7 +65,7 @@ DEFAULTS: dict[str, Any] = {
     "save_total_limit": 2,
     "seed": 0,
 }
-"""Of TrainingArguments, where they are not those of transformers."""
+"""Defaults of TrainingArguments that differ from those of transformers."""
 CHOSEN = {
     "processor": "model",
     "max_length": "capacity",
@@ -78,18 +79,18 @@ CHOSEN = {
     "dataloader_pin_memory": "on cuda",
     "resume_from_checkpoint": "none; true: the newest",
 }
-"""Defaults that depend on other keys or on the machine, in words."""
+"""Defaults that depend on other keys or on the machine, as shown in the help."""
 _UNUSED = {
-    "a batch is a row: capacity says how many tokens it has": "per_device_train_batch_size auto_find_batch_size",
-    "the evaluation is in rows of capacity, too": "per_device_eval_batch_size",
-    "rows are planned, and shuffled each epoch": "train_sampling_strategy length_column_name dataloader_in_order",
-    "rows that do not fill the last step are cut in two, so that no sample is dropped": "dataloader_drop_last",
+    "a batch is one row, and capacity limits its tokens": "per_device_train_batch_size auto_find_batch_size",
+    "evaluation uses rows of capacity, too": "per_device_eval_batch_size",
+    "rows are planned, and shuffled in each epoch": "train_sampling_strategy length_column_name dataloader_in_order",
+    "rows are split to fill the last step, so no sample is dropped": "dataloader_drop_last",
     "workers start as PyTorch starts them": "dataloader_multiprocessing_context",
-    "the collator reads the columns, none is removed": "remove_unused_columns",
-    "vlmpack train trains, and evaluates as val_size and eval_data say": "do_train do_eval do_predict",
+    "the collator needs the columns, so none is removed": "remove_unused_columns",
+    "vlmpack train always trains, and evaluates according to val_size and eval_data": "do_train do_eval do_predict",
 }
 UNUSED = {name: reason for reason, names in _UNUSED.items() for name in names.split()}
-"""Keys of TrainingArguments that change nothing here, and why."""
+"""Keys of TrainingArguments that have no effect, and why."""
 ELSEWHERE = {
     "model": "model_name_or_path base_model model_id model_id_or_path",
     "data": "dataset datasets train_dataset dataset_name train_file",
@@ -112,22 +113,22 @@ ELSEWHERE = {
     "warmup_steps": "warmup_ratio",
     "dtype": "torch_dtype",
 }
-"""Names of keys in LLaMA-Factory, axolotl, ms-swift and TRL, by ours."""
+"""Our keys, with their names in LLaMA-Factory, axolotl, ms-swift and TRL."""
 
 
 class Key(NamedTuple):
     """A key of the configuration."""
 
     kind: Any
-    """Annotation of its values."""
+    """Type annotation of its values."""
     default: str
-    """Its default, in words."""
+    """Its default, as shown."""
     help: str
-    """Its meaning, in a sentence."""
+    """Its meaning."""
 
 
 def all_keys() -> dict[str, Key]:
-    """Return every key by its name."""
+    """Return all keys by name."""
     from transformers import TrainingArguments
 
     keys: dict[str, Key] = {}
@@ -139,7 +140,7 @@ def all_keys() -> dict[str, Key]:
     for each in fields(TrainingArguments):
         default = CHOSEN.get(each.name) or _shown(DEFAULTS.get(each.name, each.default))
         meaning = " ".join(str(each.metadata.get("help", "")).split()).partition(". ")[0].rstrip(".") + "."
-        said = f"Changes nothing: {UNUSED[each.name]}." if each.name in UNUSED else meaning
+        said = f"Has no effect: {UNUSED[each.name]}." if each.name in UNUSED else meaning
         keys.setdefault(each.name, Key(each.type, default, said))
     keys["columns"] = keys["columns"]._replace(kind=str | dict | None)
     keys["resume_from_checkpoint"] = keys["resume_from_checkpoint"]._replace(kind=str | bool | None)
@@ -151,35 +152,33 @@ def _shown(default: Any) -> str:
 
 
 def print_keys(console: Console) -> None:
-    """Print every key with its default and its meaning."""
+    """Print all keys with their defaults and meanings."""
     keys = all_keys()
     parts = {"Training": OF_TRAIN, "Data and rows": OF_DATA}
     others = [name for name in keys if name not in (*OF_TRAIN, *OF_DATA)]
     for title, names in {**parts, "TrainingArguments of transformers": others}.items():
         console.print(f"[bold]{title}[/]", highlight=False)
-        table = make_table("key", "default", text_column("meaning"))
-        for name in names:
-            table.add_row(name, Text(keys[name].default), Text(keys[name].help))
-        print_table(console, table)
+        rows = [(name, Text(keys[name].default), Text(keys[name].help)) for name in names]
+        print_table(console, ("key", "default", text_column("meaning")), rows)
         console.print()
 
 
 def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
-    """Read the keys of a YAML file, and KEY=VALUE, which goes first.
+    """Read the keys of a YAML file, and KEY=VALUE settings, which override the file.
 
     Raises:
-        ConfigError: the file is no mapping; an unknown key, with the nearest known one; a value of another kind.
+        ConfigError: the file is not a mapping, a key is unknown (names the nearest one), or a value has the wrong type.
     """
     given: dict[str, Any] = {}
     if file is not None:
         content = _yaml(f"--config {file}", lambda: file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ConfigError(f"--config {file} holds no keys; write lines such as `data: chats.jsonl`")
+            raise ConfigError(f"--config {file} has no keys; write lines such as `data: chats.jsonl`")
         given |= {str(key): value for key, value in content.items()}
     for text in settings:
         key, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"{text}: a setting is KEY=VALUE; give a file of them as --config {text}")
+            raise ConfigError(f"{text} is not a setting KEY=VALUE; to read settings from a file: --config {text}")
         given[key] = _yaml(text, lambda value=value: value)
     keys = all_keys()
     for key in given:
@@ -187,10 +186,10 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             ours = next((name for name, others in ELSEWHERE.items() if key in others.split()), None)
             nearest = ours or get_close_matches(key, keys, n=1, cutoff=0.0)[0]
             raise ConfigError(
-                f"there is no key {key}; the nearest is {nearest}: {keys[nearest].help} See vlmpack train --help-config"
+                f"unknown key {key}; the nearest is {nearest}: {keys[nearest].help} See vlmpack train --help-config"
             )
     if missing := [name for name in ("model", "data") if name not in given]:
-        raise ConfigError(f"{' and '.join(missing)} must be set: vlmpack train model=HUB_ID data=FILE, or by --config")
+        raise ConfigError(f"{' and '.join(missing)} must be set: vlmpack train model=HUB_ID data=FILE, or in --config")
     return {key: as_kind(key, value, keys[key].kind) for key, value in given.items()}
 
 
@@ -202,10 +201,10 @@ def _yaml(name: str, text: Callable[[], str]) -> Any:
 
 
 def as_kind(key: str, value: Any, kind: Any) -> Any:
-    """Return the value of a key in a type that it takes: YAML reads 1e-4 as text, and no as False.
+    """Convert the value of a key to its type: YAML reads 1e-4 as text, and no as False.
 
     Raises:
-        ConfigError: it is of no such type.
+        ConfigError: it cannot be converted.
     """
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Column
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
 from vlmpack.errors import ConfigError, check_choice
-from vlmpack.terminal import make_table, number_columns, print_table, print_text, progress_lines, text_column
+from vlmpack.terminal import number_columns, print_table, print_text, progress_lines, text_column
 
 if TYPE_CHECKING:
     import torch
@@ -41,41 +41,41 @@ PACKAGES = {
     "qwen-vl-utils": "qwen_vl_utils",
     "torchvision": "torchvision",
 }
-"""Packages, with the modules of those that are often installed and yet do not import."""
+"""Packages; with the module to import, if installed versions often fail to import."""
 IMPORT_TIMEOUT_S = 120
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
-"""The attention of the released 8B models, by which back-ends are judged."""
+"""Attention of the released 8B models, for which back-ends are checked."""
 ALL = "all"
-MADE_HERE = "made here with random weights"
+MADE_HERE = "random weights"
 PARTS = {
-    "isolation": "isolation: how far other samples move",
-    "mechanism": "mechanisms, each by itself",
+    "isolation": "isolation: how much other samples change",
+    "mechanism": "each mechanism on its own",
     "work": "work",
 }
 GRADIENT = "gradient of "
 COLORS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
 PLAIN_COLORS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
 CAPTION = """\
-[dim]Errors are parts of the largest entry (of logits, or of each parameter's
-gradient); gradients are those of the worst parameter, and value is the worst of
-all circumstances but autocast. A limit is what float32 accounts for, and twice
-the error that the model makes without packing.[/]
+[dim]Errors are fractions of the largest entry (of the logits, or of a parameter's
+gradient); a gradient's error is that of the worst parameter, and value is the
+worst of all ways except autocast. A limit is the rounding error of float32, plus
+twice the error of the model without packing.[/]
 """
 PLAIN_CAPTION = """\
-[dim]leak    how far a sample's logits move when only another one changes
-logits  how far they are from those of the sample alone
-pairs   of query and key, a layer[/]
+[dim]leak    how much a sample's logits change when only another sample changes
+logits  how much they differ from those of the sample alone
+pairs   of query and key, per layer[/]
 """
 SUMMARY_CAPTION = """\
-[dim]leak   how far a sample's logits move when only another one in the row changes
-rest   how far the row is from its samples alone; as parts of the largest entry
-plain  unmodified transformers, given the same row with positions that restart
-       and nothing else: what packing by hand comes to[/]
+[dim]leak   how much a sample's logits change when only another sample changes
+rest   how much the row differs from its samples alone, relative to the largest entry
+plain  unmodified transformers on the same row, with positions that restart and
+       nothing else, like packing by hand[/]
 """
 
 
 WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
-"""Columns of the summary, which is printed line by line: as wide as their widest cell, so that 80 columns hold them."""
+"""Widths of the summary's columns: it is printed line by line, so they are fixed, and fit 80 columns."""
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -83,13 +83,11 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help='Hub id or folder of a model to probe; or "tiny", "tiny:FAMILY": a small random one made here. '
-            "By default every family, made here."
+            help='Hub id or folder of a model to probe; or "tiny", "tiny:FAMILY": a small random one. By default, a '
+            "small random model of every family."
         ),
     ] = None,
-    probe: Annotated[
-        bool, typer.Option("--probe", help="Probe packed samples against the same samples alone.")
-    ] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Compare packed samples with the same samples alone.")] = False,
     device: options.Device = None,
     dtype: Annotated[
         options.Dtype | None, typer.Option(help="By default float32; for every family on cuda, both.")
@@ -100,7 +98,7 @@ def doctor(
             "--attention",
             "--attn",
             metavar="BACKEND",
-            help='Attention back-end, or "all" that can serve; by default the first that can, for every family all.',
+            help='Attention back-end, or "all" available ones; by default the first, or all if every family is probed.',
         ),
     ] = None,
     tiny: Annotated[
@@ -111,9 +109,10 @@ def doctor(
 ) -> None:
     """Report versions, devices and attention back-ends; with --probe, compare packed samples with each sample alone.
 
-    A probe changes one sample and watches the others, compares logits, loss and gradients, runs each mechanism by
-    itself, counts work, and gives plain transformers the same row. If the weights do not fit, it probes a tiny random
-    copy of the model's configuration. The exit status is 1 if something is not exact.
+    A probe changes one sample and checks that the others stay the same, compares logits, loss and gradients, checks
+    each mechanism on its own, counts work, and shows what plain transformers makes of the same row. If the weights do
+    not fit into memory, it probes a tiny random copy of the model's configuration. The exit status is 1 if something
+    is not exact.
     """
     console = Console(quiet=as_json)
     if probe:
@@ -127,8 +126,8 @@ def doctor(
         values = {"MODEL": model, "--device": device, "--dtype": dtype, "--attention": attention}
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
         if unused:
-            raise ConfigError(f"{', '.join(unused)} only matters to a probe; add --probe, or leave it out")
-        with progress_lines("importing what is installed", quiet=quiet):
+            raise ConfigError(f"{', '.join(unused)} only applies to a probe; add --probe, or leave it out")
+        with progress_lines("importing packages", quiet=quiet):
             is_exact, parts = True, environment()
         print_environment(parts, console)
         if as_json:
@@ -141,55 +140,55 @@ def doctor(
 
 
 class Version(NamedTuple):
-    """One package."""
+    """A package."""
 
     name: str
-    """Its name for `pip`."""
+    """Its name in `pip`."""
     version: str | None
     """None: not installed."""
     problem: str | None = None
-    """The error of its import, if it is installed and does not import."""
+    """Error of its import, if it is installed but does not import."""
     note: str | None = None
-    """What else there is to say of it: newer than the newest version that was tested."""
+    """Remark, such as that it is newer than the newest tested version."""
 
 
 class Device(NamedTuple):
-    """One device."""
+    """A device."""
 
     type: str
     """"cpu" or "cuda"."""
     name: str
-    """Its name for people."""
+    """Its name."""
 
 
 class Serving(NamedTuple):
-    """The reasons, if any, for which a back-end cannot serve a kind of call."""
+    """Whether a back-end can serve a kind of call, and why not."""
 
     backend: str
-    """Its name."""
+    """Name of the back-end."""
     device: str
     """"cpu" or "cuda"."""
     dtype: str
     """Element type of the call, or "any"."""
     reasons: tuple[str, ...]
-    """Why it cannot; empty: it can."""
+    """Reasons why it cannot; empty: it can."""
 
 
 def environment() -> dict[str, Sequence[Any]]:
-    """Collect versions, devices, and what serves attention and gated delta layers on them."""
+    """Collect versions, devices, and which back-ends serve attention and gated delta layers on them."""
     parts: dict[str, Sequence[Any]] = {"versions": versions(), "devices": devices()}
     types = list(dict.fromkeys(device.type for device in parts["devices"]))
     return {**parts, "attention": attention_serving(types), "gated_delta": gated_delta_serving(types)}
 
 
 def versions() -> list[Version]:
-    """Return the versions of Python and of every package that vlmpack works with."""
+    """Return the versions of Python and of the packages that vlmpack works with."""
     from vlmpack.machine import NEWEST_TESTED, is_newer_than_tested, version_of
 
     def note(name: str) -> str | None:
         version = installed[name]
         is_newer = version is not None and is_newer_than_tested(name, version)
-        return f"newer than {NEWEST_TESTED[name]}, the newest tested: probe it" if is_newer else None
+        return f"newer than {NEWEST_TESTED[name]}, the newest tested version: probe it" if is_newer else None
 
     installed = {name: version_of(name) for name in PACKAGES}
     modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}
@@ -200,22 +199,23 @@ def versions() -> list[Version]:
 
 
 def import_problem(module: str) -> str | None:
-    """Return the last line of what importing `module` raises; None: it imports.
+    """Return the last line of the error of importing `module`; None: it imports.
 
-    It runs in another process: a torchvision that does not fit torch registers half of its operators before it fails.
+    Imports it in another process, because a torchvision that does not fit torch registers half of its operators before
+    it fails.
     """
     command = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"importing it takes more than {IMPORT_TIMEOUT_S} s"
+        return f"its import takes more than {IMPORT_TIMEOUT_S} s"
     if done.returncode == 0:
         return None
-    return f"does not import: {(done.stderr.strip().splitlines() or ['it ended without a word'])[-1]}"
+    return f"does not import: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
 
 
 def devices() -> list[Device]:
-    """Return the CPU, and the CUDA devices if there are any."""
+    """Return the CPU and all CUDA devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -224,7 +224,7 @@ def devices() -> list[Device]:
 
 
 def attention_serving(device_types: Sequence[str]) -> list[Serving]:
-    """Return the reasons of every attention back-end for calls in float32 and bfloat16 on these types of device."""
+    """Check every attention back-end for calls in float32 and bfloat16 on these types of device."""
     import torch
 
     from vlmpack.attention.backends import AttentionCall, explain
@@ -251,14 +251,14 @@ def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
         why = (f"the layers' module of transformers does not import ({type(error).__name__}: {error})",)
         return [Serving("fla", name, "any", why) for name in device_types]
     if not is_used:
-        why = ("transformers has not found it; rows are computed in batches of samples of like length",)
+        why = ("transformers has not found it; samples of similar length are computed in batches",)
         return [Serving("fla", name, "any", why) for name in device_types]
     calls = {name: FlaCall.of(torch.device(name), training=True) for name in device_types}
     return [Serving("fla", name, "any", tuple(call.unsupported())) for name, call in calls.items()]
 
 
 def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> None:
-    """Print a table for each part of the environment."""
+    """Print one table per part of the environment."""
     heads = f"heads {NUM_HEADS}, key-value heads {NUM_KV_HEADS}, head dimension {HEAD_DIM}"
     sections = {
         "Versions": [_version_row(entry) for entry in parts["versions"]],
@@ -268,12 +268,10 @@ def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> N
     }
     for title, rows in sections.items():
         console.print(f"[bold]{title}[/]", highlight=False)
-        table = make_table("", "", "", text_column(""), header=False)
-        for name, *cells in rows:
-            table.add_row(f"  {name}", *cells)
-        print_table(console, table)
+        lines = ((f"  {name}", *cells) for name, *cells in rows)
+        print_table(console, ("", "", "", text_column("")), lines, header=False)
         console.print()
-    print_text(console, "`vlmpack doctor --probe` probes whether packed samples leak into each other here.")
+    print_text(console, "`vlmpack doctor --probe` checks whether packed samples leak into each other on this machine.")
 
 
 def _version_row(entry: Version) -> tuple[str, ...]:
@@ -290,10 +288,10 @@ def _serving_row(entry: Serving) -> tuple[str, ...]:
 
 
 def _write_reports(reports: Iterable[Report]) -> bool:
-    """Write one JSON object, each report as it comes, and close it also after an error or Ctrl-C.
+    """Write one JSON object, report by report, and complete it even after an error or Ctrl-C.
 
     Returns:
-        True if every report is exact.
+        Whether every report is exact.
     """
     verdicts: list[str] = []
     is_complete = False
@@ -314,7 +312,7 @@ def _write_reports(reports: Iterable[Report]) -> bool:
 def _probe(
     model: str | None, *, quiet: bool, device: str | None, dtype: str | None, attention: str | None, tiny: bool
 ) -> Iterator[Report]:
-    """Probe one model, or every family. Of every family, what one raises is its verdict.
+    """Probe one model, or a small one of every family; an error of a family is then its verdict.
 
     Raises:
         ConfigError: the model cannot be read, or a back-end or device does not exist. FamilyError: the family cannot be
@@ -324,7 +322,7 @@ def _probe(
         options.refuse_file("", model)
     from vlmpack.attention.backends import BACKENDS
 
-    if attention is not None:  # before a model is read
+    if attention is not None:  # before a model is loaded
         check_choice("--attention", attention, ("auto", *BACKENDS, ALL))
     if model is None and attention is None:
         attention = ALL
@@ -366,7 +364,7 @@ def _probe(
 
 
 def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: str | None) -> Loaded:
-    """Make a tiny model; one that was named goes with a processor, if there is a tiny one of its family.
+    """Make a tiny model; also its processor, if the model was named and a tiny processor of its family exists.
 
     Raises:
         FamilyError: the family is unknown.
@@ -386,21 +384,19 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
 
 
 def print_reports(reports: Iterable[Report], console: Console, *, summarise: bool) -> bool:
-    """Print each report as it comes, in full or a line each; then every fault, and the verdict.
+    """Print each report as it comes, in full or as one line; then all faults and the verdict.
 
-    What was found before an error, or before Ctrl-C, is printed as well.
+    After an error or Ctrl-C, the reports so far are printed.
 
     Returns:
-        True if every report is exact.
+        Whether every report is exact.
     """
     known: list[Report] = []
     is_complete = False
     try:
         for report in reports:
-            if summarise and not known:
-                print_table(console, _summary([[*WIDTHS, "verdict"]]))
             if summarise:
-                print_table(console, _summary(_summary_rows(report)))
+                _print_summary([*([] if known else [[*WIDTHS, "verdict"]]), *_summary_rows(report)], console)
             else:
                 print_report(report, console)
             console.file.flush()
@@ -424,45 +420,46 @@ def _print_verdict(reports: Sequence[Report], console: Console, *, summarise: bo
         name = f"{report.family}, {report.attention}"
         console.print(f"[red]{name}: {report.verdict}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
     if bad and any(report.verdict != "not deterministic" for report in bad):
-        console.print("Do not train packed rows here; please report this table.")
+        console.print("Do not train packed rows on this machine; please report this table.")
     elif bad:
-        console.print("Nothing that could be compared leaks or differs; the rest is not proved.")
+        console.print("Nothing that could be compared leaks or differs; the rest could not be checked.")
     elif is_complete:
-        console.print("[green]Exact:[/] every packed sample is what it would have been alone.")
+        console.print("[green]Exact:[/] every packed sample gets what it would get on its own.")
     if not is_complete:
-        console.print("Not finished: what is not listed was not probed.")
+        console.print("Not finished: only the listed models were probed.")
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print one report: where it was made, every check, and plain transformers for contrast."""
+    """Print a report: its setting, all checks, and plain transformers for comparison."""
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
     print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n")
-    print_table(console, _checks(report.checks))
+    columns = ("what", *number_columns("value", "allowed"), text_column("finding"))
+    print_table(console, columns, _checks(report.checks))
     print_text(console, f"Compared in: {'; '.join(report.circumstances.values())}")
-    print_table(console, _equality(report))
+    columns = (text_column("compared with each sample alone"), *number_columns("value", "allowed", "autocast"))
+    print_table(console, (*columns, text_column("finding")), _equality(report))
     console.print(CAPTION)
     if report.plain:
-        console.print("[bold]Plain transformers[/], given the same samples")
-        print_table(console, _plain(report))
+        console.print("[bold]Plain transformers[/] on the same samples")
+        columns = (text_column("given"), *number_columns("leak", "logits", "loss", "pairs"), text_column("verdict"))
+        print_table(console, columns, _plain(report))
         console.print(PLAIN_CAPTION)
 
 
-def _summary(rows: Iterable[Sequence[str]]) -> Table:
-    """Make a table of some lines, whose columns are as wide as in every other."""
-    names = ("family", "row computed by")
+def _print_summary(rows: Iterable[Sequence[str]], console: Console) -> None:
+    """Print lines of the summary, with the same column widths each time."""
     columns = [
-        Column(name, no_wrap=True, min_width=width, justify="left" if name in names else "right")
+        Column(
+            name, no_wrap=True, min_width=width, justify="left" if name in ("family", "row computed by") else "right"
+        )
         for name, width in WIDTHS.items()
     ]
-    table = make_table(*columns, text_column("verdict"), header=False)
-    for row in rows:
-        table.add_row(*row)
-    return table
+    print_table(console, (*columns, text_column("verdict")), rows, header=False)
 
 
 def _summary_rows(report: Report) -> Iterator[list[str]]:
-    """Make the line of a report, and below it those of plain transformers with the same row."""
+    """Make the line of a report, and below it those of plain transformers on the same row."""
     yield [report.family, *_summary_row(report)]
     for plain in report.plain[:-1]:
         way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
@@ -473,7 +470,7 @@ def _summary_rows(report: Report) -> Iterator[list[str]]:
 def _summary_row(report: Report) -> list[str]:
     dtype = SHORT.get(report.dtype, report.dtype)
     way = report.attention if dtype == "float32" else f"{report.attention}, {dtype}"
-    # Mixed precision stands apart: its limits are others.
+    # Mixed precision has other limits.
     equality = [c for c in report.checks if c.part == "equality" and not c.name.startswith("autocast: ")]
     columns = [[check for check in report.checks if check.part == "isolation"]]
     columns += [
@@ -483,55 +480,47 @@ def _summary_row(report: Report) -> list[str]:
     return [way, *(_number(_largest(column)) for column in columns), _colored(report.verdict)]
 
 
-def _checks(checks: Sequence[Check]) -> Table:
-    table = make_table("what", *number_columns("value", "allowed"), text_column("finding"))
+def _checks(checks: Sequence[Check]) -> Iterator[Sequence[str]]:
     for part, title in PARTS.items():
-        table.add_row(f"[dim]{title}[/]")
+        yield (f"[dim]{title}[/]",)
         for check in (check for check in checks if check.part == part):
             note = f" [dim]{escape(check.detail)}[/]" if check.detail and not check.is_bad else ""
-            finding = _colored(check.finding) + note
-            table.add_row(f"  {check.name}", _number(check.value), _number(check.allowed), finding)
-        table.add_section()
-    return table
+            yield f"  {check.name}", _number(check.value), _number(check.allowed), _colored(check.finding) + note
+        yield ()
 
 
-def _equality(report: Report) -> Table:
-    """Make a line for each thing that is compared: the worst of all circumstances, and mixed precision.
+def _equality(report: Report) -> Iterator[Sequence[str]]:
+    """Make one line per compared quantity: its worst value over all circumstances, and in mixed precision.
 
-    Groups of parameters stand below their part of the model, so that a name fits a narrow terminal.
+    Groups of parameters are listed below their part of the model, so that names fit a narrow terminal.
     """
     compared: dict[str, list[Check]] = {}
     for check in report.checks:
         circumstance, _, name = check.name.partition(": ")
         if check.part == "equality":
             compared.setdefault(name if circumstance in report.circumstances else check.name, []).append(check)
-    numbers = number_columns("value", "allowed", "autocast")
-    table = make_table(text_column("against each sample alone"), *numbers, text_column("finding"))
     above = ""
     for name, checks in compared.items():
         part, _, rest = name.removeprefix(GRADIENT).partition(".") if name.startswith(GRADIENT) else ("", "", "")
         part = part if rest else ""
         if part != above:
-            table.add_section()
+            yield ()
             if part:
-                table.add_row(f"[dim]gradients of {part}[/]")
+                yield (f"[dim]gradients of {part}[/]",)
         above = part
         mixed = [check for check in checks if check.name.startswith("autocast: ")]
         others = [check for check in checks if check not in mixed]
         allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
+        findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok") or ["ok"]
         cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed))]
-        findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok")
-        table.add_row(f"  {rest}" if rest else name, *cells, ", ".join(map(_colored, findings or ["ok"])))
-    return table
+        yield f"  {rest}" if rest else name, *cells, ", ".join(map(_colored, findings))
 
 
-def _plain(report: Report) -> Table:
-    table = make_table(text_column("given"), *number_columns("leak", "logits", "loss", "pairs"), text_column("verdict"))
+def _plain(report: Report) -> Iterator[Sequence[str]]:
     for plain in report.plain:
         why = f": {', '.join(plain.causes)}" if plain.causes else f": {escape(plain.detail)}" if plain.detail else ""
         cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, plain.pairs)]
-        table.add_row(plain.name, *cells, _colored(plain.verdict, PLAIN_COLORS) + why)
-    return table
+        yield plain.name, *cells, _colored(plain.verdict, PLAIN_COLORS) + why
 
 
 def _largest(checks: Iterable[Check]) -> float | None:
@@ -543,7 +532,7 @@ def _colored(finding: str, colors: Mapping[str, str] = COLORS) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Format errors in two digits, counts in full."""
+    """Format errors with one digit, and counts in full."""
     if value is None:
         return ""
     if value == 0:

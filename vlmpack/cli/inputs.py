@@ -1,4 +1,4 @@
-"""Open what the command line names: data sets and mixes of them, processors, models of transformers."""
+"""Open what the command line names: data sets and mixes, processors, models of transformers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
     from vlmpack.data.mixed import MixedDataset
     from vlmpack.data.open import OpenDataset
     from vlmpack.plan.length_table import LengthTable
+    from vlmpack.plan.plan import Plan
 
 SYNTHETIC = "synthetic"
 TINY = "tiny"
 LISTED = 5
-"""Refused samples that are printed with their details."""
+"""Number of unusable samples that are printed with details."""
 
 
 class Inputs(NamedTuple):
     """A data set, and the collator that makes rows of it."""
 
     dataset: OpenDataset | MixedDataset
-    """Samples."""
+    """The samples."""
     collator: VLMCollator
-    """Holds the processor."""
+    """The collator; holds the processor."""
 
 
 def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
@@ -44,12 +45,13 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
 
     Args:
         data: names and limits.
-        settings: further ones of `VLMCollator`.
+        settings: more settings of `VLMCollator`.
 
     Raises:
         ConfigError: something is missing, or options contradict each other. FamilyError: the model's family is not
             supported.
     """
+    from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import mix_datasets
 
@@ -74,10 +76,13 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
     else:
         dataset = open_one(data.dataset, data.num)
     if data.processor is None:
-        raise ConfigError(f"{data.dataset} is read as a data set: give its --processor (a hub id, a folder, or tiny)")
+        raise ConfigError(
+            f"{data.dataset} is not packed yet, so it needs a --processor: a hub id, a folder, or a built-in one (tiny)"
+        )
     collator = VLMCollator(
         limit_pixels(named_processor(data.processor), data.max_pixels), layout="packed", max_length=data.max_length,
         overlength=data.overlength, add_stop=data.add_stop, ignored_keys=data.ignored_keys or (),
+        share_prefixes=SharePrefixes(min_shared=data.min_shared) if data.min_shared else False,
         train_on=data.train_on, **settings,
     )  # fmt: skip
     return Inputs(dataset, collator)
@@ -94,10 +99,10 @@ def open_samples(
     branches: Any = "conversation",
     columns: str | None = None,
 ) -> OpenDataset:
-    """Open a data set, or draw receipts for "synthetic"; small ones for a built-in processor.
+    """Open a data set, or generate receipts for "synthetic"; `small` ones suit a built-in processor.
 
     Raises:
-        ConfigError: it cannot be read, or options of files are given for receipts.
+        ConfigError: it cannot be read, or options for files are given with "synthetic".
     """
     from vlmpack.data.open import open_dataset
     from vlmpack.testing.receipts import SMALLEST_LEGIBLE, receipt_conversations
@@ -108,46 +113,56 @@ def open_samples(
     for option, value in given.items():
         if value is not None:
             raise ConfigError(
-                f"{option}: {SYNTHETIC} receipts have known columns, no paths and one question each; leave it out, or "
-                "name the data set of a mix that --columns is of: SOURCE=MAP"
+                f"{option} does not apply to {SYNTHETIC} receipts, which have fixed columns, no paths and one question "
+                "each; leave it out, or name the data set of the mix that --columns belongs to: SOURCE=MAP"
             )
     return receipt_conversations(split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
 
 
 def check_source(source: str) -> None:
-    """Refuse a source that would be read as something else.
+    """Check that a source is not a folder of packed rows, finished or not.
 
     Raises:
-        ConfigError: a folder of packed rows, finished or not.
+        ConfigError: it is one.
     """
     from vlmpack.rows import WORK, is_packed
 
     path = Path(source).expanduser()
     if is_packed(path):
         raise ConfigError(
-            f"{source} is packed already: `vlmpack pack` wrote it. `vlmpack analyze {source} --rows 1` shows a row; "
-            "give the data set that it was made of"
+            f"{source} is packed already; give the data set it was made from. `vlmpack analyze {source} --rows 1` "
+            "shows its first row"
         )
     if (path / WORK).is_dir():
         raise ConfigError(
-            f"{source} is not packed to its end: `vlmpack pack` was interrupted there, or refused a sample. Run it "
-            "again, and it goes on where it was"
+            f"{source} is only partly packed: `vlmpack pack` was interrupted there, or refused a sample. Run it again "
+            "to continue"
         )
 
 
 def measure(inputs: Inputs, data: DataOptions, *, quiet: bool, min_shared: int | None) -> LengthTable:
-    """Measure the lengths of all samples, with progress; `min_shared`: None: look for no shared prefixes."""
+    """Measure all samples, with progress, and find shared prefixes of `min_shared` tokens or more (None: none)."""
     from vlmpack.lengths import measure_lengths
 
-    with skipped_are_reported(), progress_lines(quiet=quiet) as progress:  # `analyze` lists them
+    with skipped_are_reported(), progress_lines(quiet=quiet) as progress:  # `print_refused` lists them
         return measure_lengths(
             *inputs, progress=lambda done, total: progress("measuring samples", done, total), workers=data.workers,
             cache=data.cache, min_shared=min_shared,
         )  # fmt: skip
 
 
+def plan_rows(table: LengthTable, data: DataOptions, capacity: int) -> Plan:
+    """Plan rows of the samples that fit one."""
+    from vlmpack.plan.planner import plan_bins
+
+    return plan_bins(
+        table, capacity, strategy=data.strategy, oversize="drop", budgets=table.budgets(patches=data.max_patches),
+        groups=table.groups if data.min_shared else None,
+    )  # fmt: skip
+
+
 def print_refused(table: LengthTable, console: Console) -> None:
-    """Print how many samples of a table cannot be used, why, and the first of them."""
+    """Print how many samples cannot be used, why, and the first ones."""
     if not table.refused:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
@@ -164,19 +179,19 @@ def print_refused(table: LengthTable, console: Console) -> None:
 
 
 def mixed_sources(dataset: str, others: Sequence[str]) -> dict[str, float | None]:
-    """Read DATASET, whose weight is 1, and the values of `--mix`: source -> weight; None: every sample once.
+    """Parse DATASET, whose weight is 1, and the values of `--mix` to source -> weight; None: use each sample once.
 
     Raises:
-        ConfigError: some have a weight and others have none, a weight is no number above 0, or a source comes twice.
+        ConfigError: only some have a weight, a weight is not a number above 0, or a source is named twice.
     """
     mixed = [_source_of(text) for text in others]
     bare = [source for source, weight in mixed if weight is None]
     if bare and len(bare) < len(mixed):
-        raise ConfigError(f"--mix {bare[0]}: others have a weight; give it one too, --mix {bare[0]}=1")
+        raise ConfigError(f"--mix {bare[0]}: the others have a weight, so it needs one too: --mix {bare[0]}=1")
     sources: dict[str, float | None] = {dataset: 1.0 if mixed and not bare else None}
     for source, weight in mixed:
         if source in sources:
-            raise ConfigError(f"--mix {source}: it is in the mix already; name it once, and weigh it: {source}=2")
+            raise ConfigError(f"--mix {source}: it is already in the mix; name it once, with a weight: {source}=2")
         sources[source] = weight
     return sources
 
@@ -188,21 +203,23 @@ def _source_of(text: str) -> tuple[str, float | None]:
     with suppress(ValueError):
         if source and 0 < float(weight) < inf:
             return source, float(weight)
-    raise ConfigError(f"--mix {text}: a weight is a number above 0, in units of the first data set's: --mix {source}=2")
+    raise ConfigError(
+        f"--mix {text}: the weight must be a number above 0, relative to the first data set: --mix {source}=2"
+    )
 
 
 def columns_by_source(columns: Sequence[str], sources: Sequence[str]) -> dict[str, str | None]:
-    """Read the values of `--columns`: SOURCE=MAP is for one data set, MAP for every other.
+    """Parse the values of `--columns`: SOURCE=MAP is for one data set, MAP for all others.
 
     Args:
-        columns: the values. A MAP is JSON, or the path of a file; a file that exists is one, with "=" in its name too.
-        sources: data sets as they were named; SOURCE is one of them, or its short name.
+        columns: the values. A MAP is JSON or the path of a file; the name of an existing file may contain "=".
+        sources: data sets as named on the command line; SOURCE is one of them, or its short name.
 
     Returns:
-        The map of each source; None: its columns have known names.
+        The map of each source; None: it has none.
 
     Raises:
-        ConfigError: no data set has that name, or one of them, or all, get two maps.
+        ConfigError: no data set has that name, or one gets two maps.
     """
     names = {**dict(zip(short_names(sources), sources, strict=True)), **{source: source for source in sources}}
     maps: dict[str | None, str] = {}
@@ -212,21 +229,21 @@ def columns_by_source(columns: Sequence[str], sources: Sequence[str]) -> dict[st
             name = None
         elif name is None and "=" in text:
             raise ConfigError(
-                f"--columns {text}: no data set here is called {text.partition('=')[0]}; there are {', '.join(names)}, "
-                "or leave the name out for all of them"
+                f"--columns {text}: there is no data set {text.partition('=')[0]}, only {', '.join(names)}; leave the "
+                "name out to map the columns of all"
             )
         source = None if name is None else names[name]
         if source in maps:
             raise ConfigError(
-                f"--columns {text}: {source or 'every data set'} has a map already; write all names of a data set in "
-                f"one, and that of one data set of a mix as SOURCE=MAP (SOURCE: {', '.join(short_names(sources))})"
+                f"--columns {text}: {source or 'every data set'} already has a map; write all names in one, and the "
+                f"map of one data set of a mix as SOURCE=MAP (SOURCE: {', '.join(short_names(sources))})"
             )
         maps[source] = text if name is None else text[len(name) + 1 :]
     return {source: maps.get(source, maps.get(None)) for source in sources}
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
-    """Return names that differ: the ends of paths and hub ids, of as many parts as that takes, without suffixes."""
+    """Shorten paths and hub ids to their last parts, without suffixes; as many parts as make the names differ."""
     parts = [[*Path(source).parts[:-1], Path(source).name.partition(".")[0] or source] for source in sources]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -236,7 +253,7 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 
 def mix_numbers(dataset: Any) -> dict[str, Any] | None:
-    """Return the counts of every data set of a mix, for JSON; None: it is no mix."""
+    """Return the counts of each data set of a mix, for JSON; None: it is not a mix."""
     from vlmpack.data.mixed import MixedDataset
 
     if not isinstance(dataset, MixedDataset):
@@ -249,7 +266,7 @@ def mix_numbers(dataset: Any) -> dict[str, Any] | None:
 
 
 def mix_lines(numbers: dict[str, Any] | None) -> Iterator[str]:
-    """Yield a line for each data set of a mix: its samples and passes in the epoch."""
+    """Yield a line for each data set of a mix: how often its samples are used in an epoch."""
     for name, of in (numbers or {}).items():
         yield f"{of['samples']:,} of {name} ({of['size']:,} samples, {of['passes']:.2f} passes)"
 
@@ -258,7 +275,7 @@ def mix_lines(numbers: dict[str, Any] | None) -> Iterator[str]:
 
 
 def tiny_family(name: str) -> str | None:
-    """Return the family of "tiny" (the default one) or "tiny:FAMILY"; None: the name is a hub id or a folder."""
+    """Return the family of a built-in model, "tiny" or "tiny:FAMILY"; None: the name is a hub id or a folder."""
     from vlmpack.testing.models import DEFAULT_FAMILY
 
     tiny, _, family = name.partition(":")
@@ -266,10 +283,7 @@ def tiny_family(name: str) -> str | None:
 
 
 def named_processor(name: str) -> Any:
-    """Load or build a processor; of a text model, its tokenizer.
-
-    Args:
-        name: a hub id, a folder, "tiny" (the default family) or "tiny:FAMILY".
+    """Load a processor, or the tokenizer of a text model: of a hub id, a folder, or a built-in model.
 
     Raises:
         ConfigError: nothing of that name exists. FamilyError: the model's family is not supported.
@@ -289,7 +303,7 @@ def named_processor(name: str) -> Any:
 
     from vlmpack.data.processor import WHOLE, is_saved_alone, load_processor
 
-    remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for one made here"
+    remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for a built-in one"
     with reading("--processor", name, remedy=remedy), quiet_transformers():
         if is_saved_alone(name):
             return load_processor(name)
@@ -300,10 +314,10 @@ def named_processor(name: str) -> Any:
 
 
 def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
-    """Return a copy of a processor with this largest area of an image; None: the processor itself.
+    """Return a copy of a processor with this maximum image area in pixels; None: the processor itself.
 
     Raises:
-        ConfigError: the processor takes no images, or enlarges them beyond that area.
+        ConfigError: the processor takes no images, is not limited by area, or enlarges all images beyond it.
     """
     from vlmpack.collate.processor_metadata import parts_of
 
@@ -316,37 +330,34 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
     size = {name: value for name, value in dict(images.size).items() if value}
     if set(size) != {"shortest_edge", "longest_edge"}:
         raise ConfigError(
-            f"--max-pixels {max_pixels}: a {type(images).__name__} sizes images by {size} and not by their area; set "
-            "the size in its preprocessor_config.json"
+            f"--max-pixels {max_pixels}: a {type(images).__name__} resizes images by {size}, not by area; set the size "
+            "in its preprocessor_config.json"
         )
     least = size["shortest_edge"]
     if max_pixels < least:
-        raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to {least} pixels at least")
+        raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to at least {least} pixels")
     images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)
     return processor
 
 
 @contextmanager
 def reading(option: str, name: str, *, remedy: str = "give a hub id or the folder of a model") -> Iterator[None]:
-    """Turn what transformers raises on reading `name` into an error that names the option.
+    """Turn errors of transformers about reading `name` into an error that names the option.
 
     Raises:
-        ConfigError: nothing readable is there, or a model that transformers does not support.
+        ConfigError: it cannot be read, or transformers does not support the model.
     """
     refuse_file(option, name)
     try:
         yield
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{option} {name}: nothing there can be read ({reason}); {remedy}") from error
+        raise ConfigError(f"{option} {name} cannot be read ({reason}); {remedy}") from error
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress advice, warnings, progress bars and notes of repeated requests of transformers and the hub.
-
-    Their errors still come through.
-    """
+    """Suppress warnings, progress bars and retry messages of transformers and the hub. Errors still come through."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 

@@ -20,49 +20,48 @@ from vlmpack.cli.options import DataOptions, of_rows, of_samples
 from vlmpack.errors import check_extra
 from vlmpack.terminal import (
     format_bytes,
-    make_table,
     number_columns,
     print_table,
     print_text,
     progress_lines,
     sample_name,
     text_column,
-)
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from vlmpack.rows import Manifest
 
 LISTED = 5
-"""Samples in no row that are printed with their details."""
-STAGES = {"measure": "measuring samples", "compare": "comparing what is packed", "write": "writing files"}
+"""Number of left-out samples that are printed with details."""
+STAGES = {"measure": "measuring samples", "compare": "checking finished files", "write": "writing files"}
 
 
 @options.with_options(DataOptions)
 def pack(
     data: DataOptions,
-    out: Annotated[Path, typer.Argument(help="Folder for the rows; one that was interrupted is continued.")],
-    capacity: Annotated[int, of_rows(min=1, metavar="N", help="Tokens of a row.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the rows; an interrupted one is continued.")],
+    capacity: Annotated[int, of_rows(min=1, metavar="N", help="Maximum tokens of a row.")],
     oversize: Annotated[
-        Literal["error", "drop", "own_row"], of_rows(help="What to do with a sample that exceeds a row by itself.")
+        Literal["error", "drop", "own_row"], of_rows(help="What to do with a sample longer than a row.")
     ] = "error",
     rows_multiple: Annotated[
-        int, of_rows(min=1, help="Make the number of rows a multiple of this: ranks x accumulation.")
+        int, of_rows(min=1, metavar="N", help="Make the number of rows a multiple of N: ranks x accumulation.")
     ] = 1,
     pad_seq_to_mult: Annotated[
-        int, of_rows(min=1, help="Let each sample take up a multiple of this: 2 x CP under context parallelism.")
+        int, of_rows(min=1, metavar="N", help="Pad each sample to a multiple of N: 2 x CP for context parallelism.")
     ] = 1,
     on_bad: Annotated[
-        Literal["raise", "skip"], of_samples(help="Stop at a bad sample, or skip and list it.")
+        Literal["raise", "skip"], of_samples(help="Stop at a sample that cannot be used, or skip and list it.")
     ] = "raise",
     max_bad_fraction: Annotated[
-        float | None, of_samples(min=0, max=1, metavar="PART", help="Most samples to skip as bad; by default 0.01.")
+        float | None, of_samples(min=0, max=1, metavar="PART", help="Maximum share of skipped samples; default 0.01.")
     ] = None,
-    shard_rows: Annotated[int, typer.Option(min=1, help="Rows of a file.")] = 128,
-    ray: Annotated[bool, typer.Option("--ray", help="Measure and write on Ray Data, not by --workers.")] = False,
+    shard_rows: Annotated[int, typer.Option(min=1, help="Rows per file.")] = 128,
+    ray: Annotated[bool, typer.Option("--ray", help="Measure and write on Ray Data instead of --workers.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Plan which samples share a row, and write the rows: token ids, labels, and images still encoded.
+    """Plan rows and write them to files: token ids, labels and encoded images.
 
     If it is stopped or killed, run it again: it continues, and the files are the same, byte for byte. Train on them
     with vlmpack.rows.PackedDataset(OUT, processor). With --min-shared, rows compute shared prefixes once.
@@ -71,7 +70,6 @@ def pack(
     if ray:
         check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
-    from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
     from vlmpack.rows import StoreSettings, write_rows
@@ -83,7 +81,6 @@ def pack(
     dataset, collator = open_inputs(
         data, on_bad=on_bad, slots=SlotRule(multiple=pad_seq_to_mult),
         skip_limit=None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction),
-        share_prefixes=SharePrefixes(min_shared=data.min_shared) if data.min_shared else False,
     )  # fmt: skip
     with progress_lines(quiet=quiet) as progress:
         manifest = write_rows(
@@ -97,7 +94,7 @@ def pack(
 
 
 def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
-    """Return the numbers of the store in the folder `out`, for JSON."""
+    """Return the numbers of a folder of packed rows, for JSON."""
     from vlmpack.rows import LEFT_OUT
 
     has_left_out = manifest.counts.refused + manifest.counts.dropped
@@ -115,45 +112,39 @@ def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def print_store(out: Path, manifest: Manifest, console: Console, *, mix: dict[str, Any] | None = None) -> None:
-    """Print rows, samples, sizes, the data sets of a mix, and the samples left out of the folder `out`."""
-    table = make_table("name", *number_columns("number"), text_column("meaning"), header=False)
+    """Print the rows, samples and sizes of a folder of packed rows, its mix, and the samples left out."""
     console.print(f"[bold]{escape(str(out))}[/]", highlight=False, soft_wrap=not console.is_terminal)
-    for name, number, meaning in _lines(manifest):
-        table.add_row(f"[cyan]{name}[/]", number, f"[dim]{meaning}[/]")
-    print_table(console, table)
+    rows = [(f"[cyan]{name}[/]", number, f"[dim]{meaning}[/]") for name, number, meaning in _lines(manifest)]
+    print_table(console, ("name", *number_columns("number"), text_column("meaning")), rows, header=False)
     for line in mix_lines(mix):
         print_text(console, Text(f"mixed: {line}"))
     if manifest.counts.refused + manifest.counts.dropped:
-        _print_left_out(out, manifest, console)
+        from vlmpack.rows import LEFT_OUT
+
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
+        console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")
+        with (out / LEFT_OUT).open(encoding="utf-8") as lines:
+            for line in map(json.loads, islice(lines, LISTED)):
+                text = f"sample {sample_name(line['index'], line['sample_id'])}: {line['detail']}"
+                print_text(console, Text(text), indent=2)
 
 
 def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
     """Yield (name, number, meaning)."""
     counts, sizes = manifest.counts, manifest.sizes
     yield "rows", f"{counts.rows:,}", f"of {manifest.capacity:,} tokens"
-    yield "fill ratio", f"{manifest.fill_ratio:.2%}", "tokens of samples per token of row"
+    yield "fill ratio", f"{manifest.fill_ratio:.2%}", "of the tokens of all rows"
     yield "samples", f"{counts.samples:,}", f"of {counts.total:,}; {counts.samples / counts.rows:.2f} in a row"
     yield "refused", f"{counts.refused:,}", "cannot be used, or longer than --max-length"
-    yield "dropped", f"{counts.dropped:,}", "exceed a row by themselves"
+    yield "dropped", f"{counts.dropped:,}", "longer than a row"
     yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them targets"
     if counts.patches:
         yield "images", f"{counts.images:,}", f"and {counts.videos:,} videos: {counts.patches:,} patches"
     yield "written", format_bytes(manifest.bytes), f"in {len(manifest.shards):,} file(s)"
     yield "", "", ""
-    yield "longest row", f"{sizes.longest_row:,}", "tokens: fixed sizes for CUDA graphs"
+    yield "longest row", f"{sizes.longest_row:,}", "tokens: sizes for CUDA graphs"
     yield "longest segment", f"{sizes.longest_segment:,}", "tokens of a sample"
     yield "most segments", f"{sizes.most_segments:,}", "samples in a row"
     if counts.patches:
         yield "most images", f"{sizes.most_images:,}", "images and videos in a row"
         yield "most patches", f"{sizes.most_patches:,}", "in a row"
-
-
-def _print_left_out(out: Path, manifest: Manifest, console: Console) -> None:
-    from vlmpack.rows import LEFT_OUT
-
-    reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
-    console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")
-    with (out / LEFT_OUT).open(encoding="utf-8") as lines:
-        for line in map(json.loads, islice(lines, LISTED)):
-            text = f"sample {sample_name(line['index'], line['sample_id'])}: {line['detail']}"
-            print_text(console, Text(text), indent=2)

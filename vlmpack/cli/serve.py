@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
-"""Largest image of the demo: 256 tokens."""
+"""Maximum pixels of an image in the demo: 256 tokens."""
 KEY_VARIABLE = "VLMPACK_API_KEY"
 
 
@@ -34,56 +34,50 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="Hub id or folder of a Qwen-VL or Qwen model.", show_default=False)
     ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Serve a tiny random Qwen3-VL, made in seconds.")] = False,
-    host: Annotated[str, typer.Option(help="Address; 0.0.0.0: all, for a proxy that speaks TLS.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
+    demo: Annotated[bool, typer.Option("--demo", help="Serve a tiny random Qwen3-VL, ready in seconds.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all, behind a TLS proxy.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
     state: Annotated[
         Path | None,
-        typer.Option(help="Folder of journal and weights; by default one a model in ~/.local/share/vlmpack."),
+        typer.Option(help="Folder for journal and weights; by default one per model in ~/.local/share/vlmpack."),
     ] = None,
     key_file: Annotated[
         Path | None,
-        typer.Option(
-            help=f"File with the key, made if it is not there; by default STATE/key. {KEY_VARIABLE} goes first."
-        ),
+        typer.Option(help=f"File with the API key, created if missing; by default STATE/key. {KEY_VARIABLE} wins."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; by default its own name.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model for clients; by default its own.")] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Hub id that clients elsewhere load the tokenizer from, if MODEL is a folder.", metavar="ID"),
+        typer.Option(help="Hub id that remote clients load the tokenizer from, if MODEL is a folder.", metavar="ID"),
     ] = None,
     device: options.Device = None,
     dtype: Annotated[options.Dtype | None, typer.Option(help="By default float32 on cpu, bfloat16 on cuda.")] = None,
-    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse training of all weights.")] = False,
+    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse to train all weights.")] = False,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory: layers are computed again for gradients.")
+        bool, typer.Option("--gradient-checkpointing", help="Recompute layers for gradients, to save memory.")
     ] = False,
-    share_prefixes: Annotated[bool, typer.Option(help="Compute shared prefixes of a request's datums once.")] = True,
+    share_prefixes: Annotated[bool, typer.Option(help="Compute shared prefixes of a request only once.")] = True,
     max_length: Annotated[
-        int | None,
-        typer.Option(min=2, metavar="N", help="Most tokens of a datum or prompt; by default the model's context."),
+        int | None, typer.Option(min=2, metavar="N", help="Maximum tokens of a datum or prompt; default: the context.")
     ] = None,
-    row_tokens: Annotated[int, typer.Option(min=2, help="Token budget of a packed row.")] = 8192,
-    max_patches: Annotated[int | None, typer.Option(min=1, metavar="N", help="Most vision patches of a row.")] = None,
-    max_models: Annotated[int, typer.Option(min=1, help="Most models of all clients at one time.")] = 64,
+    row_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of a packed row.")] = 8192,
+    max_patches: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum patches of a row.")] = None,
+    max_models: Annotated[int, typer.Option(min=1, help="Maximum models of all clients.")] = 64,
     silent_after: Annotated[
-        float,
-        typer.Option(
-            min=15, metavar="S", help="Seconds without a heartbeat after which a session may lose its place to another."
-        ),
+        float, typer.Option(min=15, metavar="S", help="Seconds without a heartbeat until a session may be evicted.")
     ] = 60.0,
     sampler: Annotated[
         Literal["exact", "fast", "vllm"],
-        typer.Option(help="fast: rounding may change tokens of a seed; vllm: fast on a GPU."),
+        typer.Option(help="fast: rounding may change the tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
     shard: Annotated[
         bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
     ] = False,
     as_json: options.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings and errors, no requests.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log only warnings and errors.")] = False,
 ) -> None:
-    """Serve packed training steps and sampling to the tinker client, on one base model.
+    """Serve packed training steps and sampling of one base model to the tinker client.
 
     Clients train LoRA adapters or all weights, sample and save; see vlmpack/service/README.md.
     """
@@ -92,7 +86,7 @@ def serve(
         raise ConfigError("vlmpack serve needs a MODEL, or --demo without one")
     if model is not None:
         options.refuse_file("MODEL", model)
-    # Read when torch is first imported: threads that spin at a barrier slow down other work on the machine.
+    # Read when torch is first imported; threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vlmpack.layout.sharing import MIN_SHARED
     from vlmpack.service.checkpoints import StateFolder
@@ -138,7 +132,7 @@ def serve(
         _follow(base, settings, ranks)
     given, key_file = os.environ.get(KEY_VARIABLE), (key_file or folder / "key").expanduser()
     key = check_key(given, KEY_VARIABLE) if given else read_key(key_file)
-    # whatever may be refused is looked at before anything is written, and before a model is read
+    # everything that may be refused is checked before anything is written and before a model is loaded
     with bind(host, port) as listening, closing(StateFolder(folder, base_model=served)) as opened:
         settings = replace(settings, key=key or make_key(key_file))
         with quiet_transformers():
@@ -147,7 +141,7 @@ def serve(
                 opened.make_private()
             if ranks is not None:
                 ranks.send(None)
-            with progress_lines("reading the model", quiet=quiet):
+            with progress_lines("loading the model", quiet=quiet):
                 service = Service(base(), opened, settings, ranks=ranks)
         address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
         facts = described(service, address, None if given else key_file)
@@ -155,33 +149,33 @@ def serve(
         service.run(listening, on_start=lambda: print_now(text))
     if launched is not None:
         launched.wait()
-    end(0)  # taking an interpreter apart that has torch loaded takes seconds
+    end(0)  # the normal end of an interpreter with torch takes seconds
 
 
 def _follow(base: Callable[[], Base], settings: ServiceSettings, ranks: Ranks) -> NoReturn:
-    """Compute what rank 0 says, until it stops."""
+    """Compute what rank 0 sends, until it stops."""
     from vlmpack.service.ranks import end
     from vlmpack.service.server import follow_rank_0
 
     try:
-        ranks.receive()  # when rank 0 has made the demo's model
+        ranks.receive()  # rank 0 has written the demo's model
         with quiet_transformers():
             loaded = base()
         follow_rank_0(loaded, settings, ranks)
     except ConnectionError as error:
-        logging.getLogger("vlmpack.service").error("%s, and so rank %d ends", error, ranks.rank)
+        logging.getLogger("vlmpack.service").error("%s, so rank %d ends", error, ranks.rank)
         end(1)
     end(0)
 
 
 def default_state(name: str) -> Path:
-    """Return the state folder of a model: one each, as a journal belongs to its base model."""
+    """Return the state folder of a model. Each model has its own, because a journal belongs to its base model."""
     home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return Path(home) / "vlmpack" / name.strip("/").replace("/", "--")
 
 
 def make_demo(folder: Path) -> None:
-    """Write the tiny Qwen3-VL of the demo with its processor, unless it is there; the same weights each time."""
+    """Write the tiny Qwen3-VL of the demo and its processor unless they exist; always with the same weights."""
     if (folder / "complete").exists():
         return
     from vlmpack.testing.models import tiny_model
@@ -195,12 +189,12 @@ def make_demo(folder: Path) -> None:
 
 
 def described(service: Service, address: str, key_file: Path | None) -> dict[str, Any]:
-    """Return where a service is and what it serves, for JSON.
+    """Describe a service, for JSON.
 
     Args:
         service: the service.
-        address: of the service.
-        key_file: where the key is; None: in the environment.
+        address: its URL.
+        key_file: file with the key; None: the key is in the environment.
     """
     base, limits = service.engine.base, service.settings.limits
     return {
@@ -222,7 +216,7 @@ def described(service: Service, address: str, key_file: Path | None) -> dict[str
 
 
 def announcement(facts: Mapping[str, Any]) -> str:
-    """Format `described` for people, with the lines that a client begins with. The key is not in it: logs keep it."""
+    """Format `described` for people, with the first lines of a client; without the key, because logs keep it."""
     address, key_file, limits = facts["address"], facts["key_file"], facts["limits"]
     source = f'open("{key_file}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
     imports = "import tinker" if key_file else "import os, tinker"
@@ -231,8 +225,8 @@ def announcement(facts: Mapping[str, Any]) -> str:
         f"key file  {key_file}" if key_file else f"key       {KEY_VARIABLE}",
         f"model     {facts['model']} ({facts['architecture']}, text{' and images' if facts['takes_images'] else ''})",
         f"state     {facts['state']}",
-        f"limits    {limits['datum_tokens']:,} tokens a datum, rows of {limits['row_tokens']:,} tokens and "
-        f"{limits['row_patches']:,} patches, {limits['models']} models of rank {limits['rank']} at most, bodies of "
+        f"limits    {limits['datum_tokens']:,} tokens per datum, rows of {limits['row_tokens']:,} tokens and "
+        f"{limits['row_patches']:,} patches, at most {limits['models']} models of rank {limits['rank']}, bodies of "
         f"{limits['body_bytes'] >> 20} MiB",
         "",
         imports,
@@ -244,7 +238,7 @@ def announcement(facts: Mapping[str, Any]) -> str:
 
 
 def _shown(host: str) -> str:
-    """Return the host of an address that a client on this machine can use."""
+    """Return the host as a client on this machine writes it in a URL."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
 
 

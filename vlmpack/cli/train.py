@@ -1,8 +1,6 @@
-"""`vlmpack train`: fine-tune a model on conversations in packed rows, by a configuration.
+"""`vlmpack train`: fine-tune a model on conversations in packed rows.
 
-    keys ──▶ data, lengths, rows ──▶ the plan, printed ──▶ model, adapters, PackedTrainer ──▶ weights, losses, answers
-
-It assembles what the library has: reader, collator, plan, PEFT, trainer.
+keys ──▶ data, lengths, rows ──▶ the plan, printed ──▶ model, adapters, PackedTrainer ──▶ weights, losses, answers
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vlmpack.cli import options
+from vlmpack.cli import inputs, options
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys, print_keys, read_config
-from vlmpack.cli.inputs import Inputs, measure, open_inputs, print_refused, quiet_transformers, reading, tiny_family
+from vlmpack.cli.inputs import Inputs, open_inputs, print_refused, quiet_transformers, reading, tiny_family
 from vlmpack.cli.options import DataOptions
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra
-from vlmpack.terminal import format_bytes, make_table, print_table, print_text, text_column
+from vlmpack.terminal import format_bytes, print_table, print_text, text_column
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,37 +38,37 @@ if TYPE_CHECKING:
 
 LENGTHS, MERGED = "lengths.sqlite", "merged"
 CHECKPOINTING, OLD_CHECKPOINTING = "activation_checkpointing", "gradient_checkpointing"
-"""Of TrainingArguments, since transformers 5.23 and before."""
+"""Names in TrainingArguments since transformers 5.23, and before."""
 SHOWN = 1500
-"""Characters of the sample that are printed."""
+"""Number of characters of the sample that are printed."""
 
 
 def train(
     settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys; they go before those of the file.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings; they override the file.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of keys and values.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan, and train nothing; measured lengths are kept.")
+        bool, typer.Option("--dry-run", help="Print the plan without training; measured lengths are kept.")
     ] = False,
     help_config: Annotated[
-        bool, typer.Option("--help-config", help="List every key and its default, and exit.")
+        bool, typer.Option("--help-config", help="List all keys with their defaults, and exit.")
     ] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Fine-tune a model on conversations in packed rows: LoRA or all weights, evaluated, saved and merged.
+    """Fine-tune a model on conversations in packed rows: LoRA or all weights; evaluate, save and merge.
 
-    For example: vlmpack train model=Qwen/Qwen3-VL-2B-Instruct data=chats.jsonl --dry-run. The plan has rows, steps,
-    memory, a sample with what is trained on, and keys that change nothing. On several GPUs: torchrun --nproc_per_node 8
-    -m vlmpack train --config train.yaml. A stopped run goes on with resume_from_checkpoint=true.
+    For example: vlmpack train model=Qwen/Qwen3-VL-2B-Instruct data=chats.jsonl --dry-run. The plan shows rows, steps,
+    memory, a sample with its targets, and keys without effect. On several GPUs: torchrun --nproc_per_node 8
+    -m vlmpack train --config train.yaml. Continue a stopped run with resume_from_checkpoint=true.
     """
     check_extra("train", "accelerate", needed_by="`vlmpack train`")
     if help_config:
         print_keys(Console())
         return
     with quiet_transformers():
-        for kind in (SkippedWarning, UnpackedWarning):  # ours are shown
+        for kind in (SkippedWarning, UnpackedWarning):  # show ours
             warnings.simplefilter("default", kind)
         run = Run(read_config(config, settings or ()), quiet=quiet)
         console = Console(quiet=as_json or run.args.process_index > 0)
@@ -85,11 +83,11 @@ def train(
 
 
 def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> DataOptions:
-    """Return the options of the data; a sample may be as long as a row."""
+    """Make the data options; a sample may be as long as a row."""
     names = [sources] if isinstance(sources, str) else [*sources]
     if not names:
         raise ConfigError("data names no data set; give a file, a folder or a hub id")
-    if isinstance(sources, dict):  # weights, in units of the first
+    if isinstance(sources, dict):  # weights relative to the first
         names[1:] = [f"{name}={sources[name] / sources[names[0]]}" for name in names[1:]]
     settings: dict[str, Any] = {
         "dataset": names[0],
@@ -108,7 +106,7 @@ def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> Dat
 
 
 def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool) -> TrainingArguments:
-    """Make the arguments of the trainer.
+    """Make the trainer's arguments.
 
     Raises:
         ConfigError: TrainingArguments refuses them.
@@ -141,7 +139,7 @@ def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool
 
 
 def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) -> nn.Module:
-    """Load the model and add the adapters; `only_shapes`: on the meta device, without its weights.
+    """Load the model and add adapters; `only_shapes` makes it on the meta device, without weights.
 
     Raises:
         ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
@@ -195,18 +193,18 @@ def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) ->
 
 
 def memory_of(model: nn.Module, config: Any, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, int]:
-    """Return the bytes that a rank needs without sharding: weights, gradients, AdamW's moments, activations.
+    """Estimate the bytes that a rank needs without sharding: weights, gradients, AdamW's moments, activations.
 
-    Activations are an estimate for the largest row: a layer keeps about 12 hidden and 4 intermediate vectors a token or
-    patch for the backward pass, and with gradient checkpointing one hidden vector, beside two layers that are computed
-    again. A tower without trained weights keeps none.
+    Activations are those of the largest row. For the backward pass, a layer keeps about 12 hidden and 4 intermediate
+    vectors per token or patch; with gradient checkpointing, one hidden vector, plus two layers that are recomputed.
+    A tower without trained weights keeps none.
 
     Args:
-        model: with adapters, on any device.
-        config: of the whole model.
-        args: of the trainer.
-        tokens: of the largest row.
-        patches: of the row that has most.
+        model: the model with adapters, on any device.
+        config: configuration of the whole model.
+        args: the trainer's arguments.
+        tokens: tokens of the largest row.
+        patches: largest number of patches in a row.
     """
     trained = [each for each in model.parameters() if each.requires_grad]
     size = 2 if args.bf16 else next(model.parameters()).element_size()
@@ -239,29 +237,26 @@ def memory_of(model: nn.Module, config: Any, args: TrainingArguments, *, tokens:
 
 @final
 class Run:
-    """A training whose rows are planned; of its model only the configuration is read.
+    """A training with planned rows; the model's weights are not loaded yet.
 
     Args:
         given: keys that were set.
-        quiet: draw no progress.
+        quiet: show no progress.
 
     Raises:
-        ConfigError: keys contradict each other, or what they name cannot be read. SampleError: a sample cannot be used,
-            and on_bad is raise.
+        ConfigError: keys contradict each other, or something they name cannot be read. SampleError: a sample cannot be
+            used, and on_bad is raise.
     """
 
     def __init__(self, given: Mapping[str, Any], *, quiet: bool) -> None:
         from torch import Generator
         from torch.utils.data import random_split
 
-        from vlmpack.collate.assemble import SharePrefixes
-
         self.given = given
         self.keys = keys = TrainKeys(**{name: given[name] for name in OF_TRAIN if name in given})
-        self.args = args = training_arguments(given, keys, quiet=quiet)  # joins the ranks of torchrun
+        self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
         self.data = data_options(given, keys, keys.data)
-        share = SharePrefixes(min_shared=self.data.min_shared) if self.data.min_shared else False
-        dataset, self.collator = open_inputs(self.data, on_bad=keys.on_bad, share_prefixes=share)
+        dataset, self.collator = open_inputs(self.data, on_bad=keys.on_bad)
         self.train_set: Any = dataset
         self.eval_set: Any = None
         if keys.eval_data is not None:
@@ -269,7 +264,7 @@ class Run:
         elif num := min(ceil(keys.val_size * (1 if keys.val_size >= 1 else len(dataset))), len(dataset) - 1):
             sizes, generator = [len(dataset) - num, num], Generator().manual_seed(self.data.seed)
             self.train_set, self.eval_set = random_split(self.train_set, sizes, generator)
-        with args.main_process_first(desc="measuring"):  # the others read what it has written
+        with args.main_process_first(desc="measuring"):  # the other ranks read its cache
             options.make_folder("output_dir", Path(str(args.output_dir)))
             self.table, self.plan = self._planned(self.train_set, quiet=quiet)
             self.eval_plan = None if self.eval_set is None else self._planned(self.eval_set, quiet=quiet)[1]
@@ -278,24 +273,20 @@ class Run:
             args.gradient_accumulation_steps = max(1, ceil(keys.samples_per_update / a_step))
 
     def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
-        """Measure samples, and plan their rows."""
+        """Measure samples and plan their rows."""
         from vlmpack.lengths import check_refused
-        from vlmpack.plan.planner import plan_bins
 
         data, capacity = self.data, self.keys.capacity
-        table = measure(Inputs(samples, self.collator), data, quiet=quiet, min_shared=data.min_shared)
+        table = inputs.measure(Inputs(samples, self.collator), data, quiet=quiet, min_shared=data.min_shared)
         check_refused(table, self.collator)
         if not len(table) or table.tokens.min() > capacity:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
             raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")
-        groups, budgets = table.groups if data.min_shared else None, table.budgets(patches=data.max_patches)
-        return table, plan_bins(
-            table, capacity, strategy=data.strategy, oversize="drop", budgets=budgets, groups=groups
-        )
+        return table, inputs.plan_rows(table, data, capacity)
 
     @property
     def is_sharded(self) -> bool:
-        """Return whether ranks hold parts of the weights."""
+        """Whether each rank holds a part of the weights."""
         return bool(self.args.fsdp or self.args.deepspeed)
 
     def to_dict(self) -> dict[str, Any]:
@@ -334,7 +325,7 @@ class Run:
         }
 
     def sample(self) -> Iterator[tuple[str, bool]]:
-        """Yield the first sample of the plan as the model gets it: (text, whether it is trained on)."""
+        """Yield the text of the first planned sample as the model gets it, in parts: (text, whether it is a target)."""
         from vlmpack.collate.processor_metadata import parts_of
 
         at, collator = int(self.plan[0][0]), self.collator
@@ -345,12 +336,12 @@ class Run:
             yield f"{tokenizer.decode(ids[0])} x {len(ids):,}" if is_media else tokenizer.decode(ids), is_target
 
     def ignored(self) -> dict[str, str]:
-        """Return the keys that were set and change nothing, with the reason."""
+        """Return the keys that were set and have no effect, with the reason."""
         keys, args = self.keys, self.args
         of_lora, of_text = "lora_rank lora_alpha lora_dropout lora_targets merge", "freeze_vision max_patches"
         cases = (
             (keys.method == "full", of_lora, "method is full"),
-            (not self.collator.metadata.has_vision, of_text, "the model takes text alone"),
+            (not self.collator.metadata.has_vision, of_text, "the model takes only text"),
             (args.max_steps > 0, "num_train_epochs", "max_steps is set"),
             (keys.samples_per_update is not None, "gradient_accumulation_steps", "samples_per_update sets it"),
             (keys.eval_data is not None, "val_size", "eval_data is set"),
@@ -366,7 +357,7 @@ class Run:
         """Train, evaluate before and after, save, and merge the adapters.
 
         Returns:
-            The losses and answers before and after, and where the weights are, for JSON.
+            Losses and answers before and after, and the folders of the weights, for JSON.
         """
         from vlmpack.context_parallel.mesh import Parallel
         from vlmpack.model.enable import enable_packing
@@ -393,7 +384,7 @@ class Run:
         return {"before": before, "after": after, **folders}
 
     def _state(self, trainer: PackedTrainer) -> dict[str, Any] | None:
-        """Return the exact loss of the held-out samples, and the last answer of the first; None: there are none."""
+        """Evaluate the held-out samples, and generate the last answer of the first one; None: there are none."""
         from torch import Tensor
 
         from vlmpack.collate.collator import VLMCollator
@@ -422,39 +413,36 @@ class Run:
 
 
 def print_run(run: Mapping[str, Any], table: LengthTable, console: Console) -> None:
-    """Print the plan of a run."""
+    """Print the plan of a training."""
     free, needed = run["memory"]["free"], {name: size for name, size in run["memory"].items() if name != "free"}
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in needed.items())
     of_free = "" if free is None else f" ({format_bytes(free)} free)"
     lines = {
         "model": f"{run['model']}, {run['method']}: {run['trained_weights']:,} of {run['weights']:,} weights trained",
         "samples": f"{run['samples']:,} trained on, {run['held_out']:,} held out, {run['left_out']:,} left out",
-        "tokens": f"{run['tokens']:,}, of which {run['targets']:,} are trained on",
+        "tokens": f"{run['tokens']:,}, of which {run['targets']:,} are targets",
         "rows": f"{run['rows']:,} of {run['capacity']:,} tokens, {run['fill']:.1%} full",
         "updates": f"{run['updates']:,}, each of {run['accumulation']:,} rows on {run['ranks']:,} ranks: about "
         f"{run['samples_per_update']:,.1f} samples",
         "memory": f"about {format_bytes(sum(needed.values()))} on each rank{of_free}: {parts}",
         "output": run["output_dir"],
     }
-    overview = make_table("", text_column(""), header=False)
-    for name, line in lines.items():
-        overview.add_row(name, Text(line))
-    print_table(console, overview)
+    print_table(console, ("", text_column("")), [(name, Text(line)) for name, line in lines.items()], header=False)
     print_refused(table, console)
     text = Text()
     for part in run["sample"]:
         text.append(*((f"[[{part['text']}]]", "green") if part["trained_on"] else (part["text"], "dim")))
-    print_text(console, Text("\nA sample; what is trained on is in [[brackets]]:"))
+    print_text(console, Text("\nA sample, with its targets in [[brackets]]:"))
     console.print(text[:SHOWN] + Text(" ..." if len(text) > SHOWN else ""), soft_wrap=not console.is_terminal)
     for name, why in run["ignored"].items():
-        print_text(console, Text(f"{name} changes nothing: {why}", "yellow"))
+        print_text(console, Text(f"{name} has no effect: {why}", "yellow"))
 
 
 def print_result(result: Mapping[str, Any], console: Console) -> None:
-    """Print losses and answers before and after, and where the weights are."""
+    """Print losses and answers before and after, and the folders of the weights."""
     for name in (name for name in ("before", "after") if result[name]):
-        print_text(console, Text(f"{name}: loss of the held-out samples {result[name]['loss']:.4f}"))
+        print_text(console, Text(f"{name}: loss on the held-out samples {result[name]['loss']:.4f}"))
         if answer := result[name]["answer"]:
-            print_text(console, Text(f"an answer: {answer}"), indent=2)
-    merged = f"; with its adapters merged: {result['merged']}" if result["merged"] else ""
+            print_text(console, Text(f"answer: {answer}"), indent=2)
+    merged = f"; with merged adapters: {result['merged']}" if result["merged"] else ""
     print_text(console, Text(f"saved: {result['saved']}{merged}"))

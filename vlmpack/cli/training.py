@@ -1,6 +1,6 @@
 """Train a model twice with Hugging Face Trainer, padded and packed, and measure both the same way.
 
-Same receipts in the same order, same seeds, same initial weights.
+Both trainings have the same receipts in the same order, the same seeds, and the same initial weights.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from vlmpack.cli.demo import DemoOptions
 from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
 from vlmpack.collate.collator import BatchLayout, VLMCollator
 from vlmpack.data.cord import load_cord
@@ -36,102 +37,14 @@ TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""
 TINY_SIZES: dict[str, Any] = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4}
 TOKENS = ("input_ids", "labels", "mm_token_type_ids")
-"""Tensors of a batch with one entry a token."""
+"""Tensors of a batch with one entry per token."""
 NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Setup:
-    """Settings of both trainings, and what they start from."""
-
-    model: str | None
-    """Hub id or folder; None: a small random one."""
-    data: str
-    """"synthetic", or a source of CORD."""
-    device: str
-    """"cpu" or "cuda"."""
-    dtype: str
-    """"float32" or "bfloat16"."""
-    steps: int
-    """Optimizer steps of each training."""
-    batch_size: int
-    """Samples in a step."""
-    seed: int
-    """Of weights, receipts and their order."""
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """Element type of weights and pixels."""
-        return getattr(torch, self.dtype)
-
-    @property
-    def title(self) -> str:
-        """Model and element type in a few words."""
-        return f"{self.model or 'a small model of 4 layers of width 128 with random weights'}, {self.dtype}"
-
-    @cached_property
-    def processor(self) -> Any:
-        """Processor of the model.
-
-        Raises:
-            ConfigError: it cannot be read.
-        """
-        with reading("--model", self.model or ""):
-            return load_processor(self.model) if self.model else tiny_processor()
-
-    @cached_property
-    def receipts(self) -> OpenDataset:
-        """Conversations, as many as both trainings need.
-
-        Raises:
-            ConfigError: they cannot be read, are too few, or are no receipts.
-        """
-        if self.data != SYNTHETIC and "ground_truth" not in load_cord(self.data).rows.row(0):
-            raise ConfigError(
-                f"--data {self.data}: the demo trains on receipts alone, with the columns image and ground_truth of "
-                "CORD: give synthetic, a hub id, a folder or a parquet file; `vlmpack train` trains on other data"
-            )
-        num = self.steps * self.batch_size
-        return open_samples(self.data, num=num, seed=self.seed, small=self.model is None)
-
-    def make_model(self) -> Any:
-        """Make the model with its initial weights, the same at every call.
-
-        Raises:
-            ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
-        """
-        dtype = self.torch_dtype
-        if self.model is None:
-            model: Any = tiny_model(processor=self.processor, **TINY_SIZES, seed=self.seed, dtype=dtype, lively=False)
-        else:
-            with reading("--model", self.model):
-                model = AutoModelForImageTextToText.from_pretrained(self.model, dtype=dtype, attn_implementation="sdpa")
-        # A cache would cost the padded run memory without use; the packed one never makes any.
-        family_of(model).text_config(model.config).use_cache = False
-        return model.to(self.device).train()
-
-    def arguments(self, scratch: str) -> TrainingArguments:
-        """Make the arguments of Trainer, which writes into the folder `scratch`."""
-        arguments = TrainingArguments(
-            scratch, max_steps=self.steps, per_device_train_batch_size=self.batch_size,
-            learning_rate=TINY_RATE if self.model is None else PRETRAINED_RATE, lr_scheduler_type="constant",
-            seed=self.seed, use_cpu=self.device == "cpu", dataloader_pin_memory=self.device != "cpu",
-            dataloader_drop_last=True, remove_unused_columns=False, save_strategy="no", logging_strategy="no",
-            report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        # On several GPUs Trainer would wrap the model in DataParallel, which cuts batches apart.
-        arguments._n_gpu = min(arguments.n_gpu, 1)
-        return arguments
-
-
-# ---------------------------------------------------------------------- one training
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training, measured."""
+    """Measurements of one training."""
 
     layout: BatchLayout
     """"padded" or "packed"."""
@@ -140,11 +53,11 @@ class Run:
     physical: tuple[int, ...]
     """Tokens that went through the model, by step."""
     seconds: tuple[float, ...]
-    """Forward, backward and optimizer of each step."""
+    """Time of forward, backward and optimizer in each step."""
     losses: tuple[float, ...]
     """Loss (nats per target) of each step."""
     peak_bytes: int
-    """Most memory during a forward and backward pass of the batch with the most padding and tokens."""
+    """Peak memory of a forward and backward pass of the largest batch."""
 
     @property
     def real_tokens(self) -> int:
@@ -158,64 +71,114 @@ class Run:
 
     @property
     def fill(self) -> float:
-        """Fill ratio: real tokens over physical ones."""
+        """Fill ratio: real tokens divided by physical tokens."""
         return self.real_tokens / self.physical_tokens
 
     @property
     def step_seconds(self) -> float:
-        """Median step, without the first one, which warms everything up."""
+        """Median time of a step, without the first step, which warms up."""
         return median(self.seconds[1:] or self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
-        """Mean real tokens of a step over the seconds of the median one, both without the first step.
-
-        Two runs on the same samples are as far apart in this as in `step_seconds`.
-        """
+        """Mean real tokens of a step, divided by the median time; both without the first step."""
         return mean(map(sum, self.lengths[1:] or self.lengths)) / self.step_seconds
 
 
-def train(layout: BatchLayout, model: nn.Module, setup: Setup, *, scratch: str, report: Callable[[int], None]) -> Run:
-    """Train `model` in place.
+@final
+class Trainings:
+    """What both trainings start from.
 
     Args:
-        layout: of the batches; "packed" also enables packing on the model.
-        model: from `setup.make_model`.
-        setup: receipts and settings.
-        scratch: a folder for Trainer.
-        report: called after each step with the number of steps done.
+        options: settings of the trainings, with a dtype.
+
+    Raises:
+        ConfigError: the processor or the receipts cannot be read, are too few, or are not receipts.
     """
-    if layout == "packed":
-        enable_packing(model)
-    collate = VLMCollator(setup.processor, layout=layout, pixel_dtype=setup.torch_dtype)
-    meter = Meter(collate, setup.device, keep_metadata=layout == "packed", report=report)
-    hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
-    trainer = Trainer(
-        model=model, args=setup.arguments(scratch), train_dataset=setup.receipts, data_collator=meter, callbacks=[meter]
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    hook.remove()
-    del trainer  # and with it the optimizer's memory
-    steps = len(meter.seconds)
-    return Run(
-        layout=layout,
-        lengths=tuple(metadata.lengths for metadata in meter.metadata[:steps]),
-        physical=tuple(meter.physical[:steps]),
-        seconds=tuple(meter.seconds),
-        losses=tuple(float(loss) for loss in meter.losses),
-        peak_bytes=_peak_of_step(model, meter.largest, setup.device),
-    )
+
+    def __init__(self, options: DemoOptions) -> None:
+        self._options = options
+        self._dtype: torch.dtype = getattr(torch, str(options.dtype))
+        if options.data != SYNTHETIC and "ground_truth" not in load_cord(options.data).rows.row(0):
+            raise ConfigError(
+                f"--data {options.data} is not a data set of receipts with the columns image and ground_truth of CORD, "
+                "which the demo needs: give synthetic, a hub id, a folder or a parquet file; `vlmpack train` trains on "
+                "other data"
+            )
+        num = options.steps * options.batch_size
+        self.receipts: OpenDataset = open_samples(options.data, num=num, seed=options.seed, small=options.model is None)
+        """As many conversations as a training needs."""
+        self.title = f"{options.model or 'a small random model with 4 layers of width 128'}, {options.dtype}"
+
+    @cached_property
+    def processor(self) -> Any:
+        """The model's processor."""
+        with reading("--model", self._options.model or ""):
+            return load_processor(self._options.model) if self._options.model else tiny_processor()
+
+    def make_model(self) -> Any:
+        """Make the model, with the same initial weights in each call.
+
+        Raises:
+            ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
+        """
+        name, dtype, seed = self._options.model, self._dtype, self._options.seed
+        if name is None:
+            model: Any = tiny_model(processor=self.processor, **TINY_SIZES, seed=seed, dtype=dtype, lively=False)
+        else:
+            with reading("--model", name):
+                model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+        # A cache would only cost the padded run memory; the packed run never uses one.
+        family_of(model).text_config(model.config).use_cache = False
+        return model.to(self._options.device).train()
+
+    def train(self, layout: BatchLayout, model: nn.Module, *, scratch: str, report: Callable[[int], None]) -> Run:
+        """Train a model in place.
+
+        Args:
+            layout: layout of the batches; "packed" also enables packing on the model.
+            model: from `make_model`.
+            scratch: a folder for Trainer.
+            report: called after each step with the number of steps done.
+        """
+        options = self._options
+        if layout == "packed":
+            enable_packing(model)
+        collate = VLMCollator(self.processor, layout=layout, pixel_dtype=self._dtype)
+        meter = Meter(collate, options.device, keep_metadata=layout == "packed", report=report)
+        hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
+        arguments = TrainingArguments(
+            scratch, max_steps=options.steps, per_device_train_batch_size=options.batch_size,
+            learning_rate=TINY_RATE if options.model is None else PRETRAINED_RATE, lr_scheduler_type="constant",
+            seed=options.seed, use_cpu=options.device == "cpu", dataloader_pin_memory=options.device != "cpu",
+            dataloader_drop_last=True, remove_unused_columns=False, save_strategy="no", logging_strategy="no",
+            report_to="none", disable_tqdm=True,
+        )  # fmt: skip
+        arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel on several GPUs: it would split batches
+        trainer = Trainer(model, arguments, meter, self.receipts, callbacks=[meter])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        hook.remove()
+        del trainer  # frees the optimizer's memory
+        steps = len(meter.seconds)
+        return Run(
+            layout=layout,
+            lengths=tuple(metadata.lengths for metadata in meter.metadata[:steps]),
+            physical=tuple(meter.physical[:steps]),
+            seconds=tuple(meter.seconds),
+            losses=tuple(float(loss) for loss in meter.losses),
+            peak_bytes=_peak_of_step(model, meter.largest, options.device),
+        )
 
 
 @final
 class Meter(TrainerCallback):
-    """Record the size of every batch, and the seconds of every step from its batch to the end of its optimizer.
+    """Records the size of every batch, and the time of every step from its batch to the end of its optimizer.
 
     Args:
         collator: makes the batches.
-        device: of the model.
-        keep_metadata: leave the metadata on the host in the batch; an unmodified model does not accept it.
+        device: device of the model.
+        keep_metadata: keep the host metadata in the batch; an unmodified model does not accept it.
         report: called after each step with the number of steps done.
     """
 
@@ -238,7 +201,7 @@ class Meter(TrainerCallback):
         self.physical.append(batch["input_ids"].numel())
         if not self._keep_metadata:
             del batch[METADATA_KEY]
-        area = len(metadata.lengths) * max(metadata.lengths)  # when padded
+        area = len(metadata.lengths) * max(metadata.lengths)  # if padded
         if area > self._area:
             self._area, self.largest = area, batch
         return batch
@@ -261,9 +224,9 @@ class Meter(TrainerCallback):
 def packed_against_alone(
     model: nn.Module, processor: Any, conversations: Sequence[Mapping[str, Any]]
 ) -> GradientCosine:
-    """Compare gradients of one batch's loss: as a packed row, and sample by sample through the unmodified model.
+    """Compare the gradients of a packed row with those of its samples alone in the unmodified model.
 
-    The model is put into float32 and keeps that; its weights stay the same, and packing is disabled.
+    Converts the model to float32 and disables packing; the weights stay the same.
     """
     model.float().eval()
     collate = VLMCollator(processor, pixel_dtype=torch.float32)
