@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, SharedPrefix, StreamPacker
 from vlmpack.plan import CostModel, PrefixGroups, plan_bins
 
@@ -113,15 +113,6 @@ def test_a_limit_counts_what_the_prefix_needs_once():
     )
     rows = stream.pack([sample(at, "a", 10, 5, images=1) for at in range(3)] + [sample(3, "b", 10, 5, images=1)])
     assert [[each["id"] for each in row] for row in rows] == [[0, 1, 2, 3]]
-
-
-def test_pack_leaves_no_trace_of_a_call_that_failed():
-    stream = packer(min_fill=0.9)
-    stream.pack([sample(0, "a", 5, 1)])
-    before = stream.state_dict()
-    with pytest.raises(SampleError, match=r"sample 2: needs \[9\] .* that of its group is \[5\]"):
-        stream.pack([sample(1, "b", 5, 1), sample(2, "b", 4, 5)])
-    assert stream.state_dict() == before
 
 
 def test_a_state_with_groups_needs_a_packer_with_groups():

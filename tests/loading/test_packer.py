@@ -36,15 +36,6 @@ def packed(packer, lengths):
     return rows + packer.flush()
 
 
-@given(lengths=lengths_lists, buffer=st.none() | st.integers(0, 90))
-def test_every_sample_comes_out_once_and_whole(lengths, buffer):
-    packer = StreamPacker(RowSettings(capacity=20, buffer_tokens=buffer))
-    rows = packed(packer, lengths)
-    assert sorted(at for row in ids(rows) for at in row) == list(range(len(lengths)))
-    assert all(sum(map(token_count, row)) <= 20 for row in rows)
-    assert len(packer) == packer.tokens == 0
-
-
 @pytest.mark.parametrize("name", LENGTH_SETS)
 def test_four_rows_worth_of_waiting_tokens_fill_rows(name):
     lengths, capacity = LENGTH_SETS[name].lengths(5000, seed=4), LENGTH_SETS[name].capacity

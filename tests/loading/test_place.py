@@ -121,14 +121,6 @@ def resumed(source, state, **settings):
     return stream
 
 
-@pytest.mark.parametrize("source", COUNTING)
-def test_the_sources_that_count_have_another_order_in_every_pass(source):
-    stream = PackedStream(source(), SETTINGS)
-    orders = [[at for row in ids(stream) for at in row] for _ in range(3)]
-    assert len({*map(tuple, orders)}) == 3
-    assert all(sorted(order) == [*range(len(LENGTHS))] for order in orders)
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_stopped_after_any_row_all_passes_to_come_are_those_of_the_unbroken_stream(source):
     whole = ids(islice(PackedStream(source(), SETTINGS, repeat=True), 5 * ROWS))

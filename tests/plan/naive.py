@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 from vlmpack.plan import PrefixGroups
@@ -11,28 +11,15 @@ Bins = list[list[int]]
 """The samples of each bin, in the order in which they were placed."""
 
 
-def naive_decreasing(
-    lengths: Sequence[int], capacity: int, choose: Callable[[list[tuple[int, int]]], tuple[int, int]]
-) -> Bins:
-    """Place the longest sample left, again and again.
-
-    Args:
-        lengths: tokens of each sample.
-        capacity: of a bin.
-        choose: one of the (room, bin) of all bins with enough room.
-    """
+def naive_best_fit(lengths: Sequence[int], capacity: int) -> Bins:
+    """Place the longest sample left in the fullest bin that has room for it, again and again."""
     bins: Bins = []
-    room: list[int] = []
     for sample in sorted(range(len(lengths)), key=lambda sample: -lengths[sample]):
-        fitting = [(room[at], at) for at in range(len(bins)) if room[at] >= lengths[sample]]
-        if fitting:
-            _, at = choose(fitting)
-        else:
-            at = len(bins)
+        room = [capacity - sum(lengths[other] for other in samples) for samples in bins]
+        fitting = [(left, at) for at, left in enumerate(room) if left >= lengths[sample]]
+        if not fitting:
             bins.append([])
-            room.append(capacity)
-        bins[at].append(sample)
-        room[at] -= lengths[sample]
+        bins[min(fitting)[1] if fitting else -1].append(sample)
     return bins
 
 

@@ -34,18 +34,6 @@ def test_every_sample_is_in_one_row_or_dropped_and_no_row_is_too_full(lengths, s
         assert sum(lengths[sample] for sample in row) <= CAPACITY or (len(row) == 1 and oversize == "own_row")
 
 
-@given(samples=st.lists(st.tuples(st.integers(1, 35), st.integers(0, 12)), min_size=1, max_size=50), seed=seeds)
-def test_no_row_exceeds_any_budget(samples, seed):
-    lengths, patches = zip(*samples, strict=True)
-    budget = Budget(name="patches", costs=np.asarray(patches), limit=10)
-    plan = plan_bins(lengths, CAPACITY, budgets=[budget], oversize="drop", seed=seed)
-    for row in plan.bins:
-        assert sum(lengths[sample] for sample in row) <= CAPACITY
-        assert sum(patches[sample] for sample in row) <= 10
-    over = [at for at, (n, p) in enumerate(samples) if n > CAPACITY or p > 10]
-    assert plan.dropped.tolist() == over
-
-
 @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60))
 def test_without_a_seed_samples_rise_within_a_row_and_rows_come_in_the_order_of_their_first(lengths):
     for strategy in STRATEGIES:

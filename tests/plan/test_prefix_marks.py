@@ -114,11 +114,6 @@ def test_short_beginnings_are_not_shared():
     assert groups_of_marks([], min_shared=64) == PrefixGroups.none(0)
 
 
-def test_the_same_symbols_in_another_order_have_another_hash():
-    a, b = marks([1, 2, 3] * 40), marks([3, 2, 1] * 40)
-    assert not set(a.hashes.tolist()) & set(b.hashes.tolist())
-
-
 @pytest.mark.parametrize("media", [(), [(5, 16), (9, 4)]])
 def test_marks_are_read_back_from_bytes(media):
     sample = marks(text(0, 40), turns=[7], media=media)

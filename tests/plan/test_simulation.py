@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -41,18 +40,6 @@ def simulation(*, world_size: int = 1, per_device_batch: int = 1, accumulation: 
 
 
 class TestAccumulation:
-    @pytest.mark.parametrize(
-        ("settings", "accumulation"),
-        [
-            ({"world_size": 8, "per_device_batch": 4, "accumulation": 4}, 2),  # ceil(128 / (9.72 x 8 x 1)) = ceil(1.65)
-            ({"world_size": 8, "per_device_batch": 4, "accumulation": 4, "rows_per_device": 2}, 1),  # ceil(0.82)
-            ({}, 1),  # at least
-            ({"per_device_batch": 7, "samples": 7, "rows": 10}, 10),  # 7 / 0.7 is 10.000000000000002 in floating point
-        ],
-    )
-    def test_it_is_rounded_up(self, settings: dict[str, int], accumulation: int) -> None:
-        assert simulation(**settings).accumulation == accumulation
-
     def test_the_published_example(self) -> None:
         """9.72 x 8 x 2 = 155.52."""
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
@@ -139,18 +126,6 @@ class TestWords:
         assert left_out.startswith("Samples that exceed a row are left out: 0 (13,000 tokens), 1 (13,000 tokens), ")
         assert left_out.endswith("9 (13,000 tokens) and 1,224 more.")
         assert simulation(world_size=8, per_device_batch=9).explain() == ()  # 72 samples, 77.8 packed
-
-    def test_a_notebook_shows_what_counts(self) -> None:
-        assert repr(simulation(world_size=8, per_device_batch=4, accumulation=4)) == (
-            "Simulation(100 rows of 12,000 tokens, 99.00% full, 9.72 samples a row; 2 accumulated for 155.5 samples an "
-            "update (padded: 128); 7 updates an epoch; 0 samples too long)"
-        )
-
-    def test_json_has_every_number(self) -> None:
-        written = json.loads(json.dumps(simulation(oversize={5: 13_000}).to_dict()))
-        assert written["oversize"] == [{"sample": 5, "tokens": 13_000}]
-        of_rows, of_updates = {"capacity", "rows", "fill", "samples_per_row"}, {"steps", "updates"}
-        assert of_rows | of_updates | {"accumulation", "samples_per_update"} <= set(written)
 
 
 class TestPaddedRecipe:

@@ -1,8 +1,7 @@
-"""What test_libraries.py runs in a process of its own, since Liger replaces functions of transformers' modules.
+"""What test_liger.py runs in a process of its own, since Liger replaces functions of transformers' modules.
 
     python liger_runs.py compare FAMILY before|after|class    packed against alone, both with Liger's kernels
     python liger_runs.py refuse FAMILY before|after|class     the refusals of its fused loss
-    python liger_runs.py train FAMILY STEPS FOLDER            HF Trainer with use_liger_kernel, padded and packed
 
 The last line that is printed is JSON. Triton's interpreter runs the kernels on a CPU.
 """
@@ -27,7 +26,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from triton.runtime import interpreter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from training import apart, collator, distance, gradients, loss_sums, receipts, train, weights
+from training import apart, collator, gradients, loss_sums, receipts
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_of
@@ -140,25 +139,10 @@ def refuse(family: str, order: str) -> dict[str, Any]:
     return {"refused": None}
 
 
-def run_trainer(family: str, steps: str, folder: str) -> dict[str, Any]:
-    """Train padded and packed with Liger's kernels, and compare losses and weights."""
-    kernels = {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False}}
-    runs, trained = [], []
-    for layout in ("padded", "packed"):
-        model = tiny_model(family, **SIZES)
-        model = enable_packing(model) if layout == "packed" else model
-        samples = receipts(model, kinds=("text",) * 2)
-        calls.clear()
-        runs.append(train(model, samples, folder, layout, max_steps=int(steps), **kernels))
-        trained.append(weights(model))
-    losses = [run.losses for run in runs]
-    return {"losses": losses, "weights": distance(*trained), "packed": dict(calls)}
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     complete_interpreter()
     count_kernels()
     what, *arguments = sys.argv[1:]
-    found = {"compare": compare, "refuse": refuse, "train": run_trainer}[what](*arguments)
+    found = {"compare": compare, "refuse": refuse}[what](*arguments)
     sys.stdout.write(json.dumps(found) + "\n")

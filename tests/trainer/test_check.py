@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.utils import slice_tensors
 from chats import chat, processor_of
 from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, default_data_collator
+from transformers import Trainer, default_data_collator
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
@@ -102,12 +101,6 @@ def test_what_would_change_results_is_named_and_nothing_else(change, told, tmp_p
         assert told in refusal(run)
 
 
-def test_all_problems_are_told_at_once(tmp_path):
-    settings = {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0}
-    model = enabled()
-    assert refusal(trainer(model, receipts(model), tmp_path, **settings)).count("\n- ") == 2
-
-
 def test_metrics_are_bound_to_a_model_before_its_evaluation(tmp_path):
     model = enabled()
     run = Trainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(receipts(model)))
@@ -163,17 +156,6 @@ def test_a_stream_under_accelerates_default(layout, tmp_path):
 
 
 # ---------------------------------------------------------------------- batches, ranks and losses
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_batch_cut_for_two_ranks(layout, rank):
-    """What DataLoaderDispatcher and nn.DataParallel do to a batch of four samples: rows cut in two, metadata kept."""
-    model = enabled()
-    batch = collator(layout)(receipts(model)[:4])
-    half = max(len(batch["input_ids"]) // 2, 1)
-    with pytest.raises(LayoutError, match="dispatch_batches=False"):
-        model(**slice_tensors(batch, slice(rank * half, (rank + 1) * half)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -261,17 +243,6 @@ def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch)
         else:
             assert "leave out DDP: evaluate after it, or use PackedTrainer" in refusal(run)
         monkeypatch.undo()
-
-
-def test_an_evaluation_that_generates(tmp_path):
-    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
-    model = enabled()
-    settings = {"eval_dataset": Samples(receipts(model)), "compute_metrics": lambda prediction: {}}
-    run = Seq2SeqTrainer(model, args, collator("padded"), **settings)
-    assert "averages the mean losses of batches over samples" in refusal(run)
-    metrics = loss_metrics(model)
-    run.compute_metrics = lambda prediction: {**metrics(prediction), "bleu": 0}
-    check_trainer(run)
 
 
 # ---------------------------------------------------------------------- columns and collators

@@ -310,13 +310,6 @@ def result_of(sums: list[float], targets: list[int]) -> Any:
     return SimpleNamespace(sample_loss_sums=torch.tensor(sums), sample_targets=torch.tensor(targets))
 
 
-def test_losses_of_all_ranks_weigh_every_target_alike():
-    losses = BatchLosses(Others(([5.0, 1.0], [1, 1]), ([8.0], [4])), 2, Samples([]))
-    losses.add(result_of([3.0, 1.0], [3, 1]))
-    losses.add(result_of([2.0, 4.0], [2, 2]))
-    assert losses.mean("token") == (3 + 1 + 5 + 1 + 2 + 4 + 8) / (3 + 1 + 1 + 1 + 2 + 2 + 4)
-
-
 @pytest.mark.parametrize(("result", "seen"), [(None, "is not packed"), (result_of([3.0], [3]), "has 1 samples, not 2")])
 def test_batches_of_which_samples_may_count_twice_are_refused(result, seen):
     losses = BatchLosses(Others(), 2, Samples([]))
@@ -327,11 +320,3 @@ def test_batches_of_which_samples_may_count_twice_are_refused(result, seen):
 def test_a_set_without_a_length_is_refused():
     with pytest.raises(ConfigError, match="give the evaluation set a length"):
         BatchLosses(Others(), 2, Endless())
-
-
-def test_on_one_rank_a_loss_that_is_not_complete_is_none():
-    losses = BatchLosses(SimpleNamespace(gather_for_metrics=None, num_processes=1), 2, Samples([]))
-    losses.add(result_of([3.0], [3]))
-    assert losses.mean("token") == 1.0
-    losses.add(None)
-    assert losses.mean("token") is None

@@ -48,13 +48,3 @@ def test_a_packed_row_is_its_samples_alone_with_the_same_kernels(family, order):
 @pytest.mark.parametrize("order", ["before", "after", "class"])
 def test_its_fused_loss_is_refused_by_name(order):
     assert "Liger" in run("refuse", "qwen3", order)["refused"]
-
-
-def test_steps_of_trainer_are_those_of_the_padded_run(tmp_path):
-    found = run("train", "qwen3", 3, tmp_path)
-    padded, packed = found["losses"]
-    assert len(padded) == 3
-    assert packed == pytest.approx(padded, rel=1e-5)
-    assert padded[-1] < padded[0]
-    assert found["weights"] < 1e-4
-    assert set(found["packed"]) == KERNELS["qwen3"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from cases import slow
-from chats import chat, processor_of
+from chats import chat, picture, processor_of
 from trainer.packed_runs import fresh
 from training import (
     KINDS,
@@ -27,8 +29,9 @@ from training import (
     weighing,
     weights,
 )
+from transformers import Trainer
 
-from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.collate import SharePrefixes, SkipLimit, VLMCollator
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
@@ -51,15 +54,6 @@ def test_accumulated_batches_equal_one_big_batch_of_samples_alone(family, layout
     assert run.losses == pytest.approx(expected.losses, rel=1e-6)
     for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
         assert distance(theirs, ours) < 1e-5
-
-
-def test_a_last_accumulation_of_fewer_batches(tmp_path):
-    """Seven samples in twos, three batches to a step: the second step has one batch of one sample."""
-    reference, model = tiny_model(), enable_packing(tiny_model())
-    samples = receipts(model)
-    expected = descend(reference, samples, size=6, steps=2)
-    run = train(model, samples, tmp_path, gradient_accumulation_steps=3)
-    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -176,3 +170,42 @@ def test_a_cache_that_the_text_model_is_configured_with_changes_nothing(layout, 
         losses.append(train(model, receipts(model), tmp_path, layout).losses)
         assert model.config.text_config.use_cache is use_cache
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trainer_counts_the_targets_that_the_collator_counted(layout, side, tmp_path):
+    """Also when everything is learnt and padding is on the left, where the first token of a sample is labelled."""
+    processor = processor_of()
+    collate = VLMCollator(processor, layout=layout, train_on="all")
+    rows = [chat("short", "yes"), chat("a longer question", "a longer answer", picture())]
+    before = processor.tokenizer.padding_side
+    processor.tokenizer.padding_side = side
+    try:
+        batch = collate(rows)
+        run = Trainer(enable_packing(tiny_model(processor=processor)), arguments(tmp_path), collate)
+        counted = run._get_num_items_in_batch([batch, batch], torch.device("cpu"))
+    finally:
+        processor.tokenizer.padding_side = before
+    assert int(counted) == 2 * batch["vlmpack"].num_targets
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, tmp_path):
+    """The good batch beside it in the same step counts as if it were alone."""
+    processor = processor_of()
+    good = [chat("What?", "This.", picture()), chat("And?", "That.")]
+    bad = [{"messages": [{"role": "user", "content": "no answer"}]}] * 2
+    skip = {"on_bad": "skip", "skip_log": tmp_path / "refused.jsonl", "skip_limit": SkipLimit(max_bad_fraction=1.0)}
+    losses = []
+    for rows, accumulate in ((good, 1), (good + bad, 2)):
+        collate = VLMCollator(processor, layout=layout, **skip)
+        model = enable_packing(tiny_model(processor=processor))
+        args = arguments(
+            tmp_path, gradient_accumulation_steps=accumulate, max_steps=1, train_sampling_strategy="sequential"
+        )
+        run = Trainer(model, args, collate, rows)
+        run.train()
+        losses += logged(run)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert len([json.loads(line) for line in skip["skip_log"].read_text().splitlines()]) == 2

@@ -10,8 +10,6 @@ from cases import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.utils import counters
 from training import (
-    Samples,
-    apart,
     checkpointing,
     collator,
     descend,
@@ -20,7 +18,6 @@ from training import (
     loss_sums,
     receipts,
     train,
-    trainer,
     weights,
 )
 from transformers import AutoModelForImageTextToText
@@ -43,18 +40,6 @@ def same_steps(expected, run, *, loss=1e-6, gradient=1e-5, measure=distance):
 
 
 # ---------------------------------------------------------------------- gradient checkpointing
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen3_5", "gemma3")])
-def test_checkpointed_layers_get_the_row_that_they_had(family, reentrant, tmp_path):
-    """Families in one forward pass: model/test_equality.py."""
-    reference, model = tiny_model(family), enable_packing(tiny_model(family))
-    samples = receipts(model)
-    settings = {"per_device_train_batch_size": 3, "remove_unused_columns": False}
-    settings |= checkpointing(use_reentrant=reentrant)
-    expected = descend(reference, samples, size=3, steps=2)
-    same_steps(expected, train(model, samples, tmp_path, **settings), loss=5e-6, gradient=1e-4, measure=apart)
 
 
 def checkpointed(model, *, reentrant):
@@ -90,36 +75,6 @@ def test_two_forwards_before_one_backward(reentrant):
 
 
 # ---------------------------------------------------------------------- bfloat16 and torch.compile
-
-
-def of_samples_alone(model, samples, *, bf16):
-    """(per-sample losses [B], gradients) of the samples alone through an untouched model."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        sums, counts = loss_sums(model, samples)
-    model.zero_grad()
-    (sums.sum() / counts.sum()).backward()
-    return (sums / counts).detach(), gradients(model)
-
-
-def error(a, b):
-    """Root mean square of all differences between two sets of gradients."""
-    return torch.cat([(a[name] - b[name]).flatten() for name in a]).square().mean().sqrt().item()
-
-
-@pytest.mark.parametrize(("family", "layout"), [("qwen3_vl_moe", "padded"), ("qwen2_5_vl", "packed")])
-def test_the_error_of_bf16_is_that_of_plain_low_precision(family, layout, tmp_path):
-    samples = receipts(tiny_model(family))
-    exact, exact_gradients = of_samples_alone(tiny_model(family), samples, bf16=False)
-    plain, plain_gradients = of_samples_alone(tiny_model(family), samples, bf16=True)
-
-    model = enable_packing(tiny_model(family))
-    settings = {"bf16": True, "max_steps": 1, "per_device_train_batch_size": 7, "per_device_eval_batch_size": 3}
-    losses, _ = trainer(model, samples, tmp_path, layout, **settings).predict(Samples(samples)).predictions
-    ours = train(enable_packing(tiny_model(family)), samples, tmp_path, layout, **settings)
-
-    assert (plain - exact).abs().max() > 1e-4, "autocast did nothing"
-    assert (torch.from_numpy(losses) - exact).abs().max() <= 2 * (plain - exact).abs().max()
-    assert error(ours.gradients[0], exact_gradients) <= 2 * error(plain_gradients, exact_gradients)
 
 
 def test_the_autocast_wrapper_outlives_packing_without_harm(tmp_path):
