@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -59,6 +59,7 @@ CURVES = (SAMPLES[0], ACCENT, *SAMPLES[2:])
 BINS = 40
 STEP = 2
 """Bar width of a fill histogram, in percent."""
+Scale = Literal["linear", "whole", "log"]
 NONE = -1
 """Sample number of padding."""
 LINE_INCHES = 0.27
@@ -99,7 +100,7 @@ def new_figure(width: float, height: float, title: str | None = None, **spacing:
     return figure
 
 
-def dress(axes: Axes, title: str, note: str = "", *, x: str = "", grid: bool = True) -> None:
+def dress(axes: Axes, title: str, note: str = "", *, x: str = "", y: Scale = "linear", grid: bool = True) -> None:
     """Style axes: no box, a bold title on the left, a note on the right, and faint grid lines behind everything.
 
     Args:
@@ -107,6 +108,7 @@ def dress(axes: Axes, title: str, note: str = "", *, x: str = "", grid: bool = T
         title: the heading.
         note: numbers that belong to the heading.
         x: label of the x axis.
+        y: scale of the y axis; "whole" shows whole numbers, and "log" few ticks.
         grid: draw grid lines.
     """
     axes.spines[:].set_visible(False)
@@ -120,19 +122,13 @@ def dress(axes: Axes, title: str, note: str = "", *, x: str = "", grid: bool = T
     if grid:
         axes.grid(axis="y", color=PADDING, linewidth=0.8)
         axes.set_axisbelow(True)
-
-
-def whole_y(axes: Axes) -> None:
-    """Show whole numbers on the y axis."""
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-
-
-def log_y(axes: Axes) -> None:
-    """Make the y axis logarithmic, with few ticks."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(numticks=5))
-    axes.yaxis.set_minor_locator(NullLocator())
+    if y == "whole":
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, integer=True))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    elif y == "log":
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(numticks=5))
+        axes.yaxis.set_minor_locator(NullLocator())
 
 
 def legend(where: Axes | Figure, **settings: Any) -> None:
@@ -175,8 +171,7 @@ def plot_lengths(
             axes.text(at, 1 - 0.1 * line, f" {text}", transform=above, fontsize=7.5, color=ink, ha="left", va="top")
         axes.set_xlim(edges[0], stop)
         note = f"mean {numbers.mean:,.0f}   median {numbers.median:,.0f}   p99 {numbers.p99:,.0f}   max {numbers.max:,}"
-        dress(axes, name, note, x="of a sample" if axes is panels[-1] else "")
-        whole_y(axes)
+        dress(axes, name, note, x="of a sample" if axes is panels[-1] else "", y="whole")
     return figure
 
 
@@ -213,12 +208,11 @@ def _draw_differences(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None
         largest = max(largest, float(values.max(initial=0)))
         drawn = np.where(values > 0, values, np.nan)
         axes.plot(range(1, steps + 1), drawn, color=CURVES[i % len(CURVES)], linewidth=1.2, marker="o", markersize=2.5)
+    note = f"at most {largest:.1e}" if largest else "none: equal to the last bit"
+    dress(axes, f"Difference from “{first}”", note, x="step", y="log" if largest else "linear")
     if largest > 0:  # whole decades, at least three
-        log_y(axes)
         decade, lowest = np.ceil(np.log10(largest)), np.floor(np.log10(max(axes.dataLim.minposy, largest * 1e-9)))
         axes.set_ylim(10.0 ** min(lowest, decade - 3), 10.0**decade)
-    note = f"at most {largest:.1e}" if largest else "none: equal to the last bit"
-    dress(axes, f"Difference from “{first}”", note, x="step")
 
 
 # ---------------------------------------------------------------------- plans
@@ -247,8 +241,7 @@ def plot_fill(plans: Mapping[str, Plan], *, title: str | None = None) -> Figure:
         axes.bar(edges[:-1], counts, width=0.92 * STEP, align="edge", color=SAMPLES[at % len(SAMPLES)], linewidth=0)
         axes.axvline(fills.mean(), color=ACCENT, linewidth=1)
         note = f"{len(plan):,} rows of {plan.capacity:,} tokens, on average {fills.mean():.1f}% full"
-        dress(axes, name, note, x="of a row are computed tokens" if axes is panels[-1] else "")
-        whole_y(axes)
+        dress(axes, name, note, x="of a row are computed tokens" if axes is panels[-1] else "", y="whole")
         axes.xaxis.set_major_formatter(PercentFormatter())
     panels[0].set_xlim(max(0, least // 10 * 10 - 10), 100.5)
     return figure
@@ -283,11 +276,7 @@ Curve = Sequence[float] | Mapping[int, float]
 
 
 def plot_curves(
-    panels: Mapping[str, Mapping[str, Curve]],
-    *,
-    x: str = "epoch",
-    log: Collection[str] = (),
-    title: str | None = None,
+    panels: Mapping[str, Mapping[str, Curve]], *, x: str = "epoch", log: Collection[str] = (), title: str | None = None
 ) -> Figure:
     """Draw measures over epochs, or over the samples of a micro-batch, in panels side by side.
 
@@ -304,11 +293,9 @@ def plot_curves(
             marker = "o" if len(points) < 20 else None
             line = {"color": color, "linewidth": 1.8, "marker": marker, "markersize": 3}
             axes.plot(list(points), list(points.values()), label=curve, **line)
-        if name in log:
-            log_y(axes)
-        else:
+        if name not in log:
             axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-        dress(axes, name, x=x)
+        dress(axes, name, x=x, y="log" if name in log else "linear")
         legend(axes, ncols=1 if len(curves) < 5 else 2)
     return figure
 
@@ -404,9 +391,8 @@ def _draw_pieces(axes: Axes, pieces: Sequence[Piece]) -> None:
 
 
 def _number(axes: Axes, x: float, line: float, text: str, color: str = "white") -> None:
-    place = "center" if color == "white" else "left"
-    style = {"fontsize": 8, "fontweight": "bold", "color": color}
-    axes.text(x, line, text, ha=place, va="center", clip_on=True, **style)
+    side = "center" if color == "white" else "left"
+    axes.text(x, line, text, ha=side, va="center", clip_on=True, fontsize=8, fontweight="bold", color=color)
 
 
 def _legend(figure: Figure, entries: Mapping[str, str | None], image: str = SAMPLES[0]) -> None:
@@ -478,15 +464,23 @@ def plot_row(
     heights = [0.8, *([1.9] if positions is not None else []), *([2.1] if curves else [])]
     figure = new_figure(9.5, sum(heights) + 1.0, title, h_pad=0.06, hspace=0.05)
     panels = figure.subplots(len(heights), 1, height_ratios=heights, sharex=True, squeeze=False)[:, 0].tolist()
-    _draw_bar(panels[0], figure, row)
+    _draw_pieces(panels[0], packed_pieces(row, width=total))
+    is_target = np.zeros(total, bool) if row.shift_labels is None else (row.shift_labels[0] != -100).cpu().numpy()
+    for first, last in np.flatnonzero(np.diff(np.concatenate([[False], is_target, [False]]))).reshape(-1, 2).tolist():
+        # the label of a token is the next token
+        panels[0].add_patch(Rectangle((first + 1, 0.52), last - first, 0.09, facecolor=INK, linewidth=0))
+    panels[0].set_ylim(0.64, -0.5)
+    note = f"{row.segments.num_samples} samples  =  {total:,} tokens, {int(is_target.sum()):,} trained on"
+    dress(panels[0], f"Row: {row.segments.fill:.0%} full", note, grid=False)
+    padding = {"padding": PADDING} if row.segments.has_padding else {}
+    _legend(figure, {"text": SAMPLES[0], "image": None, "trained on": INK, **padding})
     if positions is not None:
         _draw_positions(panels[1], positions, total, slice(start, stop))
     if curves:
         axes = panels[-1]
         for (name, values), color in zip(curves.items(), (ACCENT, *CURVES), strict=False):
             axes.plot(np.maximum(values, SMALLEST), color=color, linewidth=1.0, label=name)
-        log_y(axes)
-        dress(axes, "Difference from each sample alone", "largest of a token's logits")
+        dress(axes, "Difference from each sample alone", "largest of a token's logits", y="log")
         legend(axes)
     for axes in panels[1:]:
         for edge in row.segments.stride[1:-1]:
@@ -506,22 +500,6 @@ def _checked(values: torch.Tensor | np.ndarray, total: int, name: str) -> np.nda
     return array
 
 
-def _draw_bar(axes: Axes, figure: Figure, row: PackedRow) -> None:
-    segments = row.segments
-    _draw_pieces(axes, packed_pieces(row, width=segments.total))
-    trained = np.zeros(segments.total, bool)
-    if row.shift_labels is not None:
-        trained = (row.shift_labels[0] != -100).cpu().numpy()
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], trained, [False]])))
-    for start, stop in edges.reshape(-1, 2).tolist():  # the label of a token is the next token
-        axes.add_patch(Rectangle((start + 1, 0.52), stop - start, 0.09, facecolor=INK, linewidth=0))
-    axes.set_ylim(0.64, -0.5)
-    note = f"{segments.num_samples} samples  =  {segments.total:,} tokens, {int(trained.sum()):,} trained on"
-    dress(axes, f"Row: {segments.fill:.0%} full", note, grid=False)
-    padding = {"padding": PADDING} if segments.has_padding else {}
-    _legend(figure, {"text": SAMPLES[0], "image": None, "trained on": INK, **padding})
-
-
 def _draw_positions(axes: Axes, positions: torch.Tensor | np.ndarray, total: int, shown: slice) -> None:
     array = np.asarray(positions.cpu() if isinstance(positions, torch.Tensor) else positions)
     array = array.reshape(array.shape[0], -1)[-3:]
@@ -533,8 +511,8 @@ def _draw_positions(axes: Axes, positions: torch.Tensor | np.ndarray, total: int
     low, high = array[:, shown].min(), array[:, shown].max()
     margin = 0.03 * max(high - low, 1)
     axes.set_ylim(low - margin, high + margin)
-    dress(axes, "Rotary positions (MRoPE)", "begin at 0 in every sample, run over the grid of an image")
-    whole_y(axes)
+    note = "begin at 0 in every sample, run over the grid of an image"
+    dress(axes, "Rotary positions (MRoPE)", note, y="whole")
     legend(axes, ncols=3)
 
 
@@ -563,9 +541,8 @@ def plot_mask(segments: Segments, *, title: str | None = None) -> Figure:
         text = f"a leak: {(causal - pairs) / causal:.0%} of\ncausal attention"
         axes.text(0.04 * total, 0.97 * total, text, fontsize=8.5, color=ACCENT, va="bottom")
     axes.set(xlim=(0, total), ylim=(total, 0), aspect="equal")
-    dress(axes, "Attention mask", f"{pairs:,} pairs of {causal:,}", x="key", grid=False)
+    dress(axes, "Attention mask", f"{pairs:,} pairs of {causal:,}", x="key", y="whole", grid=False)
     axes.set_ylabel("query", fontsize=8.5, color=FAINT, loc="top")
-    whole_y(axes)
     return figure
 
 
@@ -617,8 +594,8 @@ def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
     axes.set_ylim(max(lines) + 0.5, -0.5)
     whole, computed = tree.segments.num_tokens, tree.num_tokens
     note = f"{tree.segments.num_samples} samples of {whole:,} tokens  =  {computed:,} tokens computed"
-    title_ = f"Prefix tree: {1 - computed / whole:.0%} shared"
-    dress(axes, title_, note, x="tokens from the start of a sample", grid=False)
+    heading = f"Prefix tree: {1 - computed / whole:.0%} shared"
+    dress(axes, heading, note, x="tokens from the start of a sample", grid=False)
     entries = {"shared, computed once": SHARED, "its image": None, "of one sample, with its number": SAMPLES[0]}
     _legend(figure, entries, image=SHARED)
     return figure

@@ -87,40 +87,32 @@ def serving(state: Path, *arguments: str, **environment: str) -> Iterator[tuple[
         process.communicate()
 
 
-@pytest.mark.slow
-def test_from_start_to_sigterm(tmp_path: Path) -> None:
-    keys = []
-    for _ in range(2):
-        with serving(tmp_path, VLMPACK_API_KEY="") as (process, said):
-            address, key_file = (re.search(rf"^{name} +(\S+)$", said, re.MULTILINE) for name in ("address", "key file"))
-            assert address is not None and key_file is not None
-            assert "vlmpack/tiny-qwen3-vl (qwen3_vl, text and images)" in said
-            assert f'tinker.ServiceClient(base_url="{address[1]}"' in said
-            keys.append(Path(key_file[1]).read_text().strip())
-            assert keys[0] not in said
-            assert [entry for entry in (tmp_path, *tmp_path.rglob("*")) if entry.stat().st_mode & 0o077] == []
-            with urllib.request.urlopen(f"{address[1]}/healthz") as reply:
-                assert reply.read() == b'{"status": "ok"}'
-            process.send_signal(signal.SIGTERM)
-            _, log = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0
-        assert re.search(r"^\d\d:\d\d:\d\d GET /healthz 200 ", log, re.MULTILINE)
-        assert "stopped" in log and keys[0] not in log
-    assert keys[0] == keys[1]
+def ended_by(signum: signal.Signals, process: Any) -> str:
+    """The log of a service that answers, and ends by a signal with exit status 0."""
+    process.send_signal(signum)
+    _, log = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    return log
 
 
 @pytest.mark.slow
-def test_a_key_of_the_environment_is_printed_nowhere_and_the_page_lists_the_keys_of_json(tmp_path: Path) -> None:
+def test_from_start_to_the_end_by_a_signal_the_key_is_printed_nowhere(tmp_path: Path) -> None:
+    with serving(tmp_path, VLMPACK_API_KEY="") as (process, said):
+        address, key_file = (re.search(rf"^{name} +(\S+)$", said, re.MULTILINE) for name in ("address", "key file"))
+        assert address is not None and key_file is not None
+        assert "vlmpack/tiny-qwen3-vl (qwen3_vl, text and images)" in said
+        assert f'tinker.ServiceClient(base_url="{address[1]}"' in said
+        assert [entry for entry in (tmp_path, *tmp_path.rglob("*")) if entry.stat().st_mode & 0o077] == []
+        with urllib.request.urlopen(f"{address[1]}/healthz") as reply:
+            assert reply.read() == b'{"status": "ok"}'
+        log, key = ended_by(signal.SIGTERM, process), Path(key_file[1]).read_text().strip()
+    assert re.search(r"^\d\d:\d\d:\d\d GET /healthz 200 ", log, re.MULTILINE)
+    assert "stopped" in log and key not in log + said
     with serving(tmp_path, "--json", "--quiet", VLMPACK_API_KEY="tml-from-outside") as (process, printed):
         facts = json.loads(printed)
         check_keys("serve", facts)
-        assert facts["key_file"] is None and not (tmp_path / "key").exists()
-        with urllib.request.urlopen(f"{facts['address']}/healthz") as reply:
-            assert reply.status == 200
-        process.send_signal(signal.SIGINT)
-        _, log = process.communicate(timeout=SECONDS)
-        assert (process.returncode, log) == (0, "")
-        assert "tml-from-outside" not in printed
+        assert facts["key_file"] is None and "tml-from-outside" not in printed
+        assert ended_by(signal.SIGINT, process) == ""
 
 
 def test_an_announcement_says_where_the_key_is() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +187,24 @@ def test_text_experts_and_shared_prefixes_are_trained_and_answer(settings: tuple
     told = run(*CHATS, "max_steps=1", "max_new_tokens=3", "learning_rate=1e-2", "warmup_steps=0", *settings)
     assert told["result"]["after"]["loss"] < told["result"]["before"]["loss"] and not told["ignored"]
     assert told["result"]["after"]["answer"]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_of_torchrun_train_as_one_that_accumulates(chats: Path) -> None:
+    settings = (*CHATS, "max_steps=2", "max_new_tokens=0", "val_size=5", "learning_rate=1e-2", "merge=false")
+    one = run(*settings, "gradient_accumulation_steps=2", "output_dir=one")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "vlmpack", "train"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *command, *settings, "--json"], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = json.loads(done.stdout)  # of rank 0 alone
+    assert (two["ranks"], two["accumulation"]) == (2, 1)
+    assert two["result"]["before"] == pytest.approx(one["result"]["before"], rel=1e-5)
+    assert two["result"]["after"]["loss"] == pytest.approx(one["result"]["after"]["loss"], rel=1e-4)
+    assert one["result"]["after"]["loss"] < one["result"]["before"]["loss"] - 0.1
 
 
 @pytest.mark.slow

@@ -144,13 +144,6 @@ def test_a_stream_may_be_stopped_again_and_again(source, step):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_state_that_is_handed_on_before_a_row_is_read_is_the_same(source):
-    for done in (0, 5, ROWS - 1, ROWS + 3):
-        _, state = stopped(PackedStream(source(), SETTINGS, repeat=True), done)
-        assert resumed(source, state, repeat=True).state_dict() == state
-
-
-@pytest.mark.parametrize("source", SOURCES)
 def test_an_epoch_after_one_that_was_stopped_is_that_of_the_unbroken_stream(source):
     whole = PackedStream(source(), SETTINGS)
     epochs = [ids(whole) for _ in range(3)]

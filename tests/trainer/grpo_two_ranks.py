@@ -17,7 +17,7 @@ from trl_runs import finish, run_of, saved, trl
 
 from vlmpack.trainer import PackedGRPOTrainer
 
-SETTINGS = {"beta": 0.2, "num_iterations": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
+SETTINGS = {"beta": 0.2, "num_iterations": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo", "max_steps": 2}
 
 
 def main(folder: Path) -> None:

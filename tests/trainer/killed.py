@@ -27,7 +27,7 @@ SAVE_EVERY, KILLED_AFTER = 3, 5
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan with a worker": (
         planned,
-        {"gradient_accumulation_steps": 2, "num_train_epochs": 3, "dataloader_num_workers": 1},
+        {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "dataloader_num_workers": 1},
     ),
     "stream with a worker": (streamed, {"dataloader_num_workers": 1}),
 }

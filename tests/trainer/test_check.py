@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from chats import chat, processor_of
 from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
-from transformers import Trainer, default_data_collator
+from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
@@ -279,6 +279,14 @@ def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_pa
     at = next(at for at in range(len(rows)) if torch.equal(rows[at]["input_ids"], batch["input_ids"]))
     assert len(rows) > 1 and rows.segments(at).num_samples > 1
     assert model(**batch).loss == model(**rows[at]).loss
+
+
+@pytest.mark.parametrize("with_names", [False, True])
+def test_the_flattening_collator(with_names, tmp_path):
+    rows = [{"input_ids": [5, 6, 7][:n], "labels": [5, 6, 7][:n]} for n in (2, 3)]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=with_names)
+    with pytest.raises(ConfigError, match="samples of the row mixed; give a packed row its boundaries as cu_seqlens_q"):
+        Trainer(enable_packing(tiny_model("qwen3")), arguments(tmp_path), collate, Samples(rows)).train()
 
 
 def test_a_padded_batch_that_lost_its_mask():

@@ -79,12 +79,6 @@ def test_other_rows_are_refused_and_what_differs_is_said(stopped, other, what):
         resume(stopped, **other)
 
 
-def test_the_same_rows_are_gone_on_with(stopped, tmp_path):
-    whole = planned(tmp_path / "whole")
-    whole.train()
-    assert fingerprint(resume(stopped)) == fingerprint(whole)
-
-
 def test_settings_that_change_no_row_may_change(stopped):
     assert resume(stopped, num_train_epochs=3, dataloader_num_workers=1).state.epoch == 3
 
@@ -102,11 +96,6 @@ def test_a_damaged_word_on_the_plan_is_refused(stopped):
         (stopped / "packed_plan.json").write_text(text)
         with pytest.raises(ConfigError, match=r"packed_plan.json is damaged"):
             resume(stopped)
-
-
-def test_who_skips_nothing_may_take_other_rows(stopped):
-    run = resume(stopped, seed=7, ignore_data_skip=True)
-    assert len(run.data_collator.rows) == run.state.global_step - STOP > 0
 
 
 def test_checkpoints_without_rows_to_continue_have_no_file_of_ours(tmp_path):
@@ -184,21 +173,6 @@ def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, r
         shutil.rmtree(stopped)
         seen += 1
     assert seen == 18
-
-
-@pytest.mark.parametrize("last_file", CASES)
-@pytest.mark.parametrize("stopped_after", ["model.safetensors", "trainer_state.json"])
-def test_the_run_ends_as_if_it_had_not_been_killed(stopped_after, last_file, runs, tmp_path):
-    source, whole = runs(last_file)
-    shutil.copytree(source, tmp_path, dirs_exist_ok=True)
-    files = in_order_of_writing(source / "checkpoint-6")
-    for path in files[[path.name for path in files].index(stopped_after) + 1 :]:
-        (tmp_path / "checkpoint-6" / path.name).unlink()
-    resumed = MAKERS[last_file](tmp_path, save_strategy="steps", save_steps=3, max_steps=7)
-    with pytest.warns(UserWarning, match="resuming from checkpoint-3, since in checkpoint-6"):
-        resumed.train(resume_from_checkpoint=True)
-    assert fingerprint(resumed) == whole
-    check_complete(tmp_path / "checkpoint-6", last_file)  # written anew
 
 
 def test_without_a_whole_checkpoint_there_is_a_remedy(runs, tmp_path):

@@ -201,9 +201,8 @@ def test_a_batch_whose_samples_were_all_refused_costs_a_step_of_nothing(layout, 
     for rows, accumulate in ((good, 1), (good + bad, 2)):
         collate = VLMCollator(processor, layout=layout, **skip)
         model = enable_packing(tiny_model(processor=processor))
-        args = arguments(
-            tmp_path, gradient_accumulation_steps=accumulate, max_steps=1, train_sampling_strategy="sequential"
-        )
+        settings = {"remove_unused_columns": False, "train_sampling_strategy": "sequential", "max_steps": 1}
+        args = arguments(tmp_path, gradient_accumulation_steps=accumulate, **settings)
         run = Trainer(model, args, collate, rows)
         run.train()
         losses += logged(run)

@@ -22,40 +22,28 @@ def metrics(predictions):
     return bound()(EvalPrediction(predictions=predictions, label_ids=LABELS))
 
 
-def test_tokens_and_samples_are_weighted_as_named():
-    losses, targets = np.float32([1.0, 3.0, 5.0]), np.int64([1, 2, 7])
-    assert metrics((losses, targets)) == {
-        "loss": pytest.approx((1 * 1 + 3 * 2 + 5 * 7) / 10),
-        "token_loss": pytest.approx((1 * 1 + 3 * 2 + 5 * 7) / 10),
-        "sample_loss": pytest.approx(3.0),
-        "perplexity": pytest.approx(np.exp(4.2)),
-        "num_targets": 10.0,
-        "num_samples": 3.0,
-    }
+CASES = {
+    "tokens and samples are weighted as named": (
+        (np.float32([1.0, 3.0, 5.0]), np.int64([1, 2, 7])),
+        {"loss": 4.2, "token_loss": 4.2, "sample_loss": 3.0, "perplexity": np.exp(4.2), "num_targets": 10.0,
+         "num_samples": 3.0},
+    ),
+    "a sample without targets": (
+        (np.float32([2.0, 0.0]), np.int64([3, 0])), {"token_loss": 2.0, "sample_loss": 2.0, "num_samples": 1.0}
+    ),
+    "no target at all": ((np.float32([0.0]), np.int64([0])), {"token_loss": 0.0, "sample_loss": 0.0}),
+    "a loss beyond measure": ((np.float32([1e4]), np.int64([1])), {"perplexity": np.inf}),
+    "batches kept apart": (
+        [(np.float32([1.0, 3.0]), np.int64([1, 1])), (np.float32([5.0]), np.int64([2]))], {"token_loss": 3.5}
+    ),
+    "logits before": ((np.zeros((2, 5, 13)), np.float32([1.0, 3.0]), np.int64([1, 1])), {"token_loss": 2.0}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("predictions", "expected"),
-    [
-        ((np.float32([2.0, 0.0]), np.int64([3, 0])), {"token_loss": 2.0, "sample_loss": 2.0, "num_samples": 1.0}),
-        ((np.float32([0.0]), np.int64([0])), {"token_loss": 0.0, "sample_loss": 0.0, "num_targets": 0.0}),
-        ((np.float32([1e4]), np.int64([1])), {"perplexity": np.inf}),
-        (
-            [(np.float32([1.0, 3.0]), np.int64([1, 1])), (np.float32([5.0]), np.int64([2]))],
-            {"token_loss": (1 + 3 + 2 * 5) / 4},
-        ),
-        ((np.zeros((2, 5, 13), np.float32), np.float32([1.0, 3.0]), np.int64([1, 1])), {"token_loss": 2.0}),
-    ],
-    ids=[
-        "a sample without targets",
-        "no target at all",
-        "a loss beyond measure",
-        "batches kept apart",
-        "logits before",
-    ],
-)
-def test_other_predictions(predictions, expected):
-    assert {name: metrics(predictions)[name] for name in expected} == pytest.approx(expected)
+@pytest.mark.parametrize(("predictions", "expected"), CASES.values(), ids=CASES)
+def test_metrics(predictions, expected):
+    found = metrics(predictions)
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -251,16 +251,6 @@ def test_an_evaluation_set_that_grew_is_planned_anew(tmp_path):
     assert run.evaluation.sample_ids.tolist() == [0, 1, 2, 3]
 
 
-def test_an_evaluation_set_that_outgrew_its_plan_is_refused(tmp_path):
-    model, samples = scene()
-    growing, plan = Samples(samples[:5]), plan_bins(lengths_of(samples[:5]), 500)
-    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=growing, eval_plan=plan)
-    run.evaluate()
-    growing.samples.append(samples[5])
-    with pytest.raises(ConfigError, match="the plan is of 5 samples, but the data set has 6"):
-        run.evaluate()
-
-
 def test_without_a_capacity_batches_are_evaluated_with_the_exact_loss(tmp_path):
     model, samples, _, _ = evaluation_set()
     run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples))

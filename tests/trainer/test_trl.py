@@ -41,7 +41,7 @@ from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import StepConfig, enable_packing, is_packing, plain
 from vlmpack.plan import plan_bins
-from vlmpack.testing import tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import tiny_config, tiny_model
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer, evaluate
 from vlmpack.trainer.trl import PackedDPOTrainer, PackedRewardTrainer, PackedSFTTrainer
 
@@ -96,9 +96,8 @@ SETTINGS = {
         {"gradient_accumulation_steps": 2, "padded": Counting},
     ],
     "DPO": [
-        *({"loss_type": loss_type} for loss_type in ("ipo", "sft", "aot", "bco_pair")),
+        {"loss_type": "bco_pair"},
         {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
-        {"use_weighting": True},
         {"ld_alpha": 0.5},
         {"gradient_accumulation_steps": 2},
         {"sync_ref_model": True, "ref_model_sync_steps": 1},
@@ -110,16 +109,13 @@ SETTINGS = {
         {"beta": 0.5, "temperature": 0.7, "gradient_checkpointing": True},
     ],
     "GRPO": [
-        *({"loss_type": loss_type, "beta": 0.3, **RATES} for loss_type in ("dapo", "cispo", "vespo")),
+        {"loss_type": "vespo", "beta": 0.3, **RATES},
         {"loss_type": "grpo", "beta": 0.0, **RATES},
         {"num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
-        {"num_generations": 8, "per_device_train_batch_size": 8},
         {"steps_per_generation": 3, "beta": 0.1},
         {"importance_sampling_level": "sequence", "num_iterations": 3},
-        {"top_entropy_quantile": 0.8, "entropy_coef": 0.2},
         {"mask_truncated_completions": True, "beta": 0.1},
         {"off_policy_mask_threshold": 0.01, "num_iterations": 2, "delta": 1.5},
-        {"pad_to_multiple_of": 16},
         {"gradient_checkpointing": True},
         {"cast_lm_head_to_fp32": True},
         {"dataset": questions(), "beta": 0.1, "gradient_accumulation_steps": 2},
@@ -203,23 +199,6 @@ def test_an_adapter_that_trl_adds_and_whose_reference_is_the_policy_without_it(n
     run = compared(name, tmp_path, extras={"peft_config": adapter}, **settings)
     assert name == "SFT" or run.ref_model is None
     assert name != "GRPO" or run.state.log_history[1]["kl"] > 0
-
-
-MARKED = processor_of().chat_template.replace(
-    "{%- if message['content'] is string -%}{{- message['content'] -}}",
-    "{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'][0]['text'] -}}"
-    "{%- endgeneration -%}{%- elif message['content'] is string -%}{{- message['content'] -}}",
-)
-"""The template with the marks of what assistants say, by which TRL knows it."""
-
-
-@pytest.mark.slow
-def test_what_assistants_say_alone(tmp_path):
-    processor = tiny_processor(max_pixels=16 * 32 * 32)
-    processor.chat_template = MARKED
-    run = compared("SFT", tmp_path, processor=processor, assistant_only_loss=True)
-    labels = next(iter(run.get_train_dataloader()))["labels"]
-    assert 0 < int((labels != -100).sum()) < labels.numel()
 
 
 @pytest.mark.slow
@@ -449,9 +428,12 @@ def test_weights_that_trl_would_ignore_are_refused(tmp_path):
         run.train()
 
 
-def test_placeholders_of_videos_are_not_suppressed_where_there_are_none(tmp_path):
-    run = run_of("GRPO", PackedGRPOTrainer, saved(tmp_path, "llava"), tmp_path)
-    assert run.generation_config.suppress_tokens == [run.model.config.image_token_id] == placeholders(run.model)
+def test_the_reference_is_packed_and_placeholders_are_not_sampled(tmp_path):
+    """TRL suppresses those of images; a family without videos has no others."""
+    for family in ("qwen3_vl", "llava"):
+        run = run_of("GRPO", PackedGRPOTrainer, saved(tmp_path, family), tmp_path, beta=0.1, generation_kwargs=None)
+        assert is_packing(run.ref_model)
+        assert sorted(run.generation_config.suppress_tokens) == sorted(placeholders(run.model))
 
 
 @pytest.mark.slow
@@ -461,14 +443,6 @@ def test_settings_that_another_loss_or_no_packing_would_come_of(tmp_path):
         run_of("GRPO", PackedGRPOTrainer, moe, tmp_path)
     with pytest.raises(ConfigError, match="torch_compile=True breaks off at packed rows"):
         run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, torch_compile=True)
-
-
-@pytest.mark.slow
-def test_the_reference_is_packed_and_video_placeholders_are_not_sampled(tmp_path):
-    run = run_of("GRPO", PackedGRPOTrainer, saved(tmp_path), tmp_path, beta=0.1, generation_kwargs=None)
-    assert is_packing(run.ref_model)
-    config = run.model.config
-    assert {config.image_token_id, config.video_token_id} <= {*run.generation_config.suppress_tokens}
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def in_batches(samples, folder, layout="packed", size=2):
 
 def eval_losses(samples, folder):
     """`eval_loss` of the first samples: [how many, a batch's size, the layout, the loss]."""
-    cases = [(count, size, layout) for layout in LAYOUTS for count in (1, 5, 7) for size in (2, 3)]
+    cases = [(count, size, layout) for layout in LAYOUTS for count, size in ((1, 2), (5, 3), (7, 2))]
     return [[*case, evaluated_loss(samples[: case[0]], folder, *case[1:])] for case in cases]
 
 
