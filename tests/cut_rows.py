@@ -5,7 +5,6 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from context_parallel.naive import naive_contiguous, naive_mirrored
 from hypothesis import strategies as st
 
 from vlmpack.context_parallel.partition import Layout, Partition
@@ -29,9 +28,11 @@ def partitions(draw: st.DrawFn, max_length: int = 40) -> Partition:
 
 def owners(partition: Partition) -> list[int]:
     """The rank of each token of the row, by plain loops."""
-    if partition.layout == "mirrored":
-        return naive_mirrored(partition.segments.slots, partition.ranks)
-    return naive_contiguous(partition.segments.total, partition.ranks)
+    ranks, total = partition.ranks, partition.segments.total
+    if partition.layout == "contiguous":
+        return [at * ranks // total for at in range(total)]
+    chunks = [at * 2 * ranks // slot for slot in partition.segments.slots for at in range(slot)]
+    return [min(chunk, 2 * ranks - 1 - chunk) for chunk in chunks]
 
 
 def row_with_images(lengths: list[int], rule: SlotRule, images: dict[int, Grid]) -> PackedRow:

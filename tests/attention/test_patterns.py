@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from vlmpack.attention import backends
 from vlmpack.attention.backends import (
-    BACKENDS,
     AttentionCall,
     EagerMask,
     FlashAttn,
@@ -159,11 +158,6 @@ def test_what_a_kernel_does_not_compute_is_refused_by_name(pattern, refused_by):
     for name in refused_by:
         with pytest.raises(BackendError, match="computes no"):
             choose(replace(CALL, pattern=pattern), name)
-
-
-def test_every_part_of_a_pattern_has_a_back_end():
-    parts = {"window", "chunk", "softcap", "sinks", "spans"}
-    assert BACKENDS["sdpa_segments"].patterns == BACKENDS["eager_mask"].patterns == parts
 
 
 def test_values_wider_than_keys_are_refused_by_kernels():

@@ -64,26 +64,6 @@ def test_each_sample_is_what_it_is_alone(attend, drawn, pattern, many, beyond):
 
 
 @serving
-@settings(max_examples=8)
-@given(
-    drawn=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=4).filter(
-        lambda drawn: any(sum(sample) for sample in drawn)
-    ),
-    pattern=patterns,
-)
-def test_a_prefix_sees_all_of_itself_beyond_the_window_too(attend, drawn, pattern):
-    segments = Segments.from_lengths([sum(sample) for sample in drawn])
-    runs = [(start, start + prefix) for (start, _), (prefix, _) in zip(segments.spans, drawn, strict=True) if prefix]
-    prefixes = Spans(runs=tuple(runs), beyond_window=True)
-    qkv = random_qkv(segments.total)
-    out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=prefixes))
-    truth = out.new_zeros(out.shape)
-    for (start, stop), (prefix, _) in zip(segments.spans, drawn, strict=True):
-        truth[start:stop] = alone(*(x[start:stop] for x in qkv), pattern, runs=[(0, prefix)], beyond=True)
-    assert_equal(out, truth, *qkv)
-
-
-@serving
 @pytest.mark.parametrize("beyond", [False, True])
 @pytest.mark.parametrize("window", [None, 2, 5])
 def test_queries_of_a_part_see_the_spans_among_their_keys(attend, window, beyond):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.attention.backends import SdpaSegments
-from vlmpack.context_parallel import Parallel, Partition
-from vlmpack.context_parallel import mesh as gradients
+from vlmpack.context_parallel import Parallel, Partition, mesh
 from vlmpack.context_parallel.attention import GatheredKV, kv_heads
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule, pack
@@ -87,17 +85,10 @@ def random_qkv(tokens: int) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------- Parallel without processes
 
 
-def test_it_says_which_ranks_share_a_row():
-    parallel = Parallel()
-    assert repr(parallel) == "Parallel(each rank has rows of its own)"
-    parallel.collectives.size, parallel.collectives.rank = 4, 1
-    assert repr(parallel) == "Parallel(4 ranks share a row, this is rank 1)"
-
-
 def test_a_mesh_without_a_context_dimension_is_refused():
-    mesh: Any = SimpleNamespace(mesh_dim_names=("data", "tensor"))
+    others: Any = SimpleNamespace(mesh_dim_names=("data", "tensor"))
     with pytest.raises(ConfigError, match=r"no dimension 'context', it has \['data', 'tensor'\]"):
-        Parallel(mesh)
+        Parallel(others)
 
 
 def test_a_model_that_talks_to_others_is_copied_but_not_pickled():
@@ -130,42 +121,9 @@ def test_the_tower_is_called_once_whatever_the_row_holds():
         model.zero_grad()
 
 
-# ---------------------------------------------------------------------- gradients that are sent together
-
-CPU, DEVICE = torch.device("cpu"), torch.device("meta")
-
-
-def gradient(numbers: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
-    """What is read of a gradient, and how often its size is."""
-    seen = SimpleNamespace(dtype=dtype, device=device, reads=0)
-
-    def numel() -> int:
-        seen.reads += 1
-        return numbers
-
-    seen.numel = numel
-    return seen
-
-
-def sizes(found: list[list[Any]]) -> list[int]:
-    return [len(bucket) for bucket in found]
-
-
-def test_a_bucket_is_of_one_type_and_on_one_device() -> None:
-    half = torch.bfloat16
-    grads = [gradient(1), gradient(1), gradient(1, half), gradient(1, half, DEVICE), gradient(1)]
-    assert sizes(list(gradients._buckets(grads))) == [2, 1, 1, 1]
-
-
-def test_a_bucket_ends_with_the_gradient_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "_BUCKET", 10)
-    found = list(gradients._buckets([gradient(n) for n in (6, 4, 3, 20, 1)]))
-    assert sizes(found) == [2, 2, 1]
-    assert [grad.numel() for bucket in found for grad in bucket] == [6, 4, 3, 20, 1]
-    assert list(gradients._buckets([])) == []
-
-
-def test_the_size_of_each_is_read_once_however_many_there_are() -> None:
-    grads = [gradient(1) for _ in range(50)]
-    assert sizes(list(gradients._buckets(grads))) == [50]
-    assert Counter(grad.reads for grad in grads) == {1: 50}
+def test_gradients_are_sent_together_by_type_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "_BUCKET", 10)
+    half, there = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16, device="meta")
+    numbers = [torch.zeros(n) for n in (6, 4, 3, 20, 1)]
+    assert [len(bucket) for bucket in mesh._buckets([*numbers, half, there])] == [2, 2, 1, 1, 1]
+    assert list(mesh._buckets([])) == []

@@ -59,13 +59,6 @@ def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
     assert max(share.load) - min(share.load) <= max(share.patches, default=0)
 
 
-def test_the_drawing_in_the_docstring():
-    share = MediaShare.spread(images_of((1, 4, 4), (1, 8, 8), (1, 4, 4), (1, 4, 8)), ranks=2)
-    assert share.rank_of == (1, 0, 1, 1)
-    assert [share.num_features(rank) for rank in (0, 1)] == [16, 16]
-    assert share.load == (64, 64)
-
-
 @given(drawn=rows_and_partitions())
 def test_every_rank_takes_the_pixels_of_its_images_in_row_order(drawn):
     row, _ = drawn

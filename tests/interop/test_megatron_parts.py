@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from context_parallel.naive import naive_halo
 from cut_rows import ALL_LAYOUTS, owners, partitions, row_with_images
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -183,6 +183,19 @@ def test_parts_roll_to_what_the_whole_row_rolls_to(partition, most, data):
     assert torch.equal(in_parts, whole)
     ours, theirs = (torch.autograd.grad((rolled * weight).sum(), hidden)[0] for rolled in (in_parts, whole))
     assert torch.equal(ours, theirs)
+
+
+def naive_halo(lengths: Sequence[int], slots: Sequence[int], owner: Sequence[int], *, depth: int) -> list[set[int]]:
+    """The tokens that each rank needs to roll its own by 1 to `depth` tokens, and does not hold."""
+    needed: list[set[int]] = [set() for _ in range(max(owner) + 1)]
+    start = 0
+    for length, slot in zip(lengths, slots, strict=True):
+        for token in range(start, start + length):
+            for further in range(token + 1, min(token + depth + 1, start + length)):
+                if owner[further] != owner[token]:
+                    needed[owner[token]].add(further)
+        start += slot
+    return needed
 
 
 @given(partition=partitions(), depth=st.integers(1, 9))

@@ -55,17 +55,6 @@ def naive_pack(
     return row
 
 
-def naive_unpack(
-    row: Sequence[float], lengths: Sequence[int], stride: Sequence[int], *, width: int
-) -> list[list[float]]:
-    """A row's values as padded rows, 0 on padding."""
-    out = []
-    for length, start in zip(lengths, stride, strict=False):
-        values = [row[start + at] for at in range(length)]
-        out.append(values + [0] * (width - length))
-    return out
-
-
 def naive_roll(samples: Sequence[Sequence[float]], slots: Sequence[int], *, depth: int, fill: float) -> list[float]:
     """The row of these samples in slots, each sample moved to the left by `depth` tokens."""
     row = []

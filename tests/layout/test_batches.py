@@ -46,19 +46,7 @@ def test_all_tensors_move_and_what_the_host_knows_stays(make: Any, non_blocking:
     assert {name: value.device.type for name, value in tensors(there).items()} == dict.fromkeys(tensors(here), "meta")
     assert {"input_ids", "advantages", "pixel_values", "image_grid_thw"} <= tensors(here).keys()
     assert there.metadata is here.metadata
-
-
-def test_the_boundaries_of_a_row_are_host_values_on_any_device() -> None:
-    here = row()
-    assert here.to("meta").segments is here.segments
-    assert here.to("meta").segments.lengths == (3, 5)
-
-
-def test_moving_to_where_it_is_changes_nothing() -> None:
-    here = row()
-    there = here.to(torch.device("cpu"))
-    assert tensors(there).keys() == tensors(here).keys()
-    assert all(torch.equal(value, tensors(here)[name]) for name, value in tensors(there).items())
+    assert there.__dict__.get("segments") is here.__dict__.get("segments")
 
 
 class Copies(TorchFunctionMode):
@@ -84,11 +72,6 @@ def test_a_copy_to_the_host_always_waits_for_its_values(form: Any) -> None:
         step(here)
     assert len(copies.non_blocking) >= 4
     assert not any(copies.non_blocking)
-
-
-def test_media_move_by_themselves() -> None:
-    assert {value.device.type for value in MEDIA.to("meta").to_hf().values()} == {"meta"}
-    assert MEDIA.to("meta").video_grid_thw is None
 
 
 @pytest.mark.gpu
@@ -135,23 +118,14 @@ def test_a_data_loader_pins_every_tensor(make: Any, form: Any, monkeypatch: pyte
 # ---------------------------------------------------------------------- in words
 
 
-def test_a_row_tells_its_shape_samples_tokens_and_media() -> None:
-    assert repr(row()) == "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"
-
-
-@pytest.mark.parametrize("metadata", [None, HostMetadata(lengths=(3, 5))])
-def test_a_batch_tells_its_shape_tokens_and_media(metadata: HostMetadata | None) -> None:
-    assert repr(batch(metadata=metadata)) == "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"
-
-
-def test_media_tell_their_shapes() -> None:
-    assert repr(MEDIA) == "Media(pixel_values [12, 3], image_grid_thw [2, 3])"
-    assert repr(Media()) == "Media()"
-
-
 @pytest.mark.parametrize(
     ("made", "told"),
     [
+        (row, "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"),
+        (batch, "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"),
+        (lambda: batch(metadata=HostMetadata(lengths=(3, 5))), "PaddedBatch([2, 5], 8 tokens, 80.00% full, 2 images)"),
+        (lambda: MEDIA, "Media(pixel_values [12, 3], image_grid_thw [2, 3])"),
+        (Media, "Media()"),
         (lambda: batch().to("meta"), "PaddedBatch([2, 5], 2 images)"),
         (lambda: batch(attention_mask=[[1, 1]]), "PaddedBatch([2, 5], 2 images)"),
         (lambda: batch(attention_mask=None, media=None), "PaddedBatch([2, 5], media a NoneType)"),
@@ -161,14 +135,8 @@ def test_media_tell_their_shapes() -> None:
         (lambda: row().to("meta"), "PackedRow([1, 12], 2 samples, 8 tokens, 66.67% full, 2 images)"),
     ],
 )
-def test_they_tell_what_they_can_of_tensors_without_values_and_of_other_things(made: Any, told: str) -> None:
+def test_objects_tell_their_shapes_tokens_and_media_as_far_as_they_can(made: Any, told: str) -> None:
     assert repr(made()).startswith(told)
-
-
-def test_a_batch_without_values_under_a_transform_of_functions_is_told_by_its_shape() -> None:
-    seen = []
-    torch.func.vmap(lambda mask: seen.append(repr(batch(attention_mask=mask))) or mask)(MASK)
-    assert seen == ["PaddedBatch([2, 5], 2 images)"]
 
 
 @pytest.mark.parametrize("make", [batch, row])

@@ -80,34 +80,6 @@ def test_maps_are_those_of_a_walk(samples, min_shared):
     assert tree.place()[tree.source()].tolist() == list(range(tree.num_tokens))
 
 
-@settings(max_examples=40)
-@given(texts())
-def test_the_tree_holds_each_beginning_once(samples):
-    """Without a least length: as many tokens as there are different beginnings, of at least one token, of samples."""
-    beginnings = {tuple(sample[:n]) for sample in samples for n in range(1, len(sample) + 1)}
-    assert tree_of(samples).num_tokens == len(beginnings)
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 7), st.integers(1, 4), st.integers(1, 4))
-def test_rollouts_of_one_prompt_are_a_root_and_its_branches(branches, prompt, answer):
-    samples = [[0] * prompt + [1 + i] * answer for i in range(branches)]
-    tree = tree_of(samples)
-    if branches == 1:
-        assert (tree.parents, tree.lengths) == ((-1,), (prompt + answer,))
-    else:
-        assert tree.parents == (-1,) + (0,) * branches
-        assert tree.lengths == (prompt,) + (answer,) * branches
-
-
-def test_a_short_beginning_is_repeated_but_what_follows_it_is_shared():
-    common, long = [7, 8], [1, 2, 3, 4, 5]
-    samples = [[*common, *long, 6], [*common, *long, 9], [*common, 9, 9]]
-    tree = tree_of(samples, min_shared=3)
-    assert (tree.parents, tree.lengths, tree.leaves) == ((-1, 0, 0, -1), (7, 1, 1, 4), (1, 2, 3))
-    assert tree_of(samples, min_shared=2).lengths == (2, 5, 1, 1, 2)
-
-
 def test_a_chain_as_deep_as_the_row_is_long_needs_no_recursion():
     tree = tree_of([[0] * n for n in range(1, 1500)])
     assert tree.num_tokens == 1499

@@ -1,7 +1,6 @@
 """SlotRule: how much room segments and rows take up, also where a row is cut over ranks."""
 
 import json
-from math import lcm
 from pathlib import Path
 
 import pytest
@@ -45,46 +44,11 @@ def tokens_on_a_rank(row, context, tensor, sequence_parallel):
 # ---------------------------------------------------------------------- the multiple
 
 
-def test_there_are_cases():
-    assert len(CASES) == 8
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"tp{c['tp']} cp{c['cp']}{' sp' * c['sp']}")
 def test_slots_are_the_multiple_of_the_vectors(case):
     ranks = {"context": case["cp"], "tensor": case["tp"], "sequence_parallel": case["sp"]}
     rule = SlotRule.for_parallel(**ranks, layout="mirrored")
     assert rule.multiple == case["multiple"]
-
-
-def test_one_rank_needs_no_room_at_all():
-    assert SlotRule.for_parallel() == SlotRule()
-
-
-def test_tensor_parallel_ranks_that_hold_whole_rows_need_no_room():
-    assert SlotRule.for_parallel(tensor=8) == SlotRule()
-
-
-@pytest.mark.parametrize(("precision", "block"), [("bf16", 1), ("fp8", 16), ("mxfp8", 32), ("nvfp4", 128)])
-def test_precision_goes_on_the_tail_alone(precision, block):
-    rule = SlotRule.for_parallel(precision=precision)
-    assert (rule.multiple, rule.row_multiple) == (1, block)
-    segments = Segments.from_lengths([3, 5], rule)
-    assert segments.stride == (0, 3, 8)
-    assert segments.total == max(block, 8)
-
-
-def test_blocks_are_those_of_one_ranks_tokens():
-    rule = SlotRule.for_parallel(context=4, tensor=2, sequence_parallel=True, precision="fp8")
-    segments = Segments.from_lengths([1000], rule)
-    assert segments.total == 1024
-    assert segments.total / (4 * 2) % 16 == 0
-
-
-def test_a_contiguous_cut_takes_any_boundaries():
-    assert SlotRule.for_parallel(context=4) == SlotRule(row_multiple=4)
-    segments = Segments.from_lengths([3, 5, 2], SlotRule.for_parallel(context=4))
-    assert segments.stride == (0, 3, 8, 10)
-    assert segments.total == 12
 
 
 @given(lengths=lengths_lists, setting=ranks)
@@ -126,12 +90,6 @@ def test_a_tail_goes_into_the_last_samples_slot_before_repeated_boundaries():
 def test_without_a_tail_nothing_changes():
     segments = Segments.from_lengths([3, 5], SlotRule(multiple=4))
     assert segments.without_tail() is segments
-
-
-def test_the_rule_of_both_reasons_is_their_least_common_multiple():
-    rule = SlotRule.for_parallel(context=2, tensor=3, sequence_parallel=True, precision="fp8", layout="mirrored")
-    assert rule.multiple == lcm(2 * 2, 2 * 3)
-    assert rule.row_multiple == lcm(rule.multiple, 2 * 3 * 16)
 
 
 # ---------------------------------------------------------------------- what is refused
