@@ -29,6 +29,8 @@ EIGHT = (
     "gpt_oss",  # attention sinks; text alone
 )
 """The families of `make test`: between them they have every mechanism but audio, whose tests name Omni themselves."""
+FURTHER = ("qwen4_exp", "qwen3_omni_moe_thinker", "paligemma")
+"""Families with what the eight lack: layers that run sample by sample, audio, bidirectional prefixes."""
 
 
 def families(where: Callable[[Family], bool] = lambda family: True, always: Iterable[str] = ()) -> list[Any]:

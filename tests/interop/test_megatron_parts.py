@@ -221,21 +221,6 @@ def test_a_contiguous_part_needs_no_more_than_the_depth():
     assert received == [3, 0, 3, 0]  # 2 of 3 cuts lie inside a segment
 
 
-def test_cutting_rolling_and_joining_compile():
-    partition = Partition(segments=Segments.from_lengths([7, 11], SlotRule(multiple=4)), ranks=2, layout="mirrored")
-    halo = Halo(partition=partition, depth=2)
-
-    def both(row, came):
-        part = partition.cut(row, 0)
-        rolled = halo.roll_left(part, came, 0, depth=2, fill=0)
-        return rolled, partition.join([part, rolled])
-
-    row = torch.arange(20)[None]
-    came = row[:, halo.places(0)]
-    for ours, theirs in zip(torch.compile(both, backend="eager")(row, came), both(row, came), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 def test_a_halo_serves_only_what_it_was_made_for():
     partition = Partition(segments=Segments.from_lengths([8]), ranks=2, layout="contiguous")
     halo = Halo(partition=partition, depth=2)
@@ -246,11 +231,3 @@ def test_a_halo_serves_only_what_it_was_made_for():
         halo.roll_left(part, torch.zeros(1, 1), 0, fill=0)
     with pytest.raises(LayoutError, match="got depth=0"):
         Halo(partition=partition, depth=0)
-
-
-def test_without_the_halo_a_token_is_lost():
-    partition = Partition(segments=Segments.from_lengths([8]), ranks=2, layout="contiguous")
-    row = torch.arange(1, 9)
-    alone = torch.cat([roll_left(partition.cut(row, rank), partition.local_segments(rank), fill=0) for rank in (0, 1)])
-    together = rolled_in_parts(row, Halo(partition=partition, depth=1), depth=1, fill=0)
-    assert (alone != together).nonzero()[:, 0].tolist() == [3]

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
-from equality import Alone, alone_through, check_gradients, check_outputs, gradients, limits_of
+from equality import Alone, alone_through, check_gradients, gradients, limits_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -30,7 +30,6 @@ from vlmpack.interop.seqpacker import (
     ALIASES,
     Pack,
     Packer,
-    PackMetrics,
     RowCollator,
     StreamPacker,
     pack_dataset,
@@ -40,7 +39,7 @@ from vlmpack.interop.seqpacker import (
     packed_collate_fn,
 )
 from vlmpack.layout import METADATA_KEY, PackedRow
-from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.plan.planner import STRATEGIES
 from vlmpack.testing import tiny_model
@@ -85,20 +84,8 @@ run = Trainer(model=model, args=args, train_dataset=rows)
 run.train()
 """
 
-PLANS = """
-import numpy as np
-from seqpacker import Packer, StreamPacker
 
-packer = Packer(capacity=24, strategy="ffd")
-for pack in packer.pack(np.array([len(ids) for ids in token_ids])).packs:
-    assert pack.used == sum(pack.lengths) and len(pack) == len(pack.sequence_ids)
-stream = StreamPacker(capacity=24, strategy="nf")
-packs = [pack for ids in token_ids for pack in stream.add(len(ids))] + stream.finish()
-assert stream.sequences_added == len(token_ids)
-"""
-
-
-@pytest.mark.parametrize("script", [LOOP, TRAINER, PLANS], ids=["loop", "trainer", "plans"])
+@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=["loop", "trainer"])
 def test_a_script_runs_with_its_imports_changed(script: str, tmp_path) -> None:
     token_ids = [[6 + (7 * i + k) % 80 for k in range(3 + 5 * i % 11)] for i in range(12)]
     args = arguments(tmp_path, per_device_train_batch_size=2, max_steps=3)
@@ -118,15 +105,10 @@ def test_every_name_of_seqpacker_is_there() -> None:
     assert plans | rows <= set(vars(seqpacker))
 
 
-@pytest.mark.parametrize(
-    ("code", "loaded"),
-    [("from vlmpack.interop.seqpacker import *\npack_sequences([1], 2)", ""), ("import pyarrow", "pyarrow")],
-)
-def test_planning_brings_in_nothing_heavy(code: str, loaded: str) -> None:
-    heavy = ("torch", "transformers", "datasets", "pyarrow")
-    report = f"{code}\nimport sys\nprint(*(name for name in {heavy} if name in sys.modules))"
-    run = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == loaded
+def test_planning_imports_nothing_heavy() -> None:
+    code = "from vlmpack.interop.seqpacker import *\npack_sequences([1], 2)\nimport sys\nprint(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"torch", "transformers", "datasets", "pyarrow"}.isdisjoint(run.stdout.split()) and "numpy" in run.stdout
 
 
 # ---------------------------------------------------------------------- plans
@@ -153,21 +135,13 @@ def test_a_result_is_a_plan_under_other_names() -> None:
 def test_metrics_are_those_of_the_rows() -> None:
     result = pack_sequences(LENGTHS, 1024)
     used = np.asarray([pack.used / 1024 for pack in result.packs])
-    assert result.metrics == PackMetrics(
-        num_sequences=8,
-        num_packs=4,
-        total_tokens=3900,
-        padding_tokens=4 * 1024 - 3900,
-        efficiency=3900 / 4096,
-        avg_utilisation=pytest.approx(used.mean()),
-        utilisation_std=pytest.approx(used.std()),
-        min_utilisation=used.min(),
-        max_utilisation=used.max(),
-        avg_sequences_per_pack=2.0,
-        packing_time_ms=result.time_ms,
-    )
-    assert result.metrics.padding_ratio == (4096 - 3900) / 4096
-    assert result.metrics.throughput == pytest.approx(8 / (result.time_ms / 1000))
+    metrics = result.metrics
+    assert (metrics.num_sequences, metrics.num_packs, metrics.total_tokens, metrics.padding_tokens) == (8, 4, 3900, 196)
+    assert (metrics.min_utilisation, metrics.max_utilisation) == (used.min(), used.max())
+    assert (metrics.avg_utilisation, metrics.utilisation_std) == pytest.approx((used.mean(), used.std()))
+    assert (metrics.efficiency, metrics.padding_ratio) == (3900 / 4096, 196 / 4096)
+    assert (metrics.avg_sequences_per_pack, metrics.packing_time_ms) == (2.0, result.time_ms)
+    assert metrics.throughput == pytest.approx(8 / (result.time_ms / 1000))
 
 
 @pytest.mark.parametrize("name", [*ALIASES, *STRATEGIES, *LONG_NAMES, "OBFD"])
@@ -413,14 +387,8 @@ def test_columns_that_agree_are_one_row() -> None:
         "attention_mask": [1, 1, 1, 1, 1, 0, 0],
         "seq_lengths": [3, 2],
     }
-    for left_out in [
-        {},
-        {"attention_mask"},
-        {"position_ids"},
-        {"labels"},
-        {"attention_mask", "labels"},
-        {"seq_lengths"},
-    ]:
+    names = ("attention_mask", "position_ids", "labels", "seq_lengths")
+    for left_out in [set(), {"attention_mask", "labels"}, *({name} for name in names)]:
         row = {"input_ids": [1, 2, 3, 4, 5, 0, 0], **{name: told[name] for name in told if name not in left_out}}
         assert RowCollator()([row])["cu_seqlens_q"].tolist() == [0, 3, 5]
     for padding in ([0, 0], [1, 1], [9, 5]):  # positions of padding that do not count on
@@ -464,12 +432,6 @@ SIX = {"input_ids": [1, 2, 3, 4, 5, 6]}
 def test_columns_that_contradict_each_other_are_refused(row) -> None:
     with pytest.raises(SampleError, match=r"^sample 1: the "):
         RowCollator(bare_row="one_sample")([{"input_ids": [1, 2]}, row])
-
-
-def test_a_sample_of_one_token_at_the_end_is_taken_for_padding_unless_told() -> None:
-    ids = [[1, 2, 3], [4]]
-    assert RowCollator()(list(pack_dataset(ids, 6)))["input_ids"].tolist() == [[1, 2, 3]]
-    assert RowCollator()(list(pack_dataset(ids, 6, seq_lengths=True)))["cu_seqlens_q"].tolist() == [0, 3, 4]
 
 
 def test_a_row_that_lost_its_boundaries_on_the_way_is_refused() -> None:
@@ -537,16 +499,6 @@ def test_an_enabled_model_trains_the_rows_of_a_data_set_exactly(family, position
     check(model, model(**RowCollator(position_rows=position_rows)(list(rows()))).loss, family)
 
 
-def test_a_result_keeps_the_order_of_its_samples() -> None:
-    model, lengths = model_of(), [len(sample["input_ids"]) for sample in samples()]
-    ids, labels = ([sample[name] for sample in samples()] for name in ("input_ids", "labels"))
-    batch = pack_result_to_tensors(pack_sequences(lengths, sum(lengths), "nf"), ids, labels=labels)
-    result = PackedStep(model)(batch.to_hf(), logits=True)
-    result.loss.backward()
-    assert result.work.physical_tokens == sum(lengths)
-    check_outputs(truth(), result, limits_of("qwen3"))
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_plain_model_trains_columns_masks_and_shifted_labels_exactly(attention) -> None:
     batch = packed_collate_fn(CAPACITY)(samples())
@@ -562,16 +514,6 @@ def test_a_plain_model_trains_columns_masks_and_shifted_labels_exactly(attention
     model = model_of()
     logits = model(**columns, use_cache=False).logits
     check(model, F.cross_entropy(logits.flatten(0, 1), batch.shift_labels.flatten()))
-
-
-def test_seqpackers_columns_train_something_else() -> None:
-    """Its mask alone mixes samples; labels that are shifted twice are the token after the next one."""
-    model, columns = model_of(), default_data_collator(list(rows()))
-    batch = packed_collate_fn(CAPACITY)(samples())
-    mask = (torch.arange(CAPACITY) < torch.tensor([[pack.used] for pack in batch.packs])).long()
-    for wrong in ({"attention_mask": mask}, {"labels": columns["labels"].roll(-1)}):
-        loss = model(**{**columns, **wrong}, use_cache=False).loss
-        assert (loss - truth().loss).abs() > 0.02
 
 
 @pytest.mark.parametrize(

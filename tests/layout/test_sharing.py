@@ -197,17 +197,6 @@ def test_unshare_is_the_inverse_and_the_tree_that_was_found_can_be_given(samples
         assert_equal_rows(share(row, tree=replace(shared.tree, images=(), videos=())), shared)
 
 
-def test_images_of_one_grid_and_other_content_are_not_merged():
-    samples = [[CAT, *word(1)], [DOG, *word(1)], [CAT, *word(2)]]
-    row = row_of(samples)
-    assert torch.equal(row.input_ids[0, :3], row.input_ids[0, 3:6])  # the same tokens
-    shared = share(row, min_shared=1)
-    assert shared.tree.parents == (-1, 0, 0, -1)
-    assert shared.tree.images == (0, 1)
-    assert shared.media.pixel_values.shape == (16, WIDTH)
-    assert shared.metadata.media.grids(IMAGE) == ((1, 2, 4),) * 3
-
-
 def test_placeholders_alone_would_merge_them(monkeypatch):
     """The guard of the tests above: without contents they fail."""
     monkeypatch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))

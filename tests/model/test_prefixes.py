@@ -129,12 +129,18 @@ def test_a_sample_may_be_all_prefix_or_all_suffix() -> None:
     check_packed(own, fresh(), limits=LIMITS)
 
 
-def test_prefixes_of_the_metadata_are_compared_on_a_device() -> None:
+def test_prefixes_of_the_metadata_are_compared_on_the_host_and_on_a_device() -> None:
     segments = Segments.from_lengths([4, 3, 2], SlotRule(multiple=5))
     column = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0]])  # padding does not matter
     known = (2, 0, 2)
     runs = ((0, 2), (10, 12))
-    assert prefixes_of_row(column, segments, (), "types") == runs
+    assert prefixes_of_row(column, segments, (), "types") == prefixes_of_row(column, segments, known, "types") == runs
+    for other, message in (
+        ((2, 0, 1), r"sample 2: prefixes of the host metadata .*has 1 .*and 2 here"),
+        ((2, 0), "^pref"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            prefixes_of_row(column, segments, other, "types")
     with nothing_on_host():
         assert prefixes_of_row(column, segments, known, "types") == runs
         with pytest.raises(RuntimeError, match="prefixes of the host metadata"):

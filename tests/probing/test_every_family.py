@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import pytest
 from breakages import BREAKAGES, WINDOWS, Patch
-from cases import EIGHT, one_of_each
+from cases import EIGHT, FURTHER, slow
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model.mechanisms import ModelParts
@@ -74,7 +74,7 @@ def circumstances_of(what: str) -> tuple[Circumstance, ...]:
 
 
 @pytest.mark.parametrize("shares", [False, True], ids=["row", "tree"])
-@pytest.mark.parametrize("family", one_of_each())
+@pytest.mark.parametrize("family", [*EIGHT, *slow(*FURTHER)])
 def test_each_broken_mechanism_is_named_and_nothing_broken_is_exact(
     family: str, shares: bool, monkeypatch: Patch
 ) -> None:

@@ -87,18 +87,6 @@ def test_every_choice_is_held_where_samples_are_exchanged() -> None:
     assert all(torch.equal(record.choices[name][0], calls[0]) for name, calls in chosen.choices.items())
 
 
-def test_held_experts_have_the_scores_of_the_pass() -> None:
-    held = routing.HeldChoices(
-        samples=[{"mlp": [torch.tensor([[2, 0]])]}], token_indices=[torch.tensor([0])], share=routing.HOLD_ALL
-    )
-    mode = routing._TopK(routing.RoutingRecord(choices={}), held)
-    mode.enter("mlp")
-    with mode:
-        scores, experts = torch.topk(torch.tensor([[0.1, 0.9, 0.4, 0.7]]), 2)
-    assert experts.tolist() == [[2, 0]]
-    torch.testing.assert_close(scores, torch.tensor([[0.4, 0.1]]))
-
-
 def test_tokens_are_found_in_a_row_of_real_tokens_and_in_one_with_gaps() -> None:
     samples = [{"mlp": [torch.tensor([[1], [2]])]}, {"mlp": [torch.tensor([[3]])]}]
     held = routing.HeldChoices(samples=samples, token_indices=[torch.tensor([0, 1]), torch.tensor([4])], share=0.0)
@@ -136,9 +124,8 @@ def test_a_probe_gives_no_false_alarm_where_rounding_chooses(monkeypatch: pytest
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_leak_into_a_router_is_found(dtype: torch.dtype) -> None:
-    model = tiny_model("qwen3_moe", dtype=dtype)
+def test_a_leak_into_a_router_is_found() -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16)
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_pre_hook(mixing)
     assert probe(model, plain=False, share_prefixes=False).verdict == "leaks"

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from equality import tower_errors
 
 from vlmpack.testing.comparison import (
     FLOOR,
@@ -44,28 +43,6 @@ def test_in_low_precision_one_rounding_among_many_is_no_worst_case() -> None:
     seen = replace(truth, gradients={"a.weight": torch.ones(100), "a.bias": torch.full((1,), 2.0)})
     assert compare(seen, truth).gradients["a"] == GradientError(error=1.0, parameter="a.bias")
     assert compare(seen, truth, low=True).gradients["a"].error == pytest.approx(101**-0.5)
-
-
-def test_the_error_of_a_tower_is_that_of_all_its_entries_and_not_of_its_worst_parameter() -> None:
-    one = torch.ones(1)
-    truth = {"model.visual.norm.weight": one, "layers.0.weight": torch.ones(100), "layers.0.bias": one, "norm": one}
-    seen = {**truth, "layers.0.bias": 2 * one, "norm": 3 * one}
-    assert tower_errors(seen, truth) == {"vision": 0.0, "text": pytest.approx(((1 + 4) / 102) ** 0.5)}
-
-
-def test_samples_with_each_others_losses_are_far_though_the_mean_is_right() -> None:
-    truth = outcome()
-    seen = replace(truth, sample_losses=truth.sample_losses.flip(0))
-    errors = compare(seen, truth)
-    assert (errors.loss, errors.target_losses, errors.sample_losses) == (0, 0, pytest.approx(2 / 3))
-
-
-def test_losses_of_targets_do_not_cancel() -> None:
-    truth, seen = outcome(), outcome()
-    seen.target_losses.add_(torch.tensor([0.4, -0.4]))
-    errors = compare(seen, truth)
-    assert errors.loss == 0
-    assert errors.target_losses == pytest.approx(0.2)
 
 
 def test_a_group_is_as_far_as_its_worst_parameter() -> None:

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from notebooks.measures import Tree, _tree, field_f1, normalise, nted_accuracy, tree_edit_distance
+from notebooks.measures import Tree, field_f1, normalise, nted_accuracy, tree_edit_distance
 
 CAKE = {"menu": [{"nm": "cake", "cnt": "2"}]}
 """TED from nothing: menu 1, subtree 1, nm 1, "cake" 4, cnt 1, "2" 1: 9."""
-
-
-@cache
-def naive_edit_distance(a: str, b: str) -> int:
-    if not a or not b:
-        return len(a) + len(b)
-    return min(
-        naive_edit_distance(a[1:], b) + 1,
-        naive_edit_distance(a, b[1:]) + 1,
-        naive_edit_distance(a[1:], b[1:]) + (a[0] != b[0]),
-    )
-
-
-@cache
-def naive_forest_distance(a: tuple[Tree, ...], b: tuple[Tree, ...]) -> int:
-    """The definition: the last node of either forest is deleted, inserted, or changed into the other."""
-    if not a and not b:
-        return 0
-    if not b:
-        return a[-1].cost + naive_forest_distance(a[:-1] + a[-1].children, ())
-    if not a:
-        return b[-1].cost + naive_forest_distance((), b[:-1] + b[-1].children)
-    x, y = a[-1], b[-1]
-    if x.is_value and y.is_value:
-        change = naive_edit_distance(x.label, y.label)
-    elif x.is_value or y.is_value:
-        change = 1 + len(x.label if x.is_value else y.label)
-    else:
-        change = int(x.label != y.label)
-    return min(
-        x.cost + naive_forest_distance(a[:-1] + x.children, b),
-        y.cost + naive_forest_distance(a, b[:-1] + y.children),
-        change + naive_forest_distance(x.children, y.children) + naive_forest_distance(a[:-1], b[:-1]),
-    )
 
 
 json_values = st.recursive(
@@ -121,11 +86,6 @@ class TestTrees:
         left = Tree("f", (Tree("d", (a, Tree("c", (b,)))), e))
         right = Tree("f", (Tree("c", (Tree("d", (a, b)),)), e))
         assert tree_edit_distance(left, right) == 2
-
-    @given(json_values, json_values)
-    def test_as_defined(self, a: Any, b: Any) -> None:
-        a, b = (_tree(normalise(data), "<root>") for data in (a, b))
-        assert tree_edit_distance(a, b) == naive_forest_distance((a,), (b,))
 
 
 class TestNtedAccuracy:

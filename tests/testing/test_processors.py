@@ -1,8 +1,6 @@
 """tiny_processor: the shipped classes around a small vocabulary, the same in every process."""
 
 import pickle
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -59,12 +57,6 @@ def test_images_stay_within_the_bounds_given_and_default_to_4_to_256_tokens():
     assert tokens(tiny_processor(min_pixels=16 * 32 * 32), picture(1, 1)) == 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_normalisation_is_the_family_s(family):
-    mean = processor_of(family).image_processor.image_mean
-    assert list(mean) == (list(transformers.image_utils.OPENAI_CLIP_MEAN) if family in CLIP else [0.5] * 3)
-
-
 def test_every_special_token_of_qwen_is_one_token():
     tokenizer = processor_of().tokenizer
     assert len(SPECIAL_TOKENS) == 14
@@ -73,18 +65,6 @@ def test_every_special_token_of_qwen_is_one_token():
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token == "<|endoftext|>"
     assert tokenizer.padding_side == "right"
-
-
-@pytest.mark.parametrize("text", ["<s_nm>NASI GORENG</s_nm>", "Ünïcödé £5 日本\n\n", "\x00\x7f", "75,000"])
-def test_any_text_survives_a_round_trip(text):
-    tokenizer = processor_of().tokenizer
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_receipts_are_words_and_not_bytes():
-    tokenizer = processor_of().tokenizer
-    text = "<s_menu><s_nm>Nasi Goreng</s_nm><s_cnt>2 x</s_cnt><s_price>75,000</s_price></s_menu>"
-    assert len(tokenizer(text)["input_ids"]) < 0.6 * len(text)
 
 
 def test_the_template_writes_chatml_for_strings_and_parts():
@@ -114,24 +94,6 @@ def test_it_survives_the_way_to_a_spawned_worker():
     assert np.array_equal(here["pixel_values"], there["pixel_values"])
 
 
-@pytest.mark.slow
-def test_another_process_trains_the_same_vocabulary():
-    code = "from vlmpack.testing.processors import trained_vocabulary as t; print(hash_of(t(800)))"
-    code = "import hashlib\nhash_of = lambda s: hashlib.sha256(s.encode()).hexdigest()\n" + code
-    hashes = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"TOKENIZERS_PARALLELISM": parallel, "PYTHONHASHSEED": seed, "HF_HUB_OFFLINE": "1", "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for parallel, seed in (("true", "1"), ("false", "2"))
-    }
-    assert len(hashes) == 1
-    assert len(hashes.pop().strip()) == 64
-
-
 def test_an_unknown_family_is_refused_by_name():
     with pytest.raises(ConfigError, match="no processor for family 'blip'; use one of qwen2_vl, qwen2_5_vl, qwen3_vl"):
         tiny_processor("blip")
@@ -140,9 +102,3 @@ def test_an_unknown_family_is_refused_by_name():
 def test_a_vocabulary_without_room_for_bytes_is_refused():
     with pytest.raises(ConfigError, match="vocab_size=255 has no room for the 256 bytes; use at least 256"):
         tiny_processor(vocab_size=255)
-
-
-def test_two_processors_do_not_share_a_tokenizer():
-    first, second = tiny_processor(), tiny_processor()
-    first.tokenizer.add_tokens(["<new>"])
-    assert len(first.tokenizer) == len(second.tokenizer) + 1

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import random
 import re
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +12,7 @@ import pytest
 
 from vlmpack.errors import ConfigError
 from vlmpack.testing import SyntheticReceipts
-from vlmpack.testing.receipts import FIELDS, SPLITS, Printer, Sheet, quad_of
+from vlmpack.testing.receipts import FIELDS
 
 NUM = 300
 Records = list[dict[str, Any]]
@@ -102,12 +98,6 @@ def test_parse_and_lines_agree_in_strings(truths: Records) -> None:
         assert sorted(values) == sorted(leaves)
 
 
-def test_the_name_of_the_validation_split_inside_is_dev() -> None:
-    drawn = {split: json.loads(draw_receipt(0, split=split, scale=0.25)["ground_truth"]) for split in SPLITS}
-    names = {split: truth["meta"]["split"] for split, truth in drawn.items()}
-    assert names == {"train": "train", "validation": "dev", "test": "test"}
-
-
 # ---------------------------------------------------------------------- what trips readers of the real data
 
 
@@ -191,42 +181,14 @@ def test_the_scale_changes_the_picture_and_not_the_words() -> None:
     assert parse_of(small) == parse_of(large)
 
 
-# ---------------------------------------------------------------------- drawing
-
-
-@pytest.fixture(scope="module")
-def sheets() -> list[Sheet]:
-    rngs = [random.Random(seed) for seed in range(25)]
-    return [Sheet(Printer(rng).rows, rng, 0.5) for rng in rngs]
-
-
-def box(quad: dict[str, int]) -> tuple[slice, slice]:
-    return slice(quad["y1"], quad["y3"] + 1), slice(quad["x1"], quad["x3"] + 1)
-
-
-def levels_of(sheet: Sheet) -> np.ndarray:
-    return np.asarray(sheet.image.convert("L")).astype(int)
-
-
-def test_every_box_holds_a_legible_word_inside_the_paper(sheets: list[Sheet]) -> None:
-    assert quad_of(1, 2, 5, 7) == {"x1": 1, "y1": 2, "x2": 5, "y2": 2, "x3": 5, "y3": 7, "x4": 1, "y4": 7}
-    for sheet in sheets:
-        paper = sheet.roi or quad_of(0, 0, sheet.image.width - 1, sheet.image.height - 1)
-        levels = levels_of(sheet)
-        assert len(sheet.words) > 8
-        for cell, word in sheet.words:
-            quad, ink = word["quad"], levels[box(word["quad"])]
-            assert paper["x1"] <= quad["x1"] < quad["x3"] <= paper["x3"]
-            assert paper["y1"] <= quad["y1"] < quad["y3"] <= paper["y3"]
-            assert cell.illegible or (ink.min() < 150 and ink.max() > 190), word["text"]
-
-
 # ---------------------------------------------------------------------- the same everywhere
 
 
 def test_a_receipt_depends_on_seed_split_and_index_alone() -> None:
     receipts = SyntheticReceipts(num=7, seed=3, scale=0.25)
     forwards = [digest(receipts[at]) for at in range(7)]
+    assert len(SyntheticReceipts(split="validation")) == 100
+    assert json.loads(draw_receipt(0, split="validation", scale=0.25)["ground_truth"])["meta"]["split"] == "dev"
     assert forwards == [digest(receipts[at]) for at in reversed(range(7))][::-1]
     assert len(set(forwards)) == 7
     assert digest(receipts[np.int64(-1)]) == forwards[-1]  # pyright: ignore[reportArgumentType]
@@ -236,18 +198,6 @@ def test_a_receipt_depends_on_seed_split_and_index_alone() -> None:
     assert len(set(parses)) == len(others)
 
 
-@pytest.mark.slow
-def test_another_process_with_another_hash_seed_draws_the_same() -> None:
-    code = (
-        "import hashlib\nfrom vlmpack.testing import SyntheticReceipts\n"
-        "for r in SyntheticReceipts(num=3, scale=0.25):\n"
-        "    print(hashlib.sha256(r['image'].tobytes() + r['ground_truth'].encode()).hexdigest())"
-    )
-    environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert run.stdout.split() == [digest(draw_receipt(at, scale=0.25)) for at in range(3)]
-
-
 def test_the_words_of_the_second_receipt_are_these() -> None:
     """Pinned: whoever changes the generator changes every published number, and should know it."""
     assert parse_of(draw_receipt(1, scale=0.25)) == {
@@ -255,11 +205,6 @@ def test_the_words_of_the_second_receipt_are_these() -> None:
         "sub_total": {"service_price": "800", "othersvc_price": "2,000", "tax_price": "1,680"},
         "total": {"total_price": "20,480", "cashprice": "30,000", "changeprice": "9,520"},
     }
-
-
-def test_by_default_each_split_is_as_large_as_that_of_cord() -> None:
-    sizes = {split: len(SyntheticReceipts(split=split)) for split in SPLITS}
-    assert sizes == {"train": 800, "validation": 100, "test": 100}
 
 
 @pytest.mark.parametrize(

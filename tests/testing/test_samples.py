@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from cases import families
@@ -12,14 +10,12 @@ from chats import QWEN
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
 from vlmpack.testing import (
-    alone,
     branches_of,
     mixed_samples,
     padded,
     processed_samples,
     synthetic_samples,
     tiny_config,
-    tiny_model,
     tiny_processor,
 )
 from vlmpack.testing.samples import (
@@ -29,7 +25,6 @@ from vlmpack.testing.samples import (
     grids_of,
     kind_of,
     kinds_of,
-    metadata_of,
     num_targets,
     perturbed,
     random_sample,
@@ -70,18 +65,6 @@ def test_left_and_right_padding_hold_the_same_tokens(name: str) -> None:
         assert torch.equal(tensors[0], torch.cat([sample[field] for sample in samples]))
 
 
-def test_metadata_are_counted_from_the_samples() -> None:
-    config: Any = tiny_config("qwen2_5_vl", patch_size=4)
-    samples = mixed_samples(config, kinds=["images_and_video", "text", "image"])
-    metadata = metadata_of(samples)
-    assert [image.sample for image in metadata.media.images] == [0, 2]
-    assert [video.sample for video in metadata.media.videos] == [0]
-    assert metadata.media.videos[0].seconds is not None
-    assert metadata.lengths == tuple(len(s["input_ids"]) for s in samples)
-    assert metadata.num_targets == sum(int((alone(s)["labels"][0, 1:] != -100).sum()) for s in samples)
-    assert padded(samples, metadata=False).metadata is None
-
-
 @every_family
 def test_synthetic_samples_hold_every_kind_and_differ_in_length(name: str) -> None:
     family, config = family_named(name), tiny_config(name)
@@ -95,14 +78,6 @@ def test_synthetic_samples_hold_every_kind_and_differ_in_length(name: str) -> No
         types = family.media_types(sample["input_ids"], config) if name in VISION else torch.zeros(1)
         for modality, grids in ((1, grids_of(sample, "image")), (2, grids_of(sample, "video"))):
             assert int((types == modality).sum()) == (family.media_tokens(grids, config) if grids else 0)
-
-
-def test_adversarial_lengths_are_an_equal_and_a_long_one() -> None:
-    config = tiny_config("qwen3_5")
-    first, twin, second, long, *others = with_adversarial_lengths(synthetic_samples(config), config)
-    assert len(twin["input_ids"]) == len(first["input_ids"]) != len(second["input_ids"])
-    assert len(long["input_ids"]) > 128
-    assert len(others) == 2
 
 
 @every_family
@@ -122,14 +97,6 @@ def test_perturbing_changes_every_word_and_pixel_and_nothing_else(name: str) -> 
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-def test_words_are_never_special(family: str) -> None:
-    processor = tiny_processor(family)
-    words = word_ids(tiny_config(family, processor=processor))
-    assert len(words) > 256
-    assert not set(words) & set(processor.tokenizer.all_special_ids)
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_a_processor_makes_the_same_small_samples_every_time(family: str) -> None:
     processor = tiny_processor(family)
     samples, again = processed_samples(processor), processed_samples(processor)
@@ -140,16 +107,6 @@ def test_a_processor_makes_the_same_small_samples_every_time(family: str) -> Non
         assert num_targets(sample) > 0
         assert sample["labels"][0] == sample["input_ids"][0]
         assert len(sample["input_ids"]) < 120
-
-
-@pytest.mark.parametrize("family", [name for name in VISION if name in QWEN])
-def test_processed_samples_go_through_the_model(family: str) -> None:
-    processor = tiny_processor(family)
-    model = tiny_model(family, processor=processor)
-    samples = processed_samples(processor)
-    losses = torch.stack([model(**alone(sample)).loss.detach() for sample in samples])
-    assert torch.isfinite(losses).all()
-    assert "labels" not in alone(samples[0], labels=False)
 
 
 def test_branches_of_too_few_samples_are_refused_with_the_remedy() -> None:

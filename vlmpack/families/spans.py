@@ -97,7 +97,7 @@ class Prefix:
 
         Raises:
             LayoutError: the column is missing or malformed, is not zeros and then ones in each sample, or differs from
-                the metadata (compared on an accelerator only, in an asynchronous assertion).
+                the metadata (compared on an accelerator in an asynchronous assertion).
         """
         column_1T = row.extras.get(self.column)
         if column_1T is None:
@@ -141,11 +141,16 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
         known: prefix lengths of the host metadata; (): not known.
         name: name of the column, for messages.
     """
-    compared = len(known) == segments.num_samples and not on_host(column_1T)
+    message = f"prefixes of the host metadata are not those of {name}; leave the metadata out"
+    if len(known) not in (0, segments.num_samples):
+        raise LayoutError(message)
+    compared = bool(known) and not on_host(column_1T)
     column_T = np.zeros(0) if compared else column_1T[0].cpu().numpy()
     runs, expected_T = [], np.zeros(segments.total, np.int64)
     for sample, (start, stop) in enumerate(segments.spans[: segments.num_samples]):
         length = known[sample] if compared else prefix_length(column_T[start:stop])
+        if known and known[sample] != length:
+            raise LayoutError(f"sample {sample}: {message} (it has {known[sample]} tokens there, and {length} here)")
         expected_T[start + length : stop] = 1
         runs += [(start, start + length)] if length else []
         if not compared and (column_T[start:stop] != expected_T[start:stop]).any():
@@ -156,7 +161,6 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
     if compared:  # values on padding are ignored
         device = column_1T.device
         agree_T = column_1T[0].masked_fill(segments.padding_mask(device), 0) == to_device(expected_T, device)
-        message = f"prefixes of the host metadata are not those of {name}; leave the metadata out"
         require(agree_T.all(), message, LayoutError)
     return tuple(runs)
 

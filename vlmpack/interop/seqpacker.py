@@ -18,7 +18,7 @@ G rows of width W, T tokens of a joined row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from time import perf_counter
@@ -28,7 +28,7 @@ import numpy as np
 
 from vlmpack import __version__ as __version__
 from vlmpack.errors import ConfigError, SampleError, check_choice, check_extra
-from vlmpack.plan.lengths import check_seed, checked_capacity
+from vlmpack.plan.lengths import Oversize, check_seed, checked_capacity
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import STRATEGIES, plan_bins
@@ -53,8 +53,10 @@ BEST_FIT = ("obfd", "obfdp", "bfd", "bf", "ffd", "mffd", "ff", "ffs", "wf")
 ALIASES = {**dict.fromkeys(BEST_FIT, "best_fit_decreasing"), "hk": "rolling_fill", "nf": "next_fit"}
 """SeqPacker's short name -> our strategy. If we lack a variant, it maps to one of ours that needs no more bins."""
 
-Oversize = Literal["error", "drop"]
-"""What to do with samples above the capacity: refuse them, or leave them out."""
+
+def _short_name(strategy: object) -> str:
+    name = str(strategy).lower()
+    return FULL_NAMES.get(name, name)
 
 
 # ---------------------------------------------------------------------- plans
@@ -189,7 +191,7 @@ class Packer:
 
     def __post_init__(self) -> None:
         checked_capacity(self.capacity)
-        check_choice("strategy", self._short_name, (*ALIASES, *STRATEGIES))
+        check_choice("strategy", _short_name(self.strategy), (*ALIASES, *STRATEGIES))
         check_seed(self.seed)
 
     def pack(self, lengths: Sequence[int] | np.ndarray) -> PackResult:
@@ -213,22 +215,15 @@ class Packer:
 
     def plan(self, lengths: Sequence[int] | np.ndarray, oversize: Oversize = "error") -> Plan:
         """Return the same rows as a Plan; samples above the capacity are refused, or left out and listed."""
-        name, seed = self._short_name, self.seed
-        if name == "ffs":
-            seed = 42 if seed is None else seed
-        elif name in ALIASES:
-            seed = None
+        name, seed = _short_name(self.strategy), self.seed
+        if name in ALIASES:  # SeqPacker shuffles with one strategy only
+            seed = None if name != "ffs" else 42 if seed is None else seed
         return plan_bins(lengths, self.capacity, strategy=ALIASES.get(name, name), oversize=oversize, seed=seed)
 
     @staticmethod
     def strategies() -> list[tuple[str, str]]:
         """Return (SeqPacker's short name, the strategy of `vlmpack.plan.STRATEGIES` that it maps to) pairs."""
         return list(ALIASES.items())
-
-    @property
-    def _short_name(self) -> str:
-        name = str(self.strategy).lower()
-        return FULL_NAMES.get(name, name)
 
 
 def pack_sequences(
@@ -254,8 +249,7 @@ class StreamPacker:
     """
 
     def __init__(self, capacity: int, strategy: str = "nf", k: int | None = None) -> None:
-        name = str(strategy).lower().replace("_", "")
-        self._strategy = FULL_NAMES.get(name, name)
+        self._strategy = _short_name(str(strategy).replace("_", ""))
         if self._strategy not in ("nf", "hk"):
             raise ConfigError(
                 f"a stream cannot be packed by {strategy!r}, which needs all lengths at once; choose 'nf' or 'hk', or "
@@ -263,8 +257,7 @@ class StreamPacker:
             )
         if k is not None:
             checked_capacity(k, "k")
-        self._capacity = checked_capacity(capacity)
-        self._buffer = PackingBuffer(capacity)
+        self._capacity, self._buffer = capacity, PackingBuffer(capacity)
         self._lengths: dict[int, int] = {}
         self._finished = False
         self.sequences_added = 0
@@ -338,12 +331,11 @@ def pack_dataset(
         ConfigError: a setting is unknown, or `datasets` is not installed.
     """
     packer, samples = Packer(capacity, strategy, seed), _read(token_ids, labels)
-    lengths = [len(ids) for ids, _ in samples]
-    nothing = np.zeros(0, np.int64)
-    plan = (
-        packer.plan(lengths, oversize) if samples else Plan.from_assignment(nothing, lengths=nothing, capacity=capacity)
-    )
     ids, labels = zip(*samples, strict=True) if samples else ([], [])
+    lengths = np.asarray([*map(len, ids)], np.int64)
+    plan = (
+        packer.plan(lengths, oversize) if samples else Plan.from_assignment(lengths, lengths=lengths, capacity=capacity)
+    )
     return pack_dataset_from_result(plan, ids, labels=labels, **columns)
 
 
@@ -376,16 +368,10 @@ def pack_dataset_from_result(
     import pyarrow as pa
     from datasets import Dataset
 
-    plan, samples = _plan_of(result), _read(token_ids, labels)
-    rows = list(_rows(samples, plan, padding_value, label_padding_value, to_capacity=pad_to_capacity))
-    names = ("input_ids", "labels", "position_ids", *(("seq_lengths",) if seq_lengths else ()))
-    columns = {name: pa.array([row[name] for row in rows], pa.list_(pa.int32())) for name in names}
-    mask = pa.nulls(len(rows), pa.list_(pa.int8()))
-    return Dataset(pa.table({"input_ids": columns.pop("input_ids"), "attention_mask": mask, **columns}))
-
-
-def _plan_of(result: PackResult | Plan) -> Plan:
-    return result.plan if isinstance(result, PackResult) else result
+    rows = _rows(result, _read(token_ids, labels), padding_value, label_padding_value, to_capacity=pad_to_capacity)
+    names = ("input_ids", "attention_mask", "labels", "position_ids", *(("seq_lengths",) if seq_lengths else ()))
+    columns = {name: pa.array([row.get(name) for row in rows], pa.list_(pa.int32())) for name in names}
+    return Dataset(pa.table(columns))
 
 
 _Sample = tuple[np.ndarray, np.ndarray]
@@ -393,13 +379,14 @@ _Sample = tuple[np.ndarray, np.ndarray]
 
 
 def _rows(
-    samples: Sequence[_Sample], plan: Plan, padding_value: int, label_padding_value: int, *, to_capacity: bool = True
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the columns of each row, including the lengths of its samples."""
+    result: PackResult | Plan, samples: Sequence[_Sample], padding: int, label_padding: int, *, to_capacity: bool = True
+) -> list[dict[str, np.ndarray]]:
+    """Return the columns of each row, including the lengths of its samples."""
+    plan, rows = result.plan if isinstance(result, PackResult) else result, []
     if plan.lengths.tolist() != [len(ids) for ids, _ in samples]:
         raise ConfigError("these are not the samples that were packed; give the token ids of all, in the same order")
-    if label_padding_value >= 0:
-        raise ConfigError(f"label_padding_value is {label_padding_value}, which may be a label; choose -100")
+    if label_padding >= 0:
+        raise ConfigError(f"label_padding_value is {label_padding}, which may be a label; choose -100")
     for members in plan.bins:
         lengths = [len(samples[sample][0]) for sample in members]
         rest = plan.capacity - sum(lengths) if to_capacity else 0
@@ -407,13 +394,15 @@ def _rows(
             raise ConfigError(f"a row holds {sum(lengths)} tokens, above its capacity; choose pad_to_capacity=False")
         ids, labels = (np.concatenate([samples[sample][at] for sample in members]) for at in (0, 1))
         labels[np.cumsum([0, *lengths[:-1]])] = IGNORE
-        labels[labels == IGNORE] = label_padding_value
-        yield {
-            "input_ids": np.pad(ids, (0, rest), constant_values=padding_value),
-            "labels": np.pad(labels, (0, rest), constant_values=label_padding_value),
-            "position_ids": np.pad(_positions(lengths), (0, rest)),
-            "seq_lengths": np.asarray(lengths),
+        labels[labels == IGNORE] = label_padding
+        padded = {
+            "input_ids": (ids, padding),
+            "labels": (labels, label_padding),
+            "position_ids": (_positions(lengths), 0),
         }
+        columns = {name: np.pad(column, (0, rest), constant_values=fill) for name, (column, fill) in padded.items()}
+        rows.append({**columns, "seq_lengths": np.asarray(lengths)})
+    return rows
 
 
 def _read(token_ids: Any, labels: Any) -> list[_Sample]:
@@ -551,8 +540,8 @@ def pack_result_to_tensors(
         SampleError: a sample is not a vector of token ids, or has labels of another length; names the sample.
         ConfigError: the samples are not the packed ones.
     """
-    plan, samples = _plan_of(result), _read(token_ids, labels)
-    return _tensors(plan, samples, padding_value, label_padding_value, device)
+    plan = result.plan if isinstance(result, PackResult) else result
+    return _tensors(plan, _read(token_ids, labels), padding_value, label_padding_value, device)
 
 
 def packed_collate_fn(
@@ -590,7 +579,7 @@ def _tensors(
 ) -> PackedBatch:
     import torch
 
-    rows = list(_rows(samples, plan, padding_value, label_padding_value))
+    rows = _rows(plan, samples, padding_value, label_padding_value)
     packs = tuple(PackResult(plan=plan).packs)
     columns = {
         name: torch.from_numpy(np.asarray([row[name] for row in rows], np.int64).reshape(-1, plan.capacity)).to(device)

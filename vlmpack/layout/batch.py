@@ -280,14 +280,9 @@ def media_in_words(media: Media) -> str:
     """Return the numbers of images, videos and audios as text; "" if there are none."""
     if not isinstance(media, Media):
         return f", media {shape_of(media)}"
-    grids: dict[str, Any] = {
-        "images": media.image_grid_thw,
-        "videos": media.video_grid_thw,
-        "audios": media.audio_mask,
-    }
-    return "".join(
-        f", {len(grid)} {name}" for name, grid in grids.items() if isinstance(grid, torch.Tensor) and grid.ndim
-    )
+    named: dict[str, Any] = {"images": media.image_grid_thw, "videos": media.video_grid_thw, "audios": media.audio_mask}
+    counted = {name: len(x) for name, x in named.items() if isinstance(x, torch.Tensor) and x.ndim}
+    return "".join(f", {count} {name}" for name, count in counted.items())
 
 
 def _tokens(batch: PaddedBatch) -> str:
@@ -330,11 +325,32 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
             f"attention_mask must be the 2D mask [batch, width] of the tokenizer, got {mask.ndim}D "
             f"{list(mask.shape)}; lengths cannot be read from a 4D attention bias: keep the 2D mask in your collator"
         )
-    values = _mask_values(mask)
-    _check_zero_one(values)
+    if mask.is_complex() or mask.layout != torch.strided or mask.shape[1] == 0:
+        raise LayoutError(
+            f"attention_mask of {mask.dtype} {list(mask.shape)} ({mask.layout}) holds no readable 0/1 values; keep the "
+            "tokenizer's own mask, int64 or bool"
+        )
+    host = mask.detach().cpu()
+    values = (host.double() if host.is_floating_point() else host).numpy()  # numpy has no bfloat16
+    # fast path for a tokenizer's mask: viewed as unsigned, negative numbers are large
+    is_plain = values.dtype == np.int64 and values.view(np.uint64).max(initial=0) <= 1
+    if not is_plain and (odd := (values != 0) & (values != 1)).any():
+        row, column = (int(i) for i in np.argwhere(odd)[0])
+        raise LayoutError(
+            f"row {row}: attention_mask holds {values[row, column]!s} at column {column}; only 0 (pad) and 1 (real) "
+            "are meaningful: not additive biases (0 and -inf), not sample numbers (1, 1, 2, 2)"
+        )
     real = values.astype(bool)
     lengths, offsets = values.sum(1, dtype=np.int64), real.argmax(1)
-    _check_unbroken(real, lengths)
+    rises = np.count_nonzero(real[:, 0]) + np.count_nonzero(real[:, 1:] > real[:, :-1])
+    if rises != np.count_nonzero(lengths):  # a row without a hole rises from 0 to 1 at most once
+        broken = real & (np.arange(mask.shape[1]) >= (offsets + lengths)[:, None])  # behind an unbroken run
+        row = int(broken.any(1).argmax())
+        column = int(offsets[row] + (~real[row, offsets[row] :]).argmax())
+        raise LayoutError(
+            f"row {row}: attention_mask has a hole at column {column}, between real tokens; the real tokens of a "
+            "sample must be one unbroken run: remove the masked tokens from the sample"
+        )
     return MaskSpans(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
 
 
@@ -399,47 +415,10 @@ def whole_numbers(value: Any, name: str) -> torch.Tensor:
     check_is_tensor(value, name)
     if value.dtype not in _WHOLE:
         raise LayoutError(
-            f"{name} is {value.dtype}, but must hold whole numbers with a sign (int64); a mask of what is learnt is no "
-            "labels: labels are token ids, -100 where nothing is learnt"
+            f"{name} is {value.dtype}, but must hold whole numbers with a sign (int64): labels are token ids, -100 "
+            "where nothing is trained on, not a mask of what is trained on"
         )
     return value.long()
-
-
-def _mask_values(mask: torch.Tensor) -> np.ndarray:
-    """The mask on the host, in a dtype that numpy supports."""
-    if mask.is_complex() or mask.layout != torch.strided or mask.shape[1] == 0:
-        raise LayoutError(
-            f"attention_mask of {mask.dtype} {list(mask.shape)} ({mask.layout}) holds no readable 0/1 values; keep the "
-            "tokenizer's own mask, int64 or bool"
-        )
-    host = mask.detach().cpu()
-    return (host.double() if host.is_floating_point() else host).numpy()
-
-
-def _check_zero_one(values: np.ndarray) -> None:
-    # Fast path for a tokenizer's mask: viewed as unsigned, negative numbers are large.
-    if values.dtype == np.int64 and values.view(np.uint64).max(initial=0) <= 1:
-        return
-    odd = (values != 0) & (values != 1)
-    if odd.any():
-        row, column = (int(i) for i in np.argwhere(odd)[0])
-        raise LayoutError(
-            f"row {row}: attention_mask holds {values[row, column]!s} at column {column}; only 0 (pad) and 1 (real) "
-            "are meaningful: not additive biases (0 and -inf), not sample numbers (1, 1, 2, 2)"
-        )
-
-
-def _check_unbroken(real: np.ndarray, lengths: np.ndarray) -> None:
-    # A row without a hole rises from 0 to 1 at most once.
-    rises = np.count_nonzero(real[:, 0]) + np.count_nonzero(real[:, 1:] > real[:, :-1])
-    if rises == np.count_nonzero(lengths):
-        return
-    for row, column in np.argwhere(real[:, :-1] > real[:, 1:]):
-        if real[row, column + 1 :].any():
-            raise LayoutError(
-                f"row {row}: attention_mask has a hole at column {column + 1}, between real tokens; "
-                "the real tokens of a sample must be one unbroken run: remove the masked tokens from the sample"
-            )
 
 
 _CHANGED = (
@@ -480,7 +459,7 @@ def compare_media(held: MediaTable, media: Media) -> None:
             tensor, expected = media.tensors[name], np.asarray(rows, np.int64)
             if not isinstance(tensor, torch.Tensor) or tensor.shape != expected.shape:
                 raise LayoutError(_CHANGED.format(name))
-            require((tensor == to_device(expected, tensor.device)).all(), _CHANGED.format(name), LayoutError)
+            _require_same(tensor, expected, name, "sizes")
 
 
 def host_grids(tensor: torch.Tensor | None, name: str, *, known: Sequence[Grid] | None = None) -> tuple[Grid, ...]:
@@ -500,13 +479,7 @@ def host_grids(tensor: torch.Tensor | None, name: str, *, known: Sequence[Grid] 
     check_tensor(name, tensor, (None, 3), what, dtypes=_COUNTS)
     if known is None:
         return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
-    if len(known) != tensor.shape[0]:
-        raise LayoutError(
-            f"the metadata has {len(known)} grids but {name} is {list(tensor.shape)}; was the batch split or "
-            "concatenated on its way (accelerate: set dispatch_batches=False)?"
-        )
-    expected = to_device(np.asarray(known, np.int64).reshape(-1, 3), tensor.device)
-    require((tensor == expected).all(), _CHANGED.format(name), LayoutError)
+    _require_same(tensor, np.asarray(known, np.int64).reshape(-1, 3), name, "grids")
     return tuple(known)
 
 
@@ -529,14 +502,18 @@ def host_frames(mask: torch.Tensor | None, *, known: Sequence[int] | None = None
     counts = mask.sum(1)
     if known is None:
         return tuple(counts.tolist())
-    if len(known) != mask.shape[0]:
-        raise LayoutError(
-            f"the metadata has the frames of {len(known)} audios but feature_attention_mask is {list(mask.shape)}; was "
-            "the batch split or concatenated on its way (accelerate: set dispatch_batches=False)?"
-        )
-    expected = to_device(np.asarray(known, np.int64), mask.device)
-    require((counts == expected).all(), _CHANGED.format("feature_attention_mask"), LayoutError)
+    _require_same(counts, np.asarray(known, np.int64), "feature_attention_mask", "audios")
     return tuple(known)
+
+
+def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str, what: str) -> None:
+    """Compare the rows of a media tensor with those of the host metadata, on the device of the tensor."""
+    if len(known) != len(tensor):
+        raise LayoutError(
+            f"the metadata has {len(known)} {what} but {name} is {list(tensor.shape)}; was the batch split or "
+            "concatenated on its way (accelerate: set dispatch_batches=False)?"
+        )
+    require((tensor == to_device(known, tensor.device)).all(), _CHANGED.format(name), LayoutError)
 
 
 def host_seconds(seconds: Any, *, known: Sequence[float] | None = None) -> tuple[float, ...]:

@@ -217,8 +217,8 @@ def _check_shapes(batch: PaddedBatch) -> None:
 def _check_metadata(batch: PaddedBatch, metadata: HostMetadata) -> None:
     """Compare metadata with a mask on the host; for a mask on a device, compare shapes only, to avoid a sync."""
     (rows, width), spans = batch.input_ids.shape, metadata.spans
-    ends = map(sum, zip(spans.offsets, spans.lengths, strict=False))
-    agree = len(spans.lengths) == len(spans.offsets) == rows and max(ends, default=0) <= width
+    agree = len(spans.lengths) == len(spans.offsets) == rows
+    agree = agree and all(at + n <= width for at, n in zip(spans.offsets, spans.lengths, strict=True))
     media = () if metadata.media is None else metadata.media.media
     agree = agree and all(m.sample < rows and m.runs[-1][1] <= spans.lengths[m.sample] for m in media if m.runs)
     if agree and on_host(batch.attention_mask):
@@ -239,13 +239,8 @@ def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool)
             "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
             "segment of length 0"
         )
-    if batch.metadata is None and batch.mm_token_type_ids is not None:
-        _check_hidden_media(batch.mm_token_type_ids, batch.attention_mask)
-
-
-def _check_hidden_media(types: torch.Tensor, mask: torch.Tensor) -> None:
-    hidden = ((types != 0) & (mask == 0)).any(1).cpu()
-    if hidden.any():
+    types, mask = batch.mm_token_type_ids, batch.attention_mask
+    if batch.metadata is None and types is not None and (hidden := ((types != 0) & (mask == 0)).any(1).cpu()).any():
         raise LayoutError(
             f"row {int(hidden.int().argmax())}: attention_mask hides tokens of images, videos or audio, but these "
             "would still be used; leave the sample's media out, or unmask its tokens"

@@ -136,7 +136,15 @@ class PackedRow:
         Raises:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
         """
-        return None if self.shift_labels is None else self._unshifted(self.shift_labels)
+        if self.shift_labels is None:
+            return None
+        ends = without_successor(self.segments, 1, self.shift_labels.device)
+        message = (
+            "the last token of a segment has a target in shift_labels: set it to -100, as shift_labels(labels, "
+            "segments) does; or, if it is a token that was left out of the row, hand the row itself to PackedStep"
+        )
+        require((self.shift_labels[0].index_select(0, ends) == IGNORE).all(), message, LayoutError)
+        return unshift_labels(self.shift_labels, self.segments)
 
     def step_inputs(self) -> dict[str, Any]:
         """Return the dictionary of `to_hf` with `shift_labels` instead of `labels`, and without `OnlyPacked`.
@@ -193,16 +201,6 @@ class PackedRow:
             metadata=metadata,
             tree=None if metadata is None else metadata.tree,
         )
-
-    def _unshifted(self, shift_labels: torch.Tensor) -> torch.Tensor:
-        ends = without_successor(self.segments, 1, shift_labels.device)
-        kept = shift_labels[0].index_select(0, ends) == IGNORE
-        message = (
-            "the last token of a segment has a target in shift_labels: set it to -100, as shift_labels(labels, "
-            "segments) does; or, if it is a token that was left out of the row, hand the row itself to PackedStep"
-        )
-        require(kept.all(), message, LayoutError)
-        return unshift_labels(shift_labels, self.segments)
 
 
 def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:

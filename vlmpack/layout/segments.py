@@ -135,37 +135,6 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def row_width(needed: int, rule: SlotRule) -> int:
-    """Return T, the row's width in tokens, if its slots need `needed` tokens.
-
-    Raises:
-        LayoutError: the slots do not fit `pad_to`.
-    """
-    if rule.pad_to is None:
-        return round_up(needed, rule.row_multiple)
-    if needed > rule.pad_to:
-        raise LayoutError(
-            f"the samples take {needed} tokens of row but pad_to={rule.pad_to}; "
-            "raise pad_to, or put fewer or shorter samples into the batch"
-        )
-    return rule.pad_to
-
-
-def missing_segments(count: int, rule: SlotRule) -> int:
-    """Return how often the final boundary is repeated after `count` samples.
-
-    Raises:
-        LayoutError: there are more samples than `max_segments`.
-    """
-    if rule.max_segments is None:
-        return 0
-    if count > rule.max_segments:
-        raise LayoutError(
-            f"{count} samples but max_segments={rule.max_segments}; raise max_segments or use smaller batches"
-        )
-    return rule.max_segments - count
-
-
 def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: str) -> tuple[int, ...]:
     """Convert boundaries to Python ints and check them; a tensor on a device costs a host-device sync.
 
@@ -234,14 +203,19 @@ class Segments:
             at = next(i for i, n in enumerate(lengths) if n < 0)
             raise LayoutError(f"row {at}: a length cannot be negative, got {lengths[at]}")
         slots = tuple(round_up(n, rule.multiple) for n in lengths)
-        total = row_width(sum(slots), rule)
-        extra = missing_segments(len(lengths), rule)
-        segments = cls(
-            lengths=lengths + (0,) * extra,
-            slots=slots + (0,) * extra,
-            total=total,
-            num_samples=len(lengths),
-        )
+        needed, count = sum(slots), len(lengths)
+        if rule.pad_to is not None and needed > rule.pad_to:
+            raise LayoutError(
+                f"the samples take {needed} tokens of row but pad_to={rule.pad_to}; "
+                "raise pad_to, or put fewer or shorter samples into the batch"
+            )
+        if rule.max_segments is not None and count > rule.max_segments:
+            raise LayoutError(
+                f"{count} samples but max_segments={rule.max_segments}; raise max_segments or use smaller batches"
+            )
+        total = rule.pad_to or round_up(needed, rule.row_multiple)
+        repeated = (0,) * ((rule.max_segments or count) - count)
+        segments = cls(lengths=lengths + repeated, slots=slots + repeated, total=total, num_samples=count)
         return segments.without_tail() if rule.tail_in_slot else segments
 
     @classmethod

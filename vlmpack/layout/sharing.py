@@ -152,24 +152,20 @@ def find_prefix_tree(
     """
     check_whole_number("min_shared", min_shared)
     check_without_padding(row.segments)
-    groups = _plain(groups, row.segments.num_samples)
-    if row.segments.num_samples == 1:
+    count = row.segments.num_samples
+    groups = [0] * count if groups is None else groups
+    if len(groups) != count:
+        raise LayoutError(f"share: {len(groups)} groups for the {count} samples of the row")
+    if count == 1:
         return None
+    # two tensors with the same number would not compare as equal
+    groups = [group.item() if isinstance(group, torch.Tensor) else group for group in groups]
     symbols = _Symbols.of(row, (images, videos, audios))
     trie = compressed_trie(symbols.of_samples, groups, min_shared)
     if sum(trie.lengths) == row.segments.total:
         return None
     tree = PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
     return symbols.with_media(tree)
-
-
-def _plain(groups: Sequence[Hashable] | torch.Tensor | None, count: int) -> list[Hashable]:
-    """Convert groups to hashable values: two tensors with the same number would not compare as equal."""
-    if groups is None:
-        return [0] * count
-    if len(groups) != count:
-        raise LayoutError(f"share: {len(groups)} groups for the {count} samples of the row")
-    return [group.item() if isinstance(group, torch.Tensor) else group for group in groups]
 
 
 # ---------------------------------------------------------------------- parts of the media tensors
@@ -223,21 +219,23 @@ def _read_grids(row: PackedRow) -> PackedRow:
 def with_entries(row: PackedRow, table: MediaTable) -> PackedRow:
     """Return the row with this table, after counting the entries of images and videos with grids."""
     tensors = row.media.to_hf()
-    media = tuple(replace(m, entries=_grid_entries(m, tensors)) if m.grid else m for m in table.media)
+
+    def counted(medium: Medium) -> Medium:
+        if medium.grid is None:
+            return medium
+        names = [name for name in _OF_GRIDS[medium.kind] if name in tensors]
+        return replace(medium, entries={name: medium.patches if name in _PIXELS else 1 for name in names})
+
+    media = tuple(map(counted, table.media))
     return replace(row, metadata=replace(row.known_metadata, media=replace(table, media=media)))
-
-
-def _grid_entries(medium: Medium, tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Number of its patches, and 1 for each other tensor of its kind."""
-    pixels, *others = _OF_GRIDS[medium.kind]
-    return {name: medium.patches if name == pixels else 1 for name in (pixels, *others) if name in tensors}
 
 
 _OF_GRIDS = {
     IMAGE: ("pixel_values", "image_grid_thw"),
     VIDEO: ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"),
 }
-"""Tensors of images and videos with grids; the first one holds the patches."""
+"""Tensors of images and videos with grids."""
+_PIXELS = ("pixel_values", "pixel_values_videos")
 
 
 def _parts(table: MediaTable, tensors: Mapping[str, Any], kind: int) -> dict[str, list[torch.Tensor]]:

@@ -69,33 +69,9 @@ class _Sorted:
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
         keys = [(numbers[group], sample.tobytes()) for group, sample in zip(groups, samples, strict=True)]
         order = sorted(range(len(keys)), key=keys.__getitem__)
-        neighbours = [
-            _num_alike(samples[a], samples[b]) if keys[a][0] == keys[b][0] else -1 for a, b in pairwise(order)
-        ]
+        neighbors = [_num_alike(samples[a], samples[b]) if keys[a][0] == keys[b][0] else -1 for a, b in pairwise(order)]
         lengths = [len(samples[sample]) for sample in order]
-        return cls(order=np.asarray(order), lengths=np.asarray(lengths), shared=np.asarray([-1, *neighbours]))
-
-    def groups(self) -> list[_Run]:
-        """One run for each group."""
-        edges = [*np.flatnonzero(self.shared == -1).tolist(), len(self.order)]
-        return [_Run(low=low, high=high) for low, high in pairwise(edges)]
-
-    def depth(self, run: _Run) -> int:
-        """Return the number of first symbols that all samples of a run share."""
-        return int(self.shared[run.low + 1 : run.high].min(initial=self.lengths[run.high - 1]))
-
-    def end_of_shortest(self, run: _Run, depth: int) -> int:
-        """Return the end of the samples with no symbol after the first `depth`; they are sorted to the front."""
-        return run.low + int(np.count_nonzero(self.lengths[run.low : run.high] == depth))
-
-    def cut(self, low: int, high: int, depth: int) -> list[tuple[int, int]]:
-        """Split [low, high) into pieces whose samples share more than `depth` symbols."""
-        cuts = np.flatnonzero(self.shared[low:high] == depth) + low
-        return list(pairwise(sorted({low, *cuts.tolist(), high})))
-
-    def first_on_top(self, runs: Iterable[_Run]) -> list[_Run]:
-        """Order runs for a stack so that they are popped in the order of their first samples."""
-        return sorted(runs, key=lambda run: -int(self.order[run.low : run.high].min()))
+        return cls(order=np.asarray(order), lengths=np.asarray(lengths), shared=np.asarray([-1, *neighbors]))
 
 
 def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], min_shared: int) -> CompressedTrie:
@@ -109,25 +85,36 @@ def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], m
         groups: the group of each sample.
         min_shared: at least 1; 1 keeps every node.
     """
-    ordered = _Sorted.of(samples, groups)
     trie = CompressedTrie(parents=[], lengths=[], leaves=[-1] * len(samples))
-    stack = ordered.first_on_top(ordered.groups())
+    ordered = _Sorted.of(samples, groups)
+    order, lengths, shared = ordered.order, ordered.lengths, ordered.shared
+
+    def pushed(runs: Iterable[_Run]) -> None:
+        """Push runs so that they are popped in the order of their first samples."""
+        stack.extend(sorted(runs, key=lambda run: -int(order[run.low : run.high].min())))
+
+    def pieces_of(low: int, high: int, depth: int) -> list[tuple[int, int]]:
+        """Split [low, high) where neighbors share no more than `depth` symbols."""
+        return list(pairwise(sorted({low, *(np.flatnonzero(shared[low:high] == depth) + low).tolist(), high})))
+
+    stack: list[_Run] = []
+    pushed(_Run(low=low, high=high) for low, high in pieces_of(0, len(order), -1))
     while stack:
         run = stack.pop()
-        depth = ordered.depth(run)
-        ended = ordered.end_of_shortest(run, depth)
+        depth = int(shared[run.low + 1 : run.high].min(initial=lengths[run.high - 1]))  # shared by all of the run
+        ended = run.low + int(np.count_nonzero(lengths[run.low : run.high] == depth))  # the shortest are first
         start, node = run.start, run.parent
-        pieces = ordered.cut(ended, run.high, depth) if ended < run.high else []
+        pieces = pieces_of(ended, run.high, depth) if ended < run.high else []
         if not pieces or run.pays(depth, min_shared):
             node = len(trie.parents)
             trie.parents.append(run.parent)
             trie.lengths.append(depth - start)
-            for sample in ordered.order[run.low : ended].tolist():
+            for sample in order[run.low : ended].tolist():
                 trie.leaves[sample] = node
             start = depth
         elif ended > run.low:
             pieces.append((run.low, ended))
-        stack += ordered.first_on_top(_Run(low=low, high=high, start=start, parent=node) for low, high in pieces)
+        pushed(_Run(low=low, high=high, start=start, parent=node) for low, high in pieces)
     return trie
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,15 +25,12 @@ from vlmpack.probing.forward_passes import (
 )
 from vlmpack.probing.losses import RouterLosses, check_router_losses, check_tokens, result_checks
 from vlmpack.probing.reference import (
-    HOLD_ALL,
     ProbeSetup,
     Reference,
     References,
-    RoutingRecord,
-    held_choices,
+    held_to,
     open_share,
     record_references,
-    routing,
     value_of,
 )
 from vlmpack.probing.report import BAD, Check, Part
@@ -169,9 +166,10 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
     Where only rounding decides which experts a token gets, the choice is held to that of the sample alone, and counted.
     """
     circumstance = packed.circumstance
-    with setup.computing(circumstance), torch.enable_grad(), held_to(reference, packed, setup) as routed:
-        result = packed(setup.samples)
     low = setup.probed.is_low or circumstance.autocast
+    held = held_to(reference.choices, packed, setup.samples, share=open_share(is_low=low))
+    with setup.computing(circumstance), torch.enable_grad(), held as routed:
+        result = packed(setup.samples)
     errors = compare(result.outcome(setup.probed.model, setup.samples), reference.outcome, low=low)
     checks = [
         Check.measured("equality", f"{circumstance.name}: {each.name}", each.error, each.allowed, str(each))
@@ -182,19 +180,6 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
         name = f"{circumstance.name}: choice of experts"
         checks.append(Check(part="equality", name=name, finding="ok", value=routed.held, detail=detail))
     return checks
-
-
-def held_to(reference: Reference, packed: PackedPass, setup: ProbeSetup) -> AbstractContextManager[RoutingRecord]:
-    """Hold those choices of experts that only rounding decides to the choices of the samples alone."""
-    share = open_share(is_low=setup.probed.is_low or packed.circumstance.autocast)
-    return routing(setup.probed, held_choices(packed, setup.samples, reference.choices, share=share))
-
-
-def all_held_to(
-    reference: Reference, packed: PackedPass, samples: Sequence[Sample]
-) -> AbstractContextManager[RoutingRecord]:
-    """Hold every choice of experts, so that each expert gets the same number of tokens after samples are exchanged."""
-    return routing(packed.probed, held_choices(packed, samples, reference.choices, share=HOLD_ALL))
 
 
 # ---------------------------------------------------------------------- isolation
@@ -208,7 +193,7 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
     with packing(setup, circumstance) as packed, setup.computing(circumstance):
 
         def logits(samples: Sequence[Sample]) -> list[torch.Tensor]:
-            with all_held_to(reference, packed, samples):
+            with held_to(reference.choices, packed, samples):
                 return sample_logits(packed, samples)
 
         before = logits(setup.samples)
@@ -306,7 +291,7 @@ def mechanism_checks(
         found, token_indices = Difference(), packed.token_indices(samples)
         forward = partial(packed, by_step=True)
         try:
-            with setup.computing(circumstance), all_held_to(reference, packed, samples):
+            with setup.computing(circumstance), held_to(reference.choices, packed, samples):
                 compare_modules(
                     forward, probed, samples, references, token_indices, found=found, shares=circumstance.shares
                 )
@@ -384,7 +369,11 @@ def check_routers(
 
     Router losses count choices of experts. So in float32 they are not compared if only rounding decides a choice.
     """
-    with setup.computing(packed.circumstance), held_to(reference, packed, setup) as routed:
+    share = open_share(is_low=setup.probed.is_low or packed.circumstance.autocast)
+    with (
+        setup.computing(packed.circumstance),
+        held_to(reference.choices, packed, setup.samples, share=share) as routed,
+    ):
         result = packed(setup.samples, router_losses=True, by_step=True)
         pairs = list(zip([to_host(x) for x in result.logits], reference.outcome.logits, strict=True))
         error = rms_distance(pairs) if setup.probed.is_low else max(distance(*pair) for pair in pairs)

@@ -341,10 +341,7 @@ def wrong_modules(found: Difference, probed: ProbedModel, *, low: bool) -> dict[
     wrong: dict[str, Role] = {name: roles[name] for name, error in found.errors.items() if not error <= limits[name]}
     # if other attention layers are wrong too, the mask is at fault, not the scale of queries
     scaled: Cause = "mask" if "mask" in wrong.values() else "positions"
-    causes: dict[str, Cause] = {}
-    for name, role in wrong.items():
-        causes[name] = scaled if role == "query scale" else role
-    return causes
+    return {name: scaled if role == "query scale" else role for name, role in wrong.items()}
 
 
 def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: bool) -> list[Check]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -119,7 +119,7 @@ class Circumstance:
     """Short name; names of checks begin with it."""
     title: str
     """Readable description."""
-    by_model: bool
+    by_model: bool = False
     """Call the model with a dictionary, as trainers do, instead of `PackedStep`."""
     padded: Literal["", "left", "right"] = ""
     """The padding side of a batch that the step packs itself; "": a packed row."""
@@ -140,11 +140,8 @@ class Circumstance:
 
     def settings(self, user: StepConfig, samples: Sequence[Sample]) -> StepConfig:
         """Adapt the user's settings of the step to the circumstance, without fixed sizes made for other rows."""
-        rules = {
-            "none": NO_GAPS,
-            "gaps": rule_with_gaps(samples),
-            "user": replace(user.slots, pad_to=None, max_segments=None),
-        }
+        users = replace(user.slots, pad_to=None, max_segments=None)
+        rules = {"none": NO_GAPS, "gaps": rule_with_gaps(samples), "user": users}
         chunk = max(total_targets(samples) * 2 // 5, 1) if self.chunked else user.head_chunk
         return replace(user, slots=rules[self.slots], head_chunk=chunk)
 
@@ -176,16 +173,10 @@ class Circumstance:
             probed.model.eval()
 
 
-GAPS = Circumstance(name="gaps", title="a packed row with gaps", by_model=False, slots="gaps")
+GAPS = Circumstance(name="gaps", title="a packed row with gaps", slots="gaps")
 ROW = Circumstance(name="row", title="a packed row, train mode", by_model=True, train=True, counted=True, chunked=True)
 PADDED = Circumstance(
-    name="padded",
-    title="a right-padded batch, train mode",
-    by_model=False,
-    padded="right",
-    slots="gaps",
-    train=True,
-    counted=True,
+    name="padded", title="a right-padded batch, train mode", padded="right", slots="gaps", train=True, counted=True
 )
 LEFT = Circumstance(
     name="left", title="a left-padded batch", by_model=True, padded="left", slots="user", chunked=True, metadata=False
@@ -194,15 +185,8 @@ AUTOCAST = Circumstance(
     name="autocast", title="a packed row, autocast", by_model=True, train=True, autocast=True, metadata=False
 )
 CIRCUMSTANCES = (GAPS, ROW, PADDED, LEFT, AUTOCAST)
-TREE = Circumstance(
-    name="tree",
-    title="a row whose samples share prefixes, train mode",
-    by_model=False,
-    train=True,
-    counted=True,
-    chunked=True,
-    shares=True,
-)
+PREFIXES = "a row whose samples share prefixes, train mode"
+TREE = Circumstance(name="tree", title=PREFIXES, train=True, counted=True, chunked=True, shares=True)
 
 
 def rule_with_gaps(samples: Sequence[Sample]) -> SlotRule:
@@ -252,23 +236,6 @@ class ForwardResult:
         backward(self.mean_loss)
         loss = float(self.mean_loss.detach())
         return outcome_of(model, samples, self.logits, loss, sample_losses=self.sample_losses)
-
-
-class ForwardPass(Protocol):
-    """A way to run samples through a model together."""
-
-    @property
-    def probed(self) -> ProbedModel:
-        """The model."""
-        ...
-
-    def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return the indices, int64 [L], of each sample's tokens among all tokens that the model computes."""
-        ...
-
-    def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
-        """Run the samples through the model."""
-        ...
 
 
 @final
@@ -456,3 +423,7 @@ class PlainPaddedPass:
         output = plain_output(self.probed.model, inputs, **settings)
         logits = [row[: len(sample["input_ids"])] for row, sample in zip(output.logits, samples, strict=True)]
         return ForwardResult(logits=logits, loss=output.loss), output
+
+
+ForwardPass = PackedPass | PlainRowPass | PlainPaddedPass
+"""A way to run samples through a model together."""

@@ -117,11 +117,12 @@ class RoutingRecord:
     """Number of choices that were changed to the held ones, over all layers."""
 
 
-def held_choices(
-    forward: ForwardPass, samples: Sequence[Sample], choices: Sequence[Choices], *, share: float
-) -> HeldChoices:
-    """Map the choices of samples alone to their tokens in a pass; `share`: see `HeldChoices`."""
-    return HeldChoices(samples=choices, token_indices=forward.token_indices(samples), share=share)
+def held_to(
+    choices: Sequence[Choices], forward: ForwardPass, samples: Sequence[Sample], *, share: float = HOLD_ALL
+) -> AbstractContextManager[RoutingRecord]:
+    """Hold a pass to the choices of experts of its samples alone; `share`: see `HeldChoices`."""
+    held = HeldChoices(samples=choices, token_indices=forward.token_indices(samples), share=share)
+    return routing(forward.probed, held)
 
 
 @contextmanager
@@ -147,11 +148,7 @@ def routing(probed: ProbedModel, held: HeldChoices | None = None) -> Iterator[Ro
 def _blocks(probed: ProbedModel) -> dict[str, nn.Module]:
     """Return the modules of the text model that route tokens: modules with a child named `experts`."""
     text = probed.family.language_model(probed.core)
-    return {
-        name: module
-        for name, module in text.named_modules()
-        if any(child == "experts" for child, _ in module.named_children())
-    }
+    return {name: module for name, module in text.named_modules() if "experts" in dict(module.named_children())}
 
 
 @final
@@ -195,12 +192,11 @@ class _TopK(TorchFunctionMode):
         highest = flat.masked_fill(~finite, -torch.inf).amax(-1)
         spread = highest - flat.masked_fill(~finite, torch.inf).amin(-1)
         behind = flat.gather(-1, own).amin(-1) - flat.gather(-1, indices).amin(-1)
-        is_open = torch.full_like(behind, True, dtype=torch.bool)
+        changes = (own.sort(-1).values != indices.sort(-1).values).any(-1)
         if held.share != HOLD_ALL:
-            is_open = behind <= held.share * spread
-        differs = (own.sort(-1).values != indices.sort(-1).values).any(-1)
-        self._record.held += int((differs & is_open).sum())
-        chosen = torch.where((differs & is_open)[:, None], indices, own).view_as(result[1])
+            changes &= behind <= held.share * spread
+        self._record.held += int(changes.sum())
+        chosen = torch.where(changes[:, None], indices, own).view_as(result[1])
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
@@ -415,15 +411,13 @@ def _reference(
 
     def of_batch() -> Errors:
         forward = PlainPaddedPass(probed=probed)
-        held = held_choices(forward, setup.samples, choices, share=open_share(is_low=low))
-        with setup.computing(circumstance), torch.enable_grad(), routing(probed, held):
+        held = held_to(choices, forward, setup.samples, share=open_share(is_low=low))
+        with setup.computing(circumstance), torch.enable_grad(), held:
             result = forward(setup.samples)
         return compare(result.outcome(probed.model, setup.samples), truth, low=low)
 
-    padded = value_or_error(of_batch)
-    limits = Limits.beyond(
-        errors, errors if isinstance(padded, Exception) else padded, factor=LOW_PRECISION_FACTOR if low else 2.0
-    )
+    padded, factor = value_or_error(of_batch), LOW_PRECISION_FACTOR if low else 2.0
+    limits = Limits.beyond(errors, errors if isinstance(padded, Exception) else padded, factor=factor)
     return Reference(outcome=truth, limits=limits, choices=choices)
 
 

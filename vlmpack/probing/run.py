@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
-from vlmpack.errors import BackendError, ConfigError
-from vlmpack.layout.media import IMAGE, VIDEO
+from vlmpack.errors import BackendError, ConfigError, LayoutError
 from vlmpack.layout.packing import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state
@@ -24,15 +23,13 @@ from vlmpack.probing.difference import LEAK, AloneCalls, Difference, compare_mod
 from vlmpack.probing.forward_passes import GAPS, TREE, PlainPaddedPass, PlainRowPass, ProbedModel
 from vlmpack.probing.losses import result_checks
 from vlmpack.probing.reference import (
-    HOLD_ALL,
     ProbeSetup,
     Reference,
     UnsteadyError,
     compute_references,
-    held_choices,
+    held_to,
     open_share,
     record_references,
-    routing,
     tree_references,
 )
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
@@ -41,7 +38,6 @@ from vlmpack.testing.comparison import FLOOR, distance, relative, to_host
 from vlmpack.testing.samples import (
     Sample,
     build_sample,
-    grids_of,
     kind_of,
     padded,
     processed_samples,
@@ -174,43 +170,21 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
         ConfigError: the samples' token ids, patches or placeholders do not fit the model.
     """
     family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
-    vocabulary = family.text_config(config).vocab_size
-    if (highest := max(int(sample["input_ids"].max()) for sample in samples)) >= vocabulary:
-        raise ConfigError(f"the processor makes token id {highest}, and the model has {vocabulary} of them; {remedy}")
+    vocabulary, patch = family.text_config(config).vocab_size, family.patch_shape(config) if family.has_grids else ()
     for sample in samples:
-        types = family.media_types(sample["input_ids"], config)
-        for modality, name, expected in _expected_tokens(sample, probed):
-            if (placeholders := int((types == modality).sum())) != expected:
-                counts = f"{placeholders} {name} tokens of this model where its pixels make {expected}"
-                raise ConfigError(f"the processor writes {counts}; {remedy}")
-
-
-def _expected_tokens(sample: Sample, probed: ProbedModel) -> Iterator[tuple[int, str, int]]:
-    """Yield (modality, name, number of placeholders) of the images and of the videos, as the model counts them.
-
-    Raises:
-        ConfigError: the pixels come from another model's processor.
-    """
-    family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
-    if family.tile_tokens is not None:
-        made_for = None if sample.family is None else sample.family.processor
-        if made_for != family.processor:
+        if (highest := int(sample["input_ids"].max())) >= vocabulary:
+            has = f"the processor makes token id {highest}, and the model has {vocabulary} of them"
+            raise ConfigError(f"{has}; {remedy}")
+        if not family.has_grids and (sample.family is None or sample.family.processor != family.processor):
             raise ConfigError(f"the processor is no {family.processor}, of which the model takes images; {remedy}")
-        media = {name: sample[name] for name in family.media if name in sample}
-        yield IMAGE, "image", sum(family.tile_tokens(media, config)) if media else 0
-        return
-    shape = family.patch_shape(config)
-    kinds: tuple[tuple[int, Literal["image", "video"], str], ...] = (
-        (IMAGE, "image", "pixel_values"),
-        (VIDEO, "video", "pixel_values_videos"),
-    )
-    for modality, name, key in kinds:
-        if (pixels := sample.get(key)) is not None and tuple(pixels.shape[1:]) != shape:
-            patches = f"patches of {prod(pixels.shape[1:])} numbers, and the model takes {prod(shape)}"
+        made = [sample[name].shape[1:] for name in family.pixel_names if patch and name in sample]
+        if made and prod(made[0]) != prod(patch):
+            patches = f"patches of {prod(made[0])} numbers, and the model takes {prod(patch)}"
             raise ConfigError(f"the processor makes {patches}; {remedy}")
-        grids = grids_of(sample, name)
-        tokens = sum(family.video_runs(grids, config)) if modality == VIDEO else family.media_tokens(grids, config)
-        yield modality, name, tokens
+        try:
+            family.media_of_row(pack(padded([sample], metadata=False)), config)
+        except LayoutError as error:
+            raise ConfigError(f"the processor writes other placeholders than the model: {error}; {remedy}") from error
 
 
 def _checks(
@@ -260,9 +234,7 @@ def _baseline(
 ) -> Baseline:
     samples, limits = setup.samples, reference.limits
     moved = leak(forward, samples)
-    share = open_share(is_low=setup.probed.is_low)
-    held = held_choices(forward, samples, reference.choices, share=share)
-    with routing(setup.probed, held):
+    with held_to(reference.choices, forward, samples, share=open_share(is_low=setup.probed.is_low)):
         result = forward(samples)
     logits = max(distance(to_host(x), y) for x, y in zip(result.logits, reference.outcome.logits, strict=True))
     loss = relative(float(result.loss), reference.outcome.loss)
@@ -294,7 +266,7 @@ def _plain_checks(
 ) -> list[Check]:
     """Check the mechanisms that separate samples in a plain row. A cache does no harm there by itself."""
     found, samples, low = Difference(), setup.samples, setup.probed.is_low
-    with routing(setup.probed, held_choices(forward, samples, reference.choices, share=HOLD_ALL)):
+    with held_to(reference.choices, forward, samples):
         compare_modules(forward, setup.probed, samples, alone, forward.token_indices(samples), found=found)
     assert found.result is not None
     checks = module_checks(found, setup.probed, low=low, leaks=True)
@@ -316,11 +288,9 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
     packing = packing_state(find_model(model)) if is_packing(model) else None
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [
-        (m, name, x, None if x is None else x.clone()) for m in model.modules() for name, x in m._buffers.items()
-    ]
+    buffers = [(m, name, x, x.clone()) for m in model.modules() for name, x in m._buffers.items() if x is not None]
     cuda = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda), _exact_arithmetic(), _threads_for(model), torch.enable_grad():
+    with torch.random.fork_rng(devices=cuda), _exact_arithmetic(model), torch.enable_grad():
         try:
             disable_packing(model)
             model.eval()
@@ -332,49 +302,33 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
                 p.grad = gradient
             for module, training in modes:
                 module.training = training
-            _restore_buffers(buffers)
+            for module, name, buffer, value in buffers:  # the same tensor objects
+                module._buffers[name] = buffer
+                if not torch.equal(buffer, value):
+                    buffer.detach().copy_(value)
             disable_packing(model)
             if packing is not None:
                 enable_packing(model, packing.config, parallel=packing.parallel)
 
 
-@torch.no_grad()
-def _restore_buffers(buffers: Iterable[tuple[nn.Module, str, torch.Tensor | None, torch.Tensor | None]]) -> None:
-    """Put back the same tensor objects with their old values."""
-    for module, name, buffer, value in buffers:
-        module._buffers[name] = buffer
-        if buffer is not None and value is not None and not torch.equal(buffer, value):
-            buffer.copy_(value)
-
-
 @contextmanager
-def _exact_arithmetic() -> Iterator[None]:
-    """Disable TF32 and autocast: their rounding exceeds the limits of the probe."""
-    before = torch.get_float32_matmul_precision()
+def _exact_arithmetic(model: nn.Module) -> Iterator[None]:
+    """Disable TF32 and autocast, whose rounding exceeds the limits of the probe, and threads for small CPU models.
+
+    Operations of a small model are so short that synchronizing threads costs more than it saves, and ten times as much
+    if other programs keep the cores busy.
+    """
+    precision, threads, weights = torch.get_float32_matmul_precision(), torch.get_num_threads(), [*model.parameters()]
+    small = sum(p.numel() for p in weights) < SMALL and all(p.device.type == "cpu" for p in weights)
     with (
         torch.autocast("cpu", enabled=False),
         torch.autocast("cuda", enabled=False),
         torch.backends.cudnn.flags(enabled=True, allow_tf32=False),
     ):
         torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(1 if small else threads)
         try:
             yield
         finally:
-            torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
-def _threads_for(model: nn.Module) -> Iterator[None]:
-    """Use one thread for a small model on a CPU.
-
-    Its operations are so short that synchronizing threads costs more than it saves, and ten times as much if other
-    programs keep the cores busy.
-    """
-    weights = list(model.parameters())
-    small = sum(p.numel() for p in weights) < SMALL and all(p.device.type == "cpu" for p in weights)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if small else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_num_threads(threads)

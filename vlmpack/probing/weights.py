@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -134,9 +133,6 @@ def _available() -> int | None:
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines() if ":" in line)
         if "MemAvailable" in lines:
             return int(lines["MemAvailable"].split()[0]) * 1024
-    names = os.sysconf_names
-    if "SC_PAGE_SIZE" in names and "SC_AVPHYS_PAGES" in names:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     return None
 
 

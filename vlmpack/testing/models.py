@@ -185,12 +185,18 @@ def _processor_sizes(processor: Any) -> dict[str, Any]:
     tokenizer, images = processor.tokenizer, processor.image_processor
     if (read := PROCESSOR_SIZES.get(type(processor).__name__)) is not None:
         return read(processor)
-    tokens = {"vision_start": "vision_start", "vision_end": "vision_end", "image": "image_pad", "video": "video_pad"}
+    tokens = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
+    tokens |= {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+    if hasattr(processor, "audio_token"):  # Qwen-Omni
+        tokens = {kind: getattr(processor, f"{kind}_token") for kind in ("image", "video", "audio")}
+        for kind in ("vision", "audio"):
+            tokens |= {f"{kind}_start": getattr(processor, f"{kind}_bos_token")}
+            tokens |= {f"{kind}_end": getattr(processor, f"{kind}_eos_token")}
     sizes = {"vocab_size": len(tokenizer), "patch_size": images.patch_size, "merge": images.merge_size}
     for name, token in tokens.items():
-        sizes[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        sizes[f"{name}_token_id"] = tokenizer.convert_tokens_to_ids(token)
         if sizes[f"{name}_token_id"] in (None, tokenizer.unk_token_id):
-            raise ConfigError(f"the processor's tokenizer has no <|{token}|>; is it a Qwen-VL processor?")
+            raise ConfigError(f"the processor's tokenizer has no {token}; is it a Qwen-VL processor?")
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     return {**sizes, **ids, "temporal_patch_size": images.temporal_patch_size}
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from vlmpack.data.processor import without_parts
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.testing.models import DEFAULT_FAMILY, PROCESSOR_SIZES
+from vlmpack.testing.models import DEFAULT_FAMILY
 from vlmpack.testing.recipes import MEL_BINS
 
 
@@ -25,17 +25,24 @@ def _split(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-CHAT_TEMPLATE = (
-    "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}"
-    "{%- if message['content'] is string -%}{{- message['content'] -}}"
-    "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}"
-    "{%- elif part['type'] == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}"
-    "{%- else -%}{{- part['text'] -}}{%- endif -%}"
-    "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-)
-"""ChatML template with image and video placeholders; message content is a string or a list of parts."""
+def _chat_template(written: Mapping[str, str]) -> str:
+    """Return a ChatML template; message content is a string or a list of parts.
+
+    `written`: kind of medium → its placeholder between its start and end tokens, as the released models write it.
+    """
+    media = "".join(f"{{%- elif part['type'] == '{kind}' -%}}{{{{- '{text}' -}}}}" for kind, text in written.items())
+    return (
+        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\\n' -}}"
+        "{%- if message['content'] is string -%}{{- message['content'] -}}"
+        "{%- else -%}{%- for part in message['content'] -%}"
+        "{%- if part['type'] == 'text' -%}{{- part['text'] -}}" + media + "{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+
+
+CHAT_TEMPLATE = _chat_template({k: f"<|vision_start|><|{k}_pad|><|vision_end|>" for k in ("image", "video")})
+"""ChatML template with image and video placeholders."""
 
 SPECIAL_TOKENS = _split(
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
@@ -47,12 +54,14 @@ BUILDERS: dict[str, Callable[[int], Any]] = {}
 """Builders of other families' processors: family → function of the vocabulary size. Empty until a caller adds some, as
 `tests/fixtures` does."""
 MERGE_SIZE = 2
-TEMPORAL_PATCH_SIZE = 2
 QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 """Families with a `Qwen3_5Tokenizer`; the others have a `Qwen2Tokenizer`."""
 
-_OPENAI_CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
-_HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
+_OPENAI_CLIP: dict[str, Any] = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+_HALF: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
 
 
 def tiny_processor(
@@ -87,42 +96,34 @@ def tiny_processor(
         raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(names)}")
     if vocab_size < 256:
         raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")
-    token_area = (FAMILIES[family].patch_size * MERGE_SIZE) ** 2
-    image_processor = _image_processor(
-        family,
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    patch_size, has_audio = FAMILIES[family].patch_size, family in OMNI_TOKENS
+    token_area = (patch_size * MERGE_SIZE) ** 2
+    image_processor = Qwen2VLImageProcessorPil(
+        patch_size=patch_size,
+        merge_size=MERGE_SIZE,
+        temporal_patch_size=2,
         min_pixels=4 * token_area if min_pixels is None else min_pixels,
         max_pixels=256 * token_area if max_pixels is None else max_pixels,
+        **(_HALF if FAMILIES[family].processor == "Qwen3VLProcessor" else _OPENAI_CLIP),
     )
-    has_audio = family in OMNI_TOKENS
-    template = omni_template(family) if has_audio else CHAT_TEMPLATE
+    template = _omni_template(family) if has_audio else CHAT_TEMPLATE
+    audio = {"feature_size": MEL_BINS, "chunk_length": 8, "return_attention_mask": True}  # of 8 s at most
     return without_parts(
         FAMILIES[family].processor_class,
         absent=("video_processor",),
         image_processor=image_processor,
         tokenizer=_tokenizer(family, vocab_size),
         chat_template=template if chat_template is None else chat_template,
-        **({"feature_extractor": tiny_extractor()} if has_audio else {}),
+        **({"feature_extractor": WhisperFeatureExtractor(**audio)} if has_audio else {}),
     )
 
 
 def processor_families() -> list[str]:
     """List the families that have a tiny processor."""
     return [name for name, one in FAMILIES.items() if name in BUILDERS or (one.has_grids and one.has_videos)]
-
-
-def _image_processor(family: str, *, min_pixels: int, max_pixels: int) -> Any:
-    """Build an image processor with the family's normalization: Qwen3-VL's processor maps pixels to -1 ... 1."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    normalised = _HALF if FAMILIES[family].processor == "Qwen3VLProcessor" else _OPENAI_CLIP
-    return Qwen2VLImageProcessorPil(
-        patch_size=FAMILIES[family].patch_size,
-        merge_size=MERGE_SIZE,
-        temporal_patch_size=TEMPORAL_PATCH_SIZE,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        **normalised,  # pyright: ignore[reportArgumentType]
-    )
 
 
 def _tokenizer(family: str, vocab_size: int) -> Any:
@@ -185,56 +186,12 @@ OMNI_TOKENS = {
 """Special tokens of each family, by their attribute names in the tokenizer."""
 
 
-def omni_template(family: str) -> str:
-    """Return a ChatML template that writes a medium as one placeholder between its start and end tokens, as in the
-    released models."""
+def _omni_template(family: str) -> str:
     tokens = OMNI_TOKENS[family]
-    written = {
-        kind: tokens[f"{around}_bos_token"] + tokens[f"{kind}_token"] + tokens[f"{around}_eos_token"]
-        for kind, around in (("image", "vision"), ("video", "vision"), ("audio", "audio"))
-    }
-    parts = "".join(f"{{%- elif part['type'] == '{kind}' -%}}{{{{- '{text}' -}}}}" for kind, text in written.items())
-    return (
-        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
-        "{%- if message['content'] is string -%}{{- message['content'] -}}"
-        "{%- else -%}{%- for part in message['content'] -%}"
-        "{%- if part['type'] == 'text' -%}{{- part['text'] -}}" + parts + "{%- endif -%}"
-        "{%- endfor -%}{%- endif -%}{{- '<|im_end|>\n' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-    )
+    around = {"image": "vision", "video": "vision", "audio": "audio"}
+    written = {k: tokens[f"{x}_bos_token"] + tokens[f"{k}_token"] + tokens[f"{x}_eos_token"] for k, x in around.items()}
+    return _chat_template(written)
 
-
-def tiny_extractor() -> Any:
-    """Build a real feature extractor with the log-mel bins of tiny models, for audio of 8 s at most."""
-    from transformers import WhisperFeatureExtractor
-
-    return WhisperFeatureExtractor(feature_size=MEL_BINS, chunk_length=8, return_attention_mask=True)
-
-
-def omni_sizes(processor: Any) -> dict[str, Any]:
-    """Read token ids, vocabulary and patch sizes from a processor that takes audio."""
-    tokenizer, images = processor.tokenizer, processor.image_processor
-    names = {
-        "image_token_id": processor.image_token,
-        "video_token_id": processor.video_token,
-        "audio_token_id": processor.audio_token,
-        "vision_start_token_id": processor.vision_bos_token,
-        "vision_end_token_id": processor.vision_eos_token,
-        "audio_start_token_id": processor.audio_bos_token,
-        "audio_end_token_id": processor.audio_eos_token,
-    }
-    return {
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()},
-        "vocab_size": len(tokenizer),
-        "patch_size": images.patch_size,
-        "merge": images.merge_size,
-        "temporal_patch_size": images.temporal_patch_size,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-
-
-PROCESSOR_SIZES.update({str(FAMILIES[name].processor): omni_sizes for name in OMNI_TOKENS if name in FAMILIES})
 
 # ---------------------------------------------------------------------- training text of the vocabulary
 
