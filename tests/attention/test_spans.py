@@ -164,22 +164,3 @@ def test_varlen_kernels_compute_spans_by_further_calls_that_are_not_causal(windo
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
         assert calls == [segments.total, *queries]
-
-
-# ---------------------------------------------------------------------- the tests themselves
-
-
-@pytest.mark.parametrize("part", ["dropped", "merged", "shifted"])
-def test_the_comparison_sees_spans_that_are_dropped_or_elsewhere(part, monkeypatch):
-    changed = {
-        "dropped": lambda runs: (),
-        "merged": lambda runs: ((runs[0][0], runs[-1][1]),),
-        "shifted": lambda runs: tuple((start + 1, stop) for start, stop in runs),
-    }[part]
-    segments, qkv = Segments.from_lengths([12]), random_qkv(12)
-    runs = ((2, 5), (7, 11))
-    truth = alone(*qkv, runs=runs)
-    pattern = Pattern(spans=Spans(runs=changed(runs)))
-    out = SdpaSegments()(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
-    with pytest.raises(AssertionError):
-        assert_equal(out, truth, *qkv)

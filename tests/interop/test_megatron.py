@@ -4,10 +4,7 @@ others packed."""
 from __future__ import annotations
 
 import json
-import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, fields, make_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,71 +342,6 @@ def test_told_slots_alone_it_rolls_targets_right_on_rows_with_gaps(lengths, rule
     assert torch.equal(labels.masked_fill(loss_mask == 0, IGNORE), ours)
 
 
-class Ranks:
-    """Ranks as threads that send each other tensors, under the names of torch.distributed that megatron-core calls."""
-
-    def __init__(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self._here = count, threading.local()
-        self._mail = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
-        names = {
-            "is_initialized": lambda: True,
-            "get_rank": lambda group=None: self.rank(),
-            "get_world_size": lambda group=None: self.count,
-            "get_process_group_ranks": lambda group: list(range(count)),
-            "isend": self._isend,
-            "irecv": self._irecv,
-        }
-        for name, function in names.items():
-            monkeypatch.setattr(torch.distributed, name, function)
-
-    def size(self) -> int:
-        return self.count
-
-    def rank(self) -> int:
-        return self._here.rank
-
-    def _isend(self, *, tensor: torch.Tensor, dst: int) -> Any:
-        self._mail[self.rank(), dst].put(tensor.clone())
-        return SimpleNamespace(wait=lambda: None)
-
-    def _irecv(self, *, tensor: torch.Tensor, src: int) -> Any:
-        box = self._mail[src, self.rank()]
-        return SimpleNamespace(wait=lambda: tensor.copy_(box.get(timeout=20)))
-
-    def run(self, function: Any) -> list[Any]:
-        """What `function(rank)` gives on every rank."""
-
-        def on(rank: int) -> Any:
-            self._here.rank = rank
-            return function(rank)
-
-        with ThreadPoolExecutor(self.count) as threads:
-            return list(threads.map(on, range(self.count)))
-
-
-def rolled_over_ranks(row: PackedRow, ranks: int, monkeypatch: pytest.MonkeyPatch, **how) -> torch.Tensor:
-    """megatron-core's roll of a row's ids, each rank with its part, joined."""
-    partition = Partition(segments=row.segments, ranks=ranks, layout="mirrored")
-    params = packed_seq_params(row.segments, **how)
-    group = Ranks(ranks, monkeypatch)
-    parts = [partition.cut(row.input_ids, rank) for rank in range(ranks)]
-    return partition.join(group.run(lambda rank: roll_of_megatron(parts[rank], params, group)))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_its_roll_over_ranks_and_ours_agree_where_slots_are_full(ranks, monkeypatch):
-    row = row_of([16, 32, 8], SlotRule.for_parallel(layout="mirrored", context=ranks))
-    theirs = rolled_over_ranks(row, ranks, monkeypatch)
-    assert torch.equal(theirs, roll_left(row.input_ids, row.segments, fill=0))
-
-
-def test_its_roll_over_ranks_tears_rows_with_gaps_unless_it_is_told_slots_alone(monkeypatch):
-    row = row_of([13, 30, 6], SlotRule.for_parallel(layout="mirrored", context=2))
-    ours = roll_left(row.input_ids, row.segments, fill=0)
-    assert not torch.equal(rolled_over_ranks(row, 2, monkeypatch), ours)
-    assert torch.equal(rolled_over_ranks(row, 2, monkeypatch, boundaries="slots"), ours)
-
-
 # ---------------------------------------------------------------------- megatron-core's own cut
 
 
@@ -425,40 +357,28 @@ def transformer_engines_cut(cu_seqlens: torch.Tensor, total: int, ranks: int, ra
     return torch.tensor(index)
 
 
-@pytest.fixture
-def transformer_engine(monkeypatch) -> None:
+def cut_by_megatron(row: PackedRow, ranks: int, rank: int) -> torch.Tensor:
+    """The tokens that megatron-core gives to a rank: by 0.16's function, or by that of later versions."""
+    from megatron.core import utils
+
+    slots, longest = row.segments.cu_seqlens_padded(), torch.tensor([row.segments.max_slot])
+    batch, real = {"tokens": row.input_ids}, row.segments.cu_seqlens()
+    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
+        where = {"cp_size": ranks, "cp_rank": rank}
+        return utils.get_thd_batch_on_this_cp_rank(batch, real, slots, longest, **where)[0]["tokens"]
+    known = {"cu_seqlens": real[None], "cu_seqlens_padded": slots[None], "max_seqlen": longest}
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
+    return utils.get_batch_on_this_cp_rank({**batch, **known}, is_hybrid_cp=False, cp_group=group)["tokens"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_its_cut_of_slots_is_ours(ranks, monkeypatch):
     from megatron.core import utils
 
     monkeypatch.setattr(utils, "tex", SimpleNamespace(thd_get_partitioned_indices=transformer_engines_cut))
     monkeypatch.setattr(utils, "is_te_min_version", lambda version: True)
-
-
-def thd_cut_of(group: Ranks) -> Callable[..., dict[str, Any]]:
-    """megatron-core's cut of a THD batch on the rank that calls it: 0.16's name for it, or that of later versions."""
-    from megatron.core import utils
-
-    def older(batch: dict[str, Any], real: torch.Tensor, slots: torch.Tensor, longest: int) -> dict[str, Any]:
-        where = {"cp_size": group.size(), "cp_rank": group.rank()}
-        return utils.get_thd_batch_on_this_cp_rank(batch, real, slots, torch.tensor([longest]), **where)[0]
-
-    def newer(batch: dict[str, Any], real: torch.Tensor, slots: torch.Tensor, longest: int) -> dict[str, Any]:
-        known = {"cu_seqlens": real[None], "cu_seqlens_padded": slots[None], "max_seqlen": torch.tensor([longest])}
-        return utils.get_batch_on_this_cp_rank({**batch, **known}, is_hybrid_cp=False, cp_group=group)
-
-    return older if hasattr(utils, "get_thd_batch_on_this_cp_rank") else newer
-
-
-def cut_by_megatron(row: PackedRow, ranks: int, slots: torch.Tensor, monkeypatch: Any) -> list[torch.Tensor]:
-    """Each rank's tokens, cut at these boundaries."""
-    group = Ranks(ranks, monkeypatch)
-    cut, real = thd_cut_of(group), row.segments.cu_seqlens()
-    return group.run(lambda rank: cut({"tokens": row.input_ids}, real, slots, row.segments.max_slot)["tokens"])
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_its_cut_of_slots_is_ours(ranks, transformer_engine, monkeypatch):
     row = row_of([13, 30, 6], SlotRule.for_parallel(layout="mirrored", context=ranks, precision="fp8"))
     partition = Partition(segments=row.segments, ranks=ranks, layout="mirrored")
-    theirs = cut_by_megatron(row, ranks, row.segments.cu_seqlens_padded(), monkeypatch)
+    theirs = [cut_by_megatron(row, ranks, rank) for rank in range(ranks)]
     assert all(torch.equal(theirs[rank], partition.cut(row.input_ids, rank)) for rank in range(ranks))
     assert torch.equal(partition.join(theirs), row.input_ids)

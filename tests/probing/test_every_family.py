@@ -11,12 +11,10 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from breakages import BREAKAGES, WINDOWS, Patch
+from breakages import BREAKAGES, Patch
 from cases import EIGHT, FURTHER, slow
 
 from vlmpack.families.registry import FAMILIES
-from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.attention import layer_masks
 from vlmpack.probing import checks
 from vlmpack.probing.forward_passes import GAPS, LEFT, ROW, TREE, Circumstance
 from vlmpack.probing.reference import ProbeSetup, record_references
@@ -26,8 +24,6 @@ from vlmpack.testing import tiny_model
 
 SEEDS = {"gpt_oss": 1, "llama4_text": 1, "gemma4": 1}
 """Of models; with seed 0 rounding sends a token to another expert."""
-LONGEST = 140
-"""Tokens of the longest sample of a probe."""
 NUMBERS = ("router losses", "head", "targets", "divisor", "sample results")
 """Breakages of what is returned, which a probe of one family shows."""
 AUDIO = ("audio", "padding of audio")
@@ -90,15 +86,3 @@ def test_every_cause_of_the_probe_is_shown_and_every_breakage_in_the_fast_famili
     assert {cause for each in BREAKAGES.values() for cause in each.causes} == {*get_args(Cause)} - {"not deterministic"}
     fast = {what for family in EIGHT for what in broken_in(family)}
     assert fast >= {*BREAKAGES} - {*NUMBERS, *AUDIO, "n-grams", "kinds of tokens"}
-
-
-@pytest.mark.slow
-def test_windows_that_samples_pass_are_broken_in_every_family_that_has_them() -> None:
-    has_windows = set[str]()
-    for name, family in FAMILIES.items():
-        if family.has("per_sample"):  # its layers have masks of their own
-            continue
-        masks = layer_masks(ModelParts(family=family, core=tiny_model(name)))
-        if any(mask.window is not None and mask.window < LONGEST for mask in masks.values()):
-            has_windows.add(name)
-    assert has_windows == {*WINDOWS}
