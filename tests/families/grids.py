@@ -1,7 +1,5 @@
 """The families of Qwen and GLM whose images and videos are patches with grids, as values of a parameter."""
 
-from __future__ import annotations
-
 import pytest
 from cases import families
 

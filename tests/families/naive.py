@@ -3,8 +3,6 @@
 Fed from the sample's own tokens and grids, it knows neither rows nor segments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

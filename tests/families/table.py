@@ -4,8 +4,6 @@ Every family of the registry is in the equality matrix of `tests/model/test_equa
 page with this.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Positions on a packed row are, sample by sample, those that transformers computes for the sample alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -9,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import families
+from cases import one_of_each
 from families.grids import with_grids
 from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from waiting import waits_are_errors
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
@@ -26,7 +23,7 @@ from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.samples import grids_of, kinds_of, word_ids
 
-every_family = pytest.mark.parametrize("name", families(lambda family: not family.has_audio))
+every_family = pytest.mark.parametrize("name", one_of_each(lambda family: not family.has_audio))
 """(Qwen-Omni asks its own code for positions of videos: tests/model/test_audio.py.)"""
 text_alone = pytest.mark.parametrize("name", ["llama", "qwen3_next", "llama4_text"])
 
@@ -95,9 +92,6 @@ def check_equal(samples: Sequence[Sample], model: Any, family: Family, *, multip
         assert torch.equal(found[:, 0, start:stop], by_loops(model.config, sample, family))
         assert torch.equal(found[0, 0, start:stop], torch.arange(stop - start))
     assert not found[:, 0, row.segments.padding_mask()].any()
-
-
-# ---------------------------------------------------------------------- generated samples
 
 
 @st.composite
@@ -179,31 +173,11 @@ def test_frames_are_placed_in_float32_as_the_model_does_it() -> None:
     check_equal([sample], model, family_of(model), multiple=1)
 
 
-# ---------------------------------------------------------------------- only segments decide
-
-
-def test_where_rope_restarts_is_decided_by_the_segments_alone() -> None:
-    model = model_of("qwen3_vl")
-    family, samples = family_of(model), mixed_samples(model.config)
-    row = pack(padded(samples))
-    whole = Segments.from_boundaries([0, row.segments.total])
-    together = positions_of(row, family, model.config, whole)
-    apart = positions_of(row, family, model.config)
-    # as one segment the row counts on; each sample's positions are moved as a whole, so differences stay
-    assert together[0, 0].tolist() == list(range(row.segments.total))
-    assert not torch.equal(together, apart)
-    for start, stop in row.segments.spans:
-        assert torch.equal(together[:, 0, start:stop] - together[:, 0, start : start + 1], apart[:, 0, start:stop])
-
-
 def test_positions_handed_out_are_not_the_cached_tensor_of_the_segments() -> None:
     family, config = family_of(model_of("qwen2_vl")), model_of("qwen2_vl").config
     segments = Segments.from_lengths([3])
     family.positions(MediaTable(), segments, config=config).zero_()
     assert family.positions(MediaTable(), segments, config=config)[0, 0].tolist() == [0, 1, 2]
-
-
-# ---------------------------------------------------------------------- the row that the README draws
 
 
 def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:
@@ -214,9 +188,6 @@ def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:
         [0, 1, 0, 1, 0, 0, 0],  # width
         [0, 0, 0, 2, 0, 0, 3],  # advance: max(1, 2) after the first item, whatever its two frames; max(3, 1)
     ]
-
-
-# ---------------------------------------------------------------------- nothing waits for a device
 
 
 def row_and_config(name: str) -> tuple[PackedRow, Any]:
@@ -231,35 +202,6 @@ def test_no_operation_waits(name: str) -> None:
         found = positions_of(row, FAMILIES[name], config)
     assert waits == []
     assert found.shape == (4, 1, row.segments.total)
-
-
-def test_a_compiled_step_is_not_compiled_again_for_other_lengths() -> None:
-    family, config = FAMILIES["qwen3_vl"], tiny_config("qwen3_vl")
-    graphs = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    def step(row: PackedRow) -> torch.Tensor:
-        return positions_of(row, family, config) * 2
-
-    compiled = torch.compile(step, backend=backend, dynamic=True)
-    for rows in (2, 3, 4, 5):
-        row = row_of([0, *[1] * rows, 0, 0], [rows + 2, 1], config, image_grid_thw=[[1, 2, 2 * rows]])
-        assert torch.equal(compiled(row), step(row))
-    assert len(graphs) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-@with_grids
-def test_a_gpu_is_not_waited_for_and_gives_the_same(name: str) -> None:
-    row, config = row_and_config(name)
-    moved = row.to("cuda")
-    with waits_are_errors():
-        found = positions_of(moved, FAMILIES[name], config)
-    assert torch.equal(found.cpu(), positions_of(row, FAMILIES[name], config))
 
 
 # ---------------------------------------------------------------------- what the host can see to be wrong

@@ -3,8 +3,6 @@
 Grids are in patches, two of which make a token along each side: (1, 4, 4) is 4 tokens, (1, 4, 8) is 8.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -98,21 +96,6 @@ def test_what_processors_make_passes(name, rule, side):
     assert waits == []
 
 
-def test_images_in_another_order_than_their_samples():
-    types = X + IMAGE * 4 + X + X + IMAGE * 8 + X
-    assert refusal(types, [8, 12], images=[FOUR, EIGHT]) is None
-    message = refusal(types, [8, 12], images=[EIGHT, FOUR])
-    assert message.startswith(
-        "sample 0: a run of 4 image placeholders begins at place 2 of the row, but image 0, which"
-    )
-    assert "is next, makes 8 tokens; images and videos come in the order of their samples" in message
-
-
-def test_tokens_of_an_image_in_another_sample():
-    types = X + IMAGE * 6 + X + X + IMAGE * 2 + X
-    assert "a run of 6 image placeholders" in refusal(types, [10, 6], images=[FOUR, FOUR])
-
-
 @with_grids
 def test_images_without_anything_between(name):
     """transformers takes them for one image."""
@@ -138,12 +121,6 @@ def test_a_boundary_inside_an_image(name):
     assert refusal(types, [8, 8], name, images=[FOUR, EIGHT]) is None
 
 
-def test_a_boundary_between_frames_of_a_video():
-    types = X + VIDEO * 4 + X + VIDEO * 4
-    assert "video 0 of the row is cut in two where sample 1 starts" in refusal(types, [6, 6], videos=[(2, 4, 4)])
-    assert refusal(types, [6, 6], videos=[FOUR, FOUR]) is None
-
-
 def test_metadata_of_other_tokens_are_refused():
     types = IMAGE * 4 + X + IMAGE * 4 + X
     row, moved = row_of(types, [6, 6], images=[FOUR, FOUR]), row_of(types, [11, 1], images=[FOUR, FOUR])
@@ -152,15 +129,6 @@ def test_metadata_of_other_tokens_are_refused():
     assert message in told(moved, table)
     assert "has 1 grids but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
     assert "has 2 images with grids, but the batch has no image_grid_thw" in told(replace(row, media=Media()), table)
-
-
-def test_without_counts_by_sample_the_first_sample_that_does_not_fit_is_named():
-    types, lengths = IMAGE * 4 + X + IMAGE * 4 + X, [6, 6]
-    assert refusal(types, lengths, images=[FOUR]).startswith("sample 1 has a run of 4, but no image is left: ")
-    assert refusal(types, lengths, images=[EIGHT, FOUR]).startswith(
-        "sample 0 has a run of 4, but its next image makes 8: the image grids make 12 tokens"
-    )
-    assert refusal(types, lengths, images=[FOUR, FOUR, FOUR]).startswith("the image grids make 12 tokens")
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", *[name for name in ("qwen2_5_omni_thinker",) if name in FAMILIES]])
@@ -179,19 +147,45 @@ def test_seconds_that_are_no_times(name, value):
     assert message.startswith(f"sample 1: video 1: seconds_per_grid is {value}; it must be a finite time, not negative")
 
 
-def test_placeholders_on_padding():
-    gaps = Segments.from_boundaries([0, 4, 8], [0, 8, 12])
-    assert "place 4 of the row is padding, but has image" in refusal(
-        [0] * 4 + [1] * 4 + [0] * 4, [], gaps=gaps, images=[FOUR]
-    )
+FOUR_EIGHT = X + IMAGE * 4 + X + X + IMAGE * 8 + X
+TWO = IMAGE * 4 + X + IMAGE * 4 + X
+FRAMES = X + VIDEO * 4 + X + VIDEO * 4
+GAPS = Segments.from_boundaries([0, 4, 8], [0, 8, 12])
+CASES: dict[str, tuple[list[int], list[int], dict[str, Any], str | None]] = {
+    "images in order": (FOUR_EIGHT, [8, 12], {"images": [FOUR, EIGHT]}, None),
+    "images in another order than their samples": (
+        *(FOUR_EIGHT, [8, 12], {"images": [EIGHT, FOUR]}),
+        "sample 0: a run of 4 image placeholders begins at place 2 of the row, but image 0, which is next, makes 8",
+    ),
+    "tokens of an image in another sample": (
+        *(X + IMAGE * 6 + X + X + IMAGE * 2 + X, [10, 6], {"images": [FOUR, FOUR]}),
+        "a run of 6 image placeholders",
+    ),
+    "a boundary between frames": (FRAMES, [6, 6], {"videos": [(2, 4, 4)]}, "video 0 of the row is cut in two where"),
+    "a boundary between videos": (FRAMES, [6, 6], {"videos": [FOUR, FOUR]}, None),
+    "an image too few": (TWO, [6, 6], {"images": [FOUR]}, "sample 1 has a run of 4, but no image is left: "),
+    "an image of more tokens": (
+        *(TWO, [6, 6], {"images": [EIGHT, FOUR]}),
+        "sample 0 has a run of 4, but its next image makes 8: the image grids make 12 tokens",
+    ),
+    "an image too many": (TWO, [6, 6], {"images": [FOUR] * 3}, "the image grids make 12 tokens"),
+    "placeholders on padding": (
+        *(X + X + IMAGE * 4 + X + X, [], {"gaps": GAPS, "images": [FOUR]}),
+        "place 4 of the row is padding, but has image",
+    ),
+    "fewer placeholders": (
+        *(X + IMAGE * 4, [6], {"images": [EIGHT]}),
+        "grids make 8 tokens, but the row has another number of image placeholders, 4;",
+    ),
+    "no videos": (X + VIDEO * 4, [6], {}, "the video grids make 0 tokens"),
+    "no placeholders": (X, [2], {"images": [FOUR]}, "the image grids make 4 tokens"),
+}
 
 
-def test_another_number_of_placeholders():
-    assert "grids make 8 tokens, but the row has another number of image placeholders, 4;" in refusal(
-        X + IMAGE * 4, [6], images=[EIGHT]
-    )
-    assert "the video grids make 0 tokens" in refusal(X + VIDEO * 4, [6])
-    assert "the image grids make 4 tokens" in refusal(X, [2], images=[FOUR])
+@pytest.mark.parametrize(("types", "lengths", "row", "message"), CASES.values(), ids=CASES)
+def test_placeholders_have_to_be_those_of_the_grids(types, lengths, row, message):
+    found = refusal(types, lengths, **row)
+    assert found is None if message is None else message in found
 
 
 def test_random_rows_are_refused_on_a_host_and_on_a_device_alike():

@@ -1,7 +1,5 @@
 """The page of families lists those of the registry, which the equality matrix runs, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How tensors of samples are joined, and placeholders compared with tiles and images: small rows, written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

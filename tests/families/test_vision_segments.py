@@ -1,7 +1,5 @@
 """Boundaries inside the vision tower, from host grids alone, are those that transformers computes."""
 
-from __future__ import annotations
-
 import torch
 from families.grids import with_grids
 from hypothesis import given, settings

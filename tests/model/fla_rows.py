@@ -4,8 +4,6 @@ transformers binds its layers to fla when they are imported, so `test_delta_fla.
 which stand-ins in plain PyTorch (`stand_ins`) for fla and causal-conv1d are on the path.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

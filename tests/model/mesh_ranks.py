@@ -4,8 +4,6 @@ Every case of so many ranks loads its model by transformers' own mesh and takes 
 batch get the same samples, data ranks their own. Rank 0 writes the gathered gradients to FOLDER/CASE.pt.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -43,9 +43,6 @@ def on_samples(x, batch):
     return x[batch["attention_mask"].bool()]
 
 
-# ---------------------------------------------------------------------- what is given back
-
-
 @pytest.mark.parametrize("said", ["argument", "configuration"])
 @few
 def test_hidden_states_come_as_they_do_without_packing(family, said):
@@ -130,9 +127,6 @@ def test_logits_to_keep_are_packed_and_stay_those_columns(family, side, columns)
     assert not ours[~real].any()
 
 
-# ---------------------------------------------------------------------- attention that is exchanged
-
-
 @few
 def test_attention_may_be_exchanged_at_any_time(family):
     plain, enabled = pair(family)
@@ -157,9 +151,6 @@ def test_each_tower_may_have_an_attention_of_its_own(monkeypatch):
         configs = (model.config, model.config.text_config, model.config.vision_config)
         assert [config._attn_implementation for config in configs] == ["sdpa", "sdpa", "eager"]
     assert warnings == []
-
-
-# ---------------------------------------------------------------------- what is made of a model
 
 
 def test_a_saved_model_is_loaded_plain_by_the_class_of_an_enabled_one(tmp_path):

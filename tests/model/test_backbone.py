@@ -1,7 +1,5 @@
 """Calls of the backbone past the forward: packed, and laid out as the batch."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

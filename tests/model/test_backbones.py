@@ -1,7 +1,5 @@
 """Models without a head (embedding models) on packed batches: hidden states, loss and every gradient as alone."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

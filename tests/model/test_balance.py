@@ -3,8 +3,6 @@
 The load-balancing loss, the z-loss, and how many tokens each expert was sent.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from cases import families, slow
@@ -127,21 +125,6 @@ def test_sample_by_sample_they_are_the_means_of_the_samples_alone(family, share)
     of_the_row = PackedStep(model, StepConfig())(padded(samples), output_router_logits=True)
     assert abs(of_the_row.aux_loss - aux_loss) > 1e-3, "the two are different things"
     assert abs(of_the_row.z_loss - z_loss) > 1e-3, "the two are different things"
-
-
-@few
-def test_a_segment_of_length_0_has_no_say(family):
-    batch = plain_inputs(batch_of(fresh(family)))
-    grown = {**batch, **{k: torch.cat([batch[k], batch[k][1:2]]) for k in ("input_ids", "labels")}}
-    grown["labels"][-1] = -100
-    grown["attention_mask"] = torch.cat([batch["attention_mask"], torch.zeros_like(batch["attention_mask"][:1])])
-    for inputs in (batch, grown):
-        inputs.pop("mm_token_type_ids", None)
-    for per in ("row", "sample"):
-        model = enable_packing(fresh(family), StepConfig(aux_loss=per, keep_empty=True))
-        one, other = (model(**inputs, output_router_logits=True) for inputs in (batch, grown))
-        assert torch.equal(one.aux_loss, other.aux_loss)
-        assert torch.equal(one.z_loss, other.z_loss)
 
 
 # ---------------------------------------------------------------------- when they are computed

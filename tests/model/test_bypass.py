@@ -38,9 +38,6 @@ def delta_layer(model):
     return layer
 
 
-# ---------------------------------------------------------------------- a layer's forward or class is changed
-
-
 def replaced(layer):
     """As kernels and `use_kernels` do."""
     layer.forward = types.MethodType(type(layer).__mro__[1].forward, layer)
@@ -113,9 +110,6 @@ def test_a_layer_whose_class_changed_leaves_disabling_undone_as_a_whole(family):
     assert not is_packing(disable_packing(model))
 
 
-# ---------------------------------------------------------------------- the model is called past its forward
-
-
 @pytest.mark.parametrize("known", ["metadata", "boundaries"])
 @every_family
 def test_a_backbone_that_is_called_directly_is_noticed(family, known):
@@ -133,9 +127,6 @@ def test_a_gated_delta_layer_that_comes_first_notices_by_itself(family):
     hidden = torch.zeros(1, 8, SMALL["hidden"])
     with pytest.raises(ConfigError, match="without passing through the packed forward"):
         delta_layer(model)(hidden, cu_seqlens_q=torch.tensor([0, 4, 8]))
-
-
-# ---------------------------------------------------------------------- and what is no way past it
 
 
 @every_delta_family

@@ -2,10 +2,7 @@
 
 Chunks by themselves are in `tests/attention/test_patterns.py`."""
 
-from __future__ import annotations
-
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +19,6 @@ from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packin
 from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.mechanisms import attention, llama4
 from vlmpack.model.mechanisms.attention import layer_masks
-from vlmpack.model.mechanisms.llama4 import Offsets, QueryScale
-from vlmpack.model.row import RowPart
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 pytestmark = pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")
@@ -41,36 +36,12 @@ def truth(family: str = "llama4_text") -> Any:
     return alone_through(model, mixed_samples(model.config, seed=5, kinds=kinds, text=(3, 7), side=(1, 2)))
 
 
-# ---------------------------------------------------------------------- chunks
-
-
 @pytest.mark.parametrize("chunk", [2, *slow(8192)])
 def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_masks(parts_of(model)) == {0: LayerMask(chunk=CHUNK), 1: LayerMask(), 2: LayerMask(chunk=CHUNK)}
     model.config.attention_chunk_size = chunk
     assert layer_masks(parts_of(model), again=True)[0] == LayerMask(chunk=chunk)
-
-
-# ---------------------------------------------------------------------- factors of queries
-
-
-class Half(RowPart):
-    """The second half of a row, as a rank has it."""
-
-    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        return row.narrow(dim, row.shape[dim] // 2, row.shape[dim] // 2)
-
-
-@pytest.mark.parametrize("part", [RowPart, Half])
-def test_a_part_of_a_row_has_the_places_of_its_samples(part: type[RowPart]) -> None:
-    samples = mixed_samples(fresh().config, seed=5, kinds=("text",) * 3, text=(3, 7))
-    row = pack(padded(samples), rule=SlotRule(multiple=4))
-    setup: Any = SimpleNamespace(row=row, part=part(row.segments))
-    offsets = QueryScale().prepare(setup)
-    places = setup.part.cut(row.segments.position_in_segment())
-    assert len(offsets) == len(places)
-    assert torch.equal(offsets + torch.arange(len(offsets)), places)
 
 
 def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,19 +63,6 @@ def row_of_layer() -> dict[str, Any]:
         entries={"query_scale": torch.zeros(3, dtype=torch.int64), "attention": attention.RowAttention("auto")},
     )
     return {attention.CONTEXT: row}
-
-
-def test_a_model_without_factors_asks_for_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = fresh()
-    for layer in model.model.layers:
-        layer.self_attn.attn_temperature_tuning = False
-    own = alone_through(model, truth().samples)
-    monkeypatch.setattr(Offsets, "get_seq_length", lambda *_: pytest.fail("nothing asks for it"))
-    result = PackedStep(model)(padded(own.samples), logits=True)
-    check_outputs(own, result, limits_of("llama4_text"))
-
-
-# ---------------------------------------------------------------------- experts
 
 
 def test_routers_choose_for_real_tokens_alone_and_are_counted() -> None:
@@ -131,9 +89,6 @@ def test_chunks_of_one_token_are_no_windows() -> None:
     result = PackedStep(models[1])(pack(padded(alone.samples)), logits=True)
     check_outputs(alone, result, limits_of("llama4_text"))
     assert result.work.window_pairs == sum(alone.lengths)
-
-
-# ---------------------------------------------------------------------- the head inside the text part
 
 
 def test_the_inner_head_computes_labelled_positions_alone() -> None:

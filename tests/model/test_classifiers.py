@@ -1,7 +1,5 @@
 """Classifiers and reward models on packed rows: scores, loss and every gradient of each sample alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

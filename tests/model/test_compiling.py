@@ -1,7 +1,5 @@
 """Layers that are compiled part by part: the same step, and rows of other lengths find what is compiled already."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -25,9 +23,8 @@ pytestmark = [
 ]
 ROWS = [
     (("image", "text", "image"), 1),
-    (("image", "image", "text", "image"), 8),
     (("text", "text"), 8),
-    (("text", "image"), 1),
+    (("image", "image", "text", "image"), 8),
 ]
 """Kinds of samples and a multiple for their slots: other numbers of samples and images, with gaps and without."""
 
@@ -55,7 +52,7 @@ def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compil
     model, plain = small("qwen3_5"), small("qwen3_5")
     step, reference = PackedStep(compile_layers(model, backend="aot_eager")), PackedStep(plain)
     graphs = []
-    for seed, (kinds, multiple) in enumerate(ROWS + ROWS[:3]):
+    for seed, (kinds, multiple) in enumerate(ROWS + ROWS[:2]):
         row = row_of(model, seed=seed, kinds=kinds, multiple=multiple)
         ours, theirs = step(row), reference(row)
         assert torch.isclose(ours.loss, theirs.loss, rtol=1e-6, atol=0)
@@ -67,9 +64,6 @@ def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compil
     assert set(graphs[len(ROWS) :]) == {graphs[len(ROWS) - 1]}
 
 
-# ---------------------------------------------------------------------- many layers
-
-
 def compile_whole_layers(model, **settings):
     """What people do by themselves."""
     for layer in decoder_layers(model):
@@ -78,14 +72,13 @@ def compile_whole_layers(model, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [compile_layers, compile_whole_layers])
 @config.patch(fail_on_recompile_limit_hit=True)
-def test_layers_with_experts_share_what_is_compiled_however_many_they_are(compiled):
+def test_layers_with_experts_share_what_is_compiled_however_many_they_are():
     graphs = []
-    for model in (small("qwen3_vl_moe", layers=layers) for layers in (2, DEEP)):
+    for model in (small("qwen3_moe", layers=layers) for layers in (2, DEEP)):
         torch.compiler.reset()
         counters.clear()
-        PackedStep(compiled(model, backend="eager"))(row_of(model, kinds=("text", "text")))
+        PackedStep(compile_layers(model, backend="eager"))(row_of(model, kinds=("text", "text")))
         graphs.append(graphs_so_far())
     assert graphs[0] == graphs[1] > 0
 
@@ -108,10 +101,10 @@ def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
 def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_compiled_anew():
     """Nothing is compiled after one row without gaps and one with, and one of another length of each."""
     config = StepConfig(z_loss_coef=0.25)
-    model, plain = small("qwen3_vl_moe"), small("qwen3_vl_moe")
+    model, plain = (small("qwen3_vl_moe", layers=1) for _ in range(2))
     step, reference = PackedStep(torch.compile(model, backend="aot_eager"), config), PackedStep(plain, config)
     graphs = []
-    for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 1), (6, 16)):
+    for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 16)):
         row = row_of(model, seed=seed, kinds=("text",) * 3, multiple=multiple)
         ours, theirs = (each(row, output_router_logits=True) for each in (step, reference))
         for each in (ours, theirs):
@@ -119,25 +112,21 @@ def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_
         assert torch.isclose(ours.loss, theirs.loss, rtol=1e-6, atol=0)
         assert torch.isclose(ours.aux_loss, theirs.aux_loss, rtol=1e-6, atol=0)
         assert torch.equal(ours.expert_counts, theirs.expert_counts)
-        assert [len(logits) for logits in ours.router_logits] == [row.segments.num_tokens] * 2
+        assert [len(logits) for logits in ours.router_logits] == [row.segments.num_tokens]
         graphs.append(graphs_so_far())
     assert graphs[0] > 0, "nothing was compiled"
-    assert graphs[3:] == graphs[3:4] * 3
+    assert graphs[3] == graphs[4]
     assert distance(gradients(plain), gradients(model)) <= 1e-5
-
-
-# ---------------------------------------------------------------------- gradient checkpointing
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")
-@pytest.mark.parametrize(("family", "backend"), [("qwen3_5_moe", "eager"), ("qwen3", "aot_eager")])
 @config.patch(fail_on_recompile_limit_hit=True)
-def test_checkpointed_layers_are_compiled_and_exact(family, backend):
-    model, plain = small(family), small(family)
+def test_checkpointed_layers_are_compiled_and_exact():
+    model, plain = small("qwen3_5_moe"), small("qwen3_5_moe")
     row = row_of(model)
     PackedStep(plain)(row).loss.backward()
-    step = PackedStep(checkpointed(compile_layers(model, backend=backend)))
+    step = PackedStep(checkpointed(compile_layers(model, backend="eager")))
     step(row).loss.backward()
     assert graphs_so_far() > 0, "nothing was compiled"
     assert distance(gradients(plain), gradients(model)) <= 1e-5
@@ -166,9 +155,6 @@ def test_checkpointing_may_be_switched_on_later_and_off_again():
     assert once > 0
     assert twice > 1.5 * once, "layers are computed again, all but what comes after the last tensor that is kept"
     assert counted == [(once, graphs), (twice, graphs), (once, graphs)]
-
-
-# ---------------------------------------------------------------------- the model, its copies, and settings
 
 
 def test_names_of_parameters_stay_and_copies_are_plain():

@@ -1,9 +1,5 @@
 """Gated delta layers see one sample at a time: convolution and recurrence are each cut, at every boundary of a row."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from cases import families, slow
@@ -47,9 +43,6 @@ def layer_of(model):
     return gated_delta_layers(model)[0]
 
 
-# ---------------------------------------------------------------------- the whole model
-
-
 @one_hybrid
 def test_segments_without_tokens_change_nothing(family, call_cost):
     model = fresh(family)
@@ -64,9 +57,6 @@ def test_segments_without_tokens_change_nothing(family, call_cost):
     fixed = PackedStep(model)(pack(padded(samples), rule=SlotRule(max_segments=9, multiple=4, pad_to=64)))
     assert torch.isclose(fixed.loss, own.loss, rtol=1e-6)
     assert fixed.work.delta_tokens == result.work.delta_tokens  # the gaps are left out, and the width with them
-
-
-# ---------------------------------------------------------------------- one layer
 
 
 def on_row(layer, segments, hidden_1TD, call_cost):
@@ -111,9 +101,6 @@ def test_convolution_and_recurrence_are_each_cut(family, left, taps):
         assert (on_row(layer, segments, hidden_1TD, cost)[:, 9:] - own_1TD).abs().max() <= LAYER
 
 
-# ---------------------------------------------------------------------- the work
-
-
 def tokens_into(layer):
     """A list that grows by the tokens of every call of the layer's first projection."""
     calls = []
@@ -136,41 +123,9 @@ def test_the_tokens_reported_are_those_computed(family, multiple, call_cost):
     assert result.work.real_tokens == sum(lengths)
 
 
-# ---------------------------------------------------------------------- test delta heads
-#
-# A gated delta layer cut by heads computes what the whole layer computes.
-
-
-def delta_layer(family: str) -> Any:
-    model = tiny_model(family, kv_heads=2, heads=4)
-    return gated_delta_layers(model)[0]
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp"])
-def test_the_parts_of_all_heads_make_up_the_layer(family: str) -> None:
-    layer = delta_layer(family)
-    forward: Any = type(layer).forward
-    hidden_1TD = torch.randn(1, 19, layer.hidden_size, generator=torch.Generator().manual_seed(1))
-    truth = layer(hidden_1TD)
-    truth.sin().sum().backward()
-    gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
-    layer.zero_grad()
-
-    heads = DeltaHeads(layer, 2)
-    assert heads.is_possible
-    projected = heads.project(hidden_1TD[0])
-    parts = [torch.cat([block[:, rank] for block in projected], -1)[None] for rank in range(2)]
-    computed = torch.cat([forward(heads.layer_of_rank(rank), part) for rank, part in enumerate(parts)], -1)
-    out = layer.out_proj(computed)
-    torch.testing.assert_close(out, truth, rtol=0, atol=1e-5)
-    out.sin().sum().backward()
-    assert gradients
-    for name, p in layer.named_parameters():
-        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
-
-
 def test_a_layer_with_projections_that_are_not_known_is_not_cut() -> None:
-    layer = delta_layer("qwen3_5")
+    layer, other = (layer_of(tiny_model("qwen3_5", kv_heads=2, heads=4)) for _ in range(2))
+    assert DeltaHeads(layer, 2).is_possible
     layer.in_proj_gate = torch.nn.Linear(1, 1)
     assert not DeltaHeads(layer, 2).is_possible
-    assert not DeltaHeads(delta_layer("qwen3_5"), 4).is_possible, "heads that ranks cannot share out"
+    assert not DeltaHeads(other, 4).is_possible, "heads that ranks cannot share out"

@@ -3,8 +3,6 @@
 The real ones are tested where there is a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from cases import one_of_each, slow, slow_cases
+from cases import one_of_each, slow
 from moe import block_of
 from peft import LoraConfig, get_peft_model
 
@@ -77,14 +77,6 @@ def outputs(model):
     return [out.logits.detach(), out.loss.detach(), logits, text, *gradients]
 
 
-PADDED = 2
-"""Where the padded batch is among them, which an enabled model packs."""
-
-
-def same_but_packed(a, b):
-    return same(a[:PADDED] + a[PADDED + 1 :], b[:PADDED] + b[PADDED + 1 :])
-
-
 def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -142,7 +134,6 @@ EVENTS = (nothing, steps, recomputed_steps, plain_calls, other_settings, an_erro
     ("family", "event"),
     [
         *(("qwen3_5_moe", event) for event in EVENTS if event is not steps),
-        *slow_cases(*((family, event) for event in EVENTS if event is not steps for family in OTHERS)),
         *(pytest.param(*family.values, steps, marks=family.marks) for family in one_of_each()),
     ],
     ids=lambda x: getattr(x, "__name__", x),

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -62,9 +63,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Unsupported layer type.*Conv3d:UserWarning"),
 ]
 OMNI = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
-OTHERS = [name for name in (*EIGHT, *OMNI) if name != "qwen3_5_moe"]
-few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow(*OTHERS)])
-"""One family in the fast tier, the others of the eight and those with audio in the slow one."""
+few = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "gemma3", "lfm2_vl", OMNI[1])])
+"""One family in the fast tier; experts, bidirectional images, short convolutions and audio in the slow one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +95,9 @@ def frozen(model, *, part):
 
 
 reentrant = functools.partial(checkpointed, reentrant=True)
-EVERY_FAMILY = {
-    "a row with gaps, checkpointing": Circumstance(prepare=checkpointed),
-    "a batch padded on the left, no metadata": Circumstance(given="left padded without metadata"),
-}
+ROW = Circumstance(prepare=checkpointed)
+"""A row with gaps, whose layers are computed again."""
+BATCH = Circumstance(given="left padded without metadata")
 CIRCUMSTANCES = {
     "evaluation of a row without gaps, eager": Circumstance(
         given="row", backend="eager_mask", prepare=lambda model: model.eval(), around=torch.no_grad, backward=False
@@ -156,10 +155,9 @@ def check(family, circumstance):
 # ---------------------------------------------------------------------- the contract
 
 
-@pytest.mark.parametrize("name", EVERY_FAMILY)
 @pytest.mark.parametrize("family", families())
-def test_packed_equals_alone(family, name):
-    model, own = check(family, EVERY_FAMILY[name])
+def test_packed_equals_alone(family):
+    model, own = check(family, ROW)
     assert len(set(own.lengths)) > 1  # images of one size may take equal places
     if FAMILIES[family].has_vision:
         assert any(parameter.startswith(f"{FAMILIES[family].vision_path}.") for parameter in own.gradients)
@@ -168,20 +166,24 @@ def test_packed_equals_alone(family, name):
     assert FAMILIES[family].has("gated_delta") == (PackedStep(model)(padded(own.samples)).work.delta_tokens > 0)
 
 
-def takes(family, name):
-    """Llama 4's tower hands hidden states on by keyword, so that transformers gives it no gradient when reentrant."""
-    kind = CIRCUMSTANCES[name].kind
-    has_it = (kind is None or kind in BATCHES[family]) and (family in VISION or name != "frozen text")
-    return has_it and not (family == "llama4" and "reentrant" in name)
+@pytest.mark.parametrize("family", one_of_each())
+def test_a_batch_padded_on_the_left_and_without_metadata_equals_alone(family):
+    check(family, BATCH)
 
 
-@pytest.mark.parametrize("name", CIRCUMSTANCES)
+ANY_KIND = [name for name, circumstance in CIRCUMSTANCES.items() if circumstance.kind is None]
+
+
 @pytest.mark.parametrize(
-    "family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "gemma3", "llama4", "lfm2_vl", "qwen3_omni_moe_thinker")]
+    ("family", "name"),
+    [
+        *(("qwen3_5_moe", name) for name, each in CIRCUMSTANCES.items() if each.kind != "audio"),
+        *slow_cases(*product(("gemma3", "lfm2_vl"), ANY_KIND)),
+        *slow_cases(*((family, "audio") for family in OMNI if "audio" in BATCHES.get(family, ()))),
+    ],
 )
 def test_packed_equals_alone_in_every_circumstance_of_training(family, name):
-    if takes(family, name):
-        check(family, CIRCUMSTANCES[name])
+    check(family, CIRCUMSTANCES[name])
 
 
 def test_every_circumstance_is_what_it_is_called():
@@ -198,7 +200,7 @@ def test_every_circumstance_is_what_it_is_called():
         assert all("lora_" in name for name in lora)
         assert all(any(part in name for name in lora) for part in ("visual", "linear_attn", "self_attn"))
     own, calls = truth(family, "text"), []
-    for circumstance in (CIRCUMSTANCES["text"], EVERY_FAMILY["a row with gaps, checkpointing"]):
+    for circumstance in (CIRCUMSTANCES["text"], ROW):
         model = circumstance.prepare(fresh(family))
         block_of(FAMILIES[family].language_model(model).layers[0]).register_forward_pre_hook(lambda *_: calls.append(1))
         check_packed(own, model)

@@ -4,8 +4,6 @@ As in `test_equality_low_precision`, the truth is each sample alone in float32, 
 bfloat16 can hold; the error may be twice that of each sample alone in bfloat16. vlmpack never waits for the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Padding between samples reaches no expert, padding behind them no statistic, and everything else stays exact."""
 
-from __future__ import annotations
-
 import functools
 import threading
 
@@ -46,9 +44,6 @@ def dispatched(model):
     return calls
 
 
-# ---------------------------------------------------------------------- what is dispatched
-
-
 @pytest.mark.parametrize(
     ("implementation", "share", "recomputed"),
     [("eager", 0, "reentrant"), ("grouped_mm", 20, None), ("batched_mm", 68, "non_reentrant")],
@@ -70,42 +65,6 @@ def test_only_real_tokens_go_to_experts_and_everything_is_exact(family, implemen
     real = row.segments.num_tokens
     assert round(100 * (1 - real / row.segments.total)) == share
     assert calls == [real * TOP_K] * LAYERS * (1 if recomputed is None else 2)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen4_exp", "qwen3_next")])
-def test_shared_experts_get_real_tokens_only(family):
-    """The expert that every token goes to, and its gate, stand in the same block."""
-    model, seen = fresh(family), []
-    for layer in decoder_layers(model):
-        for part in (layer.mlp.shared_expert, layer.mlp.shared_expert_gate):
-            part.register_forward_pre_hook(lambda part, args: seen.append(len(args[0])))
-    row = row_of(model)
-    PackedStep(model)(row)
-    assert seen == [row.segments.num_tokens] * 2 * LAYERS
-
-
-# ---------------------------------------------------------------------- what stands in gaps
-
-
-@pytest.mark.parametrize("implementation", ["grouped_mm", *slow("eager", "batched_mm")])
-@few
-def test_what_stands_in_gaps_does_not_matter(family, implementation):
-    """1e4 in the place of every pad: not a bit of loss, router statistics or any gradient changes."""
-    model = fresh(family, implementation=implementation)
-    row, step = row_of(model), PackedStep(model, StepConfig(z_loss_coef=0.1))
-    assert ((row.input_ids == 0) == row.moe_padding_mask).all()
-    results, found = [], []
-    for poison in (0.5, 1e4):
-        with torch.no_grad():
-            model.get_input_embeddings().weight[0] = poison
-        results.append(step(row, output_router_logits=True))
-        results[-1].loss.backward()
-        found.append(gradients(model))
-        model.zero_grad()
-    for name in ("loss", "aux_loss", "z_loss", "expert_counts"):
-        clean, poisoned = (getattr(result, name) for result in results)
-        assert torch.equal(clean, poisoned), name
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 @few
@@ -135,9 +94,6 @@ def test_layers_without_experts_are_left_alone(family):
     result = PackedStep(model)(row, output_router_logits=True)
     assert [len(logits) for logits in result.router_logits] == [row.segments.num_tokens] * 2
     assert result.expert_counts.sum(1).tolist() == [row.segments.num_tokens * TOP_K] * 2
-
-
-# ---------------------------------------------------------------------- rows in several threads
 
 
 def threads_row(model, seed):

@@ -82,18 +82,13 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"use_cache": True}, ConfigError, "use_cache cannot be combined with a packed row"),
         ({"output_attentions": True}, ConfigError, "output_attentions cannot be combined with a packed row"),
         ({"rope_cu_seqlens": [0, 9999]}, LayoutError, r"rope_cu_seqlens ends at 9999, but the row has \d+ real tokens"),
-        (
-            {"cu_seqlens_q": [0, 3]},
-            LayoutError,
-            r"cu_seqlens_q differs from the boundaries \[0, .*that the host metadata",
-        ),
+        ({"cu_seqlens_q": [0, 3]}, LayoutError, r"cu_seqlens_q differs from the boundaries \[0, .*that the host metad"),
         ({"cu_seqlens_q_padded": torch.arange(5)}, LayoutError, "cu_seqlens_q_padded differs from the boundaries"),
-        ({"cu_seqlens_q": "0, 3"}, LayoutError, "cu_seqlens_q must be whole numbers in a tensor .* got str '0, 3'"),
-        (
-            {"pixel_values": None, "image_grid_thw": None},
-            LayoutError,
-            r"has \d images with grids, but the batch has no image_grid_thw",
+        *(
+            ({"cu_seqlens_q": given, "vlmpack": None}, LayoutError, r"whole numbers in a tensor \[segments \+ 1\]")
+            for given in ("0, 3", [0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]])
         ),
+        ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "images with grids, but the batch has no"),
         ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
         ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"has 5 grids but image_grid_thw is \[1, 3\]"),
         ({"input_ids": torch.ones(1, 7).long()}, LayoutError, "by its boundaries but input_ids is"),
@@ -102,6 +97,24 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
 def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
     with pytest.raises(error, match=message):
         model(**{**row, **change})
+
+
+NO_TOKENS = {"input_ids": torch.zeros(1, 0).long(), "attention_mask": None, "cu_seqlens_q": [0, 0], "vlmpack": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda _: {"cu_seqlens_q_padded": [0, 3]}, ConfigError, "belongs to a packed row.*packed by its mask"),
+        (lambda batch: {"shift_labels": batch["labels"]}, ConfigError, "give a padded batch its labels"),
+        (lambda batch: {"pixel_values": batch["pixel_values"][:, :-6]}, LayoutError, r"a patch .* has \d+ values, but"),
+        (lambda _: NO_TOKENS, LayoutError, "a packed row of no tokens cannot go through a model"),
+    ],
+)
+def test_what_a_padded_batch_cannot_be_is_refused(model, samples, change, error, message):
+    batch = padded(samples).to_hf()
+    with pytest.raises(error, match=message):
+        model(**{**batch, **change(batch)})
 
 
 def test_seconds_of_videos_are_those_of_the_collator():
@@ -147,20 +160,11 @@ def test_token_types_that_contradict_the_tokens_are_refused(model, samples, layo
         ({"input_ids": lambda ids: ids - 1000}, r"input_ids is -\d+, but this model's ids go from 0 to 130"),
         ({"labels": lambda labels: labels.where(labels == -100, 1000)}, "a target of labels is 1000, but this model's"),
         ({"labels": lambda labels: labels.where(labels == -100, -1)}, "a target of labels is -1, but this model's"),
-        (
-            {"image_grid_thw": torch.Tensor.tolist},
-            r"image_grid_thw must be a tensor \[N, 3\] of whole numbers .* got list",
-        ),
-        (
-            {"image_grid_thw": torch.Tensor.flatten},
-            r"image_grid_thw must be a tensor \[N, 3\] .* got torch.int64 \[15\]",
-        ),
+        ({"image_grid_thw": torch.Tensor.tolist}, r"must be a tensor \[N, 3\] of whole numbers .* got list"),
+        ({"image_grid_thw": torch.Tensor.flatten}, r"must be a tensor \[N, 3\] .* got torch.int64 \[15\]"),
         ({"image_grid_thw": torch.Tensor.float}, r"image_grid_thw must be a tensor .* got torch.float32 \[5, 3\]"),
         ({"pixel_values": torch.Tensor.tolist}, r"pixel_values must be a tensor \[patches, values\], got list"),
-        (
-            {"pixel_values": lambda pixels: pixels[None]},
-            r"pixel_values must be a tensor \[patches, values\], got torch.float32 \[1, ",
-        ),
+        ({"pixel_values": lambda x: x[None]}, r"must be a tensor \[patches, values\], got torch.float32 \[1, "),
     ],
 )
 def test_columns_of_another_kind_are_refused(model, samples, layout, change, message):
@@ -194,20 +198,6 @@ def test_seconds_of_videos_may_be_a_column():
             model(**{**batch, "second_per_grid_ts": other})
 
 
-@pytest.mark.parametrize("given", [[0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]]])
-def test_boundaries_are_whole_numbers_in_one_dimension(model, row, given):
-    row.pop("vlmpack")
-    with pytest.raises(
-        LayoutError, match=r"cu_seqlens_q must be whole numbers in a tensor \[segments \+ 1\], a list or"
-    ):
-        model(**{**row, "cu_seqlens_q": given})
-
-
-def test_a_row_of_no_tokens_is_refused(model):
-    with pytest.raises(LayoutError, match="a packed row of no tokens cannot go through a model"):
-        model(input_ids=torch.zeros(1, 0, dtype=torch.long), cu_seqlens_q=[0, 0])
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -223,18 +213,6 @@ def test_a_row_of_no_tokens_is_refused(model):
 def test_settings_that_cannot_be_are_refused(setting, message):
     with pytest.raises(ConfigError, match=message):
         StepConfig(**setting)
-
-
-def test_boundaries_of_a_row_beside_the_mask_of_a_padded_batch_are_refused(model, samples):
-    batch = padded(samples).to_hf()
-    with pytest.raises(ConfigError, match=r"cu_seqlens_q_padded belongs to a packed row.*packed by its mask"):
-        model(**batch, cu_seqlens_q_padded=[0, 3])
-
-
-def test_shifted_labels_of_a_padded_batch_are_refused(model, samples):
-    batch = padded(samples).to_hf()
-    with pytest.raises(ConfigError, match=r"shift_labels belong to a packed row; give a padded batch its labels"):
-        model(**batch, shift_labels=batch["labels"])
 
 
 @pytest.mark.parametrize("name", ["cu_seqlen_q", "cu_seqlens_k", "seq_lengths", "packed_seq_params", "document_ids"])
@@ -331,13 +309,6 @@ def test_labels_of_first_tokens_that_trainer_counts_are_refused(model, samples):
     expected = model(**right, num_items_in_batch=100).loss
     for batch in (left, row):  # a step counts targets itself
         assert torch.isclose(PackedStep(model)(batch, num_items_in_batch=100).loss, expected, rtol=1e-6)
-
-
-def test_patches_of_another_model_s_processor_are_refused(model, samples):
-    batch = padded(samples).to_hf()
-    batch["pixel_values"] = batch["pixel_values"][:, :-6]
-    with pytest.raises(LayoutError, match=r"a patch of pixel_values has \d+ values, but \d+ in this \w+ model"):
-        model(**batch)
 
 
 def test_a_step_gives_logits_to_a_batch_that_asks_for_them(model, samples):

@@ -6,8 +6,6 @@ masks contradicted. If the enabled model takes the result, every sample that it 
 alone through the plain model, and the losses (or logits) have to be equal.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import warnings
@@ -168,19 +166,14 @@ def move_boundary(inputs: Inputs, rng: random.Random) -> None:
 def exchange_media(inputs: Inputs, rng: random.Random) -> None:
     """Images (or videos) in another order: their grids, their pixels, or both."""
     pixels, grids = rng.choice([("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw")])
-    if len(there(inputs, (pixels, grids))) < 2 or inputs[grids].ndim != 2 or inputs[grids].shape[1] != 3:
+    try:
+        media = [*cut_media(inputs, pixels, grids)]
+    except UnreadableError:
         return
-    sizes = [int(size) for size in inputs[grids].prod(1).tolist()] if not inputs[grids].is_complex() else []
-    if min(sizes, default=-1) < 0 or sum(sizes) != len(inputs[pixels]):
-        return
-    order = list(range(len(sizes)))
-    rng.shuffle(order)
-    which = rng.choice(["both", "both", "grids", "pixels"])
-    if which != "grids":
-        parts = inputs[pixels].split(sizes)
-        inputs[pixels] = torch.cat([parts[i] for i in order])
-    if which != "pixels":
-        inputs[grids] = inputs[grids][order]
+    which = rng.choice([(pixels, grids), (pixels, grids), (pixels,), (grids,)])
+    rng.shuffle(media)
+    for name in which if media else ():
+        inputs[name] = torch.cat([one[name] for one in media])
 
 
 def drop_media(inputs: Inputs, rng: random.Random) -> None:
@@ -217,13 +210,11 @@ def other_metadata(inputs: Inputs, rng: random.Random) -> None:
         return
     name = rng.choice(["lengths", "offsets", "media", "media", "media", "num_targets"])
     value = getattr(metadata, name)
-    if name == "num_targets":
-        changed: Any = rng.choice([None, 0, (value or 0) + 1])
-    elif name == "media":
-        table = other_media(value.media, rng)
-        changed = rng.choice([None, MediaTable(), MediaTable(media=tuple(table))])
-    else:
-        changed = rng.choice([(), value[::-1], value[1:], value + value[:1]])
+    changes: dict[str, list[Any]] = {
+        "num_targets": [None, 0, (metadata.num_targets or 0) + 1],
+        "media": [None, MediaTable(), MediaTable(media=tuple(other_media(metadata.media.media, rng)))],
+    }
+    changed = rng.choice(changes[name] if name in changes else [(), value[::-1], value[1:], value + value[:1]])
     inputs["vlmpack"] = replace(metadata, **{name: changed})
 
 

@@ -14,23 +14,6 @@ from vlmpack.model.head import Scoring, score_targets, target_logprobs, target_p
 VOCAB, WIDTH = 13, 3
 
 
-@settings(max_examples=20)
-@given(count=st.integers(1, 23), chunk=st.integers(1, 25))
-def test_chunks_give_what_one_piece_gives(count, chunk):
-    torch.manual_seed(count)
-    head = nn.Linear(WIDTH, VOCAB).double()
-    hidden = torch.randn(count, WIDTH, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(VOCAB, (count,))
-    results = []
-    for size in (chunk, count):
-        logprobs = target_logprobs(hidden, targets, head, chunk=size)
-        results.append([logprobs, *torch.autograd.grad(logprobs.exp().sum(), [hidden, head.weight])])
-    for ours, truth in zip(*results, strict=True):
-        torch.testing.assert_close(ours, truth, rtol=1e-5, atol=1e-6)
-    truth = head(hidden).log_softmax(-1)[torch.arange(count), targets]
-    torch.testing.assert_close(results[0][0].double(), truth, rtol=1e-5, atol=1e-6)
-
-
 def test_never_more_than_a_chunk_of_logits():
     head = nn.Linear(WIDTH, VOCAB)
     with LargestLogits() as seen:

@@ -1,8 +1,6 @@
 """Image tokens that see later ones of their image, in the layers and windows of the model's own code. (Packed
 equals alone: `test_equality.py`.)"""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -75,9 +73,6 @@ def test_a_gemma_4_without_spans_has_none() -> None:
     assert result.work.attended_pairs == row.segments.attended_pairs
 
 
-# ---------------------------------------------------------------------- the descriptor
-
-
 @each_family
 @pytest.mark.parametrize(
     "wrong",
@@ -109,9 +104,6 @@ def test_a_model_is_refused_whose_own_code_has_none(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(modeling_gemma3, "get_block_sequence_ids_for_mask", none)
     with pytest.raises(FamilyError, match="layer 0: as gemma3 is described"):
         enable_packing(fresh("gemma3"))
-
-
-# ---------------------------------------------------------------------- inputs
 
 
 def test_token_types_come_under_the_name_of_the_model() -> None:

@@ -1,7 +1,5 @@
 """Transformers' own meshes, tensor, expert and sharded data parallel: a packed step is that of all samples alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention along the paths of a tree: the plain gather bit for bit, of which nothing is kept between the passes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -40,35 +38,32 @@ def plainly(attend, q, k, v, tree):
     return attend(q, k.index_select(0, index), v.index_select(0, index), tree.nodes, keys=tree.keys)
 
 
-def computed(along, qkv, name="sdpa_segments", wrap=lambda function: function):
+def computed(along, name, wrap):
     """(output, gradients)."""
+    qkv = inputs()
     out = wrap(functools.partial(along, attend(name)))(*qkv, TREE)
-    weights = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
-    leaves = [x for x in qkv if x.requires_grad]
-    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return [out, *(x.grad for x in qkv)]
 
 
-def in_checkpoint(reentrant):
-    return lambda function: functools.partial(checkpoint, function, use_reentrant=reentrant)
+def as_it_is(function):
+    return function
 
 
-@pytest.mark.parametrize("wrap", [None, False, True], ids=["no checkpoint", "checkpoint", "reentrant checkpoint"])
+def in_checkpoint(function, reentrant=False):
+    return functools.partial(checkpoint, function, use_reentrant=reentrant)
+
+
+def in_reentrant_checkpoint(function):
+    return in_checkpoint(function, reentrant=True)
+
+
+@pytest.mark.parametrize("wrap", [as_it_is, in_checkpoint, in_reentrant_checkpoint])
 @pytest.mark.parametrize("name", ["sdpa_segments", "eager_mask"])
 def test_it_is_the_plain_gather_bit_for_bit(name, wrap):
-    around = (lambda function: function) if wrap is None else in_checkpoint(wrap)
-    if wrap:  # which has no grad of chosen inputs
-        qkv = inputs()
-        functools.partial(around(functools.partial(attend_along_paths, attend(name))), *qkv, TREE)().sum().backward()
-        ours = [x.grad for x in qkv]
-        plain = inputs()
-        plainly(attend(name), *plain, TREE).sum().backward()
-        expected = [x.grad for x in plain]
-    else:
-        ours, expected = computed(attend_along_paths, inputs(), name, around), computed(plainly, inputs(), name)
+    ours, expected = computed(attend_along_paths, name, wrap), computed(plainly, name, as_it_is)
     assert all(map(torch.equal, ours, expected))
 
-
-# ---------------------------------------------------------------------- what is kept
 
 LONG = PrefixTree(
     segments=Segments.from_lengths([205] * 12),
@@ -78,7 +73,7 @@ LONG = PrefixTree(
 )
 
 
-def kept(along, wrap=lambda function: function):
+def kept(along, wrap=as_it_is):
     """Bytes that live between the forward and the backward pass, beside inputs and output."""
     qkv = inputs(LONG)
     with LiveBytes([*qkv, LONG.key_index()]) as live:
@@ -113,10 +108,7 @@ def test_after_the_backward_pass_nothing_is_kept_while_the_output_lives(name, re
 
 def test_inside_a_checkpoint_nothing_is_kept_at_all():
     """A hook of saved tensors that keeps tensors by itself takes them out of the checkpoint's hands."""
-    assert kept(attend_along_paths, in_checkpoint(False)) == kept(plainly, in_checkpoint(False)) == 0
-
-
-# ---------------------------------------------------------------------- low precision
+    assert kept(attend_along_paths, in_checkpoint) == kept(plainly, in_checkpoint) == 0
 
 
 def test_gradients_of_ancestors_are_added_up_in_float32():

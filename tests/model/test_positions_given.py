@@ -9,14 +9,12 @@ from cases import slow
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.positions import rope_segments
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 
-VISION = tuple(name for name, family in FAMILIES.items() if family.has_vision)
 each_family = pytest.mark.parametrize("family", ["qwen3_vl", "qwen3", *slow("qwen2_5_vl")])
 GAPS = SlotRule(multiple=8, row_multiple=16)
 SMALL = {"layers": 1, "vision_depth": 1, "hidden": 48}
@@ -246,23 +244,6 @@ ROW = Segments.from_boundaries([0, 3, 8, 10], [0, 4, 12, 16], total=20)
 def test_restarts_that_cannot_be_are_named(boundaries, message):
     with pytest.raises(LayoutError, match=rf"rope_cu_seqlens (has )?{message}"):
         rope_segments(boundaries, ROW)
-
-
-@pytest.mark.parametrize(
-    ("boundaries", "lengths"),
-    [
-        ([0, 3, 5, 8, 10], (3, 2, 3, 2)),
-        ([0, 4, 6, 12, 14], (3, 2, 3, 2)),
-        ([0, 4, 6, 9, 12, 20], (3, 2, 3, 2)),
-        ([0, 0, 3, 3, 5, 8, 10, 10], (3, 2, 3, 2)),
-        ([0, 1, 2, 3, 8, 9, 10], (1, 1, 1, 5, 1, 1)),
-    ],
-)
-def test_a_row_is_cut_at_its_restarts(boundaries, lengths):
-    rope = rope_segments(boundaries, ROW)
-    assert rope.lengths == lengths
-    assert rope.total == ROW.total
-    assert torch.equal(rope.real_index(), ROW.real_index())
 
 
 def test_empty_samples_and_fixed_widths_need_no_restart_of_their_own():

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import slow
+from cases import one_of_each, slow
 from equality import (
     LOW_PRECISION,
     Limits,
@@ -41,8 +41,6 @@ ROUNDED = replace(EXACT, logits=1e-6, gradient=1e-5, cosine=1e-10)
 KINDS = {"text": ("text",) * 3, "image": ("image", "images", "image"), "mixed": ("text", "video", "image", "audio")}
 LOW = torch.bfloat16
 FAST = ("qwen2_5_vl", "qwen3_5_moe", "gemma3")
-three = pytest.mark.parametrize("family", [*FAST, *slow(*(name for name in FAMILIES if name not in FAST))])
-"""Three families in the fast tier, the others in the slow one."""
 
 
 def cast(samples, dtype, device="cpu"):
@@ -52,7 +50,7 @@ def cast(samples, dtype, device="cpu"):
     return [sample_like(sample, {name: moved(x) for name, x in sample.items()}) for sample in samples]
 
 
-@three
+@pytest.mark.parametrize("family", one_of_each())
 def test_in_float64_packed_equals_alone_to_the_last_digits(family):
     descriptor, model = FAMILIES[family], tiny_model(family, layers=4).double()
     if descriptor.has("experts") or family == "gemma4":
@@ -66,9 +64,6 @@ def test_in_float64_packed_equals_alone_to_the_last_digits(family):
     assert torch.isclose(result.loss, truth.loss, rtol=limits.loss, atol=0)
     check_logits(truth, result, limits)
     check_gradients(truth, gradients(model), limits)
-
-
-# ---------------------------------------------------------------------- bfloat16
 
 
 def fresh(family, attention="sdpa"):

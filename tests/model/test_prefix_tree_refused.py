@@ -1,7 +1,5 @@
 """Rows with a prefix tree that cannot be right are refused, with the remedy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 
@@ -26,9 +24,6 @@ def small(family="qwen3_vl", **sizes):
 
 def row_of(family="qwen3_vl"):
     return shared(samples_of(small(family).config, rollouts(4, 6, images=2)))
-
-
-# ---------------------------------------------------------------------- refused
 
 
 def with_labels(row, *, at, label):
@@ -97,9 +92,6 @@ def test_a_model_without_packing_refuses_it():
         model(**shared(samples_of(model.config, rollouts(4, 6, images=0))).to_hf())
     with pytest.raises(ValueError, match="Image features and image tokens do not match"):  # by transformers itself
         model(**row_of().to_hf())
-
-
-# ---------------------------------------------------------------------- states that cannot be handed on
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3_next", "qwen4_exp")])

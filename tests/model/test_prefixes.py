@@ -1,8 +1,6 @@
 """PaliGemma's prefixes: prompt and images see each other in both directions, as the batch says, and answers do not.
 (Packed equals alone: `test_equality.py`.)"""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any
@@ -71,9 +69,6 @@ def test_packed_equals_alone(text_type: str) -> None:
     check_packed(own, model, limits=LIMITS)
 
 
-# ---------------------------------------------------------------------- the descriptor
-
-
 WRONG = [None, ImageSpans(), Prefix(beyond_window=False)]
 
 
@@ -85,9 +80,6 @@ def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(wron
     check_spans(parts, windows, right)
     with pytest.raises(FamilyError, match=r"as paligemma is described, token \d of a sample with a prefix \(pppppps"):
         check_spans(parts, windows, wrong)
-
-
-# ---------------------------------------------------------------------- the column
 
 
 def batch_with(column: Any) -> dict[str, Any]:
@@ -162,9 +154,6 @@ def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:
     assert share(row, min_shared=1).tree is None
     with pytest.raises(LayoutError, match="token_type_ids of tokens that the prefix tree says are shared differ"):
         step(share(replace(row, metadata=None), min_shared=1))
-
-
-# ---------------------------------------------------------------------- the collator
 
 
 def test_what_has_no_prompt_is_refused_by_the_collator() -> None:

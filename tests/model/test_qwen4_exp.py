@@ -42,9 +42,6 @@ def test_every_parameter_has_a_gradient_but_the_indexers_which_only_choose():
     assert all(".indexer." in name for name in dead)
 
 
-# ---------------------------------------------------------------------- what the sparse attention chooses
-
-
 def choices(model, run):
     """What every call of an indexer selected, [n, 1, W, W] each, while `run` ran."""
     found = []
@@ -98,9 +95,6 @@ def test_short_samples_leave_no_token_out():
         per_sample.selected_pairs(segments, config.text_config) == segments.attended_pairs
     )  # 4 blocks of 2, and 1 more
     assert per_sample.selected_pairs(Segments.from_lengths([10]), config.text_config) == 55 - 2
-
-
-# ---------------------------------------------------------------------- the model stays a model
 
 
 def test_a_text_model_that_no_longer_tells_its_n_gram_layers_is_noticed():

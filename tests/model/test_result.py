@@ -1,7 +1,5 @@
 """A step's result tells what it is, and never waits for a device to tell it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -72,9 +72,6 @@ def test_a_model_sharded_on_the_meta_device_is_loaded_afterwards(mesh, family):
     assert torch.equal(PackedStep(model)(batch).loss, PackedStep(source)(batch).loss)
 
 
-# ---------------------------------------------------------------------- two processes
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Where rank 0 left the gradients of every case."""

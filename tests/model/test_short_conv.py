@@ -1,7 +1,5 @@
 """Short convolutions see one sample at a time: their taps end where a sample of a row begins."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -56,9 +54,6 @@ def truth_of_tree(*, bias: bool) -> Alone:
     return alone_through(model, samples_of(model.config, TREE, STRANGER))
 
 
-# ---------------------------------------------------------------------- the whole model
-
-
 def test_samples_shorter_than_the_taps_are_what_they_are_alone() -> None:
     check_packed(truth(), fresh())
     work = check_packed(truth(), fresh(), given="row").work
@@ -85,9 +80,6 @@ def test_adapters_of_projections_learn_what_they_learn_alone(lora_bias: bool) ->
     result = PackedStep(model)(pack(padded(own.samples), rule=SlotRule(multiple=4)), logits=True)
     check_step(own, model, result, limits_of(FAMILY))
     assert any("conv.in_proj.lora_A" in name for name in own.gradients)
-
-
-# ---------------------------------------------------------------------- prefix trees
 
 
 @pytest.mark.parametrize("bias", [False, True])

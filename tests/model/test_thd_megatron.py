@@ -1,7 +1,5 @@
 """Megatron-Core's own GPTModel behind ThdStep: losses and gradients of each sample alone, in the batch layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

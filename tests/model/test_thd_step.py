@@ -1,7 +1,5 @@
 """A model that takes boundaries by name gets those of each sample; what it computes is what transformers does alone."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

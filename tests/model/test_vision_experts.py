@@ -1,8 +1,6 @@
 """Vision-language families whose text part has experts: counts by the choice of each router, experts of text and of
 images, and what Kimi K2.5, DeepSeek-OCR 2 and ERNIE 4.5 VL bring with them beside."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -33,9 +31,6 @@ def fresh(family: str, **settings: Any) -> Any:
 @functools.cache
 def samples_of(family: str) -> list[Sample]:
     return mixed_samples(fresh(family).config, seed=5, kinds=KINDS, text=(2, 9), side=(1, 2))
-
-
-# ---------------------------------------------------------------------- how routers choose
 
 
 def routers_of(layer: Any) -> list[Any]:
@@ -77,9 +72,6 @@ def test_choice_among_the_best_groups_is_that_of_a_router_of_deepseek_v2() -> No
     assert [type(choice) for choice in result.routers.choices] == [ByGroup, ByProbability]
 
 
-# ---------------------------------------------------------------------- experts of text and of images
-
-
 def test_a_load_balancing_loss_is_that_of_the_padded_batch() -> None:
     model, batch = fresh(ERNIE), padded(samples_of(ERNIE))
     inputs = {name: value for name, value in batch.to_hf().items() if name != "vlmpack"}
@@ -108,9 +100,6 @@ def test_kinds_that_a_caller_gives_are_compared_with_the_ids() -> None:
         model(**batch | {name: batch[name][:2]})
 
 
-# ---------------------------------------------------------------------- views of DeepSeek-OCR 2
-
-
 @pytest.mark.parametrize(("patches", "queries"), [((1, 576), 144), ((1, 577), 256), ((5, 9), 144)])
 def test_a_view_makes_as_many_tokens_as_its_features_have_queries(patches: tuple[int, int], queries: int) -> None:
     model = fresh(OCR, layers=1)
@@ -134,9 +123,6 @@ def test_tiles_are_those_of_their_images() -> None:
         step(batch | {"num_local_patches": batch["num_local_patches"].flip(0)})
     with pytest.raises(LayoutError, match=r"2 images have 1 tiles in pixel_values_local, but num_local_patches counts"):
         step(batch | {"pixel_values_local": batch["pixel_values_local"][:1]})
-
-
-# ---------------------------------------------------------------------- Kimi K2.5
 
 
 def test_patches_that_are_merged_to_no_square_are_refused() -> None:

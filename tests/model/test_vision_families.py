@@ -2,16 +2,15 @@
 further tensors, towers that get boundaries from us, grids of other models, and videos
 (packed equals alone: test_equality.py)."""
 
-from __future__ import annotations
-
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import slow
+from cases import slow, slow_cases
 from equality import alone_through, check_packed
 
 from vlmpack.context_parallel import Parallel
@@ -136,38 +135,31 @@ def test_videos_are_refused_where_images_alone_are_taken(family: str) -> None:
 
 # ---------------------------------------------------------------------- circumstances of training
 
-CIRCUMSTANCES = ("one sample", "no images", "images of many sizes", "a sample without labels")
-MANY_SIZES = sorted(name for name, family in FAMILIES.items() if family.has_vision and name != "internvl")
+
+def images_of_many_sizes(config: Any) -> list[Any]:
+    side = FAMILIES[config.model_type].merge(config) if FAMILIES[config.model_type].has_grids else 1
+    grids = [(1, h * side, w * side) for h, w in ((1, 7), (6, 1), (4, 5), (2, 2), (1, 2))]
+    samples = [build_sample(config, stretches=[0, 4], image_grids=[grid]) for grid in grids]
+    return [*samples, build_sample(config, stretches=[2, 0, 3, 1], image_grids=grids[::2], seed=7)]
 
 
-def samples_in(circumstance: str, config: Any) -> list[Any]:
-    """The samples of one circumstance."""
-    if circumstance == "one sample":
-        return mixed_samples(config, seed=3, kinds=("images",), side=(1, 2))
-    if circumstance == "no images":
-        return mixed_samples(config, seed=3, kinds=("text", "text"))
-    if circumstance == "images of many sizes":
-        side = FAMILIES[config.model_type].merge(config) if FAMILIES[config.model_type].has_grids else 1
-        forms = ((1, 7), (6, 1), (4, 5), (2, 2), (1, 2))
-        samples = [build_sample(config, stretches=[0, 4], image_grids=[(1, h * side, w * side)]) for h, w in forms]
-        several = [(1, h * side, w * side) for h, w in forms[::2]]
-        return [*samples, build_sample(config, stretches=[2, 0, 3, 1], image_grids=several, seed=7)]
-    samples = mixed_samples(config, seed=3, kinds=("image", "text", "images"), side=(1, 2))
-    samples[2] = sample_like(samples[2], {**samples[2], "labels": torch.full_like(samples[2]["labels"], -100)})
-    return samples
+def a_sample_without_labels(config: Any) -> list[Any]:
+    *others, last = mixed_samples(config, seed=3, kinds=("image", "text", "images"), side=(1, 2))
+    return [*others, sample_like(last, {**last, "labels": torch.full_like(last["labels"], -100)})]
 
 
 @pytest.mark.parametrize(
-    ("family", "circumstance"),
+    ("family", "samples_in"),
     [
-        *(("internvl", each) for each in CIRCUMSTANCES),
-        *(pytest.param(each, "images of many sizes", marks=pytest.mark.slow) for each in MANY_SIZES),
+        ("internvl", images_of_many_sizes),
+        ("internvl", a_sample_without_labels),
+        *slow_cases(*((each, images_of_many_sizes) for each in MECHANISMS if each in {*FAMILIES} - {"internvl"})),
     ],
 )
-def test_a_batch_in_every_circumstance_equals_alone(family: str, circumstance: str) -> None:
+def test_these_batches_equal_alone_too(family: str, samples_in: Callable[[Any], list[Any]]) -> None:
     """A row, and a padded batch without metadata; parameters that alone get no gradient get none."""
     model = fresh(family)
-    own = alone_through(model, samples_in(circumstance, model.config))
+    own = alone_through(model, samples_in(model.config))
     for given in ("row with gaps", "left padded without metadata"):
         check_packed(own, model, given=given)
     PackedStep(model)(padded(own.samples)).loss.backward()

@@ -1,7 +1,5 @@
 """Optimizers and ways to save memory: three steps with each are those of every sample alone with the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """What each of two ranks runs, started by test_thd_megatron.py."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each rank takes its half of the samples through one step of every case. Rank 0 writes the gradients to FOLDER/CASE.pt.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

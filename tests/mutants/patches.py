@@ -336,7 +336,7 @@ def different_images_are_taken_for_one(original, blocks):
     return [0] * len(blocks)
 
 
-@breaks("vlmpack.model.row._added_up", tests=f"model {EQUAL} -k 'path or tree or shared'")
+@breaks("vlmpack.model.row._added_up", tests="model/test_path_attention.py")
 def gradients_of_shared_keys_are_those_of_one_branch(original, gradients, index, rows):
     return gradients.new_zeros(rows, *gradients.shape[1:]).index_copy(0, index, gradients)
 

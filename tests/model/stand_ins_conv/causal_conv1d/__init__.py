@@ -1,7 +1,5 @@
 """Stands in for the package causal-conv1d where there is no GPU: the same signature in plain PyTorch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

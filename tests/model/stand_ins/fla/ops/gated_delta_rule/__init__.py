@@ -1,7 +1,5 @@
 """The gated delta rule, token by token, and a list of the calls made."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
