@@ -5,24 +5,26 @@ from contextlib import suppress
 
 import pytest
 import torch
-from cases import families, slow
+from cases import one_of_each, slow
 from equality import alone_through, check_gradients, gradients
 from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import unshare
+from vlmpack.layout import IGNORE, unshare
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.plain import find_model
+from vlmpack.testing import alone
+from vlmpack.testing.comparison import plain_output, target_losses
 
 GROUPS = {
     "deep": (DEEP, STRANGER),
     "rollouts": (rollouts(5, 1, 9, 1, 5, 12, 3, 8),),
     "videos": (VIDEOS, rollouts(3, 6)),
 }
-REFUSED = ("gated_delta", "short_conv", "per_sample")
-CAPACITIES = 20, 40, 80, 160
+SAMPLE = StepConfig(aux_loss="sample")
+CAPACITIES = 20, 40, 80, 160, 640
 
 
 def in_pieces(step, row, **settings):
@@ -35,15 +37,15 @@ def in_pieces(step, row, **settings):
 
 def check_group(family, name, prepare=lambda model: model, given=lambda row: row):
     samples = samples_of(fresh(family).config, *GROUPS[name], masked=MASKED)
-    alone, model = alone_through(prepare(fresh(family)), samples), prepare(fresh(family))
+    truth, model = alone_through(prepare(fresh(family)), samples), prepare(fresh(family))
     row = given(shared(samples))
     group = in_pieces(PackedStep(model), row)
     with counted(find_model(model)) as seen:
         result = group.backward()
     assert len(group) > 1
-    assert torch.allclose(result.loss, alone.loss, rtol=1e-6, atol=0)
-    assert torch.allclose(result.target_logprobs, -alone.outcome.target_losses, rtol=0, atol=5e-6)
-    check_gradients(alone, gradients(model), limits(family))
+    assert torch.allclose(result.loss, truth.loss, rtol=1e-6, atol=0)
+    assert torch.allclose(result.target_logprobs, -truth.outcome.target_losses, rtol=0, atol=5e-6)
+    check_gradients(truth, gradients(model), limits(family))
     tree = row.segments if row.tree is None else row.tree
     work = result.work
     assert (work.physical_tokens, work.real_tokens) == (tree.num_tokens, row.segments.num_tokens)
@@ -54,7 +56,7 @@ def check_group(family, name, prepare=lambda model: model, given=lambda row: row
 
 
 @pytest.mark.parametrize(
-    "family", families(lambda family: not any(map(family.has, REFUSED)), always=["qwen3", "qwen3_vl"])
+    "family", one_of_each(lambda family: not family.has("per_sample"), always=["qwen3", "qwen3_5"])
 )
 def test_every_sample_is_what_it_is_alone_and_no_token_is_computed_twice(family):
     check_group(family, "deep")
@@ -88,8 +90,46 @@ def test_each_piece_may_have_a_loss_of_its_own():
     assert torch.allclose(group.forward().logprobs, result.logprobs, atol=0)
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", *slow("qwen3_moe", "qwen3_5_moe", "gpt_oss")])
+def test_routers_lose_what_they_lose_on_each_sample_alone(family):
+    """transformers' own load-balancing loss of each sample; and of the z-loss and the counts, those of the tree."""
+    plain, model = fresh(family), fresh(family)
+    samples = samples_of(model.config, *GROUPS["rollouts"], masked=MASKED)
+    targets, expected = sum((sample["labels"][1:] != IGNORE).sum() for sample in samples), 0.0
+    for sample in samples:
+        out = plain_output(plain, alone(sample, labels=False), output_router_logits=True)
+        loss = target_losses(out.logits[0], sample["labels"]).sum() / targets
+        loss = loss + plain.config.get_text_config().router_aux_loss_coef * out.aux_loss / len(samples)
+        loss.backward()
+        expected += loss.item()
+    result = in_pieces(PackedStep(model, SAMPLE), shared(samples), output_router_logits=True).backward()
+    assert torch.isclose(result.loss, torch.tensor(expected), rtol=1e-6)
+    ours, theirs = gradients(model), gradients(plain)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).abs().max() <= limits(family).gradient * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("per", ["row", "sample"])
+@pytest.mark.parametrize("family", ["qwen3_moe", *slow("ernie4_5_vl_moe", "lfm2_moe", "deepseek_v3")])
+def test_z_losses_and_counts_are_those_of_the_tree(family, per):
+    config, results, grads = StepConfig(aux_loss=per, z_loss_coef=0.1), [], []
+    for run in (lambda step, row: step(row), lambda step, row: in_pieces(step, row).backward()):
+        model = fresh(family)
+        results.append(run(PackedStep(model, config), shared(samples_of(model.config, *GROUPS["rollouts"]))))
+        if results[-1].loss.requires_grad:
+            results[-1].loss.backward()
+        grads.append(gradients(model))
+    whole, ours = results
+    assert torch.isclose(ours.z_loss, whole.z_loss, rtol=1e-5)
+    assert torch.isclose(ours.loss, whole.loss, rtol=1e-5)
+    assert torch.equal(ours.expert_counts, whole.expert_counts)
+    for name, gradient in grads[0].items():
+        assert (grads[1][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
 REFUSALS = {
-    "sparse attention": ("qwen4_exp", StepConfig(), {}, ConfigError, "give groups that fit a row"),
+    "sparse attention": ("qwen4_exp", StepConfig(), {}, ConfigError, "sparse attention or n-gram layers"),
     "routers of a row": (
         "qwen3_moe",
         StepConfig(),

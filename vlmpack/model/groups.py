@@ -28,7 +28,7 @@ from vlmpack.layout.row import PackedRow
 from vlmpack.model.engine import PackingState, packing_state
 from vlmpack.model.kept import KeptPrefix, PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts
-from vlmpack.model.mechanisms.experts import has_balance, wants_balance
+from vlmpack.model.mechanisms.experts import RouterStatistics, has_balance, wants_balance
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work
 
@@ -196,12 +196,28 @@ class GroupStep:
             target_entropies=in_order(entropies) if entropies else None,
             segments=segments,
             work=Work(**{**work, "real_tokens": segments.num_tokens}),
+            routers=_routers([result.routers for result in results if result.routers is not None]),
         )
 
 
 def _close(piece: Piece, is_training: bool) -> None:
     if is_training:
         piece.finish()
+
+
+def _routers(pieces: list[RouterStatistics]) -> RouterStatistics | None:
+    """Add up the routers' statistics of pieces."""
+    if not pieces:
+        return None
+    aux_losses = [each.aux_loss for each in pieces if each.aux_loss is not None]
+    return RouterStatistics(
+        logits=(),
+        top_k=pieces[0].top_k,
+        aux_loss=torch.stack(aux_losses).sum() if aux_losses else None,
+        z_loss=torch.stack([each.z_loss for each in pieces]).sum(),
+        added=torch.stack([each.added for each in pieces]).sum(),
+        counts=torch.stack([each.expert_counts for each in pieces]).sum(0),
+    )
 
 
 def _detached(result: StepResult) -> StepResult:
@@ -212,6 +228,7 @@ def _detached(result: StepResult) -> StepResult:
         loss_sum=result.loss_sum.detach(),
         target_logprobs=result.target_logprobs.detach(),
         target_entropies=entropies,
+        routers=None if result.routers is None else _routers([result.routers.detached()]),
     )
 
 
@@ -249,8 +266,6 @@ def _problems(
             "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
             'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
         )
-    if (is_balanced and wants_balance(parts, output_router_logits)) or state.config.z_loss_coef:
-        yield "its routers' losses are not known piece by piece: set their coefficients to 0"
     device = next(model.parameters()).device
     for mechanism in state.mechanisms:
         if (problem := mechanism.problem_of_groups(parts, device)) is not None:

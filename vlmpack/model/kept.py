@@ -136,6 +136,6 @@ class PieceOfGroup:
         """Return what the last kept piece has under a name; None: the piece begins its samples."""
         return None if self.before is None else self.before.of_layers[name].read()
 
-    def keep(self, name: Hashable, out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+    def keep(self, name: Hashable, out: torch.Tensor, *tensors: Any) -> torch.Tensor:
         """Keep tensors if later pieces start here; return `out`."""
         return out if self.own is None else self.own.keep(name, out, *tensors)

@@ -22,8 +22,9 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.segments import Segments
+from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts, RowSetup
-from vlmpack.model.row import RowPart
+from vlmpack.model.row import PrefixTreeRow, RowPart
 
 
 def expert_blocks(model: ModelParts) -> list[Any]:
@@ -122,6 +123,11 @@ def balance_sums(
     return torch.stack([chosen_BE, probs_BE])
 
 
+ROUTER_SUMS = "sums of routers"
+"""The name under which a piece of a group keeps its routers' sums: float32 [2, 1, E] of `balance_sums`, and [1] of the
+tokens' terms of the z-loss."""
+
+
 def balance_of(sums_2BE: torch.Tensor, *, layers: int, tokens_B: torch.Tensor) -> torch.Tensor:
     """Compute the load-balancing loss of each sample, float32 [B]; 0 for a sample without tokens.
 
@@ -145,7 +151,8 @@ class RouterStatistics:
     """Statistics of the routers over the R real tokens of one row. E experts."""
 
     logits: tuple[torch.Tensor, ...]
-    """[R, E] for each layer with experts, in row order. If ranks share the row, only this rank's tokens."""
+    """[R, E] for each layer with experts, in row order. If ranks share the row, only this rank's tokens; of a piece of
+    a group, the tokens that went through the model; of a group, empty."""
     top_k: int
     """Number of experts per token."""
     aux_loss: torch.Tensor | None
@@ -158,18 +165,25 @@ class RouterStatistics:
     choices: tuple[ExpertChoice, ...] = ()
     """How each layer chooses its experts; empty: by probability in all layers."""
     counts: torch.Tensor | None = None
-    """`expert_counts` summed over the ranks that share the row. All ranks must take part, so this is computed at once;
-    None: one rank has the whole row."""
+    """`expert_counts` summed over the ranks that share the row (all ranks must take part, so this is computed at once),
+    or of a piece of a group, where a shared token counts once for each sample that has it; None: any other row."""
+
+    def detached(self) -> RouterStatistics:
+        """Return the same without gradients."""
+        aux_loss = None if self.aux_loss is None else self.aux_loss.detach()
+        return replace(self, aux_loss=aux_loss, z_loss=self.z_loss.detach(), added=self.added.detach())
 
     @property
     def expert_counts(self) -> torch.Tensor:
         """int64 [layers, E]: number of tokens sent to each expert. For ERNIE 4.5 VL [layers, 2 E], first the text
         experts, then the image experts. Computed at every access."""
-        if self.counts is not None:
-            return self.counts
+        return self.counted() if self.counts is None else self.counts
+
+    def counted(self, of_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `expert_counts`. `of_tokens`: int64 [R], how often each token counts; None: once."""
         choices = self.choices or (ByProbability(),) * len(self.logits)
         layers = zip(self.logits, choices, strict=True)
-        return torch.stack([choice.counts(logits_RE.detach(), self.top_k) for logits_RE, choice in layers])
+        return torch.stack([choice.counts(logits_RE.detach(), self.top_k, of_tokens) for logits_RE, choice in layers])
 
 
 @outside_graph
@@ -197,11 +211,16 @@ def router_statistics(
     """
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
     _check_recorded(logits, part.segments)
-    logits = tuple(_of_real_tokens(part.for_each_sample(logits_tE), part) for logits_tE in logits)
-    if hidden.requires_grad and not any(logits_RE.requires_grad for logits_RE in logits):
+    if hidden.requires_grad and not any(logits_tE.requires_grad for logits_tE in logits):
         _check_not_cut_off(setup.model.text)
-    aux_loss = _aux_loss(logits, setup, per) if with_balance and has_balance(setup.model.family) else None
-    z_loss = _z_loss(logits, segments, part, per)
+    with_balance, of_tokens = with_balance and has_balance(setup.model.family), None
+    if isinstance(part, PrefixTreeRow) and part.piece is not None:
+        hidden, aux_loss, z_loss, of_tokens = _losses_of_piece(logits, hidden, part, part.piece, text_config, per)
+        aux_loss = aux_loss if with_balance else None
+    else:
+        logits = tuple(_of_real_tokens(part.for_each_sample(logits_tE), part) for logits_tE in logits)
+        aux_loss = _aux_loss(logits, setup, per) if with_balance else None
+        z_loss = _z_loss(logits, segments, part, per)
     parts = [z_loss_coef * z_loss] if z_loss_coef else [torch.zeros_like(z_loss)]
     if aux_loss is not None:
         parts.append(coefficient(setup.model.core, text_config) * aux_loss)
@@ -213,9 +232,46 @@ def router_statistics(
         added=torch.stack(parts).sum(),
         choices=_choices(setup),
     )
+    if of_tokens is not None:
+        statistics = replace(statistics, counts=statistics.counted(of_tokens))
     if part.ranks > 1:
         statistics = replace(statistics, counts=part.sum(statistics.expert_counts))
     return hidden, statistics
+
+
+def _losses_of_piece(
+    logits: tuple[torch.Tensor, ...],
+    hidden: torch.Tensor,
+    part: PrefixTreeRow,
+    piece: PieceOfGroup,
+    text_config: Any,
+    per: Balance,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute a piece's part of the group's losses: those of the samples that end in it, over all of their tokens.
+
+    Returns:
+        (hidden states, tied to the sums that are kept; load-balancing loss, per sample; z-loss; int64 [t]: number of
+        samples that have each token).
+    """
+    device, first = hidden.device, int(piece.kept_tokens > 0)
+    node_t = part.segments.seq_idx(device).long()
+    nodes, lengths = len(part.segments.lengths), part.tree.segments.lengths
+    is_on_path_Bn = np.zeros((len(lengths), first + nodes), np.float32)
+    for sample, leaf in enumerate(part.tree.leaves):
+        is_on_path_Bn[sample, list(part.tree.path(leaf))] = 1
+    is_on_path_Bn = to_device(is_on_path_Bn[:, first:], device)
+    z_t = torch.stack([logits_tE.float().logsumexp(dim=-1).square() for logits_tE in logits]).mean(dim=0)
+    z_n = z_t.new_zeros(nodes).index_add(0, node_t, z_t)
+    sums_2nE = balance_sums(logits, text_config, sample_R=node_t, samples=nodes)
+    sums_2BE, z_B = torch.einsum("bn,xne->xbe", is_on_path_Bn, sums_2nE), is_on_path_Bn @ z_n
+    for kept_2E, kept in piece.read(ROUTER_SUMS):
+        sums_2BE, z_B = sums_2BE + kept_2E[:, None], z_B + kept
+    hidden = piece.keep(ROUTER_SUMS, hidden, sums_2nE.sum(1), z_n.sum())
+    tokens_B, ends_B = (to_device(np.asarray(x), device) for x in (lengths, piece.ends))
+    aux_B = balance_of(sums_2BE, layers=len(logits), tokens_B=tokens_B) / piece.group_samples
+    z_B = z_B / (tokens_B * piece.group_samples if per == "sample" else piece.group_tokens)
+    of_tokens = is_on_path_Bn.sum(0).long().index_select(0, node_t)
+    return hidden, aux_B.where(ends_B, 0).sum(), z_B.where(ends_B, 0).sum(), of_tokens
 
 
 def _of_real_tokens(logits_tE: torch.Tensor, part: RowPart) -> torch.Tensor:
@@ -263,7 +319,8 @@ def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
     family, row, is_vision_R = setup.model.family, setup.row, None
     for types_1T in family.expert_types_of(row.input_ids, setup.config).values():
         real_R = row.segments.real_index(types_1T.device)[setup.part.real]
-        is_vision_R = types_1T[0].index_select(0, real_R) > 0
+        is_piece = setup.part.piece is not None
+        is_vision_R = (setup.part.cut(types_1T)[0] if is_piece else types_1T[0].index_select(0, real_R)) > 0
     parts, blocks = family.mechanisms["experts"], expert_blocks(setup.model)
     return tuple(choice_of(block, parts, setup.text_config, is_vision_R) for block in blocks)
 
@@ -308,12 +365,13 @@ class ExpertChoice(ABC):
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
         """Return scores, float [R, E]. Each token is sent to the experts with the highest ones."""
 
-    def counts(self, logits_RE: torch.Tensor, top_k: int) -> torch.Tensor:
-        """Return int64 [E]: number of tokens sent to each expert."""
+    def counts(self, logits_RE: torch.Tensor, top_k: int, of_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return int64 [E]: number of tokens sent to each expert; see `RouterStatistics.counted`."""
         scores_RE = self.scores(logits_RE)
-        chosen = scores_RE.topk(top_k, dim=-1).indices.flatten()
-        counts_E = torch.zeros(scores_RE.shape[-1], dtype=torch.int64, device=chosen.device)
-        return counts_E.index_add(0, chosen, torch.ones_like(chosen))
+        chosen_RK = scores_RE.topk(top_k, dim=-1).indices
+        times_RK = torch.ones_like(chosen_RK) if of_tokens is None else of_tokens[:, None].expand_as(chosen_RK)
+        counts_E = torch.zeros(scores_RE.shape[-1], dtype=torch.int64, device=chosen_RK.device)
+        return counts_E.index_add(0, chosen_RK.flatten(), times_RK.flatten())
 
 
 @final

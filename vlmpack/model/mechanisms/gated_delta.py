@@ -37,10 +37,11 @@ from torch import nn
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, uses_fla
 from vlmpack.model.mechanisms.gated_delta_states import supports_initial_state, with_state
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, VarlenCalls
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -60,12 +61,16 @@ class GatedDelta(ClassMechanism):
         return [(layer, gated_delta_class) for layer in model.layer_parts(self.name)]
 
     def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
-        """Report that there are such layers."""
-        return (
-            "its recurrent layers cannot start from a kept prefix: give groups that fit a row"
-            if self.find(model)
-            else None
-        )
+        """Report layers that cannot start from a kept state."""
+        if not (layers := self.find(model)):
+            return None
+        if uses_fla(model.family):
+            return "flash-linear-attention computes its gated delta layers: give groups that fit a row"
+        cut = partial(Buckets.cheapest, call_cost=CALL_COST["cpu"])
+        text_config = model.family.text_config(model.core.config)
+        if supports_initial_state(plain_class(layers[0]), text_config, cut=cut, device=torch.device("cpu")):
+            return None
+        return "its gated delta layers take no initial state in this transformers: give groups that fit a row"
 
     def prepare(self, setup: RowSetup) -> Buckets | VarlenCalls:
         """Choose a layout by what computes the recurrence, and by cost. If initial states are not supported, a prefix
@@ -75,13 +80,16 @@ class GatedDelta(ClassMechanism):
             BackendError: flash-linear-attention computes the layers, and it would fail or be wrong here.
         """
         device, tree, layers = setup.row.input_ids.device, setup.row.tree, self.find(setup.model)
+        call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
+        if (piece := setup.part.piece) is not None:
+            nodes = Segments.from_lengths([0] * (piece.kept_tokens > 0) + [*setup.part.segments.lengths])
+            return Buckets.cheapest(nodes, call_cost=call_cost, tree=tree, keeps_last=piece.own is not None)
         cut: Callable[..., Buckets | VarlenCalls]
         if uses_fla(setup.model.family):
             check_fla(device, training=torch.is_grad_enabled())
             cut, tried_on = partial(VarlenCalls.of, taps=conv_taps(setup.text_config)), device
         else:
-            call_cost, tried_on = CALL_COST.get(device.type, CALL_COST["cuda"]), torch.device("cpu")
-            cut = partial(Buckets.cheapest, call_cost=call_cost)
+            cut, tried_on = partial(Buckets.cheapest, call_cost=call_cost), torch.device("cpu")
         if tree is None or not layers:
             return cut(setup.row.segments)
         is_supported = supports_initial_state(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
@@ -122,7 +130,11 @@ def packed_gated_delta(
         check_zeros(layer)
 
     def on_samples(rank_layer: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
-        return delta.run(with_state(partial(plain_forward, rank_layer, **kwargs)), row_1TD)
+        run, piece = with_state(partial(plain_forward, rank_layer, **kwargs)), row.part.piece
+        if piece is None or isinstance(delta, VarlenCalls):
+            return delta.run(run, row_1TD)
+        kept = LayerState(*(piece.read_last(layer) or ()))
+        return piece.keep(layer, delta.run(run, row_1TD, kept), kept.tail, kept.state)
 
     if row.part.is_whole or delta.tree is not None:
         return on_samples(layer, hidden_1tD)

@@ -144,7 +144,9 @@ class Buckets:
     """The tree; None: all segments are roots."""
 
     @classmethod
-    def cheapest(cls, segments: Segments, *, call_cost: float, tree: PrefixTree | None = None) -> Buckets:
+    def cheapest(
+        cls, segments: Segments, *, call_cost: float, tree: PrefixTree | None = None, keeps_last: bool = False
+    ) -> Buckets:
         """Find the cheapest split, where a batch costs its tokens (padding included) plus `call_cost` for the call.
 
         Segments are sorted by length and split into runs. best[j] is the least cost of the j shortest lengths:
@@ -155,14 +157,15 @@ class Buckets:
         and is the result if calls are cheap. Nodes with children share a call only with nodes of the same length.
 
         Args:
-            segments: the row, or `tree.nodes`.
+            segments: the row, or `tree.nodes`, where a length of 0 stands for a kept prefix, the first node.
             call_cost: cost of one more call, in tokens.
             tree: the tree; None: all segments are roots.
+            keeps_last: whether the final state of the last node is needed.
         """
         nodes = [i for i, n in enumerate(segments.lengths) if n]
         if tree is None:
             return cls(segments=segments, levels=(_cheapest(segments, nodes, call_cost),))
-        have_children = {*tree.parents}
+        have_children = {*tree.parents} | ({len(tree.parents) - 1} if keeps_last else set[int]())
         levels: list[tuple[Bucket, ...]] = []
         numbers: dict[int, int] = {}
         for depth in range(max(tree.depths) + 1):
@@ -174,7 +177,8 @@ class Buckets:
                 starts = [tuple(numbers[tree.parents[node]] for node in bucket.members) for bucket in calls]
                 calls = [replace(bucket, starts=of) for bucket, of in zip(calls, starts, strict=True)]
             levels.append(tuple(calls))
-            numbers = {node: number for number, node in enumerate(n for bucket in inner for n in bucket.members)}
+            ended = [node for bucket in inner for node in bucket.members] or [0]  # nothing computed: the kept prefix
+            numbers = {node: number for number, node in enumerate(ended)}
         return cls(segments=segments, levels=tuple(levels), tree=tree)
 
     @cached_property
@@ -187,11 +191,14 @@ class Buckets:
         """Number of tokens that all buckets compute."""
         return sum(bucket.tokens for bucket in self.buckets)
 
-    def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor, kept: LayerState | None = None
+    ) -> torch.Tensor:
         """Run [1, T, D] through a layer, level by level. The layer is a function of [n, W, D] and a `LayerState`
-        (None if no state is passed)."""
+        (None if no state is passed). `kept`: the state of the kept prefix, and afterwards of the last node."""
         parts, outputs = iter(self.split(row_1TD)), []
-        tails = states = row_1TD.new_zeros(0)
+        tails: Any = None if kept is None else kept.tail
+        states: Any = None if kept is None else kept.state
         for level in self.levels:
             ended: list[tuple[Any, Any]] = []
             for bucket in level:
@@ -204,6 +211,8 @@ class Buckets:
                     ended.append((state.tail, state.state))
             if ended:
                 tails, states = map(torch.cat, zip(*ended, strict=True))
+        if kept is not None:
+            kept.tail, kept.state = tails, states
         return self.join(outputs)
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:

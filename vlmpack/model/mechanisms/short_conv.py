@@ -12,7 +12,8 @@ causal-conv1d needs boundaries for this.
     one call  a a a 0 0  b b b b b 0 0  c c
     row       A A A B B B B B C C
 
-In a prefix tree, each node is preceded not by zeros but by the last K tokens on the path to it.
+In a prefix tree, each node is preceded not by zeros but by the last K tokens on the path to it. Behind a kept prefix
+(`PackedStep.group`), the prefix's last K tokens take the place of the tree's first node.
 
 A projection with a bias would not keep zeros zero. Such layers run on right-padded batches of samples of similar length
 (`Buckets`), for a prefix tree along the paths of its samples. Context-parallel ranks compute whole rows.
@@ -28,6 +29,8 @@ import torch
 from torch import nn
 
 from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.gated_delta import CALL_COST
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout
@@ -46,19 +49,23 @@ class ShortConv(ClassMechanism):
         return [(layer, short_conv_class) for layer in model.layer_parts(self.name)]
 
     def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
-        """Report that there are such layers."""
-        return (
-            "its recurrent layers cannot start from a kept prefix: give groups that fit a row"
-            if self.find(model)
-            else None
-        )
+        """Report layers that run on whole samples."""
+        if not any(map(has_bias, self.find(model))):
+            return None
+        return "a projection of its short convolutions has a bias: train without it, or give groups that fit a row"
 
     def prepare(self, setup: RowSetup) -> ConvLayout | Buckets:
         """Put zeros between samples, or split the row into buckets if a projection has a bias."""
         segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
         if any(map(has_bias, self.find(setup.model))):
             return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
-        return ConvLayout.every(segments if tree is None else tree.nodes, setup.text_config.conv_L_cache - 1, tree)
+        taps, piece = setup.text_config.conv_L_cache - 1, setup.part.piece
+        if tree is None or piece is None or not piece.kept_tokens:
+            return ConvLayout.every(segments if tree is None else tree.nodes, taps, tree)
+        samples = Segments.from_lengths([length - piece.kept_tokens + taps for length in segments.lengths])
+        lengths = (taps, *setup.part.segments.lengths)
+        short = PrefixTree(segments=samples, parents=tree.parents, lengths=lengths, leaves=tree.leaves)
+        return ConvLayout(segments=short.nodes, taps=taps, nodes=(*range(1, len(lengths)),), tree=short)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the tokens that each layer computes."""
@@ -80,18 +87,26 @@ def short_conv_class(base: Any) -> type[nn.Module]:
         if row is None:
             check_not_bypassed(kwargs)
             return base.forward(self, hidden_states, *args, **kwargs)
-        return packed_short_conv(lambda hidden: base.forward(self, hidden, *args, **kwargs), hidden_states, row)
+        return packed_short_conv(lambda hidden: base.forward(self, hidden, *args, **kwargs), hidden_states, row, self)
 
     return subclass(base, {"forward": around_graph(forward)}, short_conv_class)
 
 
 @outside_graph
-def packed_short_conv(layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext) -> torch.Tensor:
-    """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs, because it would be
-    recompiled for nearly every row."""
+def packed_short_conv(
+    layer: Callable[..., torch.Tensor], hidden_1tD: torch.Tensor, row: RowContext, module: nn.Module
+) -> torch.Tensor:
+    """Run [1, t, D] through the layer of a module, sample by sample. This stays outside compiled graphs, because it
+    would be recompiled for nearly every row."""
     conv: ConvLayout | Buckets = row.entries[ShortConv.name]
 
     def on_samples(row_1TD: torch.Tensor) -> torch.Tensor:
         return conv.join([layer(part) for part in conv.split(row_1TD)])
 
+    if (piece := row.part.piece) is not None:
+        assert isinstance(conv, ConvLayout), "a bias is refused"
+        before = piece.read_last(module) or ()
+        row_1TD = torch.cat([*before, hidden_1tD], 1)
+        zeros_1KD = hidden_1tD.new_zeros(1, conv.taps, hidden_1tD.shape[-1])
+        return piece.keep(module, on_samples(row_1TD), torch.cat([zeros_1KD, row_1TD], 1)[:, -conv.taps :])
     return on_samples(hidden_1tD) if conv.tree is not None else row.part.on_whole_row(on_samples, hidden_1tD)
