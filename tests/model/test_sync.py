@@ -42,7 +42,6 @@ def test_no_wait_in_a_whole_step(family, given, more):
     with recorded_syncs(CPU) as waits:
         model(**inputs, num_items_in_batch=7).loss.backward()
     assert ours(waits) == []
-    assert waits or family not in VISION  # the counter works: the models' own vision towers do wait
 
 
 READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")

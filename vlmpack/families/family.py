@@ -112,6 +112,9 @@ class Family:
     """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
     vision_windows: bool = False
     """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
+    from_grids: tuple[str, ...] = ()
+    """What the vision tower computes from grids and vlmpack computes on the host (`tower_inputs`); (): nothing. Grids
+    then stay on the host."""
     media_over_ranks: bool = True
     """True if context-parallel ranks can share the images of a row (`Parallel`); this also requires grids."""
     audio: AudioPart | None = None

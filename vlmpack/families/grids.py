@@ -18,6 +18,7 @@ from typing import Any
 from vlmpack.families.family import Family, Rotary
 from vlmpack.families.media import run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
+from vlmpack.families.tower_inputs import BOUNDARIES, ROTARY
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
@@ -38,7 +39,12 @@ def _family(model_type: str, name: str, *, processor: str | None = None, **setti
     )
 
 
-_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True}
+_GLM = {
+    "media": QWEN_MEDIA,
+    "videos": run_per_frame,
+    "videos_as_images": True,
+    "from_grids": (ROTARY, BOUNDARIES),
+}
 
 GRIDS = (
     _family("glm4v", "Glm4v", **_GLM),

@@ -15,6 +15,7 @@ from vlmpack.families.audio import AskModel, AudioPart
 from vlmpack.families.family import Family, pieces
 from vlmpack.families.media import media_starts
 from vlmpack.families.tiles import QWEN_MEDIA, Join
+from vlmpack.families.tower_inputs import BOUNDARIES, INTERPOLATION, ROTARY, WINDOWS
 from vlmpack.layout.media import AUDIO, IMAGE, VIDEO, MediaTable
 from vlmpack.layout.segments import Segments
 
@@ -137,6 +138,7 @@ OMNI = (
         "Qwen2_5OmniProcessor",
         patch_size=14,
         vision_windows=True,
+        from_grids=(ROTARY, BOUNDARIES, WINDOWS),
         audio=AudioPart(tokens=pooled_tokens, windows=chunk_windows),
     ),
     _thinker(
@@ -144,6 +146,7 @@ OMNI = (
         "Qwen3OmniMoe",
         "Qwen3OmniMoeProcessor",
         mechanisms={"experts": {"layer": "mlp"}},
+        from_grids=(ROTARY, BOUNDARIES, INTERPOLATION),
         audio=AudioPart(tokens=convolved_tokens, windows=inference_windows, reads_padding=True, passes_row=False),
     ),
 )

@@ -61,6 +61,22 @@ def nothing_on_host() -> Iterator[None]:
         _nothing_on_host = before
 
 
+@contextmanager
+def host_values() -> Iterator[None]:
+    """Mark computations of tensors that are on the host in any case: in `nothing_on_host` they are no syncs."""
+    global _nothing_on_host
+    before, _nothing_on_host = _nothing_on_host, False
+    try:
+        yield
+    finally:
+        _nothing_on_host = before
+
+
+def counts_as_device() -> bool:
+    """True in `nothing_on_host`, except for `host_values`: tensors on a CPU count as tensors on a device."""
+    return _nothing_on_host
+
+
 LONGEST_DEVICE_MESSAGE = 254
 """Maximum message length in bytes for CUDA's `_assert_async`. It refuses a longer one even when the condition holds
 ("Message length must be smaller than 255", aten/src/ATen/native/cuda/TensorCompare.cu)."""

@@ -103,7 +103,7 @@ class _SyncOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if _synchronises(func, name, args, kwargs or {}):
+        if moving.counts_as_device() and _synchronises(func, name, args, kwargs or {}):
             self._syncs.append(_sync_here(name))
         return func(*args, **(kwargs or {}))
 
@@ -153,7 +153,7 @@ class _SyncCopies(TorchFunctionMode):
         if func in BACKWARD:  # `func` runs outside the mode, which would then miss recomputed forward passes
             with self:
                 return BACKWARD[func](*args, **kwargs)
-        if self._copies(func, args, kwargs):
+        if moving.counts_as_device() and self._copies(func, args, kwargs):
             self._syncs.append(_sync_here(f"copy in {func.__name__}"))
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):

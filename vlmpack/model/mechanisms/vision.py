@@ -14,7 +14,7 @@ inserts them at their placeholders as usual, and adds deepstack features after i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -24,9 +24,11 @@ from torch import nn
 
 from vlmpack.context_parallel.vision import MediaShare
 from vlmpack.families.family import Family
-from vlmpack.layout.device import around_graph, to_device
-from vlmpack.layout.media import IMAGE, VIDEO
+from vlmpack.families.tower_inputs import tower_inputs
+from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
+from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid
 from vlmpack.layout.segments import Segments
+from vlmpack.model.known_ids import known_ids
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -102,6 +104,28 @@ class Vision(ClassMechanism):
             changed += [(x, taking_class) for x in (part if isinstance(part, nn.ModuleList) else (part,))]
         return changed
 
+    def find(self, model: ModelParts) -> list[nn.Module]:
+        """Return every module that changes, and the tower, which gets a hook."""
+        tower = _tower_with_grids(model)
+        return [*super().find(model), *([] if tower is None else [tower])]
+
+    def attach(self, model: ModelParts) -> None:
+        """Change the classes, and hook the tower, so that it computes from grids on the host."""
+        super().attach(model)
+        tower = _tower_with_grids(model)
+        if tower is not None and not any(map(_is_ours, tower._forward_pre_hooks.values())):
+            hook = functools.partial(_add_tower_inputs, model.family.from_grids)  # can be copied and pickled
+            tower.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
+        """Restore the classes and remove the hook."""
+        super().detach(model, kept=kept)
+        tower = _tower_with_grids(model)
+        if tower is not None and id(tower) not in kept:
+            for number in [number for number, hook in tower._forward_pre_hooks.items() if _is_ours(hook)]:
+                del tower._forward_pre_hooks[number]
+                tower._forward_pre_hooks_with_kwargs.pop(number, None)
+
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Derive the boundaries of images and videos, and pass on the pixels or compute this rank's features."""
         family = setup.model.family
@@ -110,16 +134,67 @@ class Vision(ClassMechanism):
         if not family.has_grids:
             media = setup.row.media.with_sizes(setup.part.computed_media(setup.media))
             layouts = family.tower_segments(media, setup.config)
-            return VisionRow(layouts, inputs=setup.row.media.to_hf())
+            return VisionRow(layouts, inputs=setup.row.media.to_hf() | _known_ids(setup))
         row = setup.row
         media, calls = family.tower_media(row.media, setup.media, row.segments, row.tree)
         layouts = [segments for grids in calls if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
-        return VisionRow(layouts, inputs=media.to_hf())
+        return VisionRow(layouts, inputs=media.to_hf() | _host_grids(family, calls) | _known_ids(setup))
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Return pixels and grids, or markers for features."""
         return entry.inputs
+
+
+# ---------------------------------------------------------------------- what the host knows
+#
+# Towers compute positions and boundaries from grids, with several host-device syncs. The host knows the grids, so the
+# tower gets them there, and before it runs, transformers' own functions compute on the host what it would compute.
+
+
+def _tower_with_grids(model: ModelParts) -> nn.Module | None:
+    """Return the tower if its inputs can be computed on the host; otherwise None."""
+    return model.family.vision_tower(model.core) if model.family.from_grids else None
+
+
+def _host_grids(family: Family, calls: Sequence[Sequence[Grid]]) -> dict[str, torch.Tensor]:
+    """Return the grids of images and videos, int64 [n, 3] on the host; {} if the tower reads them on its device."""
+    if not family.from_grids:
+        return {}
+    named = zip(("image_grid_thw", "video_grid_thw"), calls, strict=False)
+    return {name: torch.tensor(grids, device="cpu") for name, grids in named if grids}
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(hook, functools.partial) and hook.func is _add_tower_inputs
+
+
+@outside_graph
+def _add_tower_inputs(
+    names: Sequence[str], tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Copy the grids of a row to the device of the pixels, with what the tower would compute from them."""
+    if CONTEXT not in kwargs:
+        return None
+    pixels, grids = (*args, *(kwargs.pop(name) for name in ("hidden_states", "grid_thw") if name in kwargs))
+    with host_values():
+        inputs = {"grid_thw": grids, **tower_inputs(tower, grids, names)}
+    on_host = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
+    return (pixels,), {**kwargs, **inputs, **{name: to_device(x.numpy(), pixels.device) for name, x in on_host.items()}}
+
+
+def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
+    """Return the ids of this part with the placeholders of its media; {} for a row without media."""
+    if not setup.media.media:
+        return {}
+    family, config, part = setup.model.family, setup.config, setup.part
+    types_1t = part.cut(torch.from_numpy(setup.media.types(setup.row.segments))[None]).numpy()
+    if family.videos_as_images:
+        masks = {config.image_token_id: types_1t != 0}
+    else:
+        names = {kind: f"{name}_token_id" for kind, name in KINDS.items()}
+        masks = {getattr(config, name): types_1t == kind for kind, name in names.items() if hasattr(config, name)}
+    return {"input_ids": known_ids(part.cut(setup.row.input_ids), masks)}
 
 
 # ---------------------------------------------------------------------- towers that get no row keyword
@@ -259,12 +334,12 @@ def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
         merge = family.merge(setup.config)
         grids = [(1, merge, merge)]
         parts = [torch.zeros(merge**2, family.patch_channels(setup.config), device=device)]
-    on_device = to_device(np.asarray(grids, np.int64), device)
     tower = VisionRow(family.vision_segments(grids, setup.config))
     entries = {Vision.name: tower, Attention.name: RowAttention(setup.backend)}
     context = RowContext(segments=setup.row.segments, entries=entries)
     backbone: Any = family.backbone(setup.model.core)
-    return backbone.get_image_features(torch.cat(parts), on_device, return_dict=True, **{CONTEXT: context})
+    grid_thw = torch.tensor(grids, device="cpu")
+    return backbone.get_image_features(torch.cat(parts), grid_thw, return_dict=True, **{CONTEXT: context})
 
 
 def _sent(features: torch.Tensor, share: MediaShare, part: RowPart) -> torch.Tensor:

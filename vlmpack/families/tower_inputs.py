@@ -1,0 +1,73 @@
+"""What a vision tower computes from the grids of its images, by transformers' own functions on the host.
+
+Towers of transformers take these values by keyword, and compute those that are missing (`transformers.vision_utils`).
+On a GPU, each of those functions takes one to four host-device syncs.
+
+    rotary           position_ids     int64 [P, 2]
+    boundaries       cu_seqlens       int32 [G + 1] of frames, and max_seqlen
+    windows          window_index     int64 [P / merge^2], with cu_window_seqlens and max_window_seqlen
+    interpolation    interp_indices   int64 [P, taps] into the learned position embeddings, and interp_weights
+
+P patches, G frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import vision_utils
+
+ROTARY, BOUNDARIES, WINDOWS, INTERPOLATION = "rotary", "boundaries", "windows", "interpolation"
+
+
+def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[str]) -> dict[str, torch.Tensor | int]:
+    """Return keyword arguments of a tower: numbers, and tensors on the host.
+
+    Args:
+        tower: the vision tower.
+        grid_thw: int64 [n, 3] on the host, the grids of one call.
+        names: what it computes, of the table above.
+    """
+    grids = grid_thw.cpu()
+    return {key: value for name in names for key, value in _COMPUTED[name](tower, grids).items()}
+
+
+def _rotary(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    return {"position_ids": vision_utils.get_vision_position_ids(grids, tower.spatial_merge_size)}
+
+
+def _boundaries(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    cu_seqlens = vision_utils.get_vision_cu_seqlens(grids)
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": _longest(cu_seqlens)}
+
+
+def _windows(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    index, cu_seqlens = vision_utils.get_vision_window_index(
+        grids, spatial_merge_size=tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
+    )
+    return {"window_index": index, "cu_window_seqlens": cu_seqlens, "max_window_seqlen": _longest(cu_seqlens)}
+
+
+def _interpolation(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.config.spatial_merge_size,
+    )
+    return {"interp_indices": indices, "interp_weights": weights}
+
+
+def _longest(cu_seqlens: torch.Tensor) -> int:
+    return int(cu_seqlens.diff().max())
+
+
+_COMPUTED: Mapping[str, Callable[[Any, torch.Tensor], dict[str, Any]]] = {
+    ROTARY: _rotary,
+    BOUNDARIES: _boundaries,
+    WINDOWS: _windows,
+    INTERPOLATION: _interpolation,
+}
