@@ -24,8 +24,10 @@ def changed(call, **fields):
         (ON_CPU, "sdpa_segments"),
         (changed(ON_CPU, dtype=torch.bfloat16), "sdpa_segments"),
         (ON_GPU, "torch_varlen"),
-        (changed(ON_GPU, dtype=torch.float32), "sdpa_segments"),
-        (changed(ON_GPU, head_dim=320), "sdpa_segments"),
+        (changed(ON_GPU, dtype=torch.float32), "efficient"),
+        (changed(ON_GPU, head_dim=320), "efficient"),
+        (changed(ON_GPU, dtype=torch.float32, pattern=("window",)), "sdpa_segments"),
+        (changed(ON_GPU, pattern=("window", "sinks")), "torch_varlen"),
         (changed(ON_GPU, head_dim=65), "sdpa_segments"),
     ],
 )

@@ -127,7 +127,7 @@ def test_the_compiled_kernel_reads_its_blocks(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("pattern", [("softcap",), ("window", "sinks"), ("window", "softcap", "spans")])
+@pytest.mark.parametrize("pattern", [("softcap",), ("window", "softcap", "sinks"), ("window", "softcap", "spans")])
 def test_it_serves_what_varlen_kernels_do_not(pattern: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     call = AttentionCall(device="cuda", dtype=torch.bfloat16, head_dim=64, num_heads=4, num_kv_heads=2, pattern=pattern)
     monkeypatch.setattr(backends, "_has_compiler", lambda: True)

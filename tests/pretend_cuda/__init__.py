@@ -33,7 +33,8 @@ def install() -> None:
     assert "torch" not in sys.modules, "the pretend CUDA device has to be there before torch is imported"
     ctypes.CDLL(str(torch_folder() / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
     ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
-    from pretend_cuda import flash, patches
+    from pretend_cuda import efficient, flash, patches
 
     patches.apply()
     flash.register()
+    efficient.register()

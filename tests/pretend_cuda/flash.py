@@ -57,9 +57,9 @@ def _forward(
     out_TNH = unwritten(T, N, H, dtype=query_TNH.dtype)
     lse_NT = unwritten(N, T, dtype=torch.float32)
     window = _window(causal, window_size_left, window_size_right)
-    for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-        q_NLH, k_NKH, v_NKH = (_heads(x[s], N) for x, s in ((query_TNH, queries), (key_UMH, keys), (value_UMH, keys)))
-        scores_NLK = _scores(q_NLH, k_NKH, window, scale)
+    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        q_NLH, k_NKH, v_NKH = (heads(x[s], N) for x, s in ((query_TNH, queries), (key_UMH, keys), (value_UMH, keys)))
+        scores_NLK = scores(q_NLH, k_NKH, window, scale)
         host(lse_NT)[:, queries] = scores_NLK.logsumexp(-1)
         probabilities_NLK = scores_NLK.softmax(-1).nan_to_num(0.0)  # a query without keys gets 0
         host(out_TNH)[queries] = (probabilities_NLK @ v_NKH).transpose(0, 1).to(out_TNH.dtype)
@@ -87,19 +87,46 @@ def _backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """With P = exp(S - lse) and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D), dQ = dS K, dK = dS^T Q."""
     _check(query_TNH, key_UMH, value_UMH, cu_seqlens_q, cu_seqlens_k, max_q, max_k)
     if grad_out_TNH.dtype != query_TNH.dtype:
         raise RuntimeError("query and dout must have the same dtype")
+    window = _window(causal, window_size_left, window_size_right)
+    return gradients(
+        grad_out_TNH,
+        query_TNH,
+        key_UMH,
+        value_UMH,
+        out_TNH,
+        host(lse_NT),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        window=window,
+        scale=scale,
+    )
+
+
+def gradients(
+    grad_out_TNH: torch.Tensor,
+    query_TNH: torch.Tensor,
+    key_UMH: torch.Tensor,
+    value_UMH: torch.Tensor,
+    out_TNH: torch.Tensor,
+    lse_NT: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    window: tuple[int, int],
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """With P = exp(S - lse) and D = rowsum(dO * O): dV = P^T dO, dS = P * (dO V^T - D), dQ = dS K, dK = dS^T Q."""
     N, H, M = *query_TNH.shape[1:], key_UMH.shape[1]
     factor = H**-0.5 if scale is None else scale
-    window = _window(causal, window_size_left, window_size_right)
     dq_TNH, dk_UMH, dv_UMH = (unwritten(*x.shape, dtype=x.dtype) for x in (query_TNH, key_UMH, value_UMH))
-    for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_k):
-        q_NLH, do_NLH, o_NLH = (_heads(x[queries], N) for x in (query_TNH, grad_out_TNH, out_TNH))
-        k_NKH, v_NKH = (_heads(x[keys], N) for x in (key_UMH, value_UMH))
-        lse_NL1 = host(lse_NT)[:, queries, None]
-        p_NLK = (_scores(q_NLH, k_NKH, window, scale) - lse_NL1).exp().nan_to_num(0.0)
+    for queries, keys in sequences(cu_seqlens_q, cu_seqlens_k):
+        q_NLH, do_NLH, o_NLH = (heads(x[queries], N) for x in (query_TNH, grad_out_TNH, out_TNH))
+        k_NKH, v_NKH = (heads(x[keys], N) for x in (key_UMH, value_UMH))
+        lse_NL1 = lse_NT[:, queries, None]
+        p_NLK = (scores(q_NLH, k_NKH, window, scale) - lse_NL1).exp().nan_to_num(0.0)
         d_NL1 = (do_NLH * o_NLH).sum(-1, keepdim=True)
         ds_NLK = p_NLK * (do_NLH @ v_NKH.mT - d_NL1) * factor
         host(dq_TNH)[queries] = (ds_NLK @ k_NKH).transpose(0, 1).to(dq_TNH.dtype)
@@ -109,14 +136,14 @@ def _backward(
     return dq_TNH, dk_UMH, dv_UMH
 
 
-def _sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def sequences(cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """Rows of queries and of keys of each sequence."""
     q, k = (host(x).tolist() for x in (cu_seqlens_q, cu_seqlens_k))
     for i in range(len(q) - 1):
         yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
 
 
-def _heads(x_LMH: torch.Tensor, heads: int) -> torch.Tensor:
+def heads(x_LMH: torch.Tensor, heads: int) -> torch.Tensor:
     """float32 [N, L, H]: heads of keys and values repeated."""
     return host(x_LMH).float().transpose(0, 1).repeat_interleave(heads // x_LMH.shape[1], 0)
 
@@ -126,7 +153,7 @@ def _window(causal: bool, left: int | None, right: int | None) -> tuple[int, int
     return -1 if left is None else left, 0 if causal else -1 if right is None else right
 
 
-def _scores(q_NLH: torch.Tensor, k_NKH: torch.Tensor, window: tuple[int, int], scale: float | None) -> torch.Tensor:
+def scores(q_NLH: torch.Tensor, k_NKH: torch.Tensor, window: tuple[int, int], scale: float | None) -> torch.Tensor:
     """Of the last query and the last key aligned."""
     L, K, (left, right) = q_NLH.shape[1], k_NKH.shape[1], window
     behind_LK = torch.arange(K) - (torch.arange(L)[:, None] + K - L)
@@ -148,12 +175,7 @@ def _check(
     max_q: int,
     max_k: int,
 ) -> None:
-    """Refuse what the kernel refuses, and boundaries with which it computes garbage without a word."""
-
-    def require(condition: bool, otherwise: str) -> None:
-        if not condition:
-            raise RuntimeError(otherwise)
-
+    """Refuse what the kernel refuses."""
     qkv = (query_TNH, key_UMH, value_UMH)
     require(all(x.dtype in (torch.float16, torch.bfloat16) for x in qkv), "FlashAttention only support fp16 and bf16")
     require(all(x.stride(-1) == 1 for x in qkv), "Input tensor must have contiguous last dimension")
@@ -162,6 +184,24 @@ def _check(
     require(max(head_dims) % 8 == 0, "head_size must be a multiple of 8")
     require(key_UMH.shape == value_UMH.shape, "k and v must have the same shape")
     require(heads[0] % heads[1] == 0, "Number of heads in key/value must divide number of heads in query")
+    check_boundaries(query_TNH, key_UMH, cu_seqlens_q, cu_seqlens_k, max_q, max_k)
+
+
+def require(condition: bool, otherwise: str) -> None:
+    """Raise as a kernel does."""
+    if not condition:
+        raise RuntimeError(otherwise)
+
+
+def check_boundaries(
+    query_TNH: torch.Tensor,
+    key_UMH: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+) -> None:
+    """Refuse boundaries that the kernel refuses, and those with which it computes garbage without a word."""
     for x, cu_seqlens, longest in ((query_TNH, cu_seqlens_q, max_q), (key_UMH, cu_seqlens_k, max_k)):
         require(cu_seqlens.is_cuda, "cu_seqlens must be on CUDA")
         require(cu_seqlens.dtype == torch.int32, "cu_seqlens must have dtype int32")

@@ -1,7 +1,8 @@
 """Attention back-ends, one final class each, and the choice among them.
 
     torch_varlen, flash_attn   varlen kernels, called with `cu_seqlens`            CUDA
-    flex                       a compiled kernel, called with each query's keys    CUDA, if the two above cannot serve
+    efficient                  a slower varlen kernel, for float32 and wide heads  CUDA, if the two above cannot serve
+    flex                       a compiled kernel, called with each query's keys    CUDA, if those cannot serve
     sdpa_segments              one call of PyTorch's own attention per segment     anywhere; the default on a CPU
     eager_mask                 dense scores under a document mask                  the reference for all others
 
@@ -40,6 +41,7 @@ from vlmpack.attention.patterns import (
     within_window,
     written_out,
 )
+from vlmpack.attention.sinks import attend_with_sinks
 from vlmpack.errors import BackendError
 from vlmpack.layout.segments import Segments, ranges
 
@@ -249,6 +251,7 @@ class TorchVarlen(VarlenKernel):
     """The FlashAttention kernel built into PyTorch; it needs no further package."""
 
     name = "torch_varlen"
+    patterns = frozenset({"window", "chunk", "spans", "sinks"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """Check FlashAttention's limits, and that there is no dropout."""
@@ -258,14 +261,28 @@ class TorchVarlen(VarlenKernel):
         return reasons
 
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
-        """Call `torch.nn.attention.varlen.varlen_attn`."""
+        """Call `torch.nn.attention.varlen.varlen_attn`, or with sinks the kernel below it, which returns more."""
         from torch.nn.attention.varlen import varlen_attn
 
-        is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
-        grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
-        inputs: list[Any] = [*(x.contiguous() for x in (q_TNH, k_TKH, v_TKH)), *seqlens]
-        out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=_window(softmax), **grouped)
-        return out  # a tensor, because no auxiliary outputs are requested
+        qkv = [x.contiguous() for x in (q_TNH, k_TKH, v_TKH)]
+        window, sinks = _window(softmax), softmax.pattern.sinks
+        if sinks is None:
+            is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
+            grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
+            out: Any = varlen_attn(*qkv, *seqlens, scale=softmax.scale, window_size=window, **grouped)
+            return out  # a tensor, because no auxiliary outputs are requested
+        aten, is_causal = torch.ops.aten, window == (-1, 0)
+        sides = {"scale": softmax.scale, "window_size_left": window[0], "window_size_right": window[1]}
+
+        def forward(*qkv: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+            out, lse, *random, _ = aten._flash_attention_forward(*qkv, *seqlens, 0.0, is_causal, False, **sides)
+            return out, lse, tuple(random)
+
+        def backward(grad_TNH: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            *saved, seed, offset = saved
+            return aten._flash_attention_backward(grad_TNH, *saved, *seqlens, 0.0, is_causal, seed, offset, **sides)
+
+        return attend_with_sinks(*qkv, sinks, forward=forward, backward=backward)
 
 
 @cache
@@ -323,6 +340,64 @@ def _missing() -> str | None:
     except Exception as error:  # whatever the import raises, other back-ends can serve
         return f"the package flash-attn has no kernel for this PyTorch ({type(error).__name__}: {error})"
     return None
+
+
+# ---------------------------------------------------------------------- the memory-efficient kernel
+
+NO_MASK, CAUSAL_FROM_THE_END = 0, 2
+"""The kernel's `custom_mask_type`s: all keys, and causal with the last query at the last key."""
+
+
+@final
+class EfficientVarlen(Backend):
+    """PyTorch's memory-efficient kernel, called with boundaries: float32, and head dimensions above 256.
+
+    Windows are left out: its backward pass places them from the first key, so they need as many queries as keys.
+    """
+
+    name = "efficient"
+    patterns = frozenset({"chunk", "spans"})
+
+    def unsupported(self, call: AttentionCall) -> list[str]:
+        """Check its limits on device, dtype, heads, patterns and dropout."""
+        reasons = super().unsupported(call)
+        if call.device != "cuda":
+            reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
+        elif torch.version.hip is not None:
+            reasons.append("on AMD it takes no boundaries")
+        elif call.dtype == torch.bfloat16 and _capability() < AMPERE:
+            reasons.append("bfloat16 needs compute capability 8.0 (Ampere)")
+        if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            reasons.append(f"it takes float32, float16 and bfloat16 only, the tensors are {call.dtype}")
+        multiple = 4 if call.dtype == torch.float32 else 8
+        if call.head_dim % multiple or (call.value_dim or 0) % multiple:
+            reasons.append(
+                f"head dimensions must be multiples of {multiple} in {call.dtype}, keys have {call.head_dim} and "
+                f"values {call.value_dim or call.head_dim}"
+            )
+        if call.dropout:
+            reasons.append(f"attention dropout is {call.dropout}, and this call has none: set attention_dropout=0")
+        return reasons
+
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        """Call the kernel once, on keys and values repeated for each query head; PyTorch differentiates the call."""
+        device, group = q_TNH.device, q_TNH.shape[1] // k_TKH.shape[1]
+        k_TNH, v_TNH = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k_TKH, v_TKH))
+        out_1TNH, *_ = torch.ops.aten._efficient_attention_forward(
+            *(x[None].contiguous() for x in (q_TNH, k_TNH, v_TNH)),
+            None,
+            segments.cu_seqlens(device),
+            keys.cu_seqlens(device),
+            segments.max_length,
+            keys.max_length,
+            0.0,
+            CAUSAL_FROM_THE_END if softmax.causal else NO_MASK,
+            True,
+            scale=softmax.scale,
+        )
+        return out_1TNH[0]
 
 
 # ---------------------------------------------------------------------- FlexAttention
@@ -521,7 +596,8 @@ class EagerMask(Backend):
 AUTO = "auto"
 
 BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (TorchVarlen(), FlashAttn(), FlexAttention(), SdpaSegments(), EagerMask())
+    backend.name: backend
+    for backend in (TorchVarlen(), FlashAttn(), EfficientVarlen(), FlexAttention(), SdpaSegments(), EagerMask())
 }
 """The back-ends by name, in the order in which "auto" tries them."""
 
