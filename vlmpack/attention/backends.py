@@ -264,25 +264,27 @@ class TorchVarlen(VarlenKernel):
         """Call `torch.nn.attention.varlen.varlen_attn`, or with sinks the kernel below it, which returns more."""
         from torch.nn.attention.varlen import varlen_attn
 
-        qkv = [x.contiguous() for x in (q_TNH, k_TKH, v_TKH)]
+        inputs: list[Any] = [*(x.contiguous() for x in (q_TNH, k_TKH, v_TKH)), *seqlens]
         window, sinks = _window(softmax), softmax.pattern.sinks
         if sinks is None:
             is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
             grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
-            out: Any = varlen_attn(*qkv, *seqlens, scale=softmax.scale, window_size=window, **grouped)
+            out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=window, **grouped)
             return out  # a tensor, because no auxiliary outputs are requested
-        aten, is_causal = torch.ops.aten, window == (-1, 0)
+        is_causal = window == (-1, 0)
         sides = {"scale": softmax.scale, "window_size_left": window[0], "window_size_right": window[1]}
 
         def forward(*qkv: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            out, lse, *random, _ = aten._flash_attention_forward(*qkv, *seqlens, 0.0, is_causal, False, **sides)
-            return out, lse, tuple(random)
+            call = torch.ops.aten._flash_attention_forward
+            out, lse, seed, offset, _ = call(*qkv, *seqlens, 0.0, is_causal, False, **sides)
+            return out, lse, (seed, offset)
 
-        def backward(grad_TNH: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            *saved, seed, offset = saved
-            return aten._flash_attention_backward(grad_TNH, *saved, *seqlens, 0.0, is_causal, seed, offset, **sides)
+        def backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            *tensors, seed, offset = saved
+            call = torch.ops.aten._flash_attention_backward
+            return call(*tensors, *seqlens, 0.0, is_causal, seed, offset, **sides)
 
-        return attend_with_sinks(*qkv, sinks, forward=forward, backward=backward)
+        return attend_with_sinks(*inputs[:3], sinks=sinks, forward=forward, backward=backward)
 
 
 @cache

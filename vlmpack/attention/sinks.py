@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, tuple[Tensor, ...]]]
+Forward = Callable[..., tuple[Tensor, Tensor, tuple[Tensor, ...]]]
 """Function of queries, keys and values; returns output [T, N, H], log-sum-exp float32 [N, T], and what the backward
 kernel needs besides."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -25,7 +25,7 @@ returns the gradients of queries, keys and values."""
 
 
 def attend_with_sinks(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, sinks: Tensor, *, forward: Forward, backward: Backward
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *, sinks: Tensor, forward: Forward, backward: Backward
 ) -> Tensor:
     """Compute attention with sinks [N] by one call of a kernel, and one in the backward pass: [T, N, H]."""
     out: Any = _Sinks.apply(q_TNH, k_TKH, v_TKH, sinks, forward, backward)
@@ -44,9 +44,9 @@ class _Sinks(torch.autograd.Function):
         return out_TNH
 
     @staticmethod
-    def backward(ctx: Any, grad_TNH: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         q, k, v, sinks, out_TNH, lse_NT, *more = ctx.saved_tensors
-        grad_TNH = grad_TNH.contiguous()
+        grad_TNH = grad_outputs[0].contiguous()
         grads = ctx.backward_kernel(grad_TNH, q, k, v, out_TNH, lse_NT, *more)
         delta_NT = (grad_TNH.float() * out_TNH.float()).sum(-1).T
         grad_N = -((sinks.float()[:, None] - lse_NT).exp() * delta_NT).sum(1)
