@@ -16,19 +16,15 @@ from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
 from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings
 
-SESSION = "session"
 NOTHING: Mapping[str, Any] = {}
 SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())
 """Images of prompts, in patches."""
 
 
-def sampler_of(engine: Engine, *, folder: Path | None = None, context: int = 512, **settings: Any) -> BatchedSampling:
-    """A sampler with an open session on the base model, or on a snapshot."""
+def sampler_of(engine: Engine, *, context: int = 512, **settings: Any) -> BatchedSampling:
     decode = processor_for(engine.base.arch).tokenizer.decode
     model = SampledModel(max_context=context, eos_token_ids=engine.base.eos, decode=decode)
-    sampler = BatchedSampling(engine.open_weights, model, SamplingSettings(**settings))
-    sampler.open(SESSION, folder)
-    return sampler
+    return BatchedSampling(engine.open_weights, model, SamplingSettings(**settings))
 
 
 def prompts_of(engine: Engine, *, count: int = 16, seed: int = 0) -> list[EncodedSequence]:
@@ -68,7 +64,7 @@ def sample(
     """A request; its prompt is given to the sampler encoded."""
     settings = SamplingParams(**{"max_tokens": 12, "seed": 1, "stop": (), **params})
     return Sample(
-        sampling_session_id=SESSION,
+        sampling_session_id="session",
         seq_id=0,
         prompt=(),
         num_samples=num_samples,
@@ -90,15 +86,22 @@ def finish(sampler: BatchedSampling, *, begins_again: bool = False) -> dict[str,
 
 
 def run(
-    sampler: BatchedSampling, requests: Mapping[str, tuple[EncodedSequence, Sample]], *, begins_again: bool = False
+    sampler: BatchedSampling,
+    requests: Mapping[str, tuple[EncodedSequence, Sample]],
+    folder: Path | None = None,
+    *,
+    begins_again: bool = False,
 ) -> dict[str, SampleResult | Failure]:
+    """Sample from a snapshot, or from the base model."""
     for key, (prompt, request) in requests.items():
-        sampler.add(key, SESSION, prompt, request)
+        sampler.add(key, folder, prompt, request)
     return finish(sampler, begins_again=begins_again)
 
 
-def run_one(sampler: BatchedSampling, prompt: EncodedSequence, request: Sample) -> SampleResult:
-    result = run(sampler, {"only": (prompt, request)})["only"]
+def run_one(
+    sampler: BatchedSampling, prompt: EncodedSequence, request: Sample, folder: Path | None = None
+) -> SampleResult:
+    result = run(sampler, {"only": (prompt, request)}, folder)["only"]
     assert isinstance(result, SampleResult), result
     return result
 

@@ -102,36 +102,29 @@ class FakeSampler:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
-        self.opened: dict[str, float] = {}
-        self.waiting: list[tuple[str, str, messages.Sample]] = []
+        self.waiting: list[tuple[str, Path | None, messages.Sample]] = []
         self.fails_next = False
 
     @property
     def is_idle(self) -> bool:
         return not self.waiting
 
-    def open(self, session_id: str, folder: Path | None) -> None:
-        assert session_id not in self.opened
-        self.opened[session_id] = 0.0 if folder is None else float(np.load(folder / "model.npz")["weights"].sum())
+    def close(self, folder: Path | None) -> None:
+        self.waiting = [entry for entry in self.waiting if entry[1] != folder]
 
-    def close(self, session_id: str) -> None:
-        del self.opened[session_id]
-        self.waiting = [entry for entry in self.waiting if entry[1] != session_id]
-
-    def add(self, key: str, session_id: str, prompt: Any, request: messages.Sample) -> None:
-        assert session_id in self.opened
-        self.waiting.append((key, session_id, request))
+    def add(self, key: str, folder: Path | None, prompt: Any, request: messages.Sample) -> None:
+        self.waiting.append((key, folder, request))
 
     def step(self) -> list[tuple[str, messages.SampleResult | messages.Failure]]:
         self.engine.wait("sample")
         if self.fails_next:
             self.fails_next = False
             raise RuntimeError("the sampler broke")
-        key, session, request = self.waiting.pop(0)
+        key, folder, request = self.waiting.pop(0)
         self.engine.log.append(("sample", request.sampling_session_id, (request.seq_id,)))
         assert request.params.seed is not None
         seeds = [request.params.seed + number for number in range(request.num_samples)]
-        value = self.opened[session]
+        value = 0.0 if folder is None else float(np.load(folder / "model.npz")["weights"].sum())
         sequences = tuple(
             messages.SampledSequence(
                 tokens=np.random.default_rng(seed).integers(0, 9, 3).astype(np.int32),

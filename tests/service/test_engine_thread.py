@@ -62,9 +62,9 @@ def test_only_so_much_is_encoded_ahead_and_all_of_it_runs(tmp_path: Path) -> Non
         names = [client.post(forward_backward(model, seq)) for seq in (2, 1) for model in models]
         names += [client.post(sample(sampler, seq)) for seq in range(4)]
         until(lambda: any(lane.work for lane in client.queue._ledger.lanes.values()))
-        entries = [entry for lane in client.queue._ledger.lanes.values() for entry in lane.open.values()]
-        assert len({entry.row.owner for entry in entries if entry.encoded is not None}) == 1
-        assert sum(entry.encoded is not None for entry in client.queue._ledger.samplers[sampler].entries.values()) == 1
+        encoded = [entry.row.owner for entry in client.queue._ledger.entries() if entry.encoded is not None]
+        assert len({*encoded}) == 2
+        assert encoded.count(sampler) == 1
         gate.release(1000)
         for name in names:
             client.outcome(name)
@@ -226,17 +226,6 @@ def test_a_broken_sampling_engine_or_a_bad_prompt_fails_what_it_had_and_goes_on(
 # ---------------------------------------------------------------------- snapshots to sample from
 
 
-def test_sampling_sessions_of_one_snapshot_share_it_and_the_oldest_idle_ones_are_closed(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(samplers_open=2)) as (client, engine):
-        model = client.model()
-        session = model.split(":")[0]
-        paths = [client.call(save_for_sampler(model, seq, f"s{seq}")).path for seq in (1, 2, 3)]
-        for number in range(6):
-            sampler = client.queue.create_sampling_session(session, number, path=paths[number // 2], base_model=None)
-            assert client.call(sample(sampler, 0)).sequences
-        assert len(engine.sampler.opened) == 2
-
-
 def test_of_unnamed_saves_the_oldest_go(tmp_path: Path) -> None:
     with served(tmp_path, limits=ServiceLimits(unnamed_saves=2, snapshot_share=0.0)) as (client, _):
         model = client.model()
@@ -266,7 +255,7 @@ def test_a_reply_that_cannot_be_encoded_fails_its_request_alone(tmp_path: Path) 
         assert client.call(forward_backward(model, 3)).metrics
         weights = engine.all[model].weights
     with served(tmp_path) as (client, engine):
-        until(lambda: client.queue.stats().is_restored)
+        until(lambda: client.queue.is_restored)
         assert np.array_equal(engine.all[model].weights, weights)  # the step was taken
 
 
@@ -280,6 +269,6 @@ def test_a_fault_of_the_thread_stops_one_model_until_the_next_start(tmp_path: Pa
             assert is_failure(client.outcome(waiting), "server", "when the server is started anew")
         assert is_failure(client.call(optim_step(model, 3)), "started anew")
         assert client.call(forward_backward(other, 1)).metrics
-        assert client.queue.stats().fault is None
+        assert client.queue.fault is None
     with served(tmp_path) as (client, _):
         assert client.call(optim_step(model, 4)).metrics

@@ -329,7 +329,7 @@ def test_a_cache_that_sequences_cannot_leave_is_refused_by_name() -> None:
 def test_nothing_is_left_of_finished_sequences() -> None:
     sampler = sampler_of(tiny_engine())
     for i, prompt in enumerate(prompts_of(tiny_engine(), count=3)):
-        sampler.add(str(i), "session", prompt, sample())
+        sampler.add(str(i), None, prompt, sample())
     assert len(finish(sampler)) == 3
     assert sampler.step() == []
     assert not sampler._lanes

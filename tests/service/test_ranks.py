@@ -77,8 +77,7 @@ def sampled(engine: Engine) -> np.ndarray:
         num_samples=1,
         params=SamplingParams(seed=3, max_tokens=5, stop=()),
     )
-    engine.sampler.open("s", None)
-    engine.sampler.add("key", "s", engine.encode_prompt(request), request)
+    engine.sampler.add("key", None, engine.encode_prompt(request), request)
     while not (finished := engine.sampler.step()):
         pass
     ((_, result),) = finished

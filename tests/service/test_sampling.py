@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sampled import SESSION, finish, model_of, prompt_of, prompts_of, run, run_one, sample, sampler_of, tokens_of
+from sampled import finish, model_of, prompt_of, prompts_of, run, run_one, sample, sampler_of, tokens_of
 from step_service import ADAM, FAMILY_NAMES, lora, plain_model, served, set_adapter, some_data, tiny_engine
 from step_service import run_one as train
 
@@ -78,7 +78,7 @@ def test_requests_that_come_while_others_run_change_nothing(base: Engine) -> Non
     requests = requests_of(base)
     sampler, results = sampler_of(base, decode_steps=2), {}
     for key, (prompt, request) in requests.items():
-        sampler.add(key, SESSION, prompt, request)
+        sampler.add(key, None, prompt, request)
         results |= dict(sampler.step())
     results |= finish(sampler)
     assert all_tokens(results) == all_tokens(run(sampler_of(base), requests))
@@ -236,8 +236,7 @@ def test_prompts_are_kept_as_long_as_there_is_room_and_their_weights_are_open(
     for number in (0, 1, 0, 2, 0, 1):  # the third goes in where the second was
         run_one(sampler, prompts[number], sample(max_tokens=2))
     assert len(calls) == 4
-    sampler.close(SESSION)
-    sampler.open(SESSION, None)
+    sampler.close(None)
     run_one(sampler, prompts[1], sample(max_tokens=2))
     assert len(calls) == 5
 
@@ -303,19 +302,6 @@ def test_end_of_sequence_ends_it_beside_other_stops_in_each_sample_of_a_request(
     assert [one.stop_reason for one in result.sequences[:2]] == ["stop", "stop"]
 
 
-def test_stop_strings_end_a_sequence_with_the_token_that_completes_them() -> None:
-    from step_service import processor_for
-
-    engine, decode = tiny_engine(), processor_for("qwen3_vl").tokenizer.decode
-    prompt = prompts_of(engine, count=1)[0]
-    (free,) = tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=20)))
-    stop = decode(free[8:10])[-3:]
-    end = next(n for n in range(1, 21) if stop in decode(free[:n]))
-    result = run_one(sampler_of(engine), prompt, sample(max_tokens=20, stop=("never this", stop)))
-    assert tokens_of(result) == [free[:end]]
-    assert result.sequences[0].stop_reason == "stop"
-
-
 def test_without_max_tokens_a_sequence_goes_on_to_the_end_of_the_context(base: Engine) -> None:
     prompt = prompt_of(base, np.random.default_rng(0), length=20)
     result = run_one(sampler_of(base, context=50), prompt, sample(max_tokens=None))
@@ -344,24 +330,20 @@ def test_a_request_that_cannot_be_served_fails_alone_by_name(base: Engine) -> No
         assert result.category == "user"
 
 
-def test_sessions_that_are_closed_or_unknown_fail_by_name(base: Engine) -> None:
-    sampler = sampler_of(base)
-    prompt = prompts_of(base, count=1)[0]
-    sampler.open("other", None)
-    sampler.add("stays", "other", prompt, sample(max_tokens=30))
-    sampler.add("goes", SESSION, prompt, sample(max_tokens=30, num_samples=2))
-    sampler.add("waits", SESSION, prompt, sample(max_tokens=30))
+def test_requests_of_a_snapshot_that_is_closed_fail(engine: Engine, tmp_path: Path) -> None:
+    (folder,) = snapshots(engine, tmp_path, count=1)
+    sampler, prompt = sampler_of(engine), prompts_of(engine, count=1)[0]
+    sampler.add("stays", None, prompt, sample(max_tokens=30))
+    sampler.add("goes", folder, prompt, sample(max_tokens=30, num_samples=2))
     sampler.step()
-    sampler.step()  # both run, in one batch
-    sampler.add("comes", SESSION, prompt, sample())
-    sampler.close(SESSION)
-    sampler.add("late", SESSION, prompt, sample())
+    sampler.step()  # both run
+    sampler.add("comes", folder, prompt, sample())
+    sampler.close(folder)
     results = finish(sampler)
-    assert tokens_of(results.pop("stays")) == tokens_of(run_one(sampler_of(base), prompt, sample(max_tokens=30)))
+    assert tokens_of(results.pop("stays")) == tokens_of(run_one(sampler_of(engine), prompt, sample(max_tokens=30)))
     messages = {key: result.message for key, result in results.items() if isinstance(result, Failure)}
-    assert messages.keys() == {"goes", "waits", "comes", "late"}
+    assert messages.keys() == {"goes", "comes"}
     assert "was closed" in messages["goes"]
-    assert "is not open" in messages["late"]
 
 
 def test_a_prompt_that_the_model_cannot_read_fails_alone(base: Engine) -> None:
@@ -443,7 +425,7 @@ def test_one_slice_of_work_is_bounded(rounding: float | None, base: Engine) -> N
     requests = requests_of(base, count=10)
     longest = max(prompt.length for prompt, _ in requests.values()) + 30
     for key, (prompt, request) in requests.items():
-        sampler.add(key, SESSION, prompt, request)
+        sampler.add(key, None, prompt, request)
     slices: list[int] = []
     while not sampler.is_idle:
         with counted(base) as tokens:
@@ -458,12 +440,12 @@ def test_prompts_and_running_sequences_take_turns(base: Engine) -> None:
     """A long answer does not keep a short one waiting, nor does a stream of requests stop one that runs."""
     sampler = sampler_of(base, decode_steps=2)
     prompt = prompts_of(base, count=1)[0]
-    sampler.add("long", SESSION, prompt, sample(max_tokens=60))
+    sampler.add("long", None, prompt, sample(max_tokens=60))
     done: list[str] = []
     for i in range(200):
         if "long" in done:
             break
-        sampler.add(f"short {i}", SESSION, prompt, sample(max_tokens=4, seed=i))
+        sampler.add(f"short {i}", None, prompt, sample(max_tokens=4, seed=i))
         done += [key for key, _ in sampler.step()]
     assert 20 < done.index("long") < 150
     assert done[0] == "short 0"
@@ -501,34 +483,27 @@ def engine() -> Engine:
     return engine
 
 
-def sessions(engine: Engine, folders: Sequence[Path | None], **settings: Any) -> Any:
-    sampler = sampler_of(engine, **settings)
-    for i, folder in enumerate(folders):
-        sampler.open(f"of {i}", folder)
-    return sampler
-
-
 def test_many_snapshots_and_the_base_are_sampled_from_at_once_each_as_if_alone(engine: Engine, tmp_path: Path) -> None:
     folders = [None, *snapshots(engine, tmp_path, count=4)]
     prompts = prompts_of(engine, count=3)
-    sampler = sessions(engine, folders, max_snapshots=2, decode_steps=2)
-    for i in range(len(folders)):
+    sampler = sampler_of(engine, max_snapshots=2, decode_steps=2)
+    for i, folder in enumerate(folders):
         for j, prompt in enumerate(prompts):
-            sampler.add(f"{i} {j}", f"of {i}", prompt, sample(prompt_logprobs=True))
+            sampler.add(f"{i} {j}", folder, prompt, sample(prompt_logprobs=True))
     together = finish(sampler)
     assert len(sampler._loaded) == 2
     for i, folder in enumerate(folders):
-        alone = run(sampler_of(engine, folder=folder), {f"{i} {j}": (p, sample()) for j, p in enumerate(prompts)})
+        alone = run(sampler_of(engine), {f"{i} {j}": (p, sample()) for j, p in enumerate(prompts)}, folder)
         assert all_tokens(alone) == {key: tokens_of(together[key]) for key in alone}
     assert len({str(tokens_of(together[f"{i} 0"])) for i in range(len(folders))}) == len(folders)
 
 
 def test_snapshots_take_turns(engine: Engine, tmp_path: Path) -> None:
     (folder,) = snapshots(engine, tmp_path, count=1)
-    sampler = sessions(engine, [None, folder], decode_steps=2)
+    sampler = sampler_of(engine, decode_steps=2)
     prompt = prompts_of(engine, count=1)[0]
-    sampler.add("long", "of 0", prompt, sample(max_tokens=40))
-    sampler.add("short", "of 1", prompt, sample(max_tokens=4))
+    sampler.add("long", None, prompt, sample(max_tokens=40))
+    sampler.add("short", folder, prompt, sample(max_tokens=4))
     assert list(finish(sampler)) == ["short", "long"]
 
 
@@ -537,13 +512,13 @@ def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_tra
 ) -> None:
     (folder,) = snapshots(engine, tmp_path, count=1)
     prompt, request = prompts_of(engine, count=2)[1], sample(prompt_logprobs=True, max_tokens=40)
-    sampler = sampler_of(engine, folder=folder, decode_steps=1)
-    before = run_one(sampler, prompt, request)
+    sampler = sampler_of(engine, decode_steps=1)
+    before = run_one(sampler, prompt, request, folder)
     undisturbed = tiny_engine()
     undisturbed.create("a", lora())
     set_adapter(undisturbed)
     snapshots(undisturbed, tmp_path / "other", count=1)
-    sampler.add("during", SESSION, prompt, request)
+    sampler.add("during", folder, prompt, request)
     for _ in range(5):
         sampler.step()
         for one in (engine, undisturbed):
@@ -571,23 +546,23 @@ def test_snapshots_are_read_when_needed_and_the_least_recently_used_goes(engine:
     read: list[Path | None] = []
     open_weights = engine.open_weights
     engine.open_weights = lambda folder: (read.append(folder), open_weights(folder))[1]  # pyright: ignore
-    sampler = sessions(engine, folders, max_snapshots=2)
+    sampler = sampler_of(engine, max_snapshots=2)
     assert read == []
     for i in (0, 1, 0, 2, 0, 1):
-        sampler.add("one", f"of {i}", prompt, sample(max_tokens=2))
+        sampler.add("one", folders[i], prompt, sample(max_tokens=2))
         finish(sampler)
     assert read == [folders[0], folders[1], folders[2], folders[1]]
-    sampler.close("of 1")
+    sampler.close(folders[1])
     assert len(sampler._loaded) == 1
 
 
 def test_a_snapshot_that_was_deleted_fails_its_own_requests(engine: Engine, tmp_path: Path) -> None:
     folders = snapshots(engine, tmp_path, count=2)
-    sampler = sessions(engine, folders)
+    sampler = sampler_of(engine)
     shutil.rmtree(folders[0])
     prompt = prompts_of(engine, count=1)[0]
     for i in range(4):
-        sampler.add(str(i), f"of {i % 2}", prompt, sample())
+        sampler.add(str(i), folders[i % 2], prompt, sample())
     results = finish(sampler, begins_again=True)
     for i in (0, 2):
         failure = results[str(i)]
@@ -600,7 +575,7 @@ def test_a_whole_model_is_sampled_from_too(tmp_path: Path, base: Engine) -> None
     base.create("a", None)
     (folder,) = snapshots(base, tmp_path, count=1)
     prompt = prompts_of(base, count=1)[0]
-    of_snapshot = run_one(sampler_of(base, folder=folder), prompt, sample())
+    of_snapshot = run_one(sampler_of(base), prompt, sample(), folder)
     assert tokens_of(of_snapshot) != tokens_of(run_one(sampler_of(base), prompt, sample()))
 
 

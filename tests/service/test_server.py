@@ -146,9 +146,9 @@ def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> Non
     """The client cuts it by size, posts number 1 last, and puts the answers together."""
     datums = [image_datum(running, png(seed=seed)) for seed in range(6)]
     done = running.service.queue.stats
-    before = done().requests_total.get("ForwardBackward", 0)
+    before = done()["requests_total"].get("ForwardBackward", 0)
     result = model.forward_backward(datums, "cross_entropy").result(WAIT)
-    assert done().requests_total["ForwardBackward"] - before > 2
+    assert done()["requests_total"]["ForwardBackward"] - before > 2
     alone = [model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] for datum in datums]
     assert result.metrics["loss:sum"] == pytest.approx(sum(alone), rel=1e-5)
     assert len(result.loss_fn_outputs) == 6

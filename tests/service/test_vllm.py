@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from step_service import lora, png, text, tiny_engine
 
+from vlmpack.data.images import load_image
 from vlmpack.errors import ConfigError
+from vlmpack.service import vllm
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
 from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel
@@ -158,8 +160,8 @@ class FakeLLM:
 @pytest.fixture(autouse=True)
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     module, lora_module, request = ModuleType("vllm"), ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
-    known = {"max_model_len", "gpu_memory_utilization", "enable_lora", "max_lora_rank", "max_loras", "enforce_eager"}
-    known |= {"model", "limit_mm_per_prompt", "logprobs_mode"}
+    known = {"model", "max_model_len", "gpu_memory_utilization", "enable_lora", "max_lora_rank", "max_loras"}
+    known |= {"max_cpu_loras", "limit_mm_per_prompt", "logprobs_mode", "enforce_eager"}
 
     def make(**arguments: Any) -> FakeLLM:
         assert arguments.keys() <= known
@@ -182,9 +184,13 @@ def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
     model = SampledModel(max_context=200, eos_token_ids=(eos,), decode=lambda ids: "".join(map(letter, ids)))
-    sampler = VllmSampling(llm, model, image_token_id=config.image_token_id, forbidden=(config.image_token_id,))
-    sampler.open("base", None)
-    return sampler
+    return VllmSampling(
+        llm,
+        model,
+        image_token_id=config.image_token_id,
+        image_limits=engine.config.limits.image_limits,
+        forbidden=(config.image_token_id,),
+    )
 
 
 PROMPT: tuple[Chunk, ...] = (text(20, 21, 22),)
@@ -207,13 +213,10 @@ def sample(
 
 
 def run(
-    sampler: VllmSampling, engine: Engine, requests: Mapping[str, Sample], session: str | None = "base"
+    sampler: VllmSampling, engine: Engine, requests: Mapping[str, Sample], folder: Path | None = None
 ) -> dict[str, Any]:
-    if session is None:
-        session = "opened here"
-        sampler.open(session, None)
     for key, request in requests.items():
-        sampler.add(key, session, engine.encode_chunks(request.prompt), request)
+        sampler.add(key, folder, engine.encode_chunks(request.prompt), request)
     found: list[Finished] = []
     while not sampler.is_idle:
         found += sampler.step()
@@ -235,7 +238,9 @@ def test_an_engine_samples_as_it_is_told() -> None:
         set_sampler(engine, kind, source="some/model")
         assert isinstance(engine.sampler, VllmSampling) == (kind == "vllm")
     assert isinstance(engine.sampler, VllmSampling)
-    assert engine.sampler._llm.arguments["model"] == "some/model"
+    arguments = engine.sampler._llm.arguments
+    assert (arguments["model"], arguments["max_lora_rank"], arguments["max_cpu_loras"]) == ("some/model", 256, 16)
+    assert arguments["max_loras"] == 4
     assert engine.sampler._forbidden == (engine.model.config.image_token_id, engine.model.config.video_token_id)
     for kind, rounding in (("exact", 2.0**-13), ("fast", 0.0)):
         set_sampler(engine, kind, source="some/model")
@@ -244,7 +249,7 @@ def test_an_engine_samples_as_it_is_told() -> None:
     text_model = tiny_engine("qwen3")
     set_sampler(text_model, "vllm", source="some/model")
     assert isinstance(text_model.sampler, VllmSampling)
-    assert run(text_model.sampler, text_model, {"a": sample()}, session=None)["a"].sequences[0].tokens.shape == (6,)
+    assert run(text_model.sampler, text_model, {"a": sample()})["a"].sequences[0].tokens.shape == (6,)
 
 
 def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,26 +319,59 @@ def test_end_of_sequence_ends_it_beside_other_stops(engine: Engine, stop: dict[s
     assert endless.tokens.tolist() == free
 
 
-def test_each_snapshot_is_an_adapter_of_its_own(engine: Engine, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "expected"), [(1, 8), (48, 64), (300, 320), (512, 512)])
+def test_adapters_of_every_rank_that_the_service_admits_are_sampled_from(rank: int, expected: int) -> None:
+    """vLLM knows some maximum ranks alone."""
+    engine = tiny_engine(limits={"rank": rank, "samplers_open": 3})
+    set_sampler(engine, "vllm", source="some/model")
+    assert isinstance(engine.sampler, VllmSampling)
+    arguments = engine.sampler._llm.arguments
+    assert (arguments["max_lora_rank"], arguments["max_loras"], arguments["max_cpu_loras"]) == (expected, 3, 3)
+
+
+def test_a_rank_beyond_those_of_vllm_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="up to rank 512; the limit is 513"):
+        set_sampler(tiny_engine(limits={"rank": 513}), "vllm", source="some/model")
+
+
+def test_images_keep_the_limits_of_the_service() -> None:
+    """An image that the service admits, though it is larger than the library's default."""
+    engine = tiny_engine(limits={"image_pixels": 10**9})
+    set_sampler(engine, "vllm", source="some/model")
+    assert isinstance(engine.sampler, VllmSampling)
+    assert engine.sampler._image_limits.max_pixels == 10**9
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr(vllm, "load_image", lambda data, limits: seen.append(limits) or load_image(data, limits=limits))
+        engine.sampler._llm.image_token_id, engine.sampler._llm.tokens_per_image = engine.model.config.image_token_id, 6
+        assert isinstance(run(engine.sampler, engine, {"a": sample(PICTURE)})["a"], SampleResult)
+    assert [limits.max_pixels for limits in seen] == [10**9]
+
+
+def test_each_snapshot_is_an_adapter_of_its_own_until_it_is_closed(engine: Engine, tmp_path: Path) -> None:
     engine.create("a", lora())
     sampler = sampler_of(engine)
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        engine.save("a", tmp_path / name, optimizer=False)
-        sampler.open(name, tmp_path / name)
-    sampler.open("one again", tmp_path / "one")
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        engine.save("a", folder, optimizer=False)
     engine.free("a")
-    names = ("base", "one", "two", "one again")
-    tokens = [run(sampler, engine, {"a": sample()}, session=n)["a"].sequences[0].tokens.tolist() for n in names]
-    assert tokens[1] == tokens[3]
-    assert len({str(t) for t in tokens}) == 3
-    assert sampler._adapter(tmp_path / "two") == FakeAdapter("snapshot_2", 2, str(tmp_path / "two"))
+
+    def tokens(folder: Path | None) -> list[int]:
+        return run(sampler, engine, {"a": sample()}, folder)["a"].sequences[0].tokens.tolist()
+
+    base, first, second = tokens(None), tokens(one), tokens(two)
+    assert len({str(each) for each in (base, first, second)}) == 3
+    assert tokens(one) == first
+    assert sampler._adapter(two) == FakeAdapter("snapshot_2", 2, str(two))
+    sampler.close(one)
+    assert sampler._adapters.keys() == {two}
+    assert sampler._adapter(one).lora_int_id == 3  # vLLM may still know the numbers before it
 
 
 def test_what_fails_fails_alone(engine: Engine, tmp_path: Path) -> None:
     sampler = sampler_of(engine)
-    sampler.open("whole model", tmp_path)
-    whole = run(sampler, engine, {"whole": sample()}, session="whole model")["whole"]
+    whole = run(sampler, engine, {"whole": sample()}, tmp_path)["whole"]
     requests = {
         "good": sample(),
         "unreadable": sample((text(12, 13, 14),)),
@@ -350,12 +388,10 @@ def test_what_fails_fails_alone(engine: Engine, tmp_path: Path) -> None:
     assert "not an adapter" in messages["whole"]
 
 
-def test_requests_of_a_closed_session_that_have_not_begun_fail(engine: Engine) -> None:
+def test_requests_of_a_closed_snapshot_that_have_not_begun_fail(engine: Engine) -> None:
     sampler = sampler_of(engine)
-    sampler.add("a", "base", engine.encode_chunks(PROMPT), sample())
-    sampler.close("base")
-    sampler.add("b", "base", engine.encode_chunks(PROMPT), sample())
-    results = dict(sampler.step())
-    assert "was closed" in results["a"].message  # pyright: ignore
-    assert "is not open" in results["b"].message  # pyright: ignore
+    sampler.add("a", None, engine.encode_chunks(PROMPT), sample())
+    sampler.close(None)
+    (result,) = dict(sampler.step()).values()
+    assert isinstance(result, Failure) and "was closed" in result.message
     assert sampler.is_idle

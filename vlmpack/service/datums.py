@@ -20,17 +20,13 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageError, load_image, read_size
 from vlmpack.errors import RequestError
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import Grid
-from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.limits import FORMATS, ServiceLimits
 from vlmpack.service.losses import TARGETS, BoundLoss, LossInputs, bind_loss, check_inputs
 from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Sample, TextChunk
-
-FORMATS = ("png", "jpeg")
-"""Accepted image formats. The bytes decide which one an image has, not its declared format."""
-
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
 """Families whose images can be encoded: each image is one grid of patches and one run of placeholders."""
@@ -172,11 +168,6 @@ class Encoder:
         if family.has_vision:
             self.placeholders = {config.image_token_id: "an image", config.video_token_id: "a video"}
         self._image_processor = image_processor
-        self._image_limits = ImageLimits(
-            max_pixels=limits.image_pixels,
-            max_bytes=limits.image_bytes,
-            formats=tuple(name.upper() for name in FORMATS),
-        )
 
     def encode(self, request: ForwardBackward) -> EncodedRequest:
         """Check and encode a training request.
@@ -297,7 +288,7 @@ class Encoder:
                 f"chunk {at} is an image of format {chunk.format!r:.40}; send {' or '.join(FORMATS)} bytes"
             )
         with _named_chunk(at):
-            height, width = read_size(chunk.data, limits=self._image_limits)
+            height, width = read_size(chunk.data, limits=self.limits.image_limits)
             patches = self._image_processor.get_number_of_image_patches(height, width)
         tokens = patches // self.family.merge(self.config) ** 2
         if chunk.expected_tokens is not None and chunk.expected_tokens != tokens:
@@ -317,7 +308,7 @@ class Encoder:
                 ids.append(chunk.tokens.astype(np.int64))
                 continue
             with _named_chunk(at):
-                image = load_image(chunk.data, limits=self._image_limits)
+                image = load_image(chunk.data, limits=self.limits.image_limits)
                 patches = self._image_processor(images=[image], return_tensors="pt")
             t, h, w = (int(n) for n in patches["image_grid_thw"][0])
             tokens = family.media_tokens([(t, h, w)], config)

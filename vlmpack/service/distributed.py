@@ -28,7 +28,7 @@ from vlmpack.service.sampling import BatchedSampling
 ENGINE = ("create", "create_from", "free", "load", "optim_step", "forward_backward")
 """Engine methods that every rank calls, because they change a model. The queue has drawn all seeds before."""
 WORK = ("run_row", "cancel")
-SAMPLER = ("open", "close", "add", "step")
+SAMPLER = ("close", "add", "step")
 """Methods that every rank calls of a `RowWork` (above) and of the sampling engine of a sharded base model. All ranks
 run the sampling engine's passes, and rank 0 chooses the tokens."""
 

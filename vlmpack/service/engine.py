@@ -166,7 +166,7 @@ class Engine:
             decode=partial(parts.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
         """The model as sampling engines see it."""
-        self.sampler: BatchedSampling | VllmSampling = self.new_sampling(SamplingSettings())
+        self.sampler: BatchedSampling | VllmSampling = self.new_sampling()
         """The sampling engine; it may be replaced by another one."""
         encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
         self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
@@ -287,8 +287,9 @@ class Engine:
 
     # ------------------------------------------------------------------ sampling
 
-    def new_sampling(self, settings: SamplingSettings) -> BatchedSampling:
-        """Make the built-in sampling engine on this engine's models."""
+    def new_sampling(self, *, rounding: float | None = None) -> BatchedSampling:
+        """Make the built-in sampling engine on this engine's models; for `rounding` see `SamplingSettings`."""
+        settings = SamplingSettings(rounding=rounding, max_snapshots=self.config.limits.samplers_open)
         agree = itself if self.sharding is None or self.ranks is None else self.ranks.spread
         return BatchedSampling(self.open_weights, self.sampled, settings, agree=agree)
 

@@ -14,15 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import JournalError, State
+from vlmpack.service.journal import JournalError, SamplingRow, State
 from vlmpack.service.ledger import Entry, Lane, Ledger
 from vlmpack.service.messages import Failure, ForwardBackward, Outcome, Reply, Sample
 from vlmpack.service.operations import Done, Operations, describe_failure
@@ -35,8 +36,6 @@ TIDY_SECONDS = 0.5
 CREATIONS = ("CreateModel", "CreateFromCheckpoint")
 CHANGES = ("OptimStep", "LoadWeights")
 """Operations that leave a model undefined when the engine fails in them."""
-BASE = "base"
-"""Key of the base model in the sampling engine; folder names are longer."""
 
 log = logging.getLogger("vlmpack.service")
 
@@ -63,10 +62,10 @@ class SampleLane:
         finish: Callable[[list[tuple[Entry, Outcome]]], None],
     ) -> None:
         self._sampler, self._ledger, self._state, self._parse, self._finish = sampler, ledger, state, parse, finish
-        self._open: OrderedDict[str, int] = OrderedDict()
-        """Number of running samples per key of the sampling engine, least recently used key first."""
-        self._running: dict[str, tuple[str, Entry]] = {}
-        """Key and request, by the name in the sampling engine."""
+        self._folders: set[Path] = set()
+        """Snapshots that the sampling engine has read."""
+        self._running: dict[str, tuple[Path | None, Entry]] = {}
+        """Snapshot and request, by the name in the sampling engine; None: the base model."""
         self._count = 0
 
     @property
@@ -77,7 +76,7 @@ class SampleLane:
     @property
     def folders_in_use(self) -> set[str]:
         """Folders of the snapshots that running samples use."""
-        return {key for key, _ in self._running.values()}
+        return {folder.name for folder, _ in self._running.values() if folder is not None}
 
     def run_slice(self) -> None:
         """Pass encoded samples to the sampling engine, and do one slice of work."""
@@ -95,41 +94,32 @@ class SampleLane:
         try:
             prompt = encoded.result()
             request = self._parse(entry)
-            key = self._opened(entry)
+            folder = self._folder_of(entry)
             self._count += 1
             name = f"{entry.row.owner}:{entry.row.seq}#{self._count}"
-            self._sampler.add(name, key, prompt, request)
+            self._sampler.add(name, folder, prompt, request)
         except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("a sample could not be begun")
             self._finish([(entry, _failure(error))])
         else:
-            self._open[key] += 1
-            self._running[name] = (key, entry)
+            self._running[name] = (folder, entry)
 
-    def _opened(self, entry: Entry) -> str:
-        with self._ledger.lock:
-            sampler = self._ledger.samplers.get(entry.row.owner)
+    def _folder_of(self, entry: Entry) -> Path | None:
+        sampler = self._ledger.journal.row(SamplingRow, id=entry.row.owner)
         if sampler is None:
             raise RequestError(f"the sampling session {entry.row.owner} has ended")
-        folder = sampler.row.folder
-        key = folder or BASE
-        if key not in self._open:
-            idle = [name for name, running in self._open.items() if running == 0]
-            self._close(idle[: max(len(self._open) - self._ledger.limits.samplers_open + 1, 0)])
-            self._sampler.open(key, None if folder is None else self._state.folder(folder))
-            self._open[key] = 0
-        self._open.move_to_end(key)
-        return key
+        if sampler.folder is None:
+            return None
+        folder = self._state.folder(sampler.folder)
+        self._folders.add(folder)
+        return folder
 
     def close_unwanted(self, wanted: set[str]) -> None:
         """Close the snapshots that nothing refers to any more."""
-        self._close([key for key, running in self._open.items() if running == 0 and key not in {*wanted, BASE}])
-
-    def _close(self, keys: list[str]) -> None:
-        for key in keys:
-            del self._open[key]
-            self._sampler.close(key)
+        for folder in [folder for folder in self._folders if folder.name not in wanted | self.folders_in_use]:
+            self._folders.remove(folder)
+            self._sampler.close(folder)
 
     def _step(self) -> None:
         try:
@@ -141,18 +131,15 @@ class SampleLane:
         outcomes: list[tuple[Entry, Outcome]] = []
         for name, outcome in finished:
             if name in self._running:  # otherwise its snapshot was closed when the engine failed
-                key, entry = self._running.pop(name)
-                self._open[key] -= 1
-                outcomes.append((entry, outcome))
+                outcomes.append((self._running.pop(name)[1], outcome))
         if outcomes:
             self._finish(outcomes)
 
     def _fail_all(self, message: str) -> None:
         running, self._running = self._running, {}
-        keys, self._open = self._open, OrderedDict()
-        for key in keys:
+        for folder in {folder for folder, _ in running.values()}:
             try:
-                self._sampler.close(key)
+                self._sampler.close(folder)
             except Exception:
                 log.exception("a snapshot could not be closed")
         self._finish([(entry, Failure(message=message, category="server")) for _, entry in running.values()])
@@ -284,7 +271,7 @@ class EngineThread:
     def _next_unit(self) -> tuple[Lane | None, Callable[[], None] | None]:
         self._is_short = False
         for lane in sorted(self._ledger.lanes.values(), key=lambda lane: lane.turn):
-            if (lane.open or lane.work) and (unit := self._unit_of(lane)) is not None:
+            if (lane.entries or lane.work) and (unit := self._unit_of(lane)) is not None:
                 self._turn += 1
                 lane.turn = self._turn
                 return lane, unit
@@ -472,9 +459,10 @@ class EngineThread:
         for session in self._ledger.silent(limits.silent_seconds):
             if len(self._engine.models()) < limits.models:
                 return
-            if session.id != lane.session and any(one.id in self._engine.models() for one in session.lanes):
-                log.info("the session %s ended: its client fell silent, and a new model needs its place", session.id)
-                self._ledger.end_session(session.id)
+            holders = {one.session for one in self._lanes() if one.id in self._engine.models()}
+            if session in holders - {lane.session}:
+                log.info("the session %s ended: its client fell silent, and a new model needs its place", session)
+                self._ledger.end_session(session)
                 self._free_closed()
 
     def _clean_up(self, lane: Lane, entry: Entry, error: Exception) -> None:
@@ -540,12 +528,9 @@ class EngineThread:
                 done.write()
 
         self._commit(write)
-        if done is not None and done.take_in is not None:
-            with self._ledger.lock:
-                done.take_in()
         for entry, state, _ in replies:
             self.counts[f"{entry.row.kind}.{state}"] += 1
-            self._ledger.done(entry, state, group=group)
+            self._ledger.done(entry, state)
 
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:

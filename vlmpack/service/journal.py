@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, final, get_args
 
 from vlmpack.errors import ConfigError, RequestError, VlmpackError
-from vlmpack.service.messages import LoraConfig, Rejected, Reply
+from vlmpack.service.messages import LoraConfig, NewSession, Rejected, Reply
 
 log = logging.getLogger("vlmpack.service")
 
@@ -74,7 +74,7 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class SessionRow:
+class SessionRow(NewSession):
     """A session of a client."""
 
     id: str
@@ -83,14 +83,6 @@ class SessionRow:
     """Unix seconds."""
     ended: float | None = None
     """Unix seconds; None: the session is open."""
-    tags: Sequence[str] = ()
-    """The client's tags."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
-    """The client's own metadata."""
-    sdk_version: str = ""
-    """Version of the client."""
-    display_name: str | None = None
-    """The client's name for the session; None: it gave none."""
 
 
 @final
@@ -449,9 +441,11 @@ class Journal:
         self._write("DELETE FROM checkpoints WHERE expires <= ?", now)
         return count
 
-    def count_checkpoints(self) -> int:
-        """Return the number of checkpoints."""
-        return self._read("SELECT count(*) FROM checkpoints")[0][0]
+    def counts(self) -> dict[str, int]:
+        """Return the numbers of models of open sessions, of sampling sessions and of checkpoints."""
+        models = "models WHERE session IN (SELECT id FROM sessions WHERE ended IS NULL)"
+        tables = {"models": models, "samplers": "sampling_sessions", "checkpoints": "checkpoints"}
+        return {name: self._read(f"SELECT count(*) FROM {table}")[0][0] for name, table in tables.items()}
 
     def drop_checkpoint(self, row: CheckpointRow) -> None:
         """Delete a checkpoint from the journal. A newer checkpoint of the same name stays."""
@@ -503,11 +497,18 @@ class Journal:
     def requests(self, owner: str | None = None, *, after: int = -1) -> list[RequestRow]:
         """Return the requests of an owner after a number, in order; without an owner, all requests."""
         if owner is None:
-            rows = self._read(f"{REQUEST_ROWS} ORDER BY owner, seq")
-        else:
-            rows = self._read(f"{REQUEST_ROWS} WHERE owner = ? AND seq > ? ORDER BY seq", owner, after)
+            return self._requests("ORDER BY owner, seq")
+        return self._requests("WHERE owner = ? AND seq > ? ORDER BY seq", owner, after)
+
+    def request(self, owner: str, seq: int) -> RequestRow | None:
+        """Return a request; None: the number is free."""
+        return next(iter(self._requests("WHERE owner = ? AND seq = ?", owner, seq)), None)
+
+    def _requests(self, where: str, *values: Any) -> list[RequestRow]:
         names = [column.name for column in fields(RequestRow)]
-        return [RequestRow(**dict(zip(names, row, strict=True))) for row in rows]
+        return [
+            RequestRow(**dict(zip(names, row, strict=True))) for row in self._read(f"{REQUEST_ROWS} {where}", *values)
+        ]
 
     def body(self, owner: str, seq: int) -> bytes:
         """Return the body of a request that is waiting or may be replayed."""
@@ -529,20 +530,17 @@ class Journal:
                 statement = "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL"
                 self._write(statement, now, owner, seq)
 
-    def drop_fetched(self, *, before: float) -> list[tuple[str, int]]:
+    def drop_fetched(self, *, before: float) -> None:
         """Delete replies that were fetched before a time.
 
-        The numbers stay used, except for samples. Samples change nothing, so they are deleted completely, and their
-        owners and numbers are returned.
+        The numbers stay used, except for samples: they change nothing, so they are deleted completely.
         """
         fetched = "retrieved < ? AND reply IS NOT NULL"
-        of_sample = "owner IN (SELECT id FROM sampling_sessions)"
-        keys = self._read(f"SELECT {of_sample}, owner, seq FROM requests WHERE {fetched}", before)
-        if keys:
+        if self._read(f"SELECT 1 FROM requests WHERE {fetched} LIMIT 1", before):
             with self.transaction():
+                of_sample = "owner IN (SELECT id FROM sampling_sessions)"
                 self._write(f"DELETE FROM requests WHERE {fetched} AND {of_sample}", before)
                 self._write(f"UPDATE requests SET reply = NULL WHERE {fetched}", before)
-        return [(owner, seq) for is_sample, owner, seq in keys if is_sample]
 
 
 def _to_sql(value: Any) -> Any:
@@ -553,4 +551,4 @@ def _from_sql(name: str, value: Any) -> Any:
     if value is None or name not in ("tags", "user_metadata", "lora"):
         return value
     parsed = json.loads(value)
-    return LoraConfig(**parsed) if name == "lora" else parsed
+    return LoraConfig(**parsed) if name == "lora" else tuple(parsed) if name == "tags" else parsed

@@ -1,16 +1,15 @@
-"""The open sessions, in memory: their models with numbered operations, their samples, and the long polls for them.
+"""What waits, in memory: the numbered operations of models, the samples, and the long polls for them.
 
-    Ledger ── Session ── Lane              operations of one model, in the order of their numbers
-                 │         └─ Entry        one request, from its POST until its session ends
-                 └────── SamplingSession
-                           └─ Entry        one sample
+    Ledger ── Lane           operations of one model, in the order of their numbers
+      │         └─ Entry     one request, from its POST until its reply
+      └─────────── Entry     one sample
 
     numbers of a lane     1 2 3 4 5 . 7 8     5 is next; 7 and 8 are early: they wait for 6
                           done  ▲     early
 
-The journal is always written first, and holds everything else: replies, checkpoints, and the models' settings. On
-start, the ledger is read from the journal. One lock guards the ledger. The event loop takes it too, so no thread may
-wait for the disk while holding it.
+The journal is always written first, and alone holds everything else: sessions, models, sampling sessions, checkpoints
+and replies. On start, the ledger is read from the journal. One lock guards the ledger. The event loop takes it too, so
+no thread may wait for the disk while holding it.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from vlmpack.service.journal import Journal, ModelRow, RequestRow, SamplingRow, SessionRow, State
+from vlmpack.service.journal import Journal, RequestRow, SamplingRow, SessionRow, State
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import ForwardBackward, Request, Sample
 
@@ -74,35 +74,27 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield f"{type(value).__name__} {value!r}".encode()
 
 
-ARRIVED = threading.Event()
-"""Shared event of all accepted requests: one event each would take most of their memory."""
-ARRIVED.set()
-
-
 @final
 @dataclass(kw_only=True, eq=False, slots=True)
 class Entry:
-    """A request."""
+    """A request that waits or runs."""
 
     row: RequestRow
     """Row of the request in the journal."""
     request: Request | None = None
-    """The parsed request; None: already encoded or done, or not yet read from the journal."""
+    """The parsed request; None: already encoded, or not yet read from the journal."""
     encoded: Future[Any] | None = None
     """Future of the encoded request; None: encoding has not started."""
     journaled: threading.Event = field(default_factory=threading.Event)
     """Set once the request is accepted or rejected."""
     accepted: bool = False
     """Whether the request is in the journal."""
+    is_done: bool = False
+    """Whether the journal has its reply, or its session has ended."""
     forward_only: bool = False
     """Whether it is a forward_backward without gradient; known once it is parsed."""
     waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
     """Long polls that wait for the reply."""
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether there is a reply."""
-        return self.row.state != "queued"
 
     @property
     def is_forward_backward(self) -> bool:
@@ -137,11 +129,11 @@ class Lane:
     session: str
     """Id of the session."""
     entries: dict[int, Entry] = field(default_factory=dict)
-    """Requests, by number."""
-    open: dict[int, Entry] = field(default_factory=dict)
-    """Requests that are not done, by number."""
+    """Requests that wait or run, by number."""
     next: int = 0
     """First number that is not done."""
+    done: set[int] = field(default_factory=set)
+    """Numbers behind `next` that are done: they were refused."""
     gap: int | None = None
     """First missing number that later requests wait for, as of the last check; None: there is none."""
     gap_seconds: float = 0.0
@@ -175,101 +167,58 @@ class Lane:
 
     def waiting(self) -> list[Entry]:
         """Return accepted requests that are not done, in order, from the next number up to the first missing one."""
-        waiting, number = [], self.next
-        while (entry := self.entries.get(number)) is not None and entry.accepted:
-            if not entry.is_done:
+        waiting = []
+        for number in count(self.next):
+            entry = self.entries.get(number)
+            if entry is not None and entry.accepted:
                 waiting.append(entry)
-            number += 1
+            elif number not in self.done:
+                break
         return waiting
 
     def early(self) -> list[Entry]:
         """Return accepted requests after the first missing number."""
         missing = self.missing
-        return [entry for number, entry in sorted(self.open.items()) if number > missing and entry.accepted]
+        return [entry for number, entry in sorted(self.entries.items()) if number > missing and entry.accepted]
+
+    def is_used(self, number: int) -> bool:
+        """Return whether a request with this number is done."""
+        return number < self.next or number in self.done
 
     @property
     def missing(self) -> int:
         """First number that has not arrived."""
-        number = self.next
-        while number in self.entries:
-            number += 1
-        return number
+        return next(number for number in count(self.next) if number not in self.entries and number not in self.done)
 
-    def add(self, entry: Entry) -> None:
-        """Add a request."""
-        self.entries[entry.row.seq] = entry
-        if not entry.is_done:
-            self.open[entry.row.seq] = entry
-
-    def remove(self, entry: Entry) -> None:
-        """Remove a request that was not accepted, and so free its number."""
-        self.entries.pop(entry.row.seq, None)
-        self.open.pop(entry.row.seq, None)
-
-    def advance(self) -> None:
-        """Advance `next` past requests that are done."""
-        while (entry := self.entries.get(self.next)) is not None and entry.is_done:
-            self.open.pop(self.next, None)
+    def finish(self, number: int, state: State) -> None:
+        """Mark a number as done, and advance `next`."""
+        self.is_created |= number == 0 and state == "done"
+        self.done.add(number)
+        while self.next in self.done:
+            self.done.remove(self.next)
             self.next += 1
 
 
 @final
-@dataclass(kw_only=True, eq=False)
-class SamplingSession:
-    """A sampling session and its samples, which run in any order."""
-
-    row: SamplingRow
-    """Row of the sampling session in the journal."""
-    entries: dict[int, Entry] = field(default_factory=dict)
-    """Samples, by number."""
-
-    def add(self, entry: Entry) -> None:
-        """Add a sample."""
-        self.entries[entry.row.seq] = entry
-
-    def remove(self, entry: Entry) -> None:
-        """Remove a sample that was not accepted, and so free its number."""
-        self.entries.pop(entry.row.seq, None)
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether samples are waiting or running."""
-        return any(not entry.is_done for entry in self.entries.values())
-
-
-@final
-@dataclass(kw_only=True, eq=False)
-class Session:
-    """A session of a client."""
-
-    id: str
-    """Id of the session."""
-    last_seen: float
-    """Monotonic time at which the client was last heard from."""
-    lanes: list[Lane] = field(default_factory=list)
-    """Lanes of the models."""
-    samplers: list[SamplingSession] = field(default_factory=list)
-    """The sampling sessions."""
-
-
-@final
 class Ledger:
-    """All open sessions with their models, samples and counts. See the module's docstring."""
+    """What waits in all open sessions, and its counts. See the module's docstring."""
 
     def __init__(self, journal: Journal, limits: ServiceLimits) -> None:
         self.journal = journal
         self.limits = limits
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
-        self.sessions: dict[str, Session] = {}
+        self.sessions: dict[str, float] = {}
+        """Open sessions, the oldest first, and the monotonic time at which the client was last heard from."""
         self.lanes: dict[str, Lane] = {}
-        self.closed: list[Lane] = []
-        """Lanes of ended sessions, not yet freed in the engine."""
-        self.samplers: dict[str, SamplingSession] = {}
-        self.is_swept = True
-        """False if a folder may have lost its last reference since the last sweep."""
+        self.samples: dict[tuple[str, int], Entry] = {}
+        """Samples that wait or run, by sampling session and number."""
         self.new_samples: list[Entry] = []
         """Accepted samples that are not yet in the sampling engine."""
+        self.closed: list[Lane] = []
+        """Lanes of ended sessions, not yet freed in the engine."""
+        self.is_swept = True
+        """False if a folder may have lost its last reference since the last sweep."""
         self.encoded_bytes = {False: 0, True: 0}
         """Bytes of the bodies that are encoded, by whether they are samples."""
         self.waiting = 0
@@ -278,85 +227,57 @@ class Ledger:
         self.waiting_samples = 0
         self.fetched: list[tuple[str, int]] = []
         """Fetched replies that are not yet noted in the journal."""
-        self._read()
-
-    # ------------------------------------------------------------------ from the journal
+        with self.lock:
+            self._read()
 
     def _read(self) -> None:
-        now = time.monotonic()
+        """Read from the journal what waits."""
         self.journal.forget_ended()
-        for row in self.journal.rows(SessionRow):
-            if row.ended is None:
-                self.sessions[row.id] = Session(id=row.id, last_seen=now)
-        for row in self.journal.rows(SamplingRow):
-            if row.session in self.sessions:
-                self.add_sampler(row)
+        self.sessions = {row.id: time.monotonic() for row in self.journal.rows(SessionRow) if row.ended is None}
+        samplers = {row.id for row in self.journal.rows(SamplingRow)}
         for row in self.journal.requests():
-            if row.session in self.sessions:
-                self._read_request(row)
-        created = {row.id for row in self.journal.rows(ModelRow)}
-        for lane in self.lanes.values():
-            lane.is_created = lane.id in created
-            lane.advance()
-
-    def _read_request(self, row: RequestRow) -> None:
-        entry = Entry(row=row, accepted=True, journaled=ARRIVED)
-        sampler = self.samplers.get(row.owner)
-        if sampler is None:
-            lane = self.lanes.get(row.owner) or self.add_lane(row.owner, row.session)
-            lane.add(entry)
-        else:
-            sampler.entries[row.seq] = entry
-            if not entry.is_done:
-                self.new_samples.append(entry)
-        if not entry.is_done:
-            self._count(entry, 1)
+            if row.owner not in samplers:
+                lane = self.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
+                if row.state != "queued":
+                    lane.finish(row.seq, row.state)
+            if row.state == "queued":
+                entry = Entry(row=row)
+                self.add(entry)
+                self.arrive(entry)
 
     # ------------------------------------------------------------------ changes, under the lock
 
-    def add_lane(self, model: str, session: str) -> Lane:
-        """Start the lane of a model."""
-        lane = self.lanes[model] = Lane(id=model, session=session)
-        self.sessions[session].lanes.append(lane)
-        return lane
+    def add(self, entry: Entry) -> None:
+        """Add a request, whose number nobody else can use from now on."""
+        lane = self.lanes.get(entry.row.owner)
+        if lane is None:
+            self.samples[entry.row.owner, entry.row.seq] = entry
+        else:
+            lane.entries[entry.row.seq] = entry
 
-    def add_sampler(self, row: SamplingRow) -> SamplingSession:
-        """Open a sampling session."""
-        sampler = self.samplers[row.id] = SamplingSession(row=row)
-        self.sessions[row.session].samplers.append(sampler)
-        return sampler
-
-    def drop_sampler(self, sampling_session: str) -> None:
-        """Remove a sampling session, if it still exists."""
-        if (sampler := self.samplers.pop(sampling_session, None)) is None:
-            return
-        self.sessions[sampler.row.session].samplers.remove(sampler)
-        self._forget(sampler.entries)
+    def remove(self, entry: Entry) -> None:
+        """Remove a request that is done or was not accepted."""
+        if (lane := self.lanes.get(entry.row.owner)) is not None:
+            lane.entries.pop(entry.row.seq, None)
+        self.samples.pop((entry.row.owner, entry.row.seq), None)
 
     def arrive(self, entry: Entry) -> None:
         """Accept a request that is in the journal."""
         entry.accepted = True
-        if not entry.is_done:
-            self._count(entry, 1)
-            if entry.is_sample:
-                self.new_samples.append(entry)
-        if (lane := self.lanes.get(entry.row.owner)) is not None:
-            lane.advance()
+        self._count(entry, 1)
+        if entry.is_sample:
+            self.new_samples.append(entry)
         entry.journaled.set()
-        entry.journaled = ARRIVED
         self.changed.notify_all()
 
-    def done(self, entry: Entry, state: State, *, group: int | None = None) -> None:
-        """Mark a request as done. The journal must have its reply."""
+    def done(self, entry: Entry, state: State) -> None:
+        """Remove an accepted request that is done. The journal must have its reply."""
         with self.lock:
             if not entry.is_done:
-                self._count(entry, -1)
-            self._release(entry)
-            entry.row = replace(entry.row, state=state, group=group)
+                self._close(entry)
+            self.remove(entry)
             if (lane := self.lanes.get(entry.row.owner)) is not None:
-                lane.open.pop(entry.row.seq, None)
-                lane.advance()
-            entry.wake()
+                lane.finish(entry.row.seq, state)
 
     def end_session(self, session_id: str) -> None:
         """End a session, if it is open. Its models, replies and unnamed saves are deleted, and its long polls return.
@@ -368,63 +289,62 @@ class Ledger:
         """
         self.journal.end_session(session_id, now=time.time())
         with self.lock:
-            if (session := self.sessions.pop(session_id, None)) is not None:
-                self._end(session)
+            self.sessions.pop(session_id, None)
+            for entry in [entry for entry in self.entries() if entry.row.session == session_id]:
+                if entry.encoded is not None:
+                    entry.encoded.cancel()
+                if entry.accepted:
+                    self._close(entry)
+                self.remove(entry)
+            self.new_samples = [entry for entry in self.new_samples if not entry.is_done]
+            for lane in [lane for lane in self.lanes.values() if lane.session == session_id]:
+                lane.is_closed = True
+                self.closed.append(self.lanes.pop(lane.id))
+            self.changed.notify_all()
 
-    def silent(self, seconds: float) -> list[Session]:
-        """Return sessions without a sign of the client for this many seconds, the longest silent first."""
-        late = time.monotonic() - seconds
-        with self.lock:
-            silent = [session for session in self.sessions.values() if session.last_seen < late]
-        return sorted(silent, key=lambda session: session.last_seen)
-
-    def _end(self, session: Session) -> None:
-        for lane in session.lanes:
-            lane.is_closed = True
-            self.lanes.pop(lane.id, None)
-            self.closed.append(lane)
-            self._forget(lane.entries)
-        for sampler in session.samplers:
-            self.samplers.pop(sampler.row.id, None)
-            self._forget(sampler.entries)
-        self.new_samples = [entry for entry in self.new_samples if entry.row.session != session.id]
-        self.changed.notify_all()
-
-    def _forget(self, entries: dict[int, Entry]) -> None:
-        for entry in entries.values():
-            if entry.accepted and not entry.is_done:
-                self._count(entry, -1)
-                entry.row = replace(entry.row, state="failed")
-            if entry.encoded is not None:
-                entry.encoded.cancel()
-            self._release(entry)
-            entry.wake()
+    def _close(self, entry: Entry) -> None:
+        self._count(entry, -1)
+        if entry.encoded is not None:
+            self.encoded_bytes[entry.is_sample] -= entry.row.size
+        entry.request = entry.encoded = None
+        entry.is_done = True
+        entry.wake()
 
     def has_room_for(self, size: int, *, samples: bool) -> bool:
         """Return whether bodies of this size may be encoded now."""
         used = self.encoded_bytes[samples]
         return used == 0 or used + size <= self.limits.encoded_bytes
 
-    def note_encoded(self, entry: Entry, encoded: Future[Any] | None) -> None:
+    def note_encoded(self, entry: Entry, encoded: Future[Any]) -> None:
         """Record that a request is being encoded."""
         entry.encoded = encoded
-        if encoded is not None:
-            self.encoded_bytes[entry.is_sample] += entry.row.size
-
-    def _release(self, entry: Entry) -> None:
-        if entry.encoded is not None:
-            self.encoded_bytes[entry.is_sample] -= entry.row.size
-        entry.request = entry.encoded = None
+        self.encoded_bytes[entry.is_sample] += entry.row.size
 
     def _count(self, entry: Entry, sign: int) -> None:
         self.waiting += sign
         self.waiting_bytes += sign * entry.row.size
-        if entry.is_sample:
-            self.waiting_samples += sign
+        self.waiting_samples += sign * entry.is_sample
 
-    # ------------------------------------------------------------------ look up, under the lock
+    # ------------------------------------------------------------------ look up
 
     def find(self, owner: str, seq: int) -> Entry | None:
-        """Return the request with this number; None: there is none."""
-        lane = self.lanes.get(owner) or self.samplers.get(owner)
-        return None if lane is None else lane.entries.get(seq)
+        """Return the waiting request with this number; None: there is none. Called under the lock."""
+        lane = self.lanes.get(owner)
+        return self.samples.get((owner, seq)) if lane is None else lane.entries.get(seq)
+
+    def entries(self) -> list[Entry]:
+        """Return all requests that wait or run. Called under the lock."""
+        return [*self.samples.values(), *(entry for lane in self.lanes.values() for entry in lane.entries.values())]
+
+    def silent(self, seconds: float) -> list[str]:
+        """Return sessions without a sign of the client for this many seconds, the longest silent first."""
+        late = time.monotonic() - seconds
+        with self.lock:
+            silent = [session for session, seen in self.sessions.items() if seen < late]
+            return sorted(silent, key=self.sessions.__getitem__)
+
+    def idle(self, samplers: Sequence[SamplingRow], *, kept: int) -> list[str]:
+        """Return the sampling sessions without samples among all but the last `kept`."""
+        with self.lock:
+            busy = {owner for owner, _ in self.samples}
+        return [row.id for row in samplers[: max(len(samplers) - kept, 0)] if row.id not in busy]

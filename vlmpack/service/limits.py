@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from vlmpack.data.images import ImageLimits
 from vlmpack.errors import RequestError
 from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Request, Sample, TextChunk
+
+FORMATS = ("png", "jpeg")
+"""Accepted image formats."""
 
 
 @final
@@ -117,6 +121,12 @@ class ServiceLimits:
     """Size at which the client splits a call into several requests."""
     sample_requests: int = 64
     """Maximum number of sampling requests that a client has in progress."""
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        """Limits of one image. The bytes of a file decide its format, not the declared one."""
+        formats = tuple(name.upper() for name in FORMATS)
+        return ImageLimits(max_pixels=self.image_pixels, max_bytes=self.image_bytes, formats=formats)
 
     @property
     def patches(self) -> int:

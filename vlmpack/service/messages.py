@@ -229,7 +229,6 @@ class LoadWeights(Operation):
 # ---------------------------------------------------------------------- new sessions and models
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class NewSession:
     """The client's description of its session."""

@@ -46,8 +46,6 @@ class Done:
     """The outcome for the client."""
     write: Callable[[], None] | None = None
     """Called to write to the journal, in the same transaction as the reply."""
-    take_in: Callable[[], None] | None = None
-    """Called to update the ledger, under its lock, once the operation is committed."""
     is_replayed: bool = False
     """Whether the operation has to be replayed after a restart."""
 
@@ -128,11 +126,7 @@ class Operations:
             id=lane.id, session=lane.session, created=now, last_request=now, base_model=self._base_model, lora=lora,
             user_metadata=request.user_metadata, snapshot=snapshot,
         )  # fmt: skip
-
-        def take_in() -> None:
-            lane.is_created = True
-
-        return Done(outcome=outcome, write=lambda: self._journal.put(row), take_in=take_in)
+        return Done(outcome=outcome, write=lambda: self._journal.put(row))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -173,32 +167,23 @@ class Operations:
 
     def _save_unnamed(self, lane: Lane, request: messages.SaveForSampler) -> Done:
         sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
-        with self._ledger.lock:
-            if sampler in self._ledger.samplers:
-                raise RequestError(f"the sampling session {sampler} exists: save with the next sampling_session_seq_id")
+        if self._journal.row(SamplingRow, id=sampler) is not None:
+            raise RequestError(f"the sampling session {sampler} exists: save with the next sampling_session_seq_id")
         with self._state.new(label_of(sampler, "unnamed")) as folder:
             self._engine.save(lane.id, folder, optimizer=False)
         row = SamplingRow(
             id=sampler, session=lane.session, created=time.time(), model=lane.id, folder=self._state.publish(folder)
         )
-        with self._ledger.lock:
-            unnamed = [other for other in self._ledger.samplers.values() if other.row.model == lane.id]
-        kept = self._ledger.limits.unnamed_saves - 1
-        dropped = [old.row.id for old in unnamed[: max(len(unnamed) - kept, 0)] if not old.is_busy]
+        unnamed = self._journal.rows(SamplingRow, model=lane.id)
+        dropped = self._ledger.idle(unnamed, kept=self._ledger.limits.unnamed_saves - 1)
 
         def write() -> None:
             self._journal.put(row)
             for old in dropped:
                 self._journal.drop_sampling_session(old)
 
-        def take_in() -> None:
-            for old in dropped:
-                self._ledger.drop_sampler(old)
-            if not lane.is_closed:
-                self._ledger.add_sampler(row)
-
         outcome = messages.Saved(type=SAVED["sampler_weights"], sampling_session_id=sampler)
-        return Done(outcome=outcome, write=write, take_in=take_in)
+        return Done(outcome=outcome, write=write)
 
     def _load(self, lane: Lane, entry: Entry, request: messages.LoadWeights) -> Done:
         checkpoint = self._journal.checkpoint(request.path)

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, final
@@ -30,7 +30,7 @@ from vlmpack.service import wire
 from vlmpack.service.checkpoints import ABOUT, StateFolder
 from vlmpack.service.engine_thread import EngineThread
 from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
-from vlmpack.service.ledger import Entry, Lane, Ledger, SamplingSession, Session, content_digest
+from vlmpack.service.ledger import Entry, Lane, Ledger, content_digest
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Creation, Failure, ForwardBackward, NewSession, Rejected, Reply, Request, Sample
 from vlmpack.service.operations import lacks_seed, with_seed
@@ -88,31 +88,6 @@ class Pending:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class QueueStats:
-    """Metrics of the queue by name (see `status.METRICS`), and what stops it."""
-
-    uptime_seconds: float
-    sessions: int
-    models: int
-    samplers: int
-    checkpoints: int
-    queued_requests: int
-    queued_bytes: int
-    queued_samples: int
-    requests_total: dict[str, int]
-    requests_failed_total: dict[str, int]
-    engine_seconds_total: dict[str, float]
-    snapshots_total: int
-    paused: str | None
-    """Why nothing can be committed, e.g. a full disk; None: the journal can be written."""
-    fault: str | None
-    """Why the engine thread ended; None: it runs."""
-    is_restored: bool
-    """Whether the journal's models have been restored."""
-
-
-@final
 class RequestQueue:
     """The request queue; see the module's docstring. Thread-safe.
 
@@ -155,9 +130,8 @@ class RequestQueue:
         """
         with self._ledger.lock:
             self._is_draining = True
-            for owner in (*self._ledger.lanes.values(), *self._ledger.samplers.values()):
-                for entry in owner.entries.values():
-                    entry.wake()
+            for entry in self._ledger.entries():
+                entry.wake()
         self._thread.stop(drain=drain)
         if not self._is_closed:
             self._is_closed = True
@@ -173,21 +147,19 @@ class RequestQueue:
         Raises:
             Rejected: status 429: there are too many sessions, or the disk is full.
         """
-        row = SessionRow(
-            id=f"s{secrets.token_hex(6)}", created=time.time(), tags=session.tags, user_metadata=session.user_metadata,
-            sdk_version=ascii(session.sdk_version)[1:-1], display_name=session.display_name,
-        )  # fmt: skip
+        given = {**vars(session), "sdk_version": ascii(session.sdk_version)[1:-1]}
+        row = SessionRow(id=f"s{secrets.token_hex(6)}", created=time.time(), **given)
         limits, ledger = self._ledger.limits, self._ledger
         if len(ledger.sessions) >= limits.sessions:
             for silent in ledger.silent(limits.silent_seconds)[:1]:
-                log.info("the session %s ended: its client fell silent, and a new one needs its place", silent.id)
-                self.finish(silent.id)
+                log.info("the session %s ended: its client fell silent, and a new one needs its place", silent)
+                self.finish(silent)
         with ledger.lock:
             if len(ledger.sessions) >= limits.sessions:
                 raise self._busy(f"{len(ledger.sessions)} sessions are open: finish one, or try again later")
         self._written(lambda: self._journal.put(row))
         with ledger.lock:
-            ledger.sessions[row.id] = Session(id=row.id, last_seen=time.monotonic())
+            ledger.sessions[row.id] = time.monotonic()
         return row.id
 
     def heartbeat(self, session_id: str) -> None:
@@ -223,21 +195,22 @@ class RequestQueue:
             Rejected: status 410: the session has ended or never existed.
         """
         with self._ledger.lock:
-            session = self._check_session(session_id)
-            model_ids = tuple(lane.id for lane in session.lanes if lane.is_created)
-            sampler_ids = tuple(sampler.row.id for sampler in session.samplers)
+            self._check_session(session_id)
         row = self._journal.row(SessionRow, id=session_id)
         assert row is not None, "a session is in the journal before it is open"
-        return SessionInfo(row=row, model_ids=model_ids, sampler_ids=sampler_ids)
+        return SessionInfo(
+            row=row,
+            model_ids=tuple(model.id for model in reversed(self._journal.rows(ModelRow, session=session_id))),
+            sampler_ids=tuple(sampler.id for sampler in self._journal.rows(SamplingRow, session=session_id)),
+        )
 
-    def _check_session(self, session_id: str) -> Session:
+    def _check_session(self, session_id: str) -> None:
         if session_id not in self._ledger.sessions:
             raise Rejected(f"there is no session {session_id}, or it has ended: begin another", status=410)
-        return self._ledger.sessions[session_id]
 
     def _touch(self, session_id: str) -> None:
-        if (session := self._ledger.sessions.get(session_id)) is not None:
-            session.last_seen = time.monotonic()
+        if session_id in self._ledger.sessions:
+            self._ledger.sessions[session_id] = time.monotonic()
 
     # ------------------------------------------------------------------ sampling sessions
 
@@ -259,31 +232,26 @@ class RequestQueue:
         with self._beginning:
             with ledger.lock:
                 self._touch(session_id)
-                samplers = self._check_session(session_id).samplers
-                known = ledger.samplers.get(name)
-                if known is not None and (known.row.path != path or known.row.model is not None):
-                    raise Rejected(f"the sampling session {name} was begun with another model", status=400)
-                if known is not None:
-                    return name
-                count = max(len(samplers) - ledger.limits.samplers_kept + 1, 0)
-                dropped = [old.row.id for old in samplers[:count] if not old.is_busy]
-                for old in dropped:
-                    ledger.drop_sampler(old)
-            row = SamplingRow(id=name, session=session_id, created=time.time(), path=path)
-            begun: list[SamplingRow] = []
+                self._check_session(session_id)
+            known = self._journal.row(SamplingRow, id=name)
+            if known is not None and (known.path != path or known.model is not None):
+                raise Rejected(f"the sampling session {name} was begun with another model", status=400)
+            if known is not None:
+                return name
+            opened = self._journal.rows(SamplingRow, session=session_id)
+            dropped = ledger.idle(opened, kept=ledger.limits.samplers_kept - 1)
 
             def write() -> None:
                 with self._journal.transaction():
                     folder = None if path is None else self._journal.checkpoint(path).folder
-                    begun.append(replace(row, folder=folder))
                     for old in dropped:
                         self._journal.drop_sampling_session(old)
-                    self._journal.put(begun[0])
+                    row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
+                    self._journal.put(row)
 
             self._written(write)  # not under the lock: the event loop takes it, and the disk may be slow
             with ledger.lock:
                 self._check_session(session_id)
-                ledger.add_sampler(begun[0])
         return name
 
     def sampler(self, sampling_session_id: str) -> SamplingRow:
@@ -292,11 +260,10 @@ class RequestQueue:
         Raises:
             Rejected: status 404: there is no such sampling session.
         """
-        with self._ledger.lock:
-            sampler = self._ledger.samplers.get(sampling_session_id)
-            if sampler is None:
-                raise Rejected(f"there is no sampling session {sampling_session_id}", status=404)
-            return sampler.row
+        row = self._journal.row(SamplingRow, id=sampling_session_id)
+        if row is None:
+            raise Rejected(f"there is no sampling session {sampling_session_id}", status=404)
+        return row
 
     # ------------------------------------------------------------------ models and checkpoints
 
@@ -450,82 +417,83 @@ class RequestQueue:
         return f"{owner}:{seq}"
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
+        key = (entry.row.owner, entry.row.seq)
         with self._ledger.lock:
             self._touch(entry.row.session)
-            holder = self._holder(entry.row, is_creation=is_creation)
-            known = holder.entries.get(entry.row.seq)
+            self._check_session(entry.row.session)
+            known = self._ledger.find(*key)
             if known is None:
-                self._check_room(entry.row, holder)
-                holder.add(entry)
+                self._check_room(entry.row, self._lane(entry.row, is_creation=is_creation))
+                self._ledger.add(entry)
         if known is not None:
-            self._repeat(known, entry, body, is_creation=is_creation, failure=failure)
+            known.journaled.wait()
+            if known.accepted:
+                _check_same(known.row, entry.row)
+            else:  # of two simultaneous POSTs, the first found the disk full
+                self._accept(entry, body, is_creation=is_creation, failure=failure)
             return
         try:
-            self._enter(entry, body, failure)
+            used = self._enter(entry, body, failure)
         except BaseException as error:
             with self._ledger.lock:
-                holder.remove(entry)
+                self._ledger.remove(entry)
             if isinstance(error, JournalError):
                 raise self._busy(str(error)) from error
             raise
         finally:
             entry.journaled.set()
+        if used is not None:
+            _check_same(used, entry.row)
 
-    def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
+    def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> RequestRow | None:
+        """Write a request to the journal, and accept it; or return the request that has its number."""
         key = (entry.row.owner, entry.row.seq)
         reply = None if failure is None else self._failed(failure)
         with self._journal.transaction():
-            self._journal.add_request(entry.row, body=body, now=time.time())
-            if reply is not None:
-                self._journal.finish_request(*key, state="failed", reply=reply, keep_body=False)
+            if (used := self._journal.request(*key)) is None:
+                if key[0] not in self._ledger.lanes and self._journal.row(SamplingRow, id=key[0]) is None:
+                    raise Rejected(
+                        f"there is no model or sampling session {key[0]}: it was never made, or, if an unnamed save, "
+                        f"{self._ledger.limits.unnamed_saves} later ones of its model took its place (save under a "
+                        "name)",
+                        status=404,
+                    )
+                self._journal.add_request(entry.row, body=body, now=time.time())
+                if reply is not None:
+                    self._journal.finish_request(*key, state="failed", reply=reply, keep_body=False)
         with self._ledger.lock:
-            if entry.row.session not in self._ledger.sessions:
-                raise Rejected(f"the session {entry.row.session} has ended", status=410)
+            if used is not None:
+                self._ledger.remove(entry)
+                return used
+            self._check_session(entry.row.session)
             self._ledger.arrive(entry)
             if reply is not None:
                 self._ledger.done(entry, "failed")
             elif entry.is_sample:
                 self._thread.encode_samples()
-            elif (lane := self._ledger.lanes.get(entry.row.owner)) is not None:
+            elif (lane := self._ledger.lanes.get(key[0])) is not None:
                 self._thread.encode_ahead(lane)
+        return None
 
-    def _repeat(
-        self, known: Entry, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None
-    ) -> None:
-        known.journaled.wait()
-        if not known.accepted:  # of two simultaneous POSTs, the first found the disk full
-            self._accept(entry, body, is_creation=is_creation, failure=failure)
-        elif known.row.kind != MISSING and (known.row.kind, known.row.digest) != (entry.row.kind, entry.row.digest):
-            raise Rejected(
-                f"number {entry.row.seq} of {entry.row.owner} was a {known.row.kind} of other content: "
-                "a number is used once",
-                status=400,
-            )
-
-    def _holder(self, row: RequestRow, *, is_creation: bool) -> Lane | SamplingSession:
-        holder = self._ledger.lanes.get(row.owner) or self._ledger.samplers.get(row.owner)
-        if holder is not None:
-            return holder
-        self._check_session(row.session)
+    def _lane(self, row: RequestRow, *, is_creation: bool) -> Lane | None:
+        """Return the lane of a request, which its creation opens; None: it is for a sampling session."""
         if is_creation:
-            return self._ledger.add_lane(row.owner, row.session)
-        raise Rejected(
-            f"there is no model or sampling session {row.owner}: it was never made, or, if an unnamed save, "
-            f"{self._ledger.limits.unnamed_saves} later ones of its model took its place (save under a name)",
-            status=404,
-        )
+            return self._ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
+        return self._ledger.lanes.get(row.owner)
 
-    def _check_room(self, row: RequestRow, holder: Lane | SamplingSession) -> None:
+    def _check_room(self, row: RequestRow, lane: Lane | None) -> None:
         ledger, limits = self._ledger, self._ledger.limits
-        if self._is_draining:
-            raise self._busy("the server is going down")
         if not 0 <= row.seq < 2**63:
             raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
-        if isinstance(holder, Lane):
-            if row.seq == holder.missing:
+        if lane is not None and lane.is_used(row.seq):
+            return  # a repetition
+        if self._is_draining:
+            raise self._busy("the server is going down")
+        if lane is not None:
+            if row.seq == lane.missing:
                 return  # later requests wait for it, so rejecting it could block them forever
-            if row.seq > holder.missing + limits.numbers_ahead:
-                raise Rejected(f"request {row.seq} of {row.owner}, which is at {holder.missing}", status=400)
+            if row.seq > lane.missing + limits.numbers_ahead:
+                raise Rejected(f"request {row.seq} of {row.owner}, which is at {lane.missing}", status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         if row.kind == Sample.__name__:
             full |= ledger.waiting_samples >= limits.queued_samples
@@ -546,54 +514,59 @@ class RequestQueue:
                 ago.
         """
         owner, _, number = request_id.rpartition(":")
-        if not number.isdecimal():
+        if not number.isdecimal() or not (key := (owner, int(number)))[1] < 2**63:
             return None
-        key = (owner, int(number))
-        loop = asyncio.get_running_loop()
-        waiter = loop.create_future()
+        waiter = (asyncio.get_running_loop(), asyncio.get_running_loop().create_future())
         with self._ledger.lock:
             self._touch(_session_of(owner))
             entry = self._ledger.find(*key)
-            if entry is None:
-                return None
-            if not entry.is_done and not self._is_draining:
-                entry.waiters.append((loop, waiter))
-            else:
-                waiter.set_result(None)
-        try:
-            await asyncio.wait_for(waiter, timeout)
-        except asyncio.TimeoutError:
-            pass
-        finally:
-            with self._ledger.lock, suppress(ValueError):
-                entry.waiters.remove((loop, waiter))
-        if not entry.is_done:
-            paused = self._journal.fault or self._thread.fault
-            return Pending() if paused is None else Pending(state="paused_capacity", reason=paused)
-        return await self._stored(key)
-
-    async def _stored(self, key: tuple[str, int]) -> Reply | None:
+            if entry is not None:
+                entry.waiters.append(waiter)
+                timeout = 0.0 if self._is_draining else timeout
+        if entry is not None:
+            try:
+                await asyncio.wait_for(waiter[1], timeout)
+            except asyncio.TimeoutError:
+                pass
+            finally:
+                with self._ledger.lock, suppress(ValueError):
+                    entry.waiters.remove(waiter)
+            if not entry.is_done:
+                paused = self._journal.fault or self._thread.fault
+                return Pending() if paused is None else Pending(state="paused_capacity", reason=paused)
         reply = await asyncio.to_thread(self._journal.reply, *key)
         if reply is not None:
             with self._ledger.lock:
                 self._ledger.fetched.append(key)
         return reply
 
-    def stats(self) -> QueueStats:
-        """Return the queue's current state and its counters."""
-        ledger, thread = self._ledger, self._thread
-        checkpoints = self._journal.count_checkpoints()
+    @property
+    def fault(self) -> str | None:
+        """Why work has stopped, e.g. on a full disk; None: it goes on."""
+        return self._thread.fault or self._journal.fault
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the journal's models have been restored."""
+        return self._thread.is_restored
+
+    def stats(self) -> dict[str, Any]:
+        """Return the queue's metrics by name (see `status.METRICS`)."""
+        ledger, thread, numbers = self._ledger, self._thread, self._journal.counts()
         with ledger.lock:
             counts = dict(thread.counts)
-            return QueueStats(
-                uptime_seconds=time.monotonic() - self._began, sessions=len(ledger.sessions),
-                models=sum(lane.is_created for lane in ledger.lanes.values()), samplers=len(ledger.samplers),
-                checkpoints=checkpoints, queued_requests=ledger.waiting, queued_bytes=ledger.waiting_bytes,
-                queued_samples=ledger.waiting_samples, requests_total=_by_kind(counts, ".done"),
-                requests_failed_total=_by_kind(counts, ".failed"), engine_seconds_total=dict(thread.seconds),
-                snapshots_total=counts.get("snapshots", 0), paused=self._journal.fault, fault=thread.fault,
-                is_restored=thread.is_restored,
-            )  # fmt: skip
+            return {
+                **numbers,
+                "uptime_seconds": time.monotonic() - self._began,
+                "sessions": len(ledger.sessions),
+                "queued_requests": ledger.waiting,
+                "queued_bytes": ledger.waiting_bytes,
+                "queued_samples": ledger.waiting_samples,
+                "requests_total": _by_kind(counts, ".done"),
+                "requests_failed_total": _by_kind(counts, ".failed"),
+                "engine_seconds_total": dict(thread.seconds),
+                "snapshots_total": counts.get("snapshots", 0),
+            }
 
     # ------------------------------------------------------------------ what runs out, in the engine thread
 
@@ -611,7 +584,7 @@ class RequestQueue:
             self._fail_gaps()
             self._end_silent_sessions()
             self._note_retrieved()
-            self._drop_replies()
+            self._journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
             self._drop_expired()
         except (JournalError, Rejected):
             log.exception("the journal cannot be written; tried again")
@@ -622,7 +595,7 @@ class RequestQueue:
             now = time.monotonic()
             elapsed, self._looked = now - self._looked, now
             for lane in self._ledger.lanes.values():
-                early = lane.early() if lane.open else []
+                early = lane.early() if lane.entries else []
                 missing = lane.missing if early else None
                 if missing != lane.gap:
                     lane.gap, lane.gap_seconds, lane.gap_since = missing, 0.0, now
@@ -640,18 +613,18 @@ class RequestQueue:
         given_up = self._failed(f"this request of {lane.id} arrived after those behind it had been given up")
         with self._ledger.lock:
             for number in range(missing, early[-1].row.seq):
-                if number not in lane.entries:
+                if number not in lane.entries and not lane.is_used(number):
                     row = RequestRow(
                         owner=lane.id, seq=number, session=lane.session, kind=MISSING, digest=b"", state="failed"
                     )
                     absent.append(Entry(row=row))
-                    lane.add(absent[-1])  # a request that arrives now is a repetition
+                    self._ledger.add(absent[-1])  # a request that arrives now is a repetition
         try:
             self._commit_gap(absent, early, given_up, reply)
         except BaseException:
             with self._ledger.lock:
                 for entry in absent:
-                    lane.remove(entry)
+                    self._ledger.remove(entry)
             raise
         finally:
             for entry in absent:
@@ -674,8 +647,8 @@ class RequestQueue:
 
     def _end_silent_sessions(self) -> None:
         for session in self._ledger.silent(self._ledger.limits.idle_seconds):
-            log.info("the session %s ended: its client fell silent", session.id)
-            self.finish(session.id)
+            log.info("the session %s ended: its client fell silent", session)
+            self.finish(session)
 
     def _note_retrieved(self) -> None:
         """Note in the journal which replies were fetched."""
@@ -686,26 +659,27 @@ class RequestQueue:
             with self._ledger.lock:
                 del self._ledger.fetched[: len(keys)]
 
-    def _drop_replies(self) -> None:
-        samples = self._journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
-        with self._ledger.lock:
-            for owner, seq in samples:
-                if (sampler := self._ledger.samplers.get(owner)) is not None:
-                    sampler.entries.pop(seq, None)
-
     def _drop_expired(self) -> None:
         """Delete expired checkpoints, unless a load is waiting, which may need one of them.
 
         Weights that a sampling session uses are kept.
         """
         with self._ledger.lock:
-            kinds = {entry.row.kind for lane in self._ledger.lanes.values() for entry in lane.open.values()}
+            kinds = {entry.row.kind for entry in self._ledger.entries()}
         if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self._journal.drop_expired(now=time.time()):
             self._ledger.is_swept = False
 
 
 def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
     return {name.removesuffix(suffix): count for name, count in counts.items() if name.endswith(suffix)}
+
+
+def _check_same(known: RequestRow, row: RequestRow) -> None:
+    """Check that a repeated request is the one that has its number."""
+    if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
+        raise Rejected(
+            f"number {row.seq} of {row.owner} was a {known.kind} of other content: a number is used once", status=400
+        )
 
 
 def _session_of(owner: str) -> str:

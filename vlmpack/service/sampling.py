@@ -49,8 +49,8 @@ class Job:
 
     key: str
     """Key of the request."""
-    session_id: str
-    """Id of the sampling session."""
+    folder: Path | None
+    """Folder of the snapshot; None: the base model."""
     prompt: EncodedSequence
     """The prompt that the sequences continue."""
     request: Sample
@@ -143,6 +143,8 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
 
 Finished = tuple[str, SampleResult | Failure]
 """Key of a request, and its outcome."""
+CLOSED = "the snapshot was closed before the request was done; sample again"
+"""Why a request failed."""
 
 
 @final
@@ -257,7 +259,7 @@ class BatchedSampling:
         *,
         agree: Agree = itself,
     ) -> None:
-        """Create an engine without open sessions.
+        """Create an engine without requests.
 
         Args:
             open_weights: loads the weights from a snapshot's folder; with None, the base model's.
@@ -270,7 +272,6 @@ class BatchedSampling:
         self._model = model
         self._settings = settings or SamplingSettings()
         self._agree = agree
-        self._folders: dict[str, Path | None] = {}
         self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one has the next turn
         self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one is dropped first
         self._jobs: dict[str, Job] = {}
@@ -290,31 +291,28 @@ class BatchedSampling:
         """Return whether there is nothing to do and nothing to return."""
         return not self._jobs and not self._finished
 
-    def open(self, session_id: str, folder: Path | None) -> None:
-        """Open a sampling session. Sessions of the same folder share weights and batches."""
-        self._folders[session_id] = folder
+    def close(self, folder: Path | None) -> None:
+        """Free the weights of a snapshot; None: of the base model. Its unfinished requests fail."""
+        self._fail([job for job in self._jobs.values() if job.folder == folder], RequestError(CLOSED))
+        self._loaded.pop(folder, None)
+        self._prompts.drop(folder)
 
-    def close(self, session_id: str) -> None:
-        """Close a sampling session, and free its snapshot if no other session uses it. Unfinished requests fail."""
-        folder = self._folders.pop(session_id, None)
-        closed = RequestError("the sampling session was closed before the request was done; open another one")
-        self._fail([job for job in self._jobs.values() if job.session_id == session_id], closed)
-        if folder not in self._folders.values():
-            self._loaded.pop(folder, None)
-            self._prompts.drop(folder)
+    def add(self, key: str, folder: Path | None, prompt: EncodedSequence, request: Sample) -> None:
+        """Add a request.
 
-    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """Add a request."""
-        job = Job(key=key, session_id=session_id, prompt=prompt, request=request)
+        Args:
+            key: name of the request in `step`.
+            folder: folder of the snapshot, which is loaded when its turn comes; None: the base model.
+            prompt: the encoded prompt.
+            request: the request.
+        """
+        job = Job(key=key, folder=folder, prompt=prompt, request=request)
         try:
-            if session_id not in self._folders:
-                raise RequestError(f"sampling session {session_id!r} is not open; create one")
             ending = ending_of(prompt, request, self._model)
         except RequestError as error:
             self._finished.append((key, Failure(message=str(error), category="user")))
             return
         job.begin(ending)
-        folder = self._folders[session_id]
         self._jobs[key] = job
         self._lanes.setdefault(folder, _Lane(folder=folder)).waiting.append(job)
 

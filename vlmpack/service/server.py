@@ -294,10 +294,9 @@ class Service:
         self.server(on_start=on_start).run(sockets=[listening])
 
     def _snapshot(self) -> Snapshot:
-        stats, counts = self.queue.stats(), self.engine.counts
-        fault = stats.fault or stats.paused
+        fault, counts = self.queue.fault, self.engine.counts
         numbers = {
-            **vars(stats),
+            **self.queue.stats(),
             "up": float(not fault),
             "rows_total": counts.rows,
             "trained_tokens_total": counts.tokens,

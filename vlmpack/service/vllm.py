@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from secrets import randbits
 from typing import TYPE_CHECKING, Any, final
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from vlmpack.data.images import ImageLimits, load_image
-from vlmpack.errors import RequestError, VlmpackError, check_extra
+from vlmpack.errors import ConfigError, RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending, no_tokens
 from vlmpack.service.messages import (
@@ -34,7 +35,7 @@ from vlmpack.service.messages import (
     TextChunk,
     TopTokens,
 )
-from vlmpack.service.sampling import Finished, SampledModel, SamplingSettings, ending_of
+from vlmpack.service.sampling import CLOSED, Finished, SampledModel, ending_of
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
@@ -52,6 +53,11 @@ PATIENCE = 0.005
 NEVER = -100.0
 """Logit bias of tokens that are never sampled: the lowest that vLLM accepts."""
 
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The maximum ranks of an adapter that vLLM can be started with."""
+TOGETHER = 4
+"""Maximum number of adapters in one batch of vLLM, which reserves room for each at the maximum rank."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +67,9 @@ class VllmSettings:
     max_context: int
     """Maximum length of a sequence."""
     max_rank: int = 64
-    """Maximum rank of an adapter."""
+    """Maximum rank of an adapter: one of `RANKS`."""
     max_snapshots: int = 16
-    """Maximum number of adapters in memory."""
+    """Maximum number of adapters in the host's memory; up to `TOGETHER` of them are on the device."""
     max_images: int = 16
     """Maximum number of images in a prompt."""
     memory: float = 0.4
@@ -87,7 +93,8 @@ def open_vllm(model: str, settings: VllmSettings, **more: Any) -> Any:
         "gpu_memory_utilization": settings.memory,
         "enable_lora": True,
         "max_lora_rank": settings.max_rank,
-        "max_loras": settings.max_snapshots,
+        "max_loras": min(settings.max_snapshots, TOGETHER),
+        "max_cpu_loras": settings.max_snapshots,
         "limit_mm_per_prompt": {"image": settings.max_images},
         "logprobs_mode": "raw_logprobs",  # of the full distribution, before temperature, top-k and top-p
     }
@@ -104,17 +111,26 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
         source: folder or hub name of the model, for vLLM.
 
     Raises:
-        ConfigError: vLLM is not installed.
+        ConfigError: vLLM is not installed, or the limits allow a rank that it does not have.
     """
-    config, base, family = engine.model.config, engine.base, engine.family
-    if kind == "vllm":
-        llm = open_vllm(source, VllmSettings(max_context=base.max_context))
-        placeholders = (config.image_token_id, config.video_token_id) if family.has_vision else ()
-        image_token_id = config.image_token_id if family.has_vision else None
-        engine.sampler = VllmSampling(llm, engine.sampled, image_token_id=image_token_id, forbidden=placeholders)
-    else:
-        rounding = None if kind == "exact" else 0.0
-        engine.sampler = engine.new_sampling(SamplingSettings(rounding=rounding))
+    if kind != "vllm":
+        engine.sampler = engine.new_sampling(rounding=None if kind == "exact" else 0.0)
+        return
+    config, limits, is_vision = engine.model.config, engine.config.limits, engine.base.is_vision
+    if limits.rank > RANKS[-1]:
+        raise ConfigError(f"vLLM samples from adapters up to rank {RANKS[-1]}; the limit is {limits.rank}: lower it")
+    settings = VllmSettings(
+        max_context=engine.base.max_context,
+        max_rank=next(rank for rank in RANKS if rank >= limits.rank),
+        max_snapshots=limits.samplers_open,
+    )
+    engine.sampler = VllmSampling(
+        open_vllm(source, settings),
+        engine.sampled,
+        image_token_id=config.image_token_id if is_vision else None,
+        image_limits=limits.image_limits,
+        forbidden=(config.image_token_id, config.video_token_id) if is_vision else (),
+    )
 
 
 @final
@@ -124,16 +140,16 @@ class _Job:
 
     key: str
     """Key of the request."""
-    session_id: str
-    """Id of the sampling session."""
+    folder: Path | None
+    """Folder of the snapshot; None: the base model."""
+    adapter: Any
+    """The `LoRARequest` of the snapshot; None: the base model."""
     prompt: EncodedSequence
     """The prompt as the trained model reads it."""
     request: Sample
     """The request."""
     ending: Ending
     """When the sequences end."""
-    folder: Path | None
-    """Folder of the snapshot; None: the base model."""
 
 
 @final
@@ -141,7 +157,13 @@ class VllmSampling:
     """A sampling engine that passes all requests to vLLM."""
 
     def __init__(
-        self, llm: Any, model: SampledModel, *, image_token_id: int | None, forbidden: Sequence[int] = ()
+        self,
+        llm: Any,
+        model: SampledModel,
+        *,
+        image_token_id: int | None,
+        image_limits: ImageLimits,
+        forbidden: Sequence[int] = (),
     ) -> None:
         """Sample with a model that `open_vllm` loaded.
 
@@ -149,14 +171,16 @@ class VllmSampling:
             llm: result of `open_vllm`.
             model: properties of the model.
             image_token_id: the image placeholder, which vLLM repeats as often as it needs; None: a text model.
+            image_limits: limits of images, those that prompts were encoded with.
             forbidden: ids that are never sampled, e.g. placeholders.
         """
         self._llm = llm
         self._model = model
         self._image_token_id = image_token_id
+        self._image_limits = image_limits
         self._forbidden = tuple(forbidden)
-        self._folders: dict[str, Path | None] = {}
-        self._numbers: dict[Path, int] = {}
+        self._adapters: dict[Path, Any] = {}
+        self._numbers = count(1)
         self._waiting: list[_Job] = []
         self._running: Future[list[Finished]] | None = None
         self._finished: list[Finished] = []
@@ -169,28 +193,21 @@ class VllmSampling:
         """Return whether there is nothing to do and nothing to return."""
         return not (self._waiting or self._running or self._finished)
 
-    def open(self, session_id: str, folder: Path | None) -> None:
-        """Open a sampling session."""
-        self._folders[session_id] = folder
-
-    def close(self, session_id: str) -> None:
-        """Close a sampling session. Its requests that have not started fail."""
-        self._folders.pop(session_id, None)
-        for job in [job for job in self._waiting if job.session_id == session_id]:
+    def close(self, folder: Path | None) -> None:
+        """Forget a snapshot; None: the base model. Its requests that have not started fail."""
+        if folder is not None:
+            self._adapters.pop(folder, None)
+        for job in [job for job in self._waiting if job.folder == folder]:
             self._waiting.remove(job)
-            message = "the sampling session was closed before the request was done; open another one"
-            self._finished.append((job.key, Failure(message=message, category="user")))
+            self._finished.append((job.key, Failure(message=CLOSED, category="user")))
 
-    def add(self, key: str, session_id: str, prompt: EncodedSequence, request: Sample) -> None:
-        """Add a request."""
+    def add(self, key: str, folder: Path | None, prompt: EncodedSequence, request: Sample) -> None:
+        """Add a request for a snapshot; None: for the base model."""
         try:
-            if session_id not in self._folders:
-                raise RequestError(f"sampling session {session_id!r} is not open; create one")
             for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, name):
                     raise RequestError(f"{name}: vLLM does not compute it; start the server with another --sampler")
             ending = ending_of(prompt, request, self._model)
-            folder = self._folders[session_id]
             if folder is not None and not (folder / ADAPTER).is_file():
                 raise RequestError(
                     f"the snapshot {folder.name!r} is not there, or is not an adapter; vLLM samples from adapters and "
@@ -199,7 +216,8 @@ class VllmSampling:
         except RequestError as error:
             self._finished.append((key, Failure(message=str(error), category="user")))
             return
-        job = _Job(key=key, session_id=session_id, prompt=prompt, request=request, ending=ending, folder=folder)
+        adapter = None if folder is None else self._adapter(folder)
+        job = _Job(key=key, folder=folder, adapter=adapter, prompt=prompt, request=request, ending=ending)
         self._waiting.append(job)
 
     def step(self) -> list[Finished]:
@@ -233,10 +251,10 @@ class VllmSampling:
     def _together(self, jobs: Sequence[_Job]) -> list[Finished]:
         prompts, params, adapters = [], [], []
         for job in jobs:
-            prompt, count = self._prompt(job), job.request.num_samples
-            prompts += [prompt] * count
-            params += [self._params(job, index) for index in range(count)]
-            adapters += [self._adapter(job.folder)] * count
+            prompt, samples = self._prompt(job), job.request.num_samples
+            prompts += [prompt] * samples
+            params += [self._params(job, index) for index in range(samples)]
+            adapters += [job.adapter] * samples
         outputs = iter(self._llm.generate(prompts, params, lora_request=adapters, use_tqdm=False))
         return [(job.key, self._result(job, [next(outputs) for _ in range(job.request.num_samples)])) for job in jobs]
 
@@ -247,7 +265,7 @@ class VllmSampling:
         for chunk in job.request.prompt:
             if isinstance(chunk, ImageChunk) and self._image_token_id is not None:
                 ids.append(self._image_token_id)
-                pictures.append(load_image(chunk.data, limits=ImageLimits(formats=("PNG", "JPEG"))))
+                pictures.append(load_image(chunk.data, limits=self._image_limits))
             elif isinstance(chunk, TextChunk):
                 ids += chunk.tokens.tolist()
         return {"prompt_token_ids": ids} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
@@ -273,11 +291,12 @@ class VllmSampling:
             logit_bias=dict.fromkeys(self._forbidden, NEVER) or None,
         )
 
-    def _adapter(self, folder: Path | None) -> Any:
-        if folder is None:
-            return None
-        number = self._numbers.setdefault(folder, len(self._numbers) + 1)
-        return import_module("vllm.lora.request").LoRARequest(f"snapshot_{number}", number, str(folder))
+    def _adapter(self, folder: Path) -> Any:
+        """Return the adapter of a snapshot. vLLM tells adapters apart by their numbers, so none is used twice."""
+        if folder not in self._adapters:
+            number, request = next(self._numbers), import_module("vllm.lora.request").LoRARequest
+            self._adapters[folder] = request(f"snapshot_{number}", number, str(folder))
+        return self._adapters[folder]
 
     @staticmethod
     def _result(job: _Job, outputs: Sequence[Any]) -> SampleResult | Failure:
