@@ -2,9 +2,9 @@
 
 client ──▶ FaultyProxy ──▶ server
 
-request n of a kind:  n % 7 == 3   sent twice; the client gets the second reply
-                      n % 11 == 5  sent; the reply is lost (the connection is closed)
-                      n % 13 == 8  lost before it is sent
+request n of a kind:  n % 3 == 0   sent twice; the client gets the second reply
+                      n % 5 == 2   sent; the reply is lost (the connection is closed)
+                      n % 7 == 4   lost before it is sent
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ EXEMPT = ("/api/v1/retrieve_future", "/api/v1/telemetry", "/api/v1/session_heart
 class FaultyProxy:
     """An HTTP/1.1 proxy on a port of its own, in a thread of its own."""
 
-    def __init__(self, port: int, *, faults: bool = True) -> None:
+    def __init__(self, port: int) -> None:
         self.upstream = port
-        self.faults = faults
         self.counts: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
         self.port = 0
@@ -82,13 +81,13 @@ class FaultyProxy:
         return None
 
     def _fault(self, kind: str, n: int) -> str:
-        if not self.faults or (kind in EXEMPT and n % 3):
-            return "none"
-        if n % 7 == 3:
+        if kind in EXEMPT:
+            n = n // 3 if n % 3 == 0 else 1
+        if n % 3 == 0:
             return "doubled"
-        if n % 11 == 5:
+        if n % 5 == 2:
             return "reply lost"
-        return "lost" if n % 13 == 8 else "none"
+        return "lost" if n % 7 == 4 else "none"
 
     async def _send(self, request: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.upstream, limit=2**26)

@@ -27,7 +27,6 @@ from service.fakes import FakeEngine, FakeRows, PickleCodec
 
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import OptimStepResult
-from vlmpack.service.queue import Pending
 
 SOME = tuple(datum(number, 1, 2) for number in range(7))
 """Three rows of the fake engine."""
@@ -109,21 +108,6 @@ def test_models_take_turns_row_by_row(tmp_path: Path) -> None:
         for model in models:
             places = [place for place, owner in enumerate(rows) if owner == model]
             assert max(np.diff(places)) <= 5
-
-
-def test_a_model_with_much_to_do_does_not_keep_others_waiting(tmp_path: Path) -> None:
-    gate = threading.Semaphore(0)
-    with served(tmp_path, FakeEngine(gate)) as (client, engine):
-        busy, other = client.model(), client.model()
-        long = client.post(forward_backward(busy, 1, *(datum(1) for _ in range(300))))
-        gate.release(2)
-        until(lambda: len(order(engine, "row")) == 2)
-        short = client.post(forward_backward(other, 1))
-        until(lambda: client.queue._ledger.lanes[other].entries[1].encoded is not None)
-        time.sleep(0.05)
-        gate.release(3)
-        assert client.outcome(short).metrics
-        assert isinstance(client.reply(long, 0.0), Pending)
 
 
 def test_samples_run_between_rows(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ client that leaves. Weights and gradient of the model are compared before and af
 from __future__ import annotations
 
 import base64
-import io
 import json
 import struct
 import time
@@ -18,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from service.asgi import KEY, Client
+from service.test_http import training as good_training
+from service.test_wire import ADAM
+from step_service import png
 
 from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, protobuf
 from vlmpack.testing import tiny_model, tiny_processor
@@ -28,37 +29,17 @@ NAME = "tiny"
 STATUSES = {200, 204, 400, 404, 408, 410, 413, 415, 429}
 LONGEST = 20.0
 """Seconds for one request: a bomb or a hang takes longer."""
-LIMITS = ServiceLimits(
-    body_bytes=2**18,
-    sample_bytes=2**18,
-    json_bytes=2**16,
-    fields=5000,
-    datums=16,
-    images=8,
-    image_pixels=256 * 256,
-    context=96,
-    row_tokens=128,
-    samples=3,
-    models=6,
-    rank=8,
-    poll_seconds=10.0,
-    gap_seconds=3600.0,
-    idle_seconds=3600.0,
-)
+SIZES = {"body_bytes": 2**18, "sample_bytes": 2**18, "json_bytes": 2**16, "image_pixels": 256 * 256}
+COUNTS = {"fields": 5000, "datums": 16, "images": 8, "context": 96, "row_tokens": 128, "samples": 3, "models": 6}
+LIMITS = ServiceLimits(**SIZES, **COUNTS, rank=8, poll_seconds=10.0, gap_seconds=3600.0, idle_seconds=3600.0)
 
 NUMBERS = [None, 0, -1, 1, 2, 3, 2**31 - 1, 2**31, 2**63, 2**64, 10**400, 0.5, -0.0, 1e308, 5e-324, True, False]
 OTHERS: list[Any] = ["", "a" * 3000, "\x00", "..", "../../etc", "tinker://", "é\u202e", "\ud800", "1"]
 OTHERS += [[], {}, [[]], [None], {"a": {}}]
 
 
-def png(side: int) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.arange(side * side * 3, dtype=np.uint8).reshape(side, side, 3)).save(file, "PNG")
-    return file.getvalue()
-
-
-HUGE_PNG = png(64)[:16] + struct.pack(">II", 60000, 60000) + png(64)[24:]
-IMAGES = [png(64), png(32), png(64)[:200], HUGE_PNG, b"", b"GIF89a" + bytes(40), png(64) + b"tail"]
+HUGE_PNG = png(64, 64)[:16] + struct.pack(">II", 60000, 60000) + png(64, 64)[24:]
+IMAGES = [png(64, 64), png(32, 32), png(64, 64)[:200], HUGE_PNG, b"", b"GIF89a" + bytes(40), png(64, 64) + b"tail"]
 
 
 # ---------------------------------------------------------------------- good requests
@@ -90,22 +71,16 @@ class Subject:
         self.client.post(f"sessions/{self.session}/finish")
 
 
-def training(subject: Subject, draw: Random) -> Any:
-    """A message with texts and images."""
-    message = protobuf.message("ForwardBackwardRequest")(
-        model_id=subject.model, seq_id=subject.next, loss_fn="cross_entropy", forward_only=draw.random() < 0.3
-    )
-    for _ in range(draw.randint(1, 3)):
-        datum, length = message.data.add(), draw.randint(1, 6)
-        tokens = [draw.randrange(500) for _ in range(length)]
-        datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
-        if draw.random() < 0.3:
-            datum.model_input.add().image.data = draw.choice(IMAGES[:1])
-            datum.model_input.add().encoded_text.tokens = np.array([5], "<i4").tobytes()
-            length += 5
-        for name, values in (("target_tokens", np.zeros(length, "<i8")), ("weights", np.ones(length, "<f4"))):
-            tensor = datum.loss_fn_inputs.add(key=name).value
-            tensor.dense, tensor.dtype = values.tobytes(), protobuf.INT64 if name[0] == "t" else protobuf.FLOAT32
+def training(subject: Subject, draw: Random, **fields: Any) -> Any:
+    """A message with texts, and perhaps an image behind one of them."""
+    body = good_training(subject.model, subject.next, datums=draw.randint(1, 3), **fields)
+    message = protobuf.message("ForwardBackwardRequest").FromString(body)
+    if draw.random() < 0.5:
+        datum = draw.choice(message.data)
+        datum.model_input.add().image.data = IMAGES[0]
+        datum.loss_fn_inputs[0].value.dense += bytes(8 * 4)
+    weights = message.data[0].loss_fn_inputs.add(key="weights").value
+    weights.dense, weights.dtype = bytes(len(message.data[0].loss_fn_inputs[0].value.dense) // 2), protobuf.FLOAT32
     return message
 
 
@@ -113,14 +88,12 @@ def bodies(subject: Subject, draw: Random) -> tuple[str, dict[str, Any]]:
     """A path and a good body in JSON."""
     number = {"model_id": subject.model, "seq_id": subject.next}
     path = f"tinker://{subject.model}/weights/a"
-    adam = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
-    adam["grad_clip_norm"] = 0.0
     image = {"data": base64.b64encode(draw.choice(IMAGES)).decode(), "format": "png", "type": "image"}
     chunks = [{"tokens": [1, 2, 3], "type": "encoded_text"}, image, {"tokens": [4], "type": "encoded_text"}]
     params = {"max_tokens": 2, "seed": 1, "temperature": 1.0, "top_k": 3, "top_p": 0.9, "stop": [7]}
     fresh = {"session_id": subject.session, "model_seq_id": draw.randint(0, 3)}
     choices: dict[str, dict[str, Any]] = {
-        "optim_step": {**number, "adam_params": adam},
+        "optim_step": {**number, "adam_params": ADAM},
         "save_weights": {**number, "path": "a", "overwrite": True, "user_metadata": {"a": "b"}},
         "save_weights_for_sampler": {**number, "path": f"s{subject.next}", "kind": "snapshot"},
         "load_weights": {**number, "path": path, "optimizer": True},
@@ -211,7 +184,7 @@ def drawn(subject: Subject, draw: Random) -> tuple[str, bytes, dict[str, str]]:
     headers: dict[str, str] = {}
     if draw.random() < 0.5:
         name, headers["content-type"] = "forward_backward", "application/x-protobuf"
-        message = training(subject, draw)
+        message = training(subject, draw, forward_only=draw.random() < 0.3)
         if draw.random() < 0.6:
             message = damaged_message(message, draw)
         body = message.SerializeToString()
@@ -280,14 +253,7 @@ def ended(subject: Subject, answer: Any, *, is_creation: bool) -> str:
 
 def scores(subject: Subject) -> bytes:
     """Log-probabilities of a datum, to the bit."""
-    message = protobuf.message("ForwardBackwardRequest")(
-        model_id=subject.model, seq_id=subject.next, loss_fn="cross_entropy", forward_only=True
-    )
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = np.array([5, 6, 7], "<i4").tobytes()
-    targets = datum.loss_fn_inputs.add(key="target_tokens").value
-    targets.dense, targets.dtype = np.array([6, 7, 8], "<i8").tobytes(), protobuf.INT64
-    posted = subject.client.protobuf(message.SerializeToString()).json()
+    posted = subject.client.protobuf(good_training(subject.model, subject.next, forward_only=True)).json()
     subject.next += 1
     output = protobuf.message("ForwardBackwardOutput").FromString(subject.client.retrieve(posted["request_id"]).body)
     return output.loss_fn_outputs[0].fields[0].value.data

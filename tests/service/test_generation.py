@@ -25,9 +25,8 @@ from transformers import DynamicCache, StaticCache
 from vlmpack.errors import FamilyError
 from vlmpack.families import family_named
 from vlmpack.service import caches
-from vlmpack.service.choice import Choice
 from vlmpack.service.engine import Engine
-from vlmpack.service.generation import Ending, Growing, Reader, begin, groups_by_length
+from vlmpack.service.generation import Ending, Growing, Reader
 from vlmpack.service.messages import SampleResult, SparseMatrix
 
 DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
@@ -171,51 +170,6 @@ def test_a_block_at_the_end_of_the_context_is_shorter(engine: Engine) -> None:
     assert row.input_ids[-4:].tolist() == [int(prompt.input_ids[-1]), 30, 31, 32]
 
 
-def test_a_check_keeps_what_is_right_and_forgets_what_comes_after_the_first_other_choice() -> None:
-    sequence = growing(prompt_of(tiny_engine(), np.random.default_rng(0), length=5), [])
-    for token in range(20, 25):
-        sequence.append(Choice(token=token, logprob=-1.0, is_sure=token in (20, 23)))
-    assert sequence.has_to_be_checked(5)
-    assert not sequence.has_to_be_checked(3)
-    right = Choice(token=21, logprob=-1.1, is_sure=True)
-    assert sequence.check([right, Choice(token=77, logprob=-2.0, is_sure=True), right]) == 2
-    assert sequence.tokens == [20, 21, 77]
-    assert [choice.logprob for choice in sequence.choices] == [-1.0, -1.1, -2.0]
-    assert not sequence.has_to_be_checked(3)
-
-
-@pytest.mark.parametrize("behind", [0, 1, 3])
-def test_a_sequence_leaves_the_cache_that_holds_what_a_check_took_back(behind: int, engine: Engine) -> None:
-    reader = Reader(model_of(engine), rounding=float("inf"), block=4)
-    prompts = prompts_of(engine, count=2)
-    sequences = [
-        Growing(prompt=prompt, params=sample().params, ending=ending(max_tokens=99), seed=1) for prompt in prompts
-    ]
-    with torch.no_grad():
-        batch = begin(sequences, reader)
-        while not batch.open:
-            batch.take(batch.step(reader), reader)
-        right = [list(sequence.tokens) for sequence in sequences]
-        sequences[1].tokens[3 - behind] = 20 if right[1][3 - behind] == 21 else 21
-        batch.settle(reader, tokens=1000)
-    assert sequences[1].tokens == right[1][: 4 - behind]
-    assert batch.forgotten == behind
-    assert batch.fall_behind() == sequences[1:] * (behind > 0)
-    assert batch.sequences == sequences[: 2 - (behind > 0)]
-
-
-def test_an_end_that_a_check_takes_back_is_none() -> None:
-    prompt = prompt_of(tiny_engine(), np.random.default_rng(0), length=5)
-    sequence = Growing(
-        prompt=prompt, params=sample().params, ending=ending(max_tokens=99, stop_tokens=frozenset({7})), seed=1
-    )
-    sequence.append(Choice(token=7, logprob=-1.0, is_sure=False))
-    assert sequence.is_done
-    assert sequence.has_to_be_checked(64)
-    assert sequence.check([Choice(token=8, logprob=-1.0, is_sure=True)]) == 0
-    assert not sequence.is_done
-
-
 def test_a_prompt_of_one_token(engine: Engine) -> None:
     prompt = prompt_of(engine, np.random.default_rng(0), length=1)
     result = run_one(sampler_of(engine), prompt, sample(prompt_logprobs=True, temperature=0.0))
@@ -239,12 +193,6 @@ def test_placeholders_are_never_sampled(engine: Engine) -> None:
         for prompt in prompts:
             (tokens,) = tokens_of(run_one(sampler_of(engine), prompt, sample(temperature=temperature)))
             assert not set(tokens) & {*ids}
-
-
-def test_prompts_of_like_length_are_prefilled_together(engine: Engine) -> None:
-    rng = np.random.default_rng(0)
-    prompts = [prompt_of(engine, rng, length=n) for n in (40, 9, 10, 38, 10, 2)]
-    assert groups_by_length(prompts) == [[0, 3], [2, 4, 1], [5]]
 
 
 # ---------------------------------------------------------------------- endings
@@ -273,48 +221,6 @@ def test_a_sequence_ends_at_the_token_that_completes_a_stop_string() -> None:
 
 
 # ---------------------------------------------------------------------- caches
-
-
-def filled(length: int, *, family: str = "qwen3_5", seed: int = 0):
-    engine = tiny_engine(family)
-    reader = Reader(model_of(engine), rounding=0)
-    rng = np.random.default_rng(seed)
-    prompts = [prompt_of(engine, rng, length=length) for _ in range(2)]
-    with torch.no_grad():
-        return reader.prefill(prompts)[1]
-
-
-def tensors(cache) -> list[torch.Tensor]:
-    found = []
-    for layer in cache.layers:
-        for value in vars(layer).values():
-            values = value.values() if isinstance(value, dict) else [value]
-            found += [tensor.clone() for tensor in values if isinstance(tensor, torch.Tensor)]
-    assert found
-    return found
-
-
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "qwen4_exp", "gemma2"])
-def test_sequences_that_join_and_leave_keep_their_cache(family: str) -> None:
-    first, second = filled(5, family=family), filled(8, family=family, seed=1)
-    before, joined = tensors(first), tensors(second)
-    caches.pad_left(first, 3)
-    widths = [[tensor.shape for tensor in tensors(cache)] for cache in (first, second)]
-    assert widths[0] == widths[1]
-    assert counts(first) == counts(second) == [8] * len(counts(first))
-    caches.join(first, second)
-    caches.select(first, torch.tensor([3, 0, 1]))
-    caches.select(first, torch.tensor([1, 2]))
-    caches.trim_left(first, 3)
-    for tensor, expected in zip(tensors(first), before, strict=True):
-        assert torch.equal(tensor, expected)
-    assert all(torch.equal(a, b) for a, b in zip(tensors(second), joined, strict=True))
-    assert counts(first) == [5] * len(counts(first))
-
-
-def counts(cache) -> list[int]:
-    """Tokens that each layer was given."""
-    return [layer.get_seq_length() for layer in cache.layers if "keys" in vars(layer)]
 
 
 def test_a_cache_that_sequences_cannot_leave_is_refused_by_name() -> None:

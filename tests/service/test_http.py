@@ -61,15 +61,12 @@ def test_without_the_key_nothing_is_served(client: Client, headers: dict[str, st
 
 
 @pytest.mark.parametrize("headers", [{"x-api-key": KEY}, {"authorization": f"Bearer {KEY}"}])
-def test_the_key_opens(client: Client, headers: dict[str, str]) -> None:
+def test_the_key_opens_and_health_needs_none_to_be_read(client: Client, headers: dict[str, str]) -> None:
     assert client.send("GET", "/api/v1/sessions", headers=headers, key=None).status == 200
-
-
-@pytest.mark.parametrize("path", ["/healthz", "/api/v1/healthz"])
-def test_health_needs_no_key_to_be_read(client: Client, path: str) -> None:
-    answer = client.send("GET", path, key=None)
-    assert (answer.status, answer.json()) == (200, {"status": "ok"})
-    assert client.send("POST", path, b'{"model_id": "m", "seq_id": 1}', key=None).status == 401
+    for path in ("/healthz", "/api/v1/healthz"):
+        answer = client.send("GET", path, key=None)
+        assert (answer.status, answer.json()) == (200, {"status": "ok"})
+        assert client.send("POST", path, b'{"model_id": "m", "seq_id": 1}', key=None).status == 401
 
 
 def test_the_log_has_one_line_a_request_and_no_key(client: Client, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,14 +82,6 @@ def test_the_log_has_one_line_a_request_and_no_key(client: Client, caplog: pytes
 
 
 # ---------------------------------------------------------------------- sessions and clients
-
-
-def test_flags_of_a_client(client: Client) -> None:
-    flags = client.post("client/config", sdk_version="0.38.0").json()
-    assert flags["pjwt_auth_enabled"] is False
-    assert flags["proto_compress_fwdbwd"] is False
-    assert flags["create_model_via_load_weights"] is True
-    assert flags["fwdbwd_max_chunk_len"] == 1024
 
 
 @pytest.mark.parametrize("path", ["client/config", "create_session"])
@@ -119,53 +108,12 @@ def test_a_session_from_beginning_to_end(client: Client) -> None:
     assert client.post("session_heartbeat", session_id="other").status == 410
 
 
-def test_a_models_settings(client: Client) -> None:
-    model_id = client.model()
-    info = client.post("get_info", model_id=model_id).json()
-    assert info == {
-        "type": "get_info",
-        "model_id": model_id,
-        "is_lora": True,
-        "lora_rank": 4,
-        "model_name": BASE,
-        "model_data": {"arch": "fake", "model_name": BASE, "tokenizer_id": "/nowhere"},
-    }
-    assert client.post("get_info", model_id="other").status == 404
-
-
 # ---------------------------------------------------------------------- requests and results
 
 
-def test_a_training_request_and_its_result(client: Client) -> None:
-    model_id = client.model()
-    posted = client.protobuf(training(model_id, 1, datums=2))
-    assert posted.json() == {"request_id": f"{model_id}:1", "model_id": model_id}
-    reply = client.retrieve(f"{model_id}:1")
-    assert reply.headers["content-type"] == "application/x-protobuf"
-    output = protobuf.message("ForwardBackwardOutput").FromString(reply.body)
-    assert output.loss_fn_outputs[0].num_datums == 2
-    assert int(reply.headers["content-length"]) == len(reply.body)
-
-
-def test_a_sampling_request_names_every_sequence(client: Client) -> None:
-    session_id = client.session()
-    created = client.post("create_sampling_session", session_id=session_id, sampling_session_seq_id=3, base_model=BASE)
-    sampler = created.json()["sampling_session_id"]
-    posted = client.post("asample", **{**SAMPLE, "sampling_session_id": sampler, "num_samples": 3}).json()
-    assert len(set(posted["sample_sequence_ids"])) == 3
-    assert client.retrieve(posted["request_id"]).headers["content-type"] == "application/x-protobuf"
-
-
-def test_loading_into_a_model_and_into_a_new_one(client: Client) -> None:
-    model_id = client.model()
-    path, session_id = f"tinker://{model_id}/weights/a", model_id.split(":")[0]
-    client.post("save_weights", model_id=model_id, seq_id=1, path="a")
-    posted = client.post("load_weights", model_id=model_id, seq_id=2, path=path, optimizer=False).json()
-    assert client.retrieve(posted["request_id"]).json() == {"path": path, "type": "load_weights"}
-    new = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": True}
-    posted = client.post("load_weights", **new).json()
-    assert client.retrieve(posted["request_id"]).json()["model_id"] == f"{session_id}:train:1"
-    assert client.post("load_weights", **new, model_id=model_id, seq_id=3).status == 400
+def test_a_load_is_into_a_model_or_into_a_new_one(client: Client) -> None:
+    body = {"model_id": client.model(), "seq_id": 1, "session_id": "s", "model_seq_id": 1}
+    assert "send one" in client.post("load_weights", **body, path="p", optimizer=False).json()["detail"]
 
 
 def test_a_result_that_is_not_there_yet(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -34,34 +33,6 @@ def model(**changes) -> ModelRow:
     return ModelRow(id=MODEL, session="s", created=1.0, last_request=1.0, base_model="b", lora=LORA, **changes)
 
 
-def test_what_is_entered_is_read_back(journal: Journal) -> None:
-    session = SessionRow(
-        id="s", created=1.5, tags=("x",), user_metadata={"ü": "\n"}, sdk_version="0.38.0", display_name="ü"
-    )
-    sampler = SamplingRow(id="s:sample:0", session="s", created=2.0, model=MODEL, folder="f")
-    checkpoint = CheckpointRow(
-        model=MODEL, kind="weights", name="n", folder="g", created=3.0, size=2**40, base_model="b", lora=None
-    )
-    journal.put(session)
-    journal.put(model(user_metadata={"a": "b"}))
-    journal.put(sampler)
-    journal.put(checkpoint)
-    journal.add_request(request(1), body=b"body", now=9.0)
-    read = again(journal)
-    assert read.rows(SessionRow) == [session]
-    assert read.rows(ModelRow) == [
-        ModelRow(
-            id=MODEL, session="s", created=1.0, last_request=9.0, base_model="b", lora=LORA, user_metadata={"a": "b"}
-        )
-    ]
-    assert read.rows(SamplingRow) == [sampler]
-    assert read.rows(CheckpointRow) == [checkpoint]
-    (row,) = read.requests()
-    assert (row.owner, row.seq, row.state, row.size) == (MODEL, 1, "queued", 4)
-    assert read.body(MODEL, 1) == b"body"
-    assert read.folders() == {"f", "g"}
-
-
 def test_a_transaction_that_fails_leaves_nothing(journal: Journal) -> None:
     with pytest.raises(KeyError), journal.transaction():
         journal.add_request(request(1), body=b"x", now=0.0)
@@ -73,32 +44,6 @@ def test_a_transaction_that_fails_leaves_nothing(journal: Journal) -> None:
         journal._write("INSERT INTO nowhere VALUES (1)")
     journal.add_request(request(1), body=b"x", now=0.0)
     assert len(again(journal).requests()) == 1
-
-
-def test_a_number_of_64_bits_is_entered_once(journal: Journal) -> None:
-    journal.add_request(request(2**62, "s:sample:0"), body=b"x", now=0.0)
-    with pytest.raises(JournalError):
-        journal.add_request(request(2**62, "s:sample:0"), body=b"y", now=0.0)
-    assert journal.requests("s:sample:0")[0].seq == 2**62
-    assert journal.body("s:sample:0", 2**62) == b"x"
-
-
-def test_a_snapshot_replaces_the_bodies_that_it_covers(journal: Journal) -> None:
-    journal.put(SessionRow(id="s", created=0.0))
-    journal.put(model())
-    for seq in (1, 2, 3):
-        journal.add_request(request(seq), body=b"x", now=0.0)
-        reply = Reply(content_type="t", body=b"r")
-        journal.finish_request(MODEL, seq, state="done", reply=reply, group=1, keep_body=True)
-    journal.cover(MODEL, snapshot="f", covered=2)
-    assert [(row.seq, row.is_replayed, row.group) for row in journal.requests(MODEL)] == [
-        (1, False, 1),
-        (2, False, 1),
-        (3, True, 1),
-    ]
-    assert journal.rows(ModelRow)[0].snapshot == "f"
-    assert journal.folders() == {"f"}
-    assert journal.reply(MODEL, 1) == Reply(content_type="t", body=b"r")
 
 
 def test_an_ended_session_keeps_its_checkpoints_alone(journal: Journal) -> None:
@@ -117,43 +62,6 @@ def test_an_ended_session_keeps_its_checkpoints_alone(journal: Journal) -> None:
     assert [session.ended for session in journal.rows(SessionRow)] == [7.0, None]
     journal.cover(MODEL, snapshot="late", covered=1)  # the engine was just writing it
     assert journal.folders() == {"h", "k"}
-
-
-def test_replies_are_dropped_and_their_numbers_stay(journal: Journal) -> None:
-    journal.add_request(request(1), body=b"x", now=0.0)
-    assert journal.reply(MODEL, 1) is None
-    reply = Reply(content_type="t", body=b"")
-    journal.finish_request(MODEL, 1, state="failed", reply=reply, keep_body=False)
-    journal.note_retrieved([(MODEL, 1)], now=5.0)
-    assert journal.reply(MODEL, 1) == reply
-    journal.drop_fetched(before=6.0)
-    assert journal.reply(MODEL, 1) is None
-    assert [(row.state, row.retrieved) for row in journal.requests()] == [("failed", 5.0)]
-
-
-def test_threads_write_in_turn_and_readers_do_not_wait(journal: Journal) -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def write_slowly() -> None:
-        with journal.transaction():
-            journal.add_request(request(1), body=b"x", now=0.0)
-            inside.set()
-            leave.wait(20)
-
-    slow = threading.Thread(target=write_slowly)
-    slow.start()
-    inside.wait(20)
-    assert journal.requests() == []  # what is not committed is not seen
-    others = [
-        threading.Thread(target=journal.add_request, args=(request(seq),), kwargs={"body": b"y", "now": 0.0})
-        for seq in range(2, 10)
-    ]
-    for other in others:
-        other.start()
-    leave.set()
-    for thread in (slow, *others):
-        thread.join(20)
-    assert [row.seq for row in journal.requests(MODEL)] == [*range(1, 10)]
 
 
 def bodies(path: Path) -> list[tuple[str, int, bytes]]:

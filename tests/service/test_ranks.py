@@ -1,18 +1,14 @@
-"""A sharded base model on one rank, and an engine on two gloo processes: equal to one that has all of it."""
+"""A sharded base model on one rank: equal to one that is whole. Two ranks are in test_workers.py."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-import torch
 from cases import slow
-from ranks import on_ranks
-from service.two_ranks import scenario
 from step_service import (
     DISTINCT_NAMES,
     gradients,
@@ -23,7 +19,6 @@ from step_service import (
     served,
     set_adapter,
     some_data,
-    weights,
 )
 from step_service import tiny_engine as engine_of
 from torch import distributed as dist
@@ -142,26 +137,3 @@ def test_an_error_amid_a_pass_ends_the_process(ranks: Ranks, monkeypatch: pytest
 def test_a_model_is_not_sharded_on_one_rank() -> None:
     with pytest.raises(ConfigError, match="add --workers"):
         engine_of(shard_on="cpu")
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_two_ranks_see_what_one_sees_and_both_have_its_weights(tmp_path: Path) -> None:
-    """The same calls of an engine on two processes, and of one engine."""
-    on_ranks(Path(__file__).with_name("two_ranks.py"), tmp_path)
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    engine = engine_of(limits=LIMITS)
-    expected = scenario(engine, engine, tmp_path / "alone")
-    assert seen["rows"] > 2  # there are rows for both ranks
-    for name in ("losses", "norms"):
-        assert seen.pop(name) == pytest.approx(expected.pop(name), rel=1e-5)
-    for ours, theirs in zip(seen.pop("logprobs"), expected.pop("logprobs"), strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-4)
-    assert seen.keys() == {"rows", "failure", "nothing", "refused", "cancelled", "models"}
-    assert seen == expected
-    first, second = (torch.load(tmp_path / f"weights{rank}.pt") for rank in (0, 1))
-    assert first.keys() == second.keys() == {*engine.models()}
-    for model in engine.models():
-        for name, tensor in weights(engine, model).items():
-            assert torch.equal(first[model][name], second[model][name])
-            torch.testing.assert_close(first[model][name], tensor, rtol=1e-4, atol=1e-4)

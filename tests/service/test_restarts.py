@@ -203,24 +203,15 @@ def test_seeds_are_drawn_when_a_request_is_accepted(tmp_path: Path) -> None:
     with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
         client.post(create(session, seed=None))
-        (row,) = client.queue._ledger.journal.requests()
-        assert row.seed is not None
+        client.post(sample(client.sampler(session), 0, seed=None))
+        sampled, created = client.queue._journal.requests()
+        assert sampled.seed is not None and created.seed is not None
     with served(tmp_path) as (client, engine):
         client.call(create(session, seed=None))
-        expected = np.random.default_rng(row.seed).normal(size=5)
+        expected = np.random.default_rng(created.seed).normal(size=5)
         assert np.array_equal(engine.all[f"{session}:train:0"].weights, expected)
-
-
-def test_seeds_that_were_drawn_stay(tmp_path: Path) -> None:
-    with served(tmp_path) as (client, engine):
-        model = client.model(seed=None)
-        drawn = engine.all[model].weights
-        sampler = client.sampler()
-        first = repr(client.call(sample(sampler, 0, seed=None)))
-    with served(tmp_path) as (client, engine):
-        until(lambda: client.queue.is_restored)
-        assert np.array_equal(engine.all[model].weights, drawn)
-        assert repr(client.call(sample(sampler, 0, seed=None))) == first
+        (sequence,) = client.outcome(f"{session}:sample:0:0").sequences
+        assert np.array_equal(sequence.tokens, np.random.default_rng(sampled.seed).integers(0, 9, 3))
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["after a step", "with a gradient that no step has taken"])
@@ -287,6 +278,7 @@ def test_a_model_whose_folder_is_gone_fails_by_name_and_others_go_on(tmp_path: P
             shutil.rmtree(folder)
     with served(tmp_path, limits=ALWAYS) as (client, _):
         assert is_failure(client.call(forward_backward(lost, 3)), "could not be restored", lost)
+        assert [client.queue.get_info(model).is_corrupted for model in (lost, kept)] == [True, False]
         assert client.call(forward_backward(kept, 3)).metrics["loss:sum"]
 
 

@@ -74,16 +74,6 @@ def test_a_request_has_the_same_tokens_alone_among_others_and_in_another_order(f
         assert all_tokens(run(sampler_of(engine), {key: request})) == {key: together[key]}
 
 
-def test_requests_that_come_while_others_run_change_nothing(base: Engine) -> None:
-    requests = requests_of(base)
-    sampler, results = sampler_of(base, decode_steps=2), {}
-    for key, (prompt, request) in requests.items():
-        sampler.add(key, None, prompt, request)
-        results |= dict(sampler.step())
-    results |= finish(sampler)
-    assert all_tokens(results) == all_tokens(run(sampler_of(base), requests))
-
-
 def noisy(monkeypatch: pytest.MonkeyPatch, *, size: float) -> None:
     """Let logits of batches be off by up to `size` of the largest one's, and differently in each call."""
     generator = torch.Generator().manual_seed(5)

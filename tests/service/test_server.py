@@ -131,17 +131,6 @@ def image_datum(running: Running, image: bytes, *, count: int = 4) -> Any:
 # ---------------------------------------------------------------------- training
 
 
-def test_a_few_steps_teach_it_a_text_and_an_image(running: Running, model: Any) -> None:
-    datums = [text_datum(), image_datum(running, png())]
-    losses = []
-    for _ in range(6):
-        step = model.forward_backward(datums, "cross_entropy")
-        model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
-        losses.append(step.result(WAIT).metrics["loss:sum"])
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] / 2
-
-
 def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> None:
     """The client cuts it by size, posts number 1 last, and puts the answers together."""
     datums = [image_datum(running, png(seed=seed)) for seed in range(6)]
@@ -152,43 +141,6 @@ def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> Non
     alone = [model.forward([datum], "cross_entropy").result(WAIT).metrics["loss:sum"] for datum in datums]
     assert result.metrics["loss:sum"] == pytest.approx(sum(alone), rel=1e-5)
     assert len(result.loss_fn_outputs) == 6
-
-
-def test_ratios_of_sequences_and_bounds_of_tokens_are_those_of_each_datum_alone(model: Any) -> None:
-    def datum(number: int) -> Any:
-        n = len(TEXT) + number
-        inputs = {name: tensor([value] * n, np.float32) for name, value in (("logprobs", -4.0), ("advantages", 1.0))}
-        inputs["target_tokens"] = tensor(range(9, 9 + n), np.int64)
-        extra = (
-            {"sequence_ratio_mask": [0.0, *[1.0] * (n - 1)]} if loss == "gspo" else {"clip_high_threshold": [2.0] * n}
-        )
-        inputs |= {name: tensor(values, np.float32) for name, values in extra.items()}
-        return types.Datum(model_input=types.ModelInput.from_ints([*TEXT, *range(number)]), loss_fn_inputs=inputs)
-
-    config = {"clip_low_threshold": 0.2, "clip_high_threshold": 3.0}
-    for loss in ("gspo", "ppo"):
-        data = [datum(number) for number in range(3)]
-        together = model.forward(data, loss, config).result(WAIT).metrics["loss:sum"]
-        alone = [model.forward([each], loss, config).result(WAIT).metrics["loss:sum"] for each in data]
-        assert together == pytest.approx(sum(alone), rel=1e-5) and abs(together) > 0.1
-
-
-def test_tokens_may_have_several_targets(model: Any, running: Running) -> None:
-    """As recipes of distillation send them: dense, and sparse where most are padding."""
-    rng = np.random.default_rng(0)
-    targets, weights = rng.integers(0, 300, (len(TEXT), 8)), rng.random((len(TEXT), 8)).astype(np.float32)
-    weights[1:, 1:] = targets[1:, 1:] = 0
-    with torch.no_grad():
-        logits = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
-    expected = logits.gather(1, torch.from_numpy(targets)).numpy() * (weights != 0)
-    for cast in (torch.from_numpy, np.asarray):
-        inputs = {"target_tokens": cast(targets), "weights": cast(weights)}
-        datum = types.Datum(model_input=types.ModelInput.from_ints(TEXT), loss_fn_inputs=inputs)
-        assert (datum.loss_fn_inputs["weights"].sparse_crow_indices is None) == (cast is np.asarray)
-        result = model.forward([text_datum(), datum], "cross_entropy").result(WAIT)
-        np.testing.assert_allclose(result.loss_fn_outputs[1]["logprobs"].to_numpy(), expected, atol=1e-4)
-        first = model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"]
-        assert result.metrics["loss:sum"] - first == pytest.approx(-(expected * weights).sum(), rel=1e-4)
 
 
 def test_a_loss_of_the_client(model: Any) -> None:
@@ -218,18 +170,6 @@ def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: An
     assert last.prompt_logprobs == [None] * (len(TEXT) - 2) + response.prompt_logprobs[-2:]
     with pytest.raises(tinker.RequestFailedError, match=r"prompt_logprobs_last_n is 6; the prompt has 6 tokens"):
         sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=6).result(WAIT)
-    with torch.no_grad():
-        whole = running.plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
-    ids = types.TensorData.from_torch(torch.tensor([[7, -1]] * (len(TEXT) - 1)))
-    more = sampler.sample(
-        prompt, 1, params, topk_sample_logprobs=2, target_prompt_logprobs=ids, prompt_alt_tokens_k=3
-    ).result(WAIT)
-    assert [token for token, _ in more.sequences[0].topk_logprobs[0]] == whole[-1].topk(2).indices.tolist()
-    assert more.target_prompt_logprobs.to_numpy() == pytest.approx(np.stack([whole[:-1, 7], np.zeros(5)], 1), abs=1e-4)
-    drawn = more.prompt_alt_tokens.tokens.to_numpy()
-    assert more.prompt_alt_tokens.logprobs.to_numpy() == pytest.approx(
-        np.take_along_axis(whole[:-1].numpy(), drawn, 1), abs=1e-4
-    )
 
 
 # ---------------------------------------------------------------------- refusals
@@ -390,16 +330,6 @@ def test_a_disk_that_is_slow_for_many_requests_stops_no_answer_that_needs_none(t
         assert [each.status_code for each in answers] == [200, 200, 200]
         assert {each.result(WAIT).status_code for each in posted} == {200}
         http.close()
-
-
-def test_what_the_client_lists(client: Any, model: Any) -> None:
-    path = model.save_state("listed", ttl_seconds=None).result(WAIT).path
-    rest = client.create_rest_client()
-    run = rest.get_training_run(path.split("/")[2]).result(WAIT)
-    assert (run.base_model, run.is_lora, run.lora_rank) == (NAME, True, 4)
-    assert path in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
-    rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
-    assert path not in [entry.tinker_path for entry in rest.list_user_checkpoints().result(WAIT).checkpoints]
 
 
 def test_a_run_and_a_session_say_what_their_client_said_of_them(running: Running) -> None:

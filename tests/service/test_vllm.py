@@ -22,9 +22,10 @@ from vlmpack.data.images import load_image
 from vlmpack.errors import ConfigError
 from vlmpack.service import vllm
 from vlmpack.service.engine import Engine
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
 from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel
-from vlmpack.service.vllm import SAMPLERS, VllmSampling, VllmSettings, open_vllm, set_sampler
+from vlmpack.service.vllm import SAMPLERS, VllmSampling, open_vllm, set_sampler
 
 VOCABULARY, EOS = 1000, 7
 
@@ -180,7 +181,7 @@ def engine() -> Engine:
 
 
 def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
-    llm = open_vllm("model", VllmSettings(max_context=200), enforce_eager=True)
+    llm = open_vllm("model", max_context=200, limits=ServiceLimits(), enforce_eager=True)
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
     model = SampledModel(max_context=200, eos_token_ids=(eos,), decode=lambda ids: "".join(map(letter, ids)))
@@ -225,10 +226,10 @@ def run(
 
 
 def test_the_model_is_loaded_with_what_the_service_promises() -> None:
-    arguments = open_vllm("some/model", VllmSettings(max_context=100, max_rank=32), max_loras=4).arguments
+    arguments = open_vllm("some/model", max_context=100, limits=ServiceLimits(rank=32), max_loras=9).arguments
     assert arguments["model"] == "some/model"
     assert arguments["max_model_len"] > 100
-    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (True, 32, 4)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (True, 32, 9)
     assert arguments["logprobs_mode"] == "raw_logprobs"
 
 
@@ -255,7 +256,7 @@ def test_an_engine_samples_as_it_is_told() -> None:
 def test_without_vllm_the_message_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlmpack.errors._is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"sampling by vLLM needs vllm.*vlmpack\[vllm\]"):
-        open_vllm("model", VllmSettings(max_context=100))
+        open_vllm("model", max_context=100, limits=ServiceLimits())
 
 
 def test_waiting_requests_go_together_in_another_thread(engine: Engine) -> None:

@@ -252,11 +252,8 @@ class Engine:
     # ------------------------------------------------------------------ training
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
-        """Plan the packed rows of requests that run together.
-
-        These are all requests up to the next barrier of their models.
-        """
-        clients = {request.model_id: self.client(request.model_id) for request in requests}
+        """Plan the packed rows of requests of one model that run together: all up to its next barrier."""
+        client = self.client(requests[0].model_id)
         limits = self.config.limits
         settings = RowSettings(
             tokens=limits.row_tokens,
@@ -267,7 +264,7 @@ class Engine:
         )
         return RowWork(
             requests,
-            clients,
+            client,
             self.adapters,
             settings,
             count=self._count,

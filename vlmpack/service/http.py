@@ -192,7 +192,7 @@ class Endpoints:
         async for piece in request.stream():
             if under_way is not None:
                 with suppress(RequestError):  # the first piece has no name
-                    under_way.enter_context(self.queue.receiving(protobuf.identify(piece).model_id))
+                    under_way.enter_context(self.queue.receiving(protobuf.owner_of(piece)[0]))
                 under_way = None
             yield piece
 
@@ -309,24 +309,23 @@ class Endpoints:
                 body = await self.body(request, most=self.limits.body_bytes, under_way=under_way)
             except Rejected as error:
                 try:
-                    identity = protobuf.identify(error.beginning)
+                    owner = protobuf.owner_of(error.beginning)
                 except RequestError:
                     raise error from None
-                return await run_in_threadpool(self._refuse, identity.model_id, identity.seq_id, str(error))
+                return await run_in_threadpool(self._refuse, *owner, str(error))
             return await run_in_threadpool(self._submit_training, body)
 
     def _submit_training(self, body: bytes) -> Response:
-        identity = protobuf.identify(body)
+        model_id, seq_id = protobuf.owner_of(body)
 
         def read() -> messages.Request:
             protobuf.check_fields(body, most=self.limits.fields)
             request = protobuf.decode_forward_backward(body)
-            if (request.model_id, request.seq_id) != (identity.model_id, identity.seq_id):
+            if request.owner != (model_id, seq_id):
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             return request
 
-        request_id = self._submitted(identity.model_id, identity.seq_id, body, read)
-        return answer({"request_id": request_id, "model_id": identity.model_id})
+        return answer({"request_id": self._submitted(model_id, seq_id, body, read), "model_id": model_id})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
         return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})

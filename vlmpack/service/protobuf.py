@@ -3,18 +3,17 @@
 The schema is built in its own descriptor pool, so that it does not clash with an imported `tinker`. A map is declared
 in its wire format: repeated entries of key and value. If a key is repeated, the last entry counts.
 
-    body ──identify──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
+    body ──owner_of──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
     ForwardBackwardResult, SampleResult ──encode──▶ body
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from math import prod
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -129,19 +128,8 @@ def _add_fields(described: Any, fields: Sequence[list[str]]) -> None:
 # ---------------------------------------------------------------------- requests
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """The model_id and seq_id of a training request, which precede the rest of the message."""
-
-    model_id: str
-    """Id of the model."""
-    seq_id: int
-    """Position among the operations of the model."""
-
-
-def identify(body: bytes) -> Identity:
-    """Read the model_id and seq_id of a training request, and ignore everything after them.
+def owner_of(body: bytes) -> tuple[str, int]:
+    """Return the model_id and seq_id of a training request, and ignore everything after them.
 
     Raises:
         RequestError: model_id or seq_id is missing, or the bytes before them are not a protobuf message.
@@ -156,7 +144,7 @@ def identify(body: bytes) -> Identity:
             break
     if not model_id or not 1 <= seq_id < 2**31:
         raise RequestError(f"model_id {model_id!r}, seq_id {seq_id}: a training request has both, numbers from 1")
-    return Identity(model_id=model_id, seq_id=seq_id)
+    return model_id, seq_id
 
 
 def check_fields(body: bytes, *, most: int) -> None:

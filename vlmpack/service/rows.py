@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -402,12 +402,12 @@ def _split(
 
 @final
 class RowWork:
-    """Training requests that run together. Their models change only when the last row has run."""
+    """Training requests of one model that run together. The model changes only when the last row has run."""
 
     def __init__(
         self,
         requests: Sequence[EncodedRequest],
-        clients: Mapping[str, ClientModel],
+        client: ClientModel,
         adapters: Adapters,
         settings: RowSettings,
         *,
@@ -419,19 +419,19 @@ class RowWork:
 
         Args:
             requests: requests that run together.
-            clients: models of the requests, by id.
+            client: the model.
             adapters: the hooks on the base model.
             settings: budgets of a row.
             count: called with the counts of each computed row.
             ranks: ranks that share the rows; None: this process computes all rows.
             sharding: sharding of the base model over these ranks; None: each rank has the full model.
         """
-        self._requests, self._clients, self._adapters, self._settings = list(requests), clients, adapters, settings
+        self._requests, self._client, self._adapters, self._settings = list(requests), client, adapters, settings
         self._count, self._ranks, self._sharding = count, ranks, sharding
         self._rows: deque[Row] = deque()
         self._failures: dict[int, Failure] = {}
         self._results: dict[tuple[int, int], DatumResult] = {}
-        self._gradients: dict[ClientModel, Gradients] = {}
+        self._gradients: Gradients | None = None
         self._plan()
 
     @property
@@ -443,7 +443,7 @@ class RowWork:
         """Compute the next row; with several ranks, the next rows, one per rank.
 
         Raises:
-            Exception: any error of the model. No model has changed then, and `cancel` must be called.
+            Exception: any error of the model, which has not changed then; `cancel` must be called.
         """
         if self._ranks is None:
             row = self._rows[0]
@@ -452,9 +452,9 @@ class RowWork:
             self._run_on(self._ranks)
 
     def cancel(self) -> None:
-        """Discard all work. No model has changed."""
+        """Discard all work. The model has not changed."""
         self._rows.clear()
-        self._gradients.clear()
+        self._gradients = None
 
     def results(self) -> list[ForwardBackwardResult | Failure]:
         """Return one result per request, in order. All rows must have run."""
@@ -464,21 +464,22 @@ class RowWork:
     # ------------------------------------------------------------------ rows
 
     def _plan(self) -> None:
-        groups: dict[tuple[str, bool], list[RowItem]] = {}
-        for at, request in enumerate(self._requests):
-            if at not in self._failures:
-                data = enumerate(request.data)
-                items = [RowItem(request=at, number=number, datum=d, loss=request.loss) for number, d in data]
-                groups.setdefault((request.model_id, request.forward_only), []).extend(items)
         ranks = 1 if self._ranks is None else self._ranks.size
-        for (model_id, forward_only), group in groups.items():
-            for numbers in plan_rows([item.datum.sequence for item in group], self._settings, ranks=ranks):
-                items = tuple(group[number] for number in numbers)
-                self._rows.append(Row(client=self._clients[model_id], items=items, backward=not forward_only))
+        for backward in (True, False):
+            group = [
+                RowItem(request=at, number=number, datum=datum, loss=request.loss)
+                for at, request in enumerate(self._requests)
+                if at not in self._failures and request.forward_only != backward
+                for number, datum in enumerate(request.data)
+            ]
+            if group:
+                for numbers in plan_rows([item.datum.sequence for item in group], self._settings, ranks=ranks):
+                    items = tuple(group[number] for number in numbers)
+                    self._rows.append(Row(client=self._client, items=items, backward=backward))
 
     def _compute(self, row: Row) -> ComputedRow:
         settings = self._settings
-        with self._lent(row.client) if row.backward else nullcontext():
+        with self._lent() if row.backward else nullcontext():
             return compute_row(row, self._adapters, recomputes=settings.recomputes, min_shared=settings.min_shared)
 
     def _compute_alike(self, rows: Sequence[Row], rank: int, sharding: Sharding) -> ComputedRow | None:
@@ -486,7 +487,7 @@ class RowWork:
         row, is_idle = rows[min(rank, len(rows) - 1)], rank >= len(rows)
         if is_idle:
             row = replace(row, items=(_idle_item(),))
-        with sharding.passes(), self._lent(row.client) if row.backward else nullcontext():
+        with sharding.passes(), self._lent() if row.backward else nullcontext():
             computed = compute_row(row, self._adapters, recomputes=self._settings.recomputes, agree=sharding.all_agree)
         return None if is_idle else computed
 
@@ -545,25 +546,23 @@ class RowWork:
             self._finish()
 
     def _finish(self) -> None:
-        for client in dict.fromkeys(self._clients.values()):
-            gradients = self._gradients.get(client)
-            if self._ranks is not None:
-                gradients = self._ranks.sum(gradients, client.parameters)
-            if gradients is not None:
-                client.add(gradients)
-        self._gradients.clear()
+        gradients, self._gradients = self._gradients, None
+        if self._ranks is not None:
+            gradients = self._ranks.sum(gradients, self._client.parameters)
+        if gradients is not None:
+            self._client.add(gradients)
 
     @contextmanager
-    def _lent(self, client: ClientModel) -> Iterator[None]:
+    def _lent(self) -> Iterator[None]:
         """Put the work's accumulated gradients into `.grad` for a backward pass to add to, then take them back."""
-        gradients = self._gradients.get(client) or [None] * len(client.parameters)
-        for parameter, gradient in zip(client.parameters, gradients, strict=True):
+        parameters = self._client.parameters
+        for parameter, gradient in zip(parameters, self._gradients or [None] * len(parameters), strict=True):
             parameter.grad = gradient
         try:
             yield
-            self._gradients[client] = [parameter.grad for parameter in client.parameters]
+            self._gradients = [parameter.grad for parameter in parameters]
         finally:
-            for parameter in client.parameters:
+            for parameter in parameters:
                 parameter.grad = None
 
     def _result(self, at: int, request: EncodedRequest) -> ForwardBackwardResult:

@@ -25,6 +25,7 @@ from vlmpack.data.images import ImageLimits, load_image
 from vlmpack.errors import ConfigError, RequestError, VlmpackError, check_extra
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending, no_tokens
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import (
     Failure,
     ImageChunk,
@@ -55,47 +56,37 @@ NEVER = -100.0
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum ranks of an adapter that vLLM can be started with."""
+MEMORY = 0.4
+"""Share of the device's memory for vLLM, next to the model that is trained."""
+MOST_IMAGES = 16
+"""Maximum number of images in a prompt."""
 TOGETHER = 4
 """Maximum number of adapters in one batch of vLLM, which reserves room for each at the maximum rank."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class VllmSettings:
-    """Settings of vLLM."""
-
-    max_context: int
-    """Maximum length of a sequence."""
-    max_rank: int = 64
-    """Maximum rank of an adapter: one of `RANKS`."""
-    max_snapshots: int = 16
-    """Maximum number of adapters in the host's memory; up to `TOGETHER` of them are on the device."""
-    max_images: int = 16
-    """Maximum number of images in a prompt."""
-    memory: float = 0.4
-    """Share of the device's memory for vLLM, next to the model that is trained."""
-
-
-def open_vllm(model: str, settings: VllmSettings, **more: Any) -> Any:
+def open_vllm(model: str, *, max_context: int, limits: ServiceLimits, **more: Any) -> Any:
     """Load a model into vLLM.
 
     Args:
         model: folder or hub name.
-        settings: settings.
+        max_context: maximum length of a sequence.
+        limits: limits of the service, of which the ranks and the number of open snapshots count.
         **more: further arguments of `vllm.LLM`; they take precedence.
 
     Raises:
-        ConfigError: vLLM is not installed.
+        ConfigError: vLLM is not installed, or the limits allow a rank that it does not have.
     """
     check_extra("vllm", "vllm", needed_by="sampling by vLLM")
+    if limits.rank > RANKS[-1]:
+        raise ConfigError(f"vLLM samples from adapters up to rank {RANKS[-1]}; the limit is {limits.rank}: lower it")
     arguments = {
-        "max_model_len": settings.max_context + 1,  # the last sampled token is not read again
-        "gpu_memory_utilization": settings.memory,
+        "max_model_len": max_context + 1,  # the last sampled token is not read again
+        "gpu_memory_utilization": MEMORY,
         "enable_lora": True,
-        "max_lora_rank": settings.max_rank,
-        "max_loras": min(settings.max_snapshots, TOGETHER),
-        "max_cpu_loras": settings.max_snapshots,
-        "limit_mm_per_prompt": {"image": settings.max_images},
+        "max_lora_rank": next(rank for rank in RANKS if rank >= limits.rank),
+        "max_loras": min(limits.samplers_open, TOGETHER),
+        "max_cpu_loras": limits.samplers_open,
+        "limit_mm_per_prompt": {"image": MOST_IMAGES},
         "logprobs_mode": "raw_logprobs",  # of the full distribution, before temperature, top-k and top-p
     }
     return import_module("vllm").LLM(model=model, **(arguments | more))
@@ -117,15 +108,8 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
         engine.sampler = engine.new_sampling(rounding=None if kind == "exact" else 0.0)
         return
     config, limits, is_vision = engine.model.config, engine.config.limits, engine.base.is_vision
-    if limits.rank > RANKS[-1]:
-        raise ConfigError(f"vLLM samples from adapters up to rank {RANKS[-1]}; the limit is {limits.rank}: lower it")
-    settings = VllmSettings(
-        max_context=engine.base.max_context,
-        max_rank=next(rank for rank in RANKS if rank >= limits.rank),
-        max_snapshots=limits.samplers_open,
-    )
     engine.sampler = VllmSampling(
-        open_vllm(source, settings),
+        open_vllm(source, max_context=engine.base.max_context, limits=limits),
         engine.sampled,
         image_token_id=config.image_token_id if is_vision else None,
         image_limits=limits.image_limits,
