@@ -148,7 +148,8 @@ def main(url: str, key: str, file: str) -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of the client: a future stands for its result
     setup = Setup(url, key)
     Path(file).write_text(json.dumps(train(setup)))
-    setup.service.close("success").result()
+    if hasattr(setup.service, "close"):  # not of the oldest client
+        setup.service.close("success").result()
 
 
 if __name__ == "__main__":

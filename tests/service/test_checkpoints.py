@@ -34,23 +34,11 @@ def test_a_path_has_three_parts_and_gives_them_back() -> None:
         assert "tinker://" + "/".join(parse_path(text)) == text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "tinker://",
-        "tinker://a",
-        "tinker://a/weights",
-        "tinker://a/weights/",
-        "tinker://a/weights/b/c",
-        "tinker://a/other/b",
-        "tinker:///weights/b",
-        "http://a/weights/b",
-        "tinker://a/weights/..",
-        "tinker://a/weights/b\n",
-        "/a/weights/b",
-    ],
-)
+OTHERS = ("", "tinker://", "tinker://a", "tinker://a/weights", "tinker://a/weights/", "tinker://a/weights/b/c")
+OTHERS += ("tinker://a/other/b", "tinker:///weights/b", "http://a/weights/b", "tinker://a/weights/..", "/a/weights/b")
+
+
+@pytest.mark.parametrize("text", [*OTHERS, "tinker://a/weights/b\n"])
 def test_other_texts_are_no_path(text: str) -> None:
     with pytest.raises(RequestError, match="no path of a checkpoint"):
         parse_path(text)

@@ -165,7 +165,3 @@ def test_what_is_not_served_is_refused_by_name(running: Running, path: str, body
     answer = post(running, path, **body)
     assert answer["status"] in (400, 404)
     assert re.search(message, answer["error"]["message"]), answer
-
-
-def test_the_key_is_needed(running: Running) -> None:
-    assert httpx.post(f"{running.address}/v1/completions", json={"model": NAME, "prompt": "a"}).status_code == 401

@@ -134,8 +134,8 @@ def tmp_path() -> Iterator[Path]:
     ("settings", "every"),
     [
         pytest.param(ALWAYS, 4, id="snapshot each step"),
-        pytest.param(ALWAYS, 1, id="snapshot each step, every moment", marks=pytest.mark.slow),
-        pytest.param(ONCE, 1, id="long replays, every moment", marks=pytest.mark.slow),
+        pytest.param(ALWAYS, 2, id="snapshot each step, more moments", marks=pytest.mark.slow),
+        pytest.param(ONCE, 2, id="long replays, more moments", marks=pytest.mark.slow),
     ],
 )
 def test_whenever_it_stops_a_restart_goes_on_to_the_same_bits(

@@ -175,51 +175,7 @@ def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: An
 # ---------------------------------------------------------------------- refusals
 
 
-def test_a_part_of_a_call_that_is_too_large_fails_by_name_and_the_model_goes_on(running: Running, model: Any) -> None:
-    """The client would not send number 1, which comes last, after a status of an error."""
-    call = model.forward([image_datum(running, png(320, 320)), *[image_datum(running, png())] * 3], "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match="a body of more than 200,000 bytes"):
-        call.result(WAIT)
-    assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
-
-
-def test_a_number_that_its_client_has_lost_does_not_stall_the_model_for_good(model: Any) -> None:
-    pointer = types.ImageAssetPointerChunk(location="tinker://image", format="png", expected_tokens=4)
-    lost = types.Datum(model_input=types.ModelInput(chunks=[pointer]), loss_fn_inputs={})
-    with pytest.raises(ValueError, match="ImageAssetPointerChunk"):
-        model.forward([lost], "cross_entropy").result(WAIT)
-    first, begin = model.forward([text_datum()], "cross_entropy"), time.monotonic()
-    while not first.future().done():
-        assert time.monotonic() < begin + 10, "every further request puts the end of the gap off"
-        model.forward([text_datum()], "cross_entropy")
-        time.sleep(0.1)
-    with pytest.raises(tinker.RequestFailedError, match=r"request 1 of .* never arrived"):
-        first.result(WAIT)
-    assert model.forward([text_datum()], "cross_entropy").result(WAIT).metrics["loss:sum"] > 0
-
-
 # ---------------------------------------------------------------------- lists and pages
-
-
-def test_a_checkpoint_expires_unless_it_is_told_to_stay(client: Any, model: Any) -> None:
-    rest = client.create_rest_client()
-    path = model.save_state("brief", ttl_seconds=7200).result(WAIT).path
-    run = path.split("/")[2]
-
-    def listed() -> dict[str, Any]:
-        return {each.tinker_path: each.expires_at for each in rest.list_checkpoints(run).result(WAIT).checkpoints}
-
-    in_two_hours = listed()[path].timestamp() - time.time()
-    assert 7100 < in_two_hours <= 7200
-    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(WAIT)
-    assert listed() == {path: None}
-    rest.set_checkpoint_ttl_from_tinker_path(path, 1).result(WAIT)
-    begin = time.monotonic()
-    while listed():
-        assert time.monotonic() < begin + 10
-        time.sleep(0.1)
-    with pytest.raises(tinker.RequestFailedError, match="has expired"):
-        model.load_state(path).result(WAIT)
 
 
 def test_rank_0_trains_all_weights(client: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +18,7 @@ import numpy as np
 import pytest
 from step_service import lora, png, text, tiny_engine
 
-from vlmpack.data.images import load_image
 from vlmpack.errors import ConfigError
-from vlmpack.service import vllm
 from vlmpack.service.engine import Engine
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
@@ -306,28 +304,21 @@ def test_stop_tokens_and_strings(engine: Engine) -> None:
     assert (text_stopped.tokens.tolist(), text_stopped.stop_reason) == (free[: said.index(said[4:7]) + 3], "stop")
     whole = run(sampler, engine, {"a": sample(max_tokens=None)})["a"].sequences[0]
     assert len(whole.tokens) == 200 - 3
-    own = run(sampler, engine, {"a": sample(max_tokens=None, stop=None)})["a"].sequences[0]
-    assert (EOS in whole.tokens.tolist()) == (own.stop_reason == "stop")
-
-
-@pytest.mark.parametrize("stop", [{"stop": ("never this",)}, {"stop": (10**6,)}], ids=["text", "id"])
-def test_end_of_sequence_ends_it_beside_other_stops(engine: Engine, stop: dict[str, Any]) -> None:
-    free = run(sampler_of(engine), engine, {"a": sample(max_tokens=50)})["a"].sequences[0].tokens.tolist()
-    sampler = sampler_of(engine, eos=free[9])
-    stopped = run(sampler, engine, {"a": sample(max_tokens=50, **stop)})["a"].sequences[0]
-    assert (stopped.tokens.tolist(), stopped.stop_reason) == (free[: free.index(free[9]) + 1], "stop")
-    endless = run(sampler, engine, {"a": sample(max_tokens=50, stop=())})["a"].sequences[0]
-    assert endless.tokens.tolist() == free
+    with_end = sampler_of(engine, eos=free[9])  # which ends a sequence beside other stops, but not beside none
+    for stop, tokens in ((None, first + 1), (("never this",), first + 1), ((10**6,), first + 1), ((), 50)):
+        seen = run(with_end, engine, {"a": sample(max_tokens=50, stop=stop)})["a"].sequences[0]
+        assert seen.tokens.tolist() == free[:tokens]
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(1, 8), (48, 64), (300, 320), (512, 512)])
-def test_adapters_of_every_rank_that_the_service_admits_are_sampled_from(rank: int, expected: int) -> None:
+def test_adapters_and_images_have_the_limits_of_the_service(rank: int, expected: int) -> None:
     """vLLM knows some maximum ranks alone."""
-    engine = tiny_engine(limits={"rank": rank, "samplers_open": 3})
+    engine = tiny_engine(limits={"rank": rank, "samplers_open": 3, "image_pixels": 10**9})
     set_sampler(engine, "vllm", source="some/model")
     assert isinstance(engine.sampler, VllmSampling)
     arguments = engine.sampler._llm.arguments
     assert (arguments["max_lora_rank"], arguments["max_loras"], arguments["max_cpu_loras"]) == (expected, 3, 3)
+    assert engine.sampler._image_limits.max_pixels == 10**9
 
 
 def test_a_rank_beyond_those_of_vllm_is_refused_by_name() -> None:
@@ -335,18 +326,11 @@ def test_a_rank_beyond_those_of_vllm_is_refused_by_name() -> None:
         set_sampler(tiny_engine(limits={"rank": 513}), "vllm", source="some/model")
 
 
-def test_images_keep_the_limits_of_the_service() -> None:
-    """An image that the service admits, though it is larger than the library's default."""
-    engine = tiny_engine(limits={"image_pixels": 10**9})
-    set_sampler(engine, "vllm", source="some/model")
-    assert isinstance(engine.sampler, VllmSampling)
-    assert engine.sampler._image_limits.max_pixels == 10**9
-    with pytest.MonkeyPatch.context() as patch:
-        seen: list[Any] = []
-        patch.setattr(vllm, "load_image", lambda data, limits: seen.append(limits) or load_image(data, limits=limits))
-        engine.sampler._llm.image_token_id, engine.sampler._llm.tokens_per_image = engine.model.config.image_token_id, 6
-        assert isinstance(run(engine.sampler, engine, {"a": sample(PICTURE)})["a"], SampleResult)
-    assert [limits.max_pixels for limits in seen] == [10**9]
+def test_images_are_read_within_these_limits(engine: Engine) -> None:
+    sampler = sampler_of(engine)
+    sampler._image_limits = replace(sampler._image_limits, max_pixels=64 * 96 - 1)
+    result = run(sampler, engine, {"a": sample(PICTURE)})["a"]
+    assert isinstance(result, Failure) and "6144 pixels" in result.message
 
 
 def test_each_snapshot_is_an_adapter_of_its_own_until_it_is_closed(engine: Engine, tmp_path: Path) -> None:

@@ -192,12 +192,7 @@ class Encoder:
             with _named(f"datum {at}"):
                 sequence = self._encode_chunks(request.data[at].chunks, size)
             data.append(EncodedDatum(sequence=sequence, inputs=inputs))
-        return EncodedRequest(
-            model_id=request.model_id,
-            data=tuple(data),
-            loss=loss,
-            forward_only=request.forward_only,
-        )
+        return EncodedRequest(model_id=request.model_id, data=tuple(data), loss=loss, forward_only=request.forward_only)
 
     def encode_prompt(self, request: Sample) -> EncodedSequence:
         """Check and encode a prompt.

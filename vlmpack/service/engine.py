@@ -263,13 +263,7 @@ class Engine:
             image_token=self.model.config.image_token_id if self.family.has_vision else None,
         )
         return RowWork(
-            requests,
-            client,
-            self.adapters,
-            settings,
-            count=self._count,
-            ranks=self.ranks,
-            sharding=self.sharding,
+            requests, client, self.adapters, settings, count=self._count, ranks=self.ranks, sharding=self.sharding
         )
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:

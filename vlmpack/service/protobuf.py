@@ -230,10 +230,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
 def encode_forward_backward(request: ForwardBackward) -> bytes:
     """Encode a training request as a client does; the inverse of `decode_forward_backward`."""
     encoded = message("ForwardBackwardRequest")(
-        model_id=request.model_id,
-        seq_id=request.seq_id,
-        loss_fn=request.loss_fn,
-        forward_only=request.forward_only,
+        model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
     )
     for key, value in request.loss_config.items():
         setting = encoded.loss_fn_config_v2.add(key=key).value

@@ -100,12 +100,7 @@ def model_name(source: str) -> str:
 
 
 def load_base(
-    source: str,
-    *,
-    name: str | None = None,
-    tokenizer: str | None = None,
-    device: str = "cpu",
-    dtype: str = "float32",
+    source: str, *, name: str | None = None, tokenizer: str | None = None, device: str = "cpu", dtype: str = "float32"
 ) -> Base:
     """Load a base model and its processor.
 

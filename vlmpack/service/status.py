@@ -17,10 +17,7 @@ from starlette.routing import Route
 
 SECONDS_A_DAY = 86_400
 
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'",
-    "Cache-Control": "no-store",
-}
+HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
 TYPES = "text/plain; version=0.0.4; charset=utf-8"
 
 STYLE = """
