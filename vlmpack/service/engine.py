@@ -263,7 +263,7 @@ class Engine:
             image_token=self.model.config.image_token_id if self.family.has_vision else None,
         )
         return RowWork(
-            requests, client, self.adapters, settings, count=self._count, ranks=self.ranks, sharding=self.sharding
+            requests, client, self.adapters, settings, counts=self.counts, ranks=self.ranks, sharding=self.sharding
         )
 
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
@@ -333,9 +333,6 @@ class Engine:
     def _adapted(self, lora: LoraConfig) -> ClientModel:
         names = self.adapters.targets.chosen(lora)
         return ClientModel(self.model, new_adapter(lora, names, self.model))
-
-    def _count(self, work: WorkCount) -> None:
-        self.counts += work
 
     def _freeze(self) -> None:
         self.model.requires_grad_(False)

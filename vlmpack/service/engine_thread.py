@@ -58,7 +58,7 @@ class SampleLane:
         ledger: Ledger,
         state: StateFolder,
         *,
-        parse: Callable[[Entry], Sample],
+        parse: Callable[[Entry], Any],
         finish: Callable[[list[tuple[Entry, Outcome]]], None],
     ) -> None:
         self._sampler, self._ledger, self._state, self._parse, self._finish = sampler, ledger, state, parse, finish
@@ -172,7 +172,7 @@ class EngineThread:
         self._engine, self._ledger, self._state, self._codec, self._tidy = engine, ledger, state, codec, tidy
         self._operations = Operations(engine, ledger, state, codec=codec)
         self._pool = ThreadPoolExecutor(ledger.limits.encode_threads, "vlmpack-encode")
-        self._samples = SampleLane(engine.sampler, ledger, state, parse=self._sample_of, finish=self._finish)
+        self._samples = SampleLane(engine.sampler, ledger, state, parse=self._operations.request, finish=self._finish)
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
         self._turn = 0
         self._tidied = 0.0
@@ -360,19 +360,14 @@ class EngineThread:
             self._ledger.changed.notify_all()
 
     def _encode(self, entry: Entry) -> Any:
-        request = cast("ForwardBackward", entry.request or self._operations.parse(entry.row))
+        request = cast("ForwardBackward", self._operations.request(entry))
         entry.forward_only = request.forward_only
         encoded = self._engine.encode(request)
         entry.request = None
         return encoded
 
     def _encode_prompt(self, entry: Entry) -> Any:
-        return self._engine.encode_prompt(self._sample_of(entry))
-
-    def _sample_of(self, entry: Entry) -> Sample:
-        if entry.request is None:
-            entry.request = self._operations.parse(entry.row)
-        return cast("Sample", entry.request)
+        return self._engine.encode_prompt(cast("Sample", self._operations.request(entry)))
 
     # ------------------------------------------------------------------ forward_backwards
 
@@ -449,7 +444,7 @@ class EngineThread:
         if entry.row.kind in CREATIONS:
             if isinstance(done.outcome, Failure):
                 lane.failure = f"{lane.id} was not created: {done.outcome.message}"
-        elif done.is_replayed and not lane.is_closed and self._operations.snapshot_is_due(lane):
+        elif done.is_replayed and lane in self._lanes() and self._operations.snapshot_is_due(lane):
             self._snapshot(lane)
         self._ledger.is_swept = False
 

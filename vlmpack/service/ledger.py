@@ -154,8 +154,6 @@ class Lane:
     """Whether the model is in the journal."""
     turn: int = 0
     """Turn in which the model was last served."""
-    is_closed: bool = False
-    """Whether the session has ended."""
     has_gradients: bool = False
     """Whether there are accumulated gradients, which no snapshot holds."""
     seconds: float = 0.0
@@ -298,7 +296,6 @@ class Ledger:
                 self.remove(entry)
             self.new_samples = [entry for entry in self.new_samples if not entry.is_done]
             for lane in [lane for lane in self.lanes.values() if lane.session == session_id]:
-                lane.is_closed = True
                 self.closed.append(self.lanes.pop(lane.id))
             self.changed.notify_all()
 

@@ -62,6 +62,12 @@ class Operations:
         """Parse a request from the journal, with the seed that was drawn for it."""
         return with_seed(self._codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
 
+    def request(self, entry: Entry) -> messages.Request:
+        """Return the parsed request of an entry."""
+        if entry.request is None:
+            entry.request = self.parse(entry.row)
+        return entry.request
+
     def run(self, lane: Lane, entry: Entry) -> Done:
         """Run an operation other than forward_backward.
 
@@ -69,8 +75,7 @@ class Operations:
             RequestError: the operation cannot be run; the model is unchanged.
             Exception: the engine or the disk failed.
         """
-        request = entry.request or self.parse(entry.row)
-        match request:
+        match request := self.request(entry):
             case messages.CreateModel():
                 return self._create(lane, request)
             case messages.CreateFromCheckpoint():

@@ -74,23 +74,18 @@ class RowSettings:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class WorkCount:
     """Counts of computed rows."""
 
     rows: int = 0
     """Number of packed rows."""
-    datums: int = 0
-    """Number of datums."""
     tokens: int = 0
     """Number of tokens of the datums."""
     computed: int = 0
     """Number of tokens that went through the model; a shared prefix counts once."""
     patches: int = 0
     """Number of patches of the datums' images."""
-
-    def __add__(self, other: WorkCount) -> WorkCount:
-        return WorkCount(**{name: value + getattr(other, name) for name, value in vars(self).items()})
 
 
 # ---------------------------------------------------------------------- which datums share a row
@@ -411,7 +406,7 @@ class RowWork:
         adapters: Adapters,
         settings: RowSettings,
         *,
-        count: Callable[[WorkCount], None],
+        counts: WorkCount,
         ranks: Ranks | None = None,
         sharding: Sharding | None = None,
     ) -> None:
@@ -422,12 +417,12 @@ class RowWork:
             client: the model.
             adapters: the hooks on the base model.
             settings: budgets of a row.
-            count: called with the counts of each computed row.
+            counts: counts of rows, to which each computed row is added.
             ranks: ranks that share the rows; None: this process computes all rows.
             sharding: sharding of the base model over these ranks; None: each rank has the full model.
         """
         self._requests, self._client, self._adapters, self._settings = list(requests), client, adapters, settings
-        self._count, self._ranks, self._sharding = count, ranks, sharding
+        self._counts, self._ranks, self._sharding = counts, ranks, sharding
         self._rows: deque[Row] = deque()
         self._failures: dict[int, Failure] = {}
         self._results: dict[tuple[int, int], DatumResult] = {}
@@ -516,16 +511,10 @@ class RowWork:
 
         If datums are not finite, fail their requests, and restart the work without them.
         """
-        sequences = [item.datum.sequence for item in row.items]
-        self._count(
-            WorkCount(
-                rows=1,
-                datums=len(sequences),
-                tokens=sum(sequence.length for sequence in sequences),
-                computed=computed.tokens,
-                patches=sum(sequence.patches for sequence in sequences),
-            )
-        )
+        self._counts.rows += 1
+        self._counts.tokens += sum(item.datum.sequence.length for item in row.items)
+        self._counts.computed += computed.tokens
+        self._counts.patches += sum(item.datum.sequence.patches for item in row.items)
         if row not in self._rows:  # a row of another rank, and the work was restarted
             return
         results = list(zip(row.items, computed.results, strict=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from html import escape
 from typing import Any, final
 
@@ -14,8 +15,6 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-
-SECONDS_A_DAY = 86_400
 
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
 TYPES = "text/plain; version=0.0.4; charset=utf-8"
@@ -98,12 +97,13 @@ def routes(snapshot: Callable[[], Snapshot]) -> list[Route]:
 
 def render(state: Snapshot) -> str:
     """Render the status page. It has no scripts and no external resources, and reloads every 5 s."""
+    up = timedelta(seconds=int(state.number("uptime_seconds")))
     fault = "" if state.fault is None else f'<p class="fault">{escape(state.fault)}</p>'
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in _rows(state).items())
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5">'
         f"<title>{escape(state.title)}: vlmpack serve</title><style>{STYLE}</style></head><body>"
-        f"<h1>{escape(state.title)}</h1><p>vlmpack serve, up {_span(state.number('uptime_seconds'))}</p>{fault}"
+        f"<h1>{escape(state.title)}</h1><p>vlmpack serve, up {up}</p>{fault}"
         f"<table>{rows}</table></body></html>\n"
     )
 
@@ -125,9 +125,3 @@ def _rows(state: Snapshot) -> dict[str, str]:
     }
     a_row = state.number("computed_tokens_total") / max(state.number("rows_total"), 1)
     return {text: f"{state.number(name):,.0f}" for text, name in shown.items()} | {"tokens a row": f"{a_row:,.0f}"}
-
-
-def _span(seconds: float) -> str:
-    whole = int(seconds)
-    days, hours, minutes = whole // SECONDS_A_DAY, whole // 3600 % 24, whole // 60 % 60
-    return f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

@@ -27,21 +27,6 @@ REFUSED = {
 }
 """Client options that this service does not have, and what to do instead."""
 
-KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        messages.OptimStep,
-        messages.SaveWeights,
-        messages.SaveForSampler,
-        messages.SaveExternal,
-        messages.LoadWeights,
-        messages.CreateModel,
-        messages.CreateFromCheckpoint,
-        messages.Sample,
-    )
-}
-"""Requests that arrive as JSON, by the names under which the journal stores them."""
-
 
 def decode(kind: str, body: bytes) -> messages.Request:
     """Parse a body that was accepted before.
@@ -55,7 +40,7 @@ def decode(kind: str, body: bytes) -> messages.Request:
     """
     if kind == messages.ForwardBackward.__name__:
         return protobuf.decode_forward_backward(body)
-    return read_request(KINDS[kind], parse(body))
+    return read_request(getattr(messages, kind), parse(body))
 
 
 def read_request(kind: type[Any], values: Mapping[str, Any]) -> Any:
