@@ -1,7 +1,7 @@
 """A short training run of the unmodified client: `python steps_program.py URL KEY FILE`; writes what it saw as JSON.
 
 Datums with and without images, steps of plain gradient descent, log-probabilities, samples, and a checkpoint from which
-the run goes on.
+the run goes on. With a further argument `faulty` the network loses requests, loses replies and doubles requests.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import random
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
+import httpx
 import numpy as np
 import tinker
 from PIL import Image
@@ -25,6 +27,8 @@ from tinker import types
 
 STEPS, RATE = 3, 3e-4
 """Log-probabilities stay small, so that a difference of 1e-5 shows."""
+SELDOM = ("retrieve_future", "telemetry", "session_heartbeat", "client/config")
+"""Paths that fail only now and then: they are asked for all the time, or the client never repeats them."""
 TOKEN_SIDE = 32
 """Pixels of a side of an image of which Qwen3-VL makes one token."""
 
@@ -81,6 +85,27 @@ class Setup:
     def mixed(self, loss: str = "cross_entropy") -> list[types.Datum]:
         lengths = ((1, 12, None), (2, 5, 2), (3, 31, None), (4, 9, 9), (5, 1, None), (6, 17, 0))
         return [self.datum(seed, n, image_at=at, loss=loss) for seed, n, at in lengths]
+
+
+def break_network() -> Counter[str]:
+    """Break the network by a fixed rule for the requests of each path; returns how often it did what."""
+    counts, done, send = Counter(), Counter(), httpx.AsyncHTTPTransport.handle_async_request
+
+    async def faulty(self: Any, request: httpx.Request) -> httpx.Response:
+        counts[request.url.path] += 1
+        n = counts[request.url.path]
+        if request.url.path.endswith(SELDOM):
+            n = 1 if n % 3 else n // 3
+        fault = "doubled" if n % 3 == 0 else "reply lost" if n % 5 == 2 else "lost" if n % 7 == 4 else "none"
+        done[fault] += 1
+        if fault in ("doubled", "reply lost"):
+            await (await send(self, request)).aread()
+        if fault in ("lost", "reply lost"):
+            raise httpx.RemoteProtocolError("the server disconnected without sending a response", request=request)
+        return await send(self, request)
+
+    httpx.AsyncHTTPTransport.handle_async_request = faulty
+    return done
 
 
 def check_refused(call: Callable[[], Any], words: str) -> None:
@@ -144,10 +169,11 @@ def train(s: Setup) -> dict[str, Any]:
     return seen
 
 
-def main(url: str, key: str, file: str) -> None:
+def main(url: str, key: str, file: str, network: str = "") -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of the client: a future stands for its result
+    faults = break_network() if network == "faulty" else {}
     setup = Setup(url, key)
-    Path(file).write_text(json.dumps(train(setup)))
+    Path(file).write_text(json.dumps({**train(setup), "faults": faults}))
     if hasattr(setup.service, "close"):  # not of the oldest client
         setup.service.close("success").result()
 

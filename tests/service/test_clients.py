@@ -351,11 +351,6 @@ def test_the_same_seed_gives_the_same_adapter_whatever_else_exists() -> None:
     ours, theirs, others = weights(first), weights(second), weights(second, "c")
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any(not torch.equal(ours[name], others[name]) for name in ours)
-
-
-def test_without_a_seed_adapters_differ() -> None:
-    engine = tiny_engine()
-    for name in "ab":
-        engine.create(name, lora(seed=None))
-    ours, others = weights(engine, "a"), weights(engine, "b")
-    assert all(not torch.equal(ours[name], others[name]) for name in ours if "lora_A" in name)
+    for name in "de":
+        second.create(name, lora(seed=None))
+    assert not equal(weights(second, "d"), weights(second, "e"))

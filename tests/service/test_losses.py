@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ EPS = 1e-4
 MASK = np.array([0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 1, 0], np.float32)
 
 
-def in_numpy(name: str, lp: Array, q: Array, a: Array, w: Array, **settings: float) -> float:
-    """The table of the losses, in float64."""
+def in_numpy(name: str, lp: Array, fixed: Array, q: Array, a: Array, w: Array, **settings: Any) -> float:
+    """The table of the losses, in float64, of two datums; `fixed`: log-probabilities that are not derived."""
     r = np.exp(lp - q)
     if name == "cross_entropy":
         return float(-(w * lp).sum())
@@ -28,15 +29,13 @@ def in_numpy(name: str, lp: Array, q: Array, a: Array, w: Array, **settings: flo
         return float(-(w * r * a).sum())
     if name == "dro":
         return float(-(w * (lp * a - settings["beta"] / 2 * (lp - q) ** 2)).sum())
-    clipped = np.clip(r, settings["clip_low_threshold"], settings["clip_high_threshold"])
-    if name == "ppo":
-        return float(-(w * np.minimum(r * a, clipped * a)).sum())
-    raise AssertionError(name)
-
-
-def cispo_in_numpy(lp: Array, fixed: Array, q: Array, a: Array, w: Array, low: float, high: float) -> float:
-    """`fixed`: log-probabilities whose ratio is not derived."""
-    return float(-(w * np.clip(np.exp(fixed - q), low, high) * lp * a).sum())
+    low, high = settings["clip_low_threshold"], settings["clip_high_threshold"]
+    if name == "cispo":
+        return float(-(w * np.clip(np.exp(fixed - q), low, high) * lp * a).sum())
+    if name == "gspo":
+        means = [(fixed - q)[at][MASK[at] != 0].mean() for at in (slice(0, 5), slice(5, None))]
+        r = np.exp(np.repeat(means, (5, len(lp) - 5)) + lp - fixed)
+    return float(-(w * np.minimum(r * a, np.clip(r, low, high) * a)).sum())
 
 
 def drawn(seed: int, n: int = 12) -> tuple[Array, Array, Array, Array]:
@@ -45,16 +44,6 @@ def drawn(seed: int, n: int = 12) -> tuple[Array, Array, Array, Array]:
     lp = rng.uniform(-6, -0.5, n)
     ratio = rng.choice([0.3, 0.7, 0.9, 1.0, 1.1, 1.4, 3.0, 4.5], n)
     return tuple(x.astype(np.float32).astype(np.float64) for x in (lp, lp - np.log(ratio), *rng.normal(size=(2, n))))
-
-
-def gspo_in_numpy(lp: Array, fixed: Array, q: Array, a: Array, w: Array, low: float, high: float) -> float:
-    """Of two datums; `fixed`: log-probabilities whose mean is not derived."""
-    value = 0.0
-    for at in (slice(0, 5), slice(5, None)):
-        marked = MASK[at] != 0
-        s = np.exp((fixed - q)[at][marked].mean()) * np.exp(lp - fixed)[at]
-        value -= (w[at] * np.minimum(s * a[at], np.clip(s, low, high) * a[at])).sum()
-    return float(value)
 
 
 def computed(name: str, config: dict[str, Any], lp: Array, q: Array, a: Array, w: Array) -> tuple[float, Array]:
@@ -101,18 +90,7 @@ def test_a_loss_and_its_derivatives_are_those_of_numpy(name: str, seed: int) -> 
     changed = CHANGED.get(name, {})
     each = {key: np.linspace(value, value + 0.05, len(lp)) for key, value in changed.items() if key != "beta"}
     for config in (*([] if name == "gspo" else [{}]), changed, {**changed, **({} if name == "gspo" else each)}):
-        settings = {**DEFAULTS[name], **config}
-        if name in ("cispo", "gspo"):
-            low, high = settings.values()
-            detached = cispo_in_numpy if name == "cispo" else gspo_in_numpy
-
-            def expected(x: Array, low: Any = low, high: Any = high, detached: Any = detached) -> float:
-                return detached(x, lp, q, a, w, low, high)
-        else:
-
-            def expected(x: Array, settings: dict[str, float] = settings) -> float:
-                return in_numpy(name, x, q, a, w, **settings)
-
+        expected = partial(in_numpy, name, fixed=lp, q=q, a=a, w=w, **{**DEFAULTS[name], **config})
         loss, slopes = computed(name, config, lp, q, a, w)
         assert loss == pytest.approx(expected(lp), rel=1e-5, abs=1e-5)
         np.testing.assert_allclose(slopes, derivatives(expected, lp), rtol=1e-3, atol=1e-4)

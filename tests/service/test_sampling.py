@@ -13,7 +13,18 @@ import numpy as np
 import pytest
 import torch
 from sampled import finish, model_of, prompt_of, prompts_of, run, run_one, sample, sampler_of, tokens_of
-from step_service import ADAM, FAMILY_NAMES, lora, plain_model, served, set_adapter, some_data, tiny_engine
+from step_service import (
+    ADAM,
+    FAMILY_NAMES,
+    equal,
+    lora,
+    plain_model,
+    served,
+    set_adapter,
+    some_data,
+    tiny_engine,
+    weights,
+)
 from step_service import run_one as train
 
 from vlmpack.service import sampling
@@ -495,22 +506,15 @@ def test_training_on_does_not_change_a_snapshot_and_sampling_does_not_change_tra
     for _ in range(5):
         sampler.step()
         for one in (engine, undisturbed):
-            result = train(one, some_data(one))
+            train(one, some_data(one))
             one.optim_step("a", ADAM)
         sampler.step()
-    assert all(
-        np.array_equal(a, b)
-        for a, b in zip(
-            train(engine, some_data(engine)).logprobs, train(undisturbed, some_data(undisturbed)).logprobs, strict=True
-        )
-    )
+    assert equal(weights(engine), weights(undisturbed))
     during = finish(sampler)["during"]
     assert tokens_of(during) == tokens_of(before)
     assert isinstance(during, SampleResult)
     assert during.scores is not None and before.scores is not None
     np.testing.assert_array_equal(during.scores.logprobs, before.scores.logprobs)
-    assert any(p.requires_grad for p in engine.client("a").parameters)
-    assert result is not None
 
 
 def test_snapshots_are_read_when_needed_and_the_least_recently_used_goes(engine: Engine, tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.service.faulty_proxy import FaultyProxy
 from tests.service.server_process import KEY, Server, until
 
 pytestmark = [
@@ -69,10 +68,10 @@ def run_client(server: Server, program: Path, *arguments: str, client: Path | No
     return ended.stdout
 
 
-def trained(server: Server, *, port: int | None = None, client: Path | None = None) -> dict[str, Any]:
-    """What a client saw, perhaps through a proxy."""
+def trained(server: Server, *network: str, client: Path | None = None) -> dict[str, Any]:
+    """What a client saw."""
     seen = server.state.parent / "seen.json"
-    run_client(server, PROGRAM, f"http://127.0.0.1:{port or server.port}", KEY, str(seen), client=client)
+    run_client(server, PROGRAM, server.url, KEY, str(seen), *network, client=client)
     return json.loads(seen.read_text())
 
 
@@ -102,9 +101,11 @@ def alone(server: Server) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return seen, checkpoint(server, seen["path"])
 
 
-def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.ndarray], **way: Any) -> None:
-    """Train, and compare results and checkpoint with those of one process."""
-    seen = trained(server, **way)
+def check_equal(
+    server: Server, expected: dict[str, Any], tensors: dict[str, np.ndarray], *network: str, client: Path | None = None
+) -> dict[str, Any]:
+    """Train, and compare results and checkpoint with those of one process; returns what the client saw."""
+    seen = trained(server, *network, client=client)
     for name in ("losses", "norms"):
         assert seen[name] == pytest.approx(expected[name][: len(seen[name])], rel=1e-5)
     assert seen["prompt"] == pytest.approx(expected["prompt"], abs=1e-5)
@@ -116,6 +117,7 @@ def check_equal(server: Server, expected: dict[str, Any], tensors: dict[str, np.
     for name, tensor in saved.items():
         close = 1e-5 * np.abs(tensors[name]).max()
         np.testing.assert_allclose(tensor, tensors[name], rtol=1e-4, atol=close, err_msg=name)
+    return seen
 
 
 def models(server: Server) -> int:
@@ -125,9 +127,8 @@ def models(server: Server) -> int:
 
 
 def test_a_network_that_loses_and_doubles(server: Server, alone: Any) -> None:
-    with FaultyProxy(server.port) as proxy:
-        check_equal(server, *alone, port=proxy.port)
-        assert min(proxy.done[fault] for fault in ("doubled", "reply lost", "lost")) >= 2, proxy.done
+    faults = check_equal(server, *alone, "faulty")["faults"]
+    assert min(faults[fault] for fault in ("doubled", "reply lost", "lost")) >= 2, faults
 
 
 def test_the_oldest_client_is_served(server: Server, alone: Any) -> None:
