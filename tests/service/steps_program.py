@@ -89,9 +89,9 @@ class Setup:
 
 def break_network() -> Counter[str]:
     """Break the network by a fixed rule for the requests of each path; returns how often it did what."""
-    counts, done, send = Counter(), Counter(), httpx.AsyncHTTPTransport.handle_async_request
+    counts, done, send = Counter(), Counter(), httpx.AsyncClient.send
 
-    async def faulty(self: Any, request: httpx.Request) -> httpx.Response:
+    async def faulty(self: Any, request: httpx.Request, **options: Any) -> httpx.Response:
         counts[request.url.path] += 1
         n = counts[request.url.path]
         if request.url.path.endswith(SELDOM):
@@ -99,12 +99,12 @@ def break_network() -> Counter[str]:
         fault = "doubled" if n % 3 == 0 else "reply lost" if n % 5 == 2 else "lost" if n % 7 == 4 else "none"
         done[fault] += 1
         if fault in ("doubled", "reply lost"):
-            await (await send(self, request)).aread()
+            await (await send(self, request, **options)).aread()
         if fault in ("lost", "reply lost"):
             raise httpx.RemoteProtocolError("the server disconnected without sending a response", request=request)
-        return await send(self, request)
+        return await send(self, request, **options)
 
-    httpx.AsyncHTTPTransport.handle_async_request = faulty
+    httpx.AsyncClient.send = faulty
     return done
 
 
@@ -143,7 +143,7 @@ def train(s: Setup) -> dict[str, Any]:
 
     for number in range(STEPS):
         step(model, number)
-    check_refused(lambda: s.model(rank=300).result(), "rank is 300")
+    check_refused(lambda: s.model(rank=300).get_info(), "rank is 300")
     overflow = model.forward_backward(s.overflowing(), "importance_sampling")
     check_refused(overflow.result, "datum 3: its loss or gradient is not finite")  # and no gradient is left, see below
     seen["logprobs"] = logprobs(model)
@@ -161,7 +161,8 @@ def train(s: Setup) -> dict[str, Any]:
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert ours != before
     try:
-        whole = s.model(rank=0).result()
+        whole = s.model(rank=0)
+        whole.get_info()  # a future stands for it
     except tinker.RequestFailedError as error:  # of a sharded base model
         assert "LoRA adapters only" in str(error)
     else:

@@ -9,20 +9,8 @@ import numpy as np
 import pytest
 
 from vlmpack.errors import RequestError
-from vlmpack.service import protobuf
+from vlmpack.service import messages, protobuf
 from vlmpack.service.ledger import content_digest
-from vlmpack.service.messages import (
-    Datum,
-    ForwardBackward,
-    ForwardBackwardResult,
-    ImageChunk,
-    PromptScores,
-    SampledSequence,
-    SampleResult,
-    SparseMatrix,
-    TextChunk,
-    TopTokens,
-)
 
 REQUEST = base64.b64decode(
     "ChVzNzdjYzFiNDUwYmFiOnRyYWluOjAQAxpkChAKDgoMFAAAABUAAAAWAAAAEh4KB3dlaWdodHMSEwoMAAAAAAAAgD8AAIA/GAEiAQMSMAoN"
@@ -77,10 +65,10 @@ def test_the_clients_own_messages_are_read() -> None:
     assert (read.model_id, read.seq_id, len(read.data)) == ("s:train:7", 12, 2)
     assert read.loss_config == {"clip_low_threshold": 0.5}
     first, png, jpeg, last = read.data[1].chunks
-    assert isinstance(first, TextChunk) and first.tokens.tolist() == [5, 6]
-    assert png == ImageChunk(data=b"not looked at", format="png", expected_tokens=4)
-    assert jpeg == ImageChunk(data=b"nor this", format="jpeg", expected_tokens=None)
-    assert isinstance(last, TextChunk) and last.tokens.tolist() == [7]
+    assert isinstance(first, messages.TextChunk) and first.tokens.tolist() == [5, 6]
+    assert png == messages.ImageChunk(data=b"not looked at", format="png", expected_tokens=4)
+    assert jpeg == messages.ImageChunk(data=b"nor this", format="jpeg", expected_tokens=None)
+    assert isinstance(last, messages.TextChunk) and last.tokens.tolist() == [7]
     assert read.data[1].inputs["target_tokens"].tolist() == list(range(8))
 
 
@@ -89,27 +77,27 @@ def test_the_client_reads_results() -> None:
     from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
     logprobs = (np.array([-1.5], np.float32), np.array([[-2.0, -0.25], [-1.0, 0.0]], np.float32))
-    result = ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 3.75, "tokens:sum": 4.0})
+    result = messages.ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 3.75, "tokens:sum": 4.0})
     output = deserialize_forward_backward_output(protobuf.encode_result(result))
     assert [entry["logprobs"].tolist() for entry in output.loss_fn_outputs] == [[-1.5], [[-2.0, -0.25], [-1.0, 0.0]]]
     assert output.metrics == {"loss:sum": 3.75, "tokens:sum": 4.0}
 
     sequences = (
-        SampledSequence(
+        messages.SampledSequence(
             tokens=np.array([4, 1]),
             logprobs=np.array([-0.5, -1]),
             stop_reason="stop",
-            top=TopTokens(ids=np.array([[4], [2]]), logprobs=np.array([[-0.5], [-0.25]])),
+            top=messages.TopTokens(ids=np.array([[4], [2]]), logprobs=np.array([[-0.5], [-0.25]])),
         ),
-        SampledSequence(tokens=np.array([], np.int32), logprobs=np.array([]), stop_reason="length"),
+        messages.SampledSequence(tokens=np.array([], np.int32), logprobs=np.array([]), stop_reason="length"),
     )
-    scores = PromptScores(
+    scores = messages.PromptScores(
         logprobs=np.array([np.nan, -3], np.float32),
-        top=TopTokens(ids=np.array([[0, 0], [7, 8]]), logprobs=np.array([[np.nan, np.nan], [-0.5, -1.5]])),
-        targets=SparseMatrix(keys=np.array([1]), values=np.array([-2.5]), shape=(1, 3)),
-        drawn=TopTokens(ids=np.array([[9, 9]]), logprobs=np.array([[-4.0, -4.0]])),
+        top=messages.TopTokens(ids=np.array([[0, 0], [7, 8]]), logprobs=np.array([[np.nan, np.nan], [-0.5, -1.5]])),
+        targets=messages.SparseMatrix(keys=np.array([1]), values=np.array([-2.5]), shape=(1, 3)),
+        drawn=messages.TopTokens(ids=np.array([[9, 9]]), logprobs=np.array([[-4.0, -4.0]])),
     )
-    sampled = SampleResult(sequences=sequences, scores=scores)
+    sampled = messages.SampleResult(sequences=sequences, scores=scores)
     response = deserialize_sample_response(protobuf.encode_result(sampled))
     assert [sequence.tokens for sequence in response.sequences] == [[4, 1], []]
     assert [sequence.stop_reason for sequence in response.sequences] == ["stop", "length"]
@@ -238,18 +226,18 @@ def test_a_shape_of_many_dimensions_is_refused_before_it_is_built() -> None:
 
 
 def test_what_is_encoded_is_decoded() -> None:
-    datum = Datum(
+    datum = messages.Datum(
         chunks=(
-            TextChunk(tokens=np.array([1, 2], np.int32)),
-            ImageChunk(data=b"png", format="png", expected_tokens=4),
-            ImageChunk(data=b"jpeg", format="jpeg"),
+            messages.TextChunk(tokens=np.array([1, 2], np.int32)),
+            messages.ImageChunk(data=b"png", format="png", expected_tokens=4),
+            messages.ImageChunk(data=b"jpeg", format="jpeg"),
         ),
         inputs={
-            "target_tokens": SparseMatrix(keys=np.array([1, 3, 4]), values=np.arange(3), shape=(4, 2)),
+            "target_tokens": messages.SparseMatrix(keys=np.array([1, 3, 4]), values=np.arange(3), shape=(4, 2)),
             "weights": np.array([0.5, -1.0, 0.0], np.float32),
         },
     )
-    request = ForwardBackward(
+    request = messages.ForwardBackward(
         model_id="m:train:0",
         seq_id=7,
         data=(datum, datum),

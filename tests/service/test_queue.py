@@ -589,17 +589,6 @@ def test_a_sampling_session_outlives_its_checkpoint(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- models and checkpoints
 
 
-def test_a_model_is_known_once_it_is_created(tmp_path: Path) -> None:
-    with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        name = client.post(create(session))
-        assert status(client.queue.get_info, f"{session}:train:0") == 404
-        client.queue.start()
-        client.outcome(name)
-        info = client.queue.get_info(f"{session}:train:0")
-        assert (info.row.base_model, info.row.lora and info.row.lora.rank) == ("base/fake", 4)
-
-
 def test_models_are_listed_newest_first_and_stay_while_they_have_checkpoints(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         models = [client.model() for _ in range(3)]

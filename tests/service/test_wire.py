@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 
 from vlmpack.errors import RequestError
-from vlmpack.service import wire
-from vlmpack.service.messages import (
-    CreateModel,
-    ImageChunk,
-    LoraConfig,
-    OptimStepResult,
-    Sample,
-    SamplingParams,
-    SaveForSampler,
-    TextChunk,
-)
+from vlmpack.service import messages, wire
 
 MODEL = "s77cc1b450bab:train:0"
 ADAM = {"learning_rate": 0.001, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 1.0}
@@ -53,7 +43,7 @@ def sample(**changes: Any) -> Any:
     return decode("Sample", **{**SAMPLE, **changes})
 
 
-def sampling(**params: Any) -> SamplingParams:
+def sampling(**params: Any) -> messages.SamplingParams:
     return sample(sampling_params=params).params
 
 
@@ -62,9 +52,9 @@ def sampling(**params: Any) -> SamplingParams:
 
 def test_snapshots_have_a_name_or_belong_to_a_session() -> None:
     named = decode("SaveForSampler", model_id=MODEL, path="s1", kind="snapshot", seq_id=7)
-    assert named == SaveForSampler(model_id=MODEL, seq_id=7, name="s1")
+    assert named == messages.SaveForSampler(model_id=MODEL, seq_id=7, name="s1")
     ephemeral = decode("SaveForSampler", model_id=MODEL, sampling_session_seq_id=0, kind="inflight", seq_id=8)
-    assert ephemeral == SaveForSampler(model_id=MODEL, seq_id=8, sampling_session_seq_id=0, kind="inflight")
+    assert ephemeral == messages.SaveForSampler(model_id=MODEL, seq_id=8, sampling_session_seq_id=0, kind="inflight")
     with pytest.raises(RequestError, match="neither path nor sampling_session_seq_id"):
         decode("SaveForSampler", model_id=MODEL, seq_id=8)
 
@@ -74,21 +64,21 @@ def test_new_models() -> None:
     fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "adamw"}}
     model = decode("CreateModel", **fields, lora_config=lora, user_metadata={"n": 3, "t": "x"})
     notes = {"n": "3", "t": "x"}
-    assert model == CreateModel(
-        session_id="s", model_seq_id=0, base_model="b", lora=LoraConfig(**lora), user_metadata=notes
+    assert model == messages.CreateModel(
+        session_id="s", model_seq_id=0, base_model="b", lora=messages.LoraConfig(**lora), user_metadata=notes
     )
     assert decode("CreateModel", **fields).lora is None
-    assert decode("CreateModel", **fields, lora_config={"rank": 8}).lora == LoraConfig(rank=8)
+    assert decode("CreateModel", **fields, lora_config={"rank": 8}).lora == messages.LoraConfig(rank=8)
 
 
 def test_a_prompt() -> None:
     request = sample()
-    assert isinstance(request, Sample)
+    assert isinstance(request, messages.Sample)
     first, image, last = request.prompt
-    assert isinstance(first, TextChunk) and first.tokens.tolist() == [20, 21, 809]
-    assert image == ImageChunk(data=b"png", format="png", expected_tokens=4)
-    assert isinstance(last, TextChunk) and last.tokens.tolist() == [810, 22, 23]
-    assert request.params == SamplingParams(max_tokens=4, seed=7, stop=(5,))
+    assert isinstance(first, messages.TextChunk) and first.tokens.tolist() == [20, 21, 809]
+    assert image == messages.ImageChunk(data=b"png", format="png", expected_tokens=4)
+    assert isinstance(last, messages.TextChunk) and last.tokens.tolist() == [810, 22, 23]
+    assert request.params == messages.SamplingParams(max_tokens=4, seed=7, stop=(5,))
     assert (request.num_samples, request.seq_id, request.prompt_logprobs) == (2, 0, False)
     assert sample(seq_id=3 * 10**9).seq_id == 3 * 10**9  # clones of a client start there
 
@@ -230,7 +220,7 @@ def test_a_body_that_is_no_object_of_usable_numbers_is_refused(body: bytes) -> N
 
 
 def test_a_metric_that_is_not_finite_is_left_out() -> None:
-    encoded = wire.encode(OptimStepResult(metrics={"a": float("nan"), "b": 1.0}))
+    encoded = wire.encode(messages.OptimStepResult(metrics={"a": float("nan"), "b": 1.0}))
     assert json.loads(encoded.body) == {"metrics": {"b": 1.0}, "type": "optim_step"}
 
 
