@@ -31,8 +31,6 @@ from vlmpack.testing import tiny_model, tiny_processor
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)
 TEXT_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
-ALL_ROUTED = ("qwen3_vl_moe", "qwen3_moe", "gpt_oss", "lfm2_moe")
-"""Families whose MLPs are routed experts, which adapters do not adapt."""
 
 
 def plain_model(family: str = "qwen3_vl", **sizes: Any) -> Any:
@@ -60,8 +58,8 @@ def tiny_engine(
 
 
 def lora(family: str = "qwen3_vl", **settings: Any) -> LoraConfig:
-    """Whatever the family can adapt."""
-    return LoraConfig(**{"rank": 4, "seed": 1, "train_mlp": family not in ALL_ROUTED, **settings})
+    """An adapter on all that can be adapted."""
+    return LoraConfig(**{"rank": 4, "seed": 1, **settings})
 
 
 # ---------------------------------------------------------------------- datums

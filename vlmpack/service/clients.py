@@ -6,6 +6,11 @@
 computes its original output while no adapter is in use. `Adapters.applied` must enclose the backward pass too, because
 gradient checkpointing computes layers again there.
 
+Routed experts have fused weights [E, out, in]. Hooks replace them by W + 32 / rank * B A while their layer computes,
+one A and B for each expert, stacked as PEFT's `target_parameters` stacks them. Their rank is the adapter's divided by
+the number of experts of a token (Schulman et al., 2025, LoRA Without Regret), so that an adapter on experts stays as
+small beside its weights as one on a dense MLP.
+
     FOLDER/adapter_model.safetensors, adapter_config.json     an adapter, in PEFT's format
     FOLDER/model.safetensors                                  all weights of a fully trained model
     FOLDER/optimizer.safetensors                              moments and step counts, if requested
@@ -18,7 +23,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -52,7 +58,11 @@ class Targets:
     attention: tuple[str, ...]
     """Projections of attention, gated delta layers and short convolutions."""
     mlp: tuple[str, ...]
-    """Projections of MLPs; in mixture-of-experts layers, those of the shared experts."""
+    """Projections of MLPs and of shared experts."""
+    experts: tuple[str, ...]
+    """Fused weights of routed experts."""
+    experts_of_token: int
+    """Number of experts that a token goes through."""
     unembed: str
     """The language-model head."""
 
@@ -60,16 +70,11 @@ class Targets:
         """Return the targets of an adapter.
 
         Raises:
-            RequestError: the adapter has no targets, or `train_mlp` is set and no MLP can be adapted.
+            RequestError: the adapter has no targets.
         """
-        if lora.train_mlp and not self.mlp:
-            raise RequestError(
-                "train_mlp: this model's MLPs are routed experts with fused weights, which LoRA does not adapt here; "
-                "send train_mlp=False"
-            )
         names = (
             *(self.attention if lora.train_attn else ()),
-            *(self.mlp if lora.train_mlp else ()),
+            *((*self.mlp, *self.experts) if lora.train_mlp else ()),
             *((self.unembed,) if lora.train_unembed else ()),
         )
         if not names:
@@ -78,36 +83,60 @@ class Targets:
 
 
 def find_targets(model: nn.Module, family: Family) -> Targets:
-    """Find the linear layers that adapters can adapt: layers of the language model, and its head."""
-    attention, mlp = [], []
+    """Find what adapters can adapt: layers of the language model, and its head."""
+    attention, mlp, experts = [], [], []
     text = family.language_model(model)
     prefix = f"{family.text_path}.layers"
     for name, module in text.get_submodule("layers").named_modules():
         _, _, place = name.partition(".")
         parts = place.split(".")
+        if parts[-1] == "experts":
+            fused = (part for part, weight in module.named_parameters(recurse=False) if weight.ndim == 3)
+            experts += [f"{prefix}.{name}.{part}" for part in fused]
         if not isinstance(module, nn.Linear):
             continue
         if len(parts) == 2 and parts[0] in _ATTENTION:
             attention.append(f"{prefix}.{name}")
         elif parts[0] in ("mlp", "feed_forward") and parts[-1] in _MLP and "experts" not in parts:
             mlp.append(f"{prefix}.{name}")
-    return Targets(attention=tuple(attention), mlp=tuple(mlp), unembed=family.head_path)
+    return Targets(
+        attention=tuple(attention),
+        mlp=tuple(mlp),
+        experts=tuple(experts),
+        experts_of_token=family.text_config(model.config).num_experts_per_tok if experts else 1,
+        unembed=family.head_path,
+    )
 
 
 # ---------------------------------------------------------------------- one adapter
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """How an adapter adapts the fused weights of E experts."""
+
+    rank: int
+    """Rank for each expert."""
+    transposed: bool
+    """Whether the weights are [E, in, out], not [E, out, in]."""
+
+
+@final
 class Adapter:
     """The weights of one adapter."""
 
-    def __init__(self, lora: LoraConfig, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]]) -> None:
+    def __init__(
+        self, lora: LoraConfig, weights: Mapping[str, tuple[nn.Parameter, nn.Parameter]], experts: Mapping[str, Fused]
+    ) -> None:
         self.lora = lora
         """Settings of the adapter."""
         self.weights = dict(weights)
-        """(A [rank, in], B [out, rank]) by target name."""
+        """(A [rank, in], B [out, rank]) by target name; of E experts, (A [E · rank, in], B [out, rank · E])."""
+        self.experts = dict(experts)
+        """The targets that are fused weights of experts."""
         self.scale = ALPHA / lora.rank
-        """The factor of B A x."""
+        """The factor of B A x of linear layers."""
 
     def added(self, y: torch.Tensor, name: str, x: torch.Tensor) -> torch.Tensor:
         """Return `y + scale * B A x`, in the dtype of `y`.
@@ -126,18 +155,38 @@ class Adapter:
             return (y + F.linear(low, b)).to(y.dtype)
         return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t()).view_as(y)
 
+    def merged(self, weight: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the fused weights of experts plus `scale * B A` of each one, in the dtype of `weight`.
+
+        Args:
+            weight: the weights of the base model.
+            name: name of the target.
+        """
+        (a, b), fused = self.weights[name], self.experts[name]
+        a_Eri = a.unflatten(0, (-1, fused.rank))
+        b_Eor = b.unflatten(1, (fused.rank, -1)).permute(2, 0, 1)
+        factors = (a_Eri.mT, b_Eor.mT) if fused.transposed else (b_Eor, a_Eri)
+        return torch.baddbmm(weight.to(a.dtype), *factors, alpha=ALPHA / fused.rank).to(weight.dtype)
+
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters under PEFT's names."""
+        """Return the parameters under PEFT's names. PEFT wraps a module of experts once for each of its weights."""
         named: dict[str, nn.Parameter] = {}
-        for name, (a, b) in self.weights.items():
-            named[f"base_model.model.{name}.lora_A.weight"] = a
-            named[f"base_model.model.{name}.lora_B.weight"] = b
-        return named
+        wrapped: dict[str, str] = {}
+        for name, (a, b) in reversed(self.weights.items()):
+            place = name
+            if name in self.experts:
+                module = name.rpartition(".")[0]
+                place = wrapped.get(module, module)
+                wrapped[module] = f"{place}.base_layer"
+            named[f"base_model.model.{place}.lora_B.weight"] = b
+            named[f"base_model.model.{place}.lora_A.weight"] = a
+        return dict(reversed(named.items()))
 
     def save(self, folder: Path, *, base_name: str) -> None:
         """Write the adapter in PEFT's format."""
         tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters().items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        linear = sorted(self.weights.keys() - self.experts.keys())
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -146,9 +195,13 @@ class Adapter:
             "lora_alpha": ALPHA,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted(self.weights),
+            "target_modules": linear,
             "inference_mode": True,
         }
+        if self.experts:  # PEFT warns of a rank_pattern for parameters: it is for the linear layers then
+            (rank,) = {fused.rank for fused in self.experts.values()}
+            ranks = dict.fromkeys(map(re.escape, linear), self.lora.rank)
+            config |= {"r": rank, "rank_pattern": ranks, "target_parameters": list(self.experts)}
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
@@ -160,15 +213,18 @@ class Adapter:
         copy_into(self.named_parameters(), read_tensors(folder / WEIGHTS), what="the checkpoint's adapter")
 
 
-def new_adapter(lora: LoraConfig, names: Sequence[str], model: nn.Module) -> Adapter:
+def new_adapter(lora: LoraConfig, targets: Targets, model: nn.Module) -> Adapter:
     """Make a new adapter: A uniform in +-1 / sqrt(in), as PEFT draws it, and B zero.
 
     The same seed always gives the same adapter: numbers are drawn on the CPU, from the adapter's own generator.
 
     Args:
         lora: settings of the adapter; without a seed the weights are random.
-        names: names of the targets.
+        targets: what adapters of the model can adapt.
         model: the model that has the targets.
+
+    Raises:
+        RequestError: the adapter has no targets.
     """
     generator = torch.Generator(device="cpu")
     if lora.seed is None:
@@ -176,15 +232,21 @@ def new_adapter(lora: LoraConfig, names: Sequence[str], model: nn.Module) -> Ada
     else:
         generator.manual_seed(lora.seed)
     weights: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
-    for name in names:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        device = linear.weight.device
-        a = torch.empty(lora.rank, linear.in_features, device="cpu")
+    experts: dict[str, Fused] = {}
+    for name in targets.chosen(lora):
+        if name in targets.experts:
+            weight, rank = model.get_parameter(name), max(1, lora.rank // targets.experts_of_token)
+            transposed = getattr(model.get_submodule(name.rpartition(".")[0]), "is_transposed", False)
+            experts[name] = Fused(rank=rank, transposed=transposed)
+            count, out, size = weight.mT.shape if transposed else weight.shape
+        else:
+            weight, rank, count = model.get_parameter(f"{name}.weight"), lora.rank, 1
+            out, size = weight.shape
+        a = torch.empty(count * rank, size, device="cpu")
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
-        b = torch.zeros(linear.out_features, lora.rank, device=device)
-        weights[name] = (nn.Parameter(a.to(device)), nn.Parameter(b))
-    return Adapter(lora, weights)
+        b = torch.zeros(out, rank * count, device=weight.device)
+        weights[name] = (nn.Parameter(a.to(weight.device)), nn.Parameter(b))
+    return Adapter(lora, weights, experts)
 
 
 # ---------------------------------------------------------------------- in use
@@ -200,6 +262,10 @@ class Adapters:
         self._adapter: Adapter | None = None
         for name in (*self.targets.attention, *self.targets.mlp, self.targets.unembed):
             model.get_submodule(name).register_forward_hook(partial(self._adapted, name))
+        self._originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for path in {name.rpartition(".")[0] for name in self.targets.experts}:
+            model.get_submodule(path).register_forward_pre_hook(partial(self._merge, path))
+            model.get_submodule(path).register_forward_hook(self._restore, always_call=True)
 
     @contextmanager
     def applied(self, adapter: Adapter | None) -> Iterator[None]:
@@ -214,6 +280,20 @@ class Adapters:
         if self._adapter is None or name not in self._adapter.weights:
             return output
         return self._adapter.added(output, name, args[0])
+
+    def _merge(self, path: str, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Replace the fused weights of experts while their forward computes."""
+        if self._adapter is None:
+            return
+        for part, weight in [*module.named_parameters(recurse=False)]:
+            if (name := f"{path}.{part}") in self._adapter.experts:
+                self._originals.append((module, part, weight))
+                module._parameters[part] = self._adapter.merged(weight, name)  # pyright: ignore[reportArgumentType]
+
+    def _restore(self, module: nn.Module, args: Any, output: Any) -> None:
+        while self._originals:
+            holder, part, weight = self._originals.pop()
+            holder._parameters[part] = weight
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapters:
         """Return the same hooks: they stay on the base model, and a copied model is trained as a whole."""

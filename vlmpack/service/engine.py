@@ -331,8 +331,7 @@ class Engine:
         return ClientModel(copy.deepcopy(self.model).requires_grad_(True), None)
 
     def _adapted(self, lora: LoraConfig) -> ClientModel:
-        names = self.adapters.targets.chosen(lora)
-        return ClientModel(self.model, new_adapter(lora, names, self.model))
+        return ClientModel(self.model, new_adapter(lora, self.adapters.targets, self.model))
 
     def _freeze(self) -> None:
         self.model.requires_grad_(False)
