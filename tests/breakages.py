@@ -1,6 +1,7 @@
 """Mechanisms broken on purpose, one each, in whatever family has them, and the causes that the probe has to name.
 
-Each takes the name of a family and pytest's `monkeypatch`.
+Each takes the name of a family and pytest's `monkeypatch`. `@replaces(owner, name)` makes one of a function that stands
+in for `owner.name` and gets the original first.
 """
 
 from __future__ import annotations
@@ -36,66 +37,122 @@ packing = sys.modules["vlmpack.layout.packing"]  # `vlmpack.layout.pack` has the
 Patch = pytest.MonkeyPatch
 
 
+Break = Callable[[str, Patch], None]
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Break]:
+    """Make a breakage of a function."""
+
+    def breakage(broken: Callable[..., Any]) -> Break:
+        def break_it(family: str, patch: Patch) -> None:
+            original = getattr(owner, name)
+            patch.setattr(owner, name, lambda *args, **named: broken(original, *args, **named))
+
+        return break_it
+
+    return breakage
+
+
+def whole(segments: Segments) -> Segments:
+    return Segments.from_lengths([segments.total])
+
+
+# ---------------------------------------------------------------------- positions and attention
+
+
 def positions_run_on(family: str, patch: Patch) -> None:
     """Rotary positions do not start again in the next sample."""
     kind = type(family_named(family))
-    honest = kind.positions
+    original = kind.positions
 
     def one_run(self: Any, table: Any, segments: Segments, **settings: Any) -> torch.Tensor:
-        return honest(self, table, segments, **settings | {"restarts": Segments.from_lengths([segments.total])})
+        return original(self, table, segments, **settings | {"restarts": whole(segments)})
 
     patch.setattr(kind, "positions", one_run)
 
 
 def positions_are_scaled(family: str, patch: Patch) -> None:
-    """Rotary positions start again, at twice the pace."""
+    """Rotary positions start again, and grow by two."""
     kind = type(family_named(family))
-    honest = kind.positions
-    patch.setattr(kind, "positions", lambda self, *args, **metadata: 2 * honest(self, *args, **metadata))
+    original = kind.positions
+    patch.setattr(kind, "positions", lambda self, *args, **named: 2 * original(self, *args, **named))
     patch.setattr(sys.modules["vlmpack.model.enable"], "check_rope_index", lambda model: None)  # it would notice
 
 
-def one_mask(family: str, patch: Patch) -> None:
+@replaces(QueryScale, "prepare")
+def query_scale_of_the_row(original: Any, self: Any, setup: Any) -> torch.Tensor:
+    return torch.zeros_like(original(self, setup))
+
+
+@replaces(engine, "RowContext")
+def one_mask(original: Any, **fields: Any) -> RowContext:
     """Text attention takes the whole row for one sample."""
-
-    def one_segment(**metadata: Any) -> RowContext:
-        whole = Segments.from_lengths([metadata["segments"].total])
-        entries = dict(metadata["entries"])
-        if "per_sample" in entries:
-            entries["per_sample"] = Buckets.cheapest(whole, call_cost=0)
-        return RowContext(**{**metadata, "segments": whole, "entries": entries})
-
-    patch.setattr(engine, "RowContext", one_segment)
+    segments, entries = whole(fields["segments"]), dict(fields["entries"])
+    if "per_sample" in entries:
+        entries["per_sample"] = Buckets.cheapest(segments, call_cost=0)
+    return original(**{**fields, "segments": segments, "entries": entries})
 
 
-def padding_for_tokens(family: str, patch: Patch) -> None:
+@replaces(engine, "RowContext")
+def padding_for_tokens(original: Any, **fields: Any) -> RowContext:
     """Text attention takes padding for tokens of the last sample: under a causal mask no real token sees any of it."""
-
-    def joined(**metadata: Any) -> RowContext:
-        segments: Segments = metadata["segments"]
-        *others, _ = segments.sample_lengths
-        return RowContext(**{**metadata, "segments": Segments.from_lengths([*others, segments.total - sum(others)])})
-
-    patch.setattr(engine, "RowContext", joined)
+    *others, _ = fields["segments"].sample_lengths
+    lengths = [*others, fields["segments"].total - sum(others)]
+    return original(**{**fields, "segments": Segments.from_lengths(lengths)})
 
 
-def a_cache(family: str, patch: Patch) -> None:
+@replaces(engine, "backbone_inputs")
+def a_cache(original: Any, *args: Any, **named: Any) -> dict[str, Any]:
     """The model fills a cache, as its configuration says."""
-    honest = engine.backbone_inputs
-    patch.setattr(engine, "backbone_inputs", lambda *args, **metadata: {**honest(*args, **metadata), "use_cache": True})
+    return {**original(*args, **named), "use_cache": True}
 
 
-def one_segment_in(*, audio: bool) -> Callable[[str, Patch], None]:
+def without(part: str) -> Break:
+    """Attention ignores a part of its layers' pattern."""
+
+    @replaces(SdpaSegments, "__call__")
+    def call(original: Any, self: Any, *qkv: Any, pattern: Any, **settings: Any) -> torch.Tensor:
+        return original(self, *qkv, pattern=replace(pattern, **{part: None}), **settings)
+
+    return call
+
+
+no_windows, no_sinks = without("window"), without("sinks")
+
+
+@replaces(attention, "with_chunk")
+def no_chunks(original: Any, masks: Any, pattern: Any, layer: Any) -> Any:
+    """Layers with chunks attend to all of a sample."""
+    return pattern
+
+
+@replaces(attention.RowAttention, "spans_of")
+def no_spans(original: Any, self: Any, window: Any) -> None:
+    """Image tokens and prefixes see none of their later tokens."""
+
+
+@replaces(Spans, "cut")
+def wide_spans(original: Any, *args: Any) -> tuple[SpanCall, ...]:
+    """Image tokens and prefixes see the samples before."""
+    calls = original(*args)
+    return tuple(SpanCall(places=tuple((a, b, 0, end) for a, b, _, end in call.places), window=None) for call in calls)
+
+
+# ---------------------------------------------------------------------- towers
+
+
+def one_segment_in(*, audio: bool) -> Break:
     """Blocks of one tower take all images, or all audio, of a call for one; the other tower stays as it is."""
 
     def break_it(family: str, patch: Patch) -> None:
-        of_audio, find = _sizes_of_audio(patch), VisionRow.find
+        of_audio = _sizes_of_audio(patch)
 
-        def found(self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
-            own = find(self, cu_seqlens, num_patches)
-            return Segments.from_lengths([num_patches]) if (num_patches in of_audio) == audio else own
+        @replaces(VisionRow, "find")
+        def found(original: Any, self: VisionRow, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
+            segments = original(self, cu_seqlens, num_patches)
+            return whole(segments) if (num_patches in of_audio) == audio else segments
 
-        patch.setattr(VisionRow, "find", found)
+        found(family, patch)
 
     return break_it
 
@@ -105,55 +162,115 @@ one_picture, one_audio = one_segment_in(audio=False), one_segment_in(audio=True)
 
 def _sizes_of_audio(patch: Patch) -> set[int]:
     """Collect the numbers of frames that blocks of the audio tower get."""
-    totals, honest = set[int](), audio.audio_windows
+    totals = set[int]()
 
-    def windows(setup: Any) -> list[Segments]:
-        found = honest(setup)
+    @replaces(vision, "audio_windows")
+    def windows(original: Any, setup: Any) -> list[Segments]:
+        found = original(setup)
         totals.update(segments.total for segments in found)
         return found
 
-    patch.setattr(vision, "audio_windows", windows)
+    windows("", patch)
     return totals
 
 
-def a_pad_for_a_token(family: str, patch: Patch) -> None:
+@replaces(audio, "_groups")
+def audios_padded_together(original: Any, setup: Any) -> list[list[int]]:
+    """A tower that reads padding gets all audio of a row in one call."""
+    return [sorted(at for group in original(setup) for at in group)]
+
+
+def pixels_in_another_order(family: str, patch: Patch) -> None:
+    """The last image's pixels come first."""
+    axis = family_named(family).media["pixel_values"].axis
+
+    @replaces(Vision, "inputs")
+    def inputs(original: Any, *args: Any) -> Mapping[str, Any]:
+        return {name: x.flip(axis) if name == "pixel_values" else x for name, x in original(*args).items()}
+
+    inputs(family, patch)
+
+
+def images_mixed(family: str, patch: Patch) -> None:
+    """A tower whose images are rows of a batch mixes those of a row."""
+    path = FAMILIES[family].vision_path
+    assert path is not None
+    in_rows: list[bool] = []
+
+    @replaces(Vision, "prepare")
+    def prepared(original: Any, *args: Any) -> VisionRow:
+        in_rows.append(True)
+        return original(*args)
+
+    @replaces(type(tiny_model(family).get_submodule(path)), "forward")
+    def mixing(original: Any, self: Any, pixel_values: torch.Tensor, *args: Any, **named: Any) -> Any:
+        mixed = pixel_values + 0.3 * pixel_values.mean(0, keepdim=True) if in_rows else pixel_values
+        return original(self, mixed, *args, **named)
+
+    for each in (prepared, mixing):
+        each(family, patch)
+
+
+# ---------------------------------------------------------------------- packing, the head and the loss
+
+
+@replaces(packing, "_spans")
+def offsets_ignored(original: Any, batch: PaddedBatch) -> Any:
+    """Samples of a left-padded batch are cut out of it where those of a right-padded one are."""
+    found = original(batch)
+    return found if batch.metadata is None else replace(found, offsets=(0,) * len(found.lengths))
+
+
+@replaces(packing, "_kept")
+def a_pad_for_a_token(original: Any, row: Any, segments: Segments) -> Any:
     """As many tokens as are real go through the model, but one of them is padding."""
-    honest = packing._kept
-
-    def exchanged(row: Any, segments: Segments) -> Any:
-        kept = honest(row, segments)
-        kept[row.segments.num_tokens - 1] = row.segments.padding_mask().nonzero()[0, 0]
-        return kept
-
-    patch.setattr(packing, "_kept", exchanged)
+    kept = original(row, segments)
+    kept[row.segments.num_tokens - 1] = row.segments.padding_mask().nonzero()[0, 0]
+    return kept
 
 
 def first_labels_kept(family: str, patch: Patch) -> None:
-    """The first token of a sample is learnt from the last one before, and the host's count is not looked at."""
-    honest_targets = packing._Take.targets
+    """The first token of a sample is a target of the last one before, and the host's count is not looked at."""
 
-    def targets(take: Any, labels: torch.Tensor) -> torch.Tensor:
-        out, segments = honest_targets(take, labels), take._segments
+    @replaces(packing._Take, "targets")
+    def targets(original: Any, take: Any, labels: torch.Tensor) -> torch.Tensor:
+        out, segments = original(take, labels), take._segments
         if segments.has_padding:
             firsts = take(labels, -100)
             for (_, stop), (start, _) in pairwise(segments.spans):
                 out[:, stop - 1] = firsts[:, start]
         return out
 
-    honest = engine.target_positions
-    patch.setattr(packing._Take, "targets", targets)
-    patch.setattr(engine, "target_positions", lambda labels, count: honest(labels, None))
+    @replaces(engine, "target_positions")
+    def uncounted(original: Any, labels: torch.Tensor, count: Any) -> Any:
+        return original(labels, None)
+
+    for each in (targets, uncounted):
+        each(family, patch)
 
 
-def loss_over_width(family: str, patch: Patch) -> None:
-    """The loss is divided by the tokens of the row, pads included."""
-    honest = engine.StepResult
+@replaces(engine, "StepResult")
+def loss_over_width(original: Any, **fields: Any) -> Any:
+    """The loss is divided by the tokens of the row, padding included."""
+    share = fields["num_targets"] / fields["segments"].total
+    return original(**{**fields, "loss": fields["loss"] * share})
 
-    def diluted(**metadata: Any) -> Any:
-        share = metadata["num_targets"] / metadata["segments"].total
-        return honest(**{**metadata, "loss": metadata["loss"] * share})
 
-    patch.setattr(engine, "StepResult", diluted)
+@replaces(head, "target_logprobs")
+def last_chunk_lost(original: Any, *args: Any, chunk: int, **settings: Any) -> torch.Tensor:
+    """The last targets of the head have no loss."""
+    logprobs = original(*args, chunk=chunk, **settings)
+    return logprobs * (torch.arange(len(logprobs)) < max(len(logprobs) // chunk, 1) * chunk)
+
+
+@replaces(engine, "sums_by_sample")
+def another_target_each(original: Any, *args: Any, **settings: Any) -> Any:
+    """Each sample is said to have one target more."""
+    sums, counts = original(*args, **settings)
+    return sums, counts + 1
+
+
+# ---------------------------------------------------------------------- recurrent states, n-grams, experts
 
 
 class Uncut:
@@ -172,44 +289,49 @@ class Uncut:
         return part
 
 
-def no_reset(family: str, patch: Patch) -> None:
+@replaces(GatedDelta, "prepare")
+def no_reset(original: Any, *args: Any) -> Uncut:
     """Gated delta layers run over the whole row."""
-    patch.setattr(GatedDelta, "prepare", lambda *metadata: Uncut())
+    return Uncut()
+
+
+@replaces(ShortConv, "prepare")
+def short_conv_runs_on(original: Any, *args: Any) -> Uncut:
+    """Short convolutions run over the whole row."""
+    return Uncut()
 
 
 def conv_runs_on(family: str, patch: Patch) -> None:
     """Their recurrence starts anew in every sample, their convolution does not."""
-    modelling, pieces = modelling_of(family), uncut_pieces(patch)
-    honest = modelling.torch_chunk_gated_delta_rule
+    pieces = uncut_pieces(patch)
 
-    def piecewise(*qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **settings: Any) -> Any:
+    @replaces(modelling_of(family), "torch_chunk_gated_delta_rule")
+    def piecewise(original: Any, *qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **settings: Any) -> Any:
         cut = [x.split(pieces(x.shape[1]), dim=1) for x in (*qkv, g, beta)]
-        found = [honest(*part[:3], g=part[3], beta=part[4], **settings)[0] for part in zip(*cut, strict=True)]
+        found = [original(*part[:3], g=part[3], beta=part[4], **settings)[0] for part in zip(*cut, strict=True)]
         return torch.cat(found, dim=1), None
 
-    patch.setattr(modelling, "torch_chunk_gated_delta_rule", piecewise)
+    piecewise(family, patch)
 
 
 def state_runs_on(family: str, patch: Patch) -> None:
     """Their convolution starts anew in every sample, their recurrence does not."""
-    modelling, pieces = modelling_of(family), uncut_pieces(patch)
-    honest = modelling.causal_conv1d_fn
+    pieces = uncut_pieces(patch)
 
-    def piecewise(x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
-        return torch.cat([honest(part, *args, **settings) for part in x.split(pieces(x.shape[2]), dim=2)], dim=2)
+    @replaces(modelling_of(family), "causal_conv1d_fn")
+    def piecewise(original: Any, x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
+        return torch.cat([original(part, *args, **settings) for part in x.split(pieces(x.shape[2]), dim=2)], dim=2)
 
-    patch.setattr(modelling, "causal_conv1d_fn", piecewise)
+    piecewise(family, patch)
 
 
 def modelling_of(family: str) -> Any:
-    kind = FAMILIES[family]
-    assert kind.has("gated_delta")
-    return import_module(kind.modelling)
+    return import_module(FAMILIES[family].modelling)
 
 
 def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
-    """Rows go through gated delta layers as they are; what is given back says where in a row of some width samples and
-    gaps lie. Anything else is in one piece."""
+    """Rows go through gated delta layers as they are; return a function that says, for a row of some width, the lengths
+    of its samples and gaps. Anything else is in one piece."""
     rows: dict[int, list[int]] = {}
 
     def noted(self: GatedDelta, setup: Any) -> Uncut:
@@ -221,160 +343,28 @@ def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:
     return lambda width: rows.get(width, [width])
 
 
-# ---------------------------------------------------------------------- what fewer families have
-
-
-def offsets_ignored(family: str, patch: Patch) -> None:
-    """Samples of a left-padded batch are cut out of it where those of a right-padded one are."""
-    honest = packing._spans
-
-    def spans(batch: PaddedBatch) -> Any:
-        found = honest(batch)
-        return found if batch.metadata is None else replace(found, offsets=(0,) * len(found.lengths))
-
-    patch.setattr(packing, "_spans", spans)
-
-
-def pixels_in_another_order(family: str, patch: Patch) -> None:
-    """The last image's pixels come first."""
-    honest, axis = Vision.inputs, family_named(family).media["pixel_values"].axis
-
-    def inputs(self: Vision, entry: VisionRow) -> Mapping[str, Any]:
-        found = honest(self, entry)
-        return {name: x.flip(axis) if name == "pixel_values" else x for name, x in found.items()}
-
-    patch.setattr(Vision, "inputs", inputs)
-
-
-def images_mixed(family: str, patch: Patch) -> None:
-    """A tower whose images are rows of a batch mixes those of a row."""
-    in_rows: list[bool] = []
-    prepare = Vision.prepare
-
-    def prepared(self: Vision, setup: Any) -> VisionRow:
-        in_rows.append(True)
-        return prepare(self, setup)
-
-    path = FAMILIES[family].vision_path
-    assert path is not None
-    tower = type(tiny_model(family).get_submodule(path))
-    honest = tower.forward
-
-    def mixing(self: Any, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        mixed = pixel_values + 0.3 * pixel_values.mean(0, keepdim=True) if in_rows else pixel_values
-        return honest(self, mixed, *args, **kwargs)
-
-    patch.setattr(Vision, "prepare", prepared)
-    patch.setattr(tower, "forward", mixing)
-
-
-def without(part: str) -> Callable[[str, Patch], None]:
-    """Attention does without a part of its layers' pattern."""
-
-    def break_it(family: str, patch: Patch) -> None:
-        honest = SdpaSegments.__call__
-
-        def call(self: Any, *qkv: Any, pattern: Any, **settings: Any) -> torch.Tensor:
-            return honest(self, *qkv, pattern=replace(pattern, **{part: None}), **settings)
-
-        patch.setattr(SdpaSegments, "__call__", call)
-
-    return break_it
-
-
-no_windows, no_sinks = without("window"), without("sinks")
-
-
-def no_chunks(family: str, patch: Patch) -> None:
-    """Layers with chunks attend to all of a sample."""
-    patch.setattr(attention, "with_chunk", lambda masks, pattern, layer: pattern)
-
-
-def no_spans(family: str, patch: Patch) -> None:
-    """Image tokens and prefixes see none of their later tokens."""
-    patch.setattr(attention.RowAttention, "spans_of", lambda self, window: None)
-
-
-def wide_spans(family: str, patch: Patch) -> None:
-    """Image tokens and prefixes see the samples before."""
-    honest: Any = Spans.cut
-
-    def wide(self: Spans, segments: Segments, keys: Segments, window: int | None) -> tuple[SpanCall, ...]:
-        calls = honest(self, segments, keys, window)
-        return tuple(
-            SpanCall(places=tuple((a, b, 0, end) for a, b, _, end in call.places), window=None) for call in calls
-        )
-
-    patch.setattr(Spans, "cut", wide)
-
-
-def factors_of_the_row(family: str, patch: Patch) -> None:
-    """Queries are scaled by their place in the row."""
-    honest = QueryScale.prepare
-    patch.setattr(QueryScale, "prepare", lambda self, setup: torch.zeros_like(honest(self, setup)))
-
-
-def short_conv_runs_on(family: str, patch: Patch) -> None:
-    """Short convolutions run over the whole row."""
-    patch.setattr(ShortConv, "prepare", lambda *metadata: Uncut())
-
-
-def images_for_text(family: str, patch: Patch) -> None:
-    """Experts of text get the tokens of images too."""
-    honest = Family.expert_types_of
-
-    def as_text(self: Family, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
-        is_row = sys._getframe(1).f_code is engine.backbone_inputs.__wrapped__.__code__  # pyright: ignore
-        found = honest(self, input_ids, config)
-        return {name: torch.zeros_like(types) for name, types in found.items()} if is_row else found
-
-    patch.setattr(Family, "expert_types_of", as_text)
-
-
-def another_balance(family: str, patch: Patch) -> None:
-    """The load-balancing loss is a tenth too large."""
-    honest = experts.balance
-    patch.setattr(experts, "balance", lambda *metadata: 1.1 * honest(*metadata))
-
-
-def audios_padded_together(family: str, patch: Patch) -> None:
-    """A tower that reads padding gets all audio of a row in one call."""
-    honest = audio._groups
-    patch.setattr(audio, "_groups", lambda setup: [sorted(at for group in honest(setup) for at in group)])
-
-
 def ngrams_of_the_row(family: str, patch: Patch) -> None:
     """N-grams reach into the sample before."""
-    per_sample = sys.modules["vlmpack.model.mechanisms.per_sample"]
-    honest = per_sample.run_per_sample
 
-    def on_samples(layer: Any, row: Any, hidden: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-        return honest(layer, row, hidden, *beside) if len(beside) != 1 else layer(hidden, *beside)
+    @replaces(sys.modules["vlmpack.model.mechanisms.per_sample"], "run_per_sample")
+    def on_samples(original: Any, layer: Any, row: Any, hidden: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
+        return original(layer, row, hidden, *beside) if len(beside) != 1 else layer(hidden, *beside)
 
-    patch.setattr(per_sample, "run_per_sample", on_samples)
-
-
-def last_chunk_lost(family: str, patch: Patch) -> None:
-    """The last targets of the head have no loss."""
-    honest = head.target_logprobs
-
-    def without(*args: Any, chunk: int, **settings: Any) -> torch.Tensor:
-        logprobs = honest(*args, chunk=chunk, **settings)
-        keep = torch.arange(len(logprobs)) < max(len(logprobs) // chunk, 1) * chunk
-        return logprobs * keep
-
-    patch.setattr(head, "target_logprobs", without)
+    on_samples(family, patch)
 
 
-def another_target_each(family: str, patch: Patch) -> None:
-    """Each sample is said to have a target more."""
-    honest = engine.sums_by_sample
+@replaces(Family, "expert_types_of")
+def images_for_text(original: Any, *args: Any) -> dict[str, torch.Tensor]:
+    """Experts of text get the tokens of images too."""
+    is_row = sys._getframe(2).f_code is engine.backbone_inputs.__wrapped__.__code__  # pyright: ignore
+    found = original(*args)
+    return {name: torch.zeros_like(types) for name, types in found.items()} if is_row else found
 
-    def one_more(*args: Any, **settings: Any) -> Any:
-        sums, counts = honest(*args, **settings)
-        return sums, counts + 1
 
-    patch.setattr(engine, "sums_by_sample", one_more)
+@replaces(experts, "balance")
+def another_balance(original: Any, *args: Any) -> torch.Tensor:
+    """The load-balancing loss is a tenth too large."""
+    return 1.1 * original(*args)
 
 
 # ---------------------------------------------------------------------- which family has what
@@ -385,7 +375,7 @@ def another_target_each(family: str, patch: Patch) -> None:
 class Breakage:
     """One mechanism, broken."""
 
-    breaks: Callable[[str, Patch], None]
+    breaks: Break
     """Break it, in packed rows only."""
     causes: tuple[str, ...]
     """What the probe has to name, and nothing else."""
@@ -413,7 +403,7 @@ BREAKAGES: dict[str, Breakage] = {
     "pixels": Breakage(breaks=pixels_in_another_order, causes=("packing",), has=lambda family: family.has_vision),
     "positions run on": Breakage(breaks=positions_run_on, causes=("positions",)),
     "positions' pace": Breakage(breaks=positions_are_scaled, causes=("positions",)),
-    "query scale": Breakage(breaks=factors_of_the_row, causes=("positions",), has=_mechanism("query_scale")),
+    "query scale": Breakage(breaks=query_scale_of_the_row, causes=("positions",), has=_mechanism("query_scale")),
     "mask": Breakage(breaks=one_mask, causes=("mask",)),
     "windows": Breakage(breaks=no_windows, causes=("mask",), has=lambda family: family.model_type in WINDOWS),
     "chunks": Breakage(breaks=no_chunks, causes=("mask",), has=_mechanism("query_scale")),

@@ -1,4 +1,4 @@
-"""What a release promises beside its code: extras that are named where they are missing, one version everywhere."""
+"""What a release promises besides its code: errors that name missing extras, one version everywhere."""
 
 from __future__ import annotations
 
@@ -17,96 +17,58 @@ from vlmpack.cli import app
 from vlmpack.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
-OF_USERS = {"peft", "qwen", "measures", "peers", "docs", "test", "dev"}
-"""Extras whose packages users, tests and the site import, and no file of the package."""
-
-
-def _command(*arguments: str) -> None:
-    done = CliRunner().invoke(app, list(arguments))
-    raise ConfigError(done.stderr)
-
-
-def _plots() -> None:
-    import vlmpack.plots  # noqa: F401
-
-
-def _trainer() -> None:
-    from vlmpack import PackedTrainer
-
-    PackedTrainer()
-
-
-def _grpo() -> None:
-    from vlmpack.trainer import PackedGRPOTrainer  # noqa: F401
-
-
-def _parquet() -> None:
-    from vlmpack.data import open_dataset
-
-    Path("rows.parquet").write_bytes(b"")
-    open_dataset("rows.parquet")
-
-
-def _ray() -> None:
-    from vlmpack.workers import in_order
-
-    next(in_order(str, 1, executor="ray"))
-
-
-def _megatron() -> None:
-    from vlmpack.interop.megatron import _params_class
-
-    _params_class.__wrapped__()
-
-
-def _video() -> None:
-    from vlmpack.data.videos import _opened
-
-    with _opened(Path("a.mp4"), None):  # pyright: ignore
-        pass
-
-
-def _vllm() -> None:
-    from vlmpack.service.vllm import open_vllm
-
-    open_vllm("a/model", None)  # pyright: ignore
-
-
-CASES: dict[str, tuple[Callable[[], None], str]] = {
-    "train": (_trainer, "accelerate"),
-    "data": (_parquet, "datasets"),
-    "plots": (_plots, "matplotlib"),
-    "rl": (_grpo, "trl"),
-    "ray": (_ray, "ray"),
-    "megatron": (_megatron, "megatron"),
-    "video": (_video, "av"),
-    "vllm": (_vllm, "vllm"),
-    "serve": (lambda: _command("serve", "--demo"), "starlette"),
-    "demo": (lambda: _command("demo"), "accelerate"),
+CODE = {
+    "train": ("accelerate", "from vlmpack import PackedTrainer; PackedTrainer()"),
+    "data": ("datasets", "from vlmpack.data import open_dataset; open_dataset('rows.parquet')"),
+    "plots": ("matplotlib", "import vlmpack.plots"),
+    "rl": ("trl", "from vlmpack.trainer import PackedGRPOTrainer"),
+    "ray": ("ray", "from vlmpack.workers import in_order; next(in_order(str, 1, executor='ray'))"),
+    "megatron": ("megatron", "from vlmpack.interop.megatron import _params_class; _params_class.__wrapped__()"),
+    "video": ("av", "from vlmpack.data.videos import _opened; _opened('a.mp4', None).__enter__()"),
+    "vllm": ("vllm", "from vlmpack.service.vllm import open_vllm; open_vllm('a/model', None)"),
 }
-"""Extra -> a part that needs it, and a package that is hidden from it."""
-TRIED = ("megatron",)
-"""Packages that are imported at once; others are looked for."""
+"""Extra -> a package of it, and code that needs the package."""
+VERBS = {"serve": ("starlette", ["serve", "--demo"]), "demo": ("accelerate", ["demo"])}
+OF_USERS = {"peft", "qwen", "measures", "peers", "docs", "test", "dev"}
+"""Extras whose packages only users, tests and the site import."""
 
 
-@pytest.mark.parametrize("extra", CASES)
-def test_a_missing_package_is_named_with_its_extra(
-    extra: str, monkeypatch: pytest.MonkeyPatch, hide_package: Callable[[str], None], tmp_path: Path
-) -> None:
-    use, package = CASES[extra]
-    find_spec = importlib.util.find_spec
-
-    def without_it(name: str, *parents: str | None) -> Any:
-        return None if name == package else find_spec(name, *parents)
-
+@pytest.fixture
+def hide(monkeypatch: pytest.MonkeyPatch, hide_package: Callable[[str], None], tmp_path: Path) -> Callable[[str], None]:
+    """Hide a package, in a folder with an empty Parquet file."""
+    (tmp_path / "rows.parquet").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("vlmpack.errors.find_spec", without_it)
-    for name in [name for name in sys.modules if name.startswith("vlmpack.plots")]:
-        monkeypatch.delitem(sys.modules, name)
-    if package in TRIED:
-        hide_package(package)
+
+    def hide(package: str) -> None:
+        find_spec = importlib.util.find_spec
+
+        def without_it(name: str, *parents: str | None) -> Any:
+            return None if name == package else find_spec(name, *parents)
+
+        monkeypatch.setattr("vlmpack.errors.find_spec", without_it)
+        for name in [name for name in sys.modules if name.startswith("vlmpack.plots")]:
+            monkeypatch.delitem(sys.modules, name)
+        if package == "megatron":  # it is imported at once; others are looked for
+            hide_package(package)
+
+    return hide
+
+
+@pytest.mark.parametrize("extra", CODE)
+def test_code_names_the_extra_of_a_missing_package(extra: str, hide: Callable[[str], None]) -> None:
+    package, code = CODE[extra]
+    hide(package)
     with pytest.raises(ConfigError, match=rf"\b{package}\b.*pip install 'vlmpack\[{extra}\]'"):
-        use()
+        exec(code, {})
+
+
+@pytest.mark.parametrize("extra", VERBS)
+def test_a_command_names_the_extra_of_a_missing_package(extra: str, hide: Callable[[str], None]) -> None:
+    package, words = VERBS[extra]
+    hide(package)
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert re.search(rf"\b{package}\b.*pip install 'vlmpack\[{extra}\]'", done.stderr)
 
 
 def extras() -> set[str]:
@@ -115,16 +77,13 @@ def extras() -> set[str]:
     return set(re.findall(r"^(\w+) = \[", table, re.MULTILINE))
 
 
-def test_there_is_a_case_for_every_extra() -> None:
-    assert extras() == CASES.keys() | OF_USERS
-
-
-def test_the_home_page_lists_every_extra_of_users() -> None:
+def test_there_is_a_case_for_every_extra_and_the_home_page_lists_those_of_users() -> None:
+    assert extras() == CODE.keys() | VERBS.keys() | OF_USERS
     page = (ROOT / "docs" / "index.md").read_text()
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == extras() - {"test", "dev", "peers"}
 
 
-def test_the_citation_and_the_changes_are_of_this_version() -> None:
+def test_the_citation_and_the_changelog_are_of_this_version() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0].split(",")[0] == __version__
