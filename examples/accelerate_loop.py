@@ -4,8 +4,8 @@
     ACCELERATE_USE_CPU=true accelerate launch --config_file examples/accelerate/ddp.yaml --mixed_precision no \\
         examples/accelerate_loop.py
 
-Run again with more --epochs, it goes on after the last one. Without --model a tiny random model is trained on drawn
-receipts.
+Run it again with more --epochs to continue from the checkpoint. Without --model it trains a tiny random model on
+synthetic receipts.
 """
 
 import argparse
@@ -25,9 +25,9 @@ from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
-parser.add_argument("--data", default="synthetic", help='file of JSON or parquet, hub id, or "synthetic"')
-parser.add_argument("--capacity", type=int, default=600, help="tokens of a row")
-parser.add_argument("--accumulation", type=int, default=2, help="rows that a rank computes in a step")
+parser.add_argument("--data", default="synthetic", help='JSON or Parquet file, hub id, or "synthetic"')
+parser.add_argument("--capacity", type=int, default=600, help="tokens per row")
+parser.add_argument("--accumulation", type=int, default=2, help="rows per rank and optimizer step")
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--output", type=Path, default=Path("results/accelerate_loop"))
 args = parser.parse_args()

@@ -2,15 +2,15 @@
 
     python examples/finetune.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
     torchrun --nproc_per_node 8 examples/finetune.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
-    python examples/finetune.py --model tiny --data synthetic  # a random model, drawn receipts: a minute on a CPU
+    python examples/finetune.py --model tiny --data synthetic  # random model, synthetic receipts, a minute on a CPU
 
-A line of chats.jsonl, whose images lie beside it:
+A line of chats.jsonl (image paths are relative to the file):
 
     {"messages": [{"role": "user", "content": "<image>\\nWhat is the total?"},
                   {"role": "assistant", "content": "Rp 12.000"}], "images": ["images/1.jpg"]}
 
-It writes the adapter to OUTPUT, and to OUTPUT/merged the model with the adapter merged, which needs neither PEFT nor
-vlmpack; with --full the model to OUTPUT.
+The adapter is saved in OUTPUT, and the merged model, which needs neither PEFT nor vlmpack, in OUTPUT/merged. With
+--full the model is saved in OUTPUT.
 """
 
 import argparse
@@ -29,19 +29,19 @@ from vlmpack.lengths import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", required=True, help='hub id or folder; "tiny": a random Qwen3-VL made here')
-parser.add_argument("--data", required=True, help='JSONL, Parquet, tar, folder or hub id; "synthetic": drawn receipts')
+parser.add_argument("--model", required=True, help='hub id or folder; "tiny" for a tiny random Qwen3-VL')
+parser.add_argument("--data", required=True, help='JSONL, Parquet, tar, folder, hub id, or "synthetic" for receipts')
 parser.add_argument("--output", default="results/finetuned", help="folder for checkpoints and the trained model")
-parser.add_argument("--full", action="store_true", help="train all weights, without LoRA")
-parser.add_argument("--rank", type=int, default=16, help="of LoRA")
-parser.add_argument("--learning-rate", type=float, help="by default 1e-4, with --full 1e-5")
+parser.add_argument("--full", action="store_true", help="train all weights instead of a LoRA adapter")
+parser.add_argument("--rank", type=int, default=16, help="LoRA rank")
+parser.add_argument("--learning-rate", type=float, help="default: 1e-4, or 1e-5 with --full")
 parser.add_argument("--epochs", type=float, default=1)
 parser.add_argument(
-    "--capacity", type=int, default=8192, help="tokens of a row, which is a batch; memory grows with it"
+    "--capacity", type=int, default=8192, help="tokens per row; a row is a batch, so memory grows with it"
 )
-parser.add_argument("--accumulation", type=int, default=1, help="rows that a rank adds up before an update")
+parser.add_argument("--accumulation", type=int, default=1, help="rows per rank and optimizer step")
 parser.add_argument(
-    "--held-out", type=float, default=0.05, help="share of the samples that is evaluated, not trained on"
+    "--held-out", type=float, default=0.05, help="share of the samples to evaluate on instead of training on them"
 )
 options = parser.parse_args()
 on_gpu, is_tiny = torch.cuda.is_available(), options.model == "tiny"

@@ -1,10 +1,10 @@
-"""GRPO in a loop of one's own: the samples of a prompt, with its image, go through the model as one tree.
+"""GRPO in your own training loop: all answers to a prompt, with its image, go through the model as one prefix tree.
 
     python examples/grpo_own_loop.py
     python examples/grpo_own_loop.py --model Qwen/Qwen3-VL-2B-Instruct --warmup 0 --rate 1e-6
 
-The question is a receipt's total; the reward can be verified: the share of the total's digits that are read right.
-Without --model a tiny random model first learns, supervised, what an answer looks like.
+The model is asked for a receipt's total. The reward is the share of its digits that are right. Without --model, a tiny
+random model is trained, first supervised, to learn what an answer looks like.
 """
 
 import argparse
@@ -139,13 +139,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
     parser.add_argument("--receipts", type=int, default=4)
-    parser.add_argument("--warmup", type=int, default=20, help="supervised steps before")
+    parser.add_argument("--warmup", type=int, default=20, help="supervised steps before GRPO")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--group", type=int, default=16, help="answers to a question in a round")
-    parser.add_argument("--length", type=int, default=12, help="tokens of an answer at most")
-    parser.add_argument("--iterations", type=int, default=2, help="optimizer steps on the answers of a round")
+    parser.add_argument("--group", type=int, default=16, help="answers per question and round")
+    parser.add_argument("--length", type=int, default=12, help="maximum tokens of an answer")
+    parser.add_argument("--iterations", type=int, default=2, help="optimizer steps per round")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument(
-        "--rate", type=float, default=3e-3, help="learning rate, of which GRPO after --warmup takes a fifth"
+        "--rate", type=float, default=3e-3, help="learning rate; GRPO after --warmup uses a fifth of it"
     )
     main(parser.parse_args())

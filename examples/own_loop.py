@@ -1,10 +1,10 @@
-"""Fine-tune a Qwen-VL in a loop of one's own, on rows planned from lengths: one GPU, several, or a CPU.
+"""Fine-tune a Qwen-VL in your own training loop, on planned rows: on one GPU, several GPUs, or a CPU.
 
     python examples/own_loop.py
     torchrun --nproc_per_node 8 examples/own_loop.py --model Qwen/Qwen3-VL-2B-Instruct --data chats.jsonl
 
-Run again with as many processes, it goes on after the last epoch that was finished; another --output starts anew.
-Without --model a tiny random model is trained on drawn receipts.
+Run it again with the same number of processes and more --epochs to continue from the checkpoint; use another --output
+to start from scratch. Without --model it trains a tiny random model on synthetic receipts.
 """
 
 import argparse
@@ -34,9 +34,9 @@ from vlmpack.trainer import evaluate
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
-parser.add_argument("--data", default="synthetic", help='file of JSON or parquet, hub id, or "synthetic"')
-parser.add_argument("--capacity", type=int, default=1200, help="tokens of a row")
-parser.add_argument("--accumulation", type=int, default=2, help="rows that a rank computes in a step")
+parser.add_argument("--data", default="synthetic", help='JSON or Parquet file, hub id, or "synthetic"')
+parser.add_argument("--capacity", type=int, default=1200, help="tokens per row")
+parser.add_argument("--accumulation", type=int, default=2, help="rows per rank and optimizer step")
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--output", type=Path, default=Path("results/own_loop"))
 args = parser.parse_args()
@@ -65,8 +65,8 @@ collator = VLMCollator(processor, layout="packed")
 table = measure_lengths(training, collator, workers=2)
 plan = plan_bins(table, args.capacity, oversize="drop")
 if rank == 0 and len(plan.dropped):
-    cannot_be_used = "".join(f"\n  {refused.index}: {refused.detail}" for refused in table.refused)
-    print(f"left out: {len(plan.dropped)} of {len(training)} samples, the others exceed a row:{cannot_be_used}")
+    refused = "".join(f"\n  {each.index}: {each.detail}" for each in table.refused)
+    print(f"left out {len(plan.dropped)} of {len(training)} samples: those below, and any longer than a row{refused}")
 sampler = PackedBatchSampler(plan, ranks=world, rank=rank, accumulation=args.accumulation)
 checkpoint = args.output / "checkpoint.pt"
 if checkpoint.exists():
@@ -90,7 +90,7 @@ while sampler.epoch < args.epochs:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"rank {rank}  {targets} targets of all ranks  its part of the loss {loss.item():.4f}", flush=True)
+        print(f"rank {rank}: {targets} targets on all ranks, its share of the loss {loss.item():.4f}", flush=True)
     if rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "sampler": sampler.state_dict()}

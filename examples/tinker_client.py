@@ -3,8 +3,8 @@
     vlmpack serve --demo --port 8000            # or: vlmpack serve Qwen/Qwen3-VL-2B-Instruct
     TINKER_API_KEY=tml-... python examples/tinker_client.py --url http://127.0.0.1:8000
 
-The question is a receipt's total, the answer its digits. GRPO's reward is verifiable: the share of the total's digits
-that are read right.
+The model is asked for a receipt's total and answers with its digits. GRPO's reward is the share of digits that are
+right.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from vlmpack.testing import SyntheticReceipts
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the service")
 parser.add_argument("--receipts", type=int, default=8)
-parser.add_argument("--epochs", type=int, default=8, help="of supervised training")
-parser.add_argument("--rounds", type=int, default=8, help="of GRPO")
-parser.add_argument("--group", type=int, default=16, help="answers a receipt in a round of GRPO")
-parser.add_argument("--rate", type=float, default=2e-2, help="learning rate, of which GRPO takes a fifth")
+parser.add_argument("--epochs", type=int, default=8, help="supervised epochs")
+parser.add_argument("--rounds", type=int, default=8, help="GRPO rounds")
+parser.add_argument("--group", type=int, default=16, help="answers per receipt and round")
+parser.add_argument("--rate", type=float, default=2e-2, help="learning rate; GRPO uses a fifth of it")
 args = parser.parse_args()
 
 TOKEN_SIDE = 32  # side of an image token of Qwen3-VL, in pixels

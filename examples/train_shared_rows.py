@@ -1,10 +1,10 @@
-"""Train a Qwen-VL on packed rows that ranks share: rows too long for one GPU, in a loop of one's own, with FSDP2.
+"""Train a Qwen-VL with context parallelism and FSDP2 in your own loop: ranks share rows too long for one GPU.
 
     torchrun --nproc_per_node 4 examples/train_shared_rows.py --context 2
     accelerate launch --num_processes 4 examples/train_shared_rows.py --context 2
 
-Two ranks share each row, and two groups of them have rows of their own. Without --model a tiny random model is trained
-on drawn receipts, on CPUs or GPUs.
+Here each pair of ranks shares a row, and the two pairs train on different rows. Without --model it trains a tiny random
+model on synthetic receipts, on CPUs or GPUs.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
-parser.add_argument("--data", default="synthetic", help='hub id, folder or parquet file of CORD, or "synthetic"')
+parser.add_argument("--data", default="synthetic", help='CORD as a hub id, folder or Parquet file, or "synthetic"')
 parser.add_argument("--context", type=int, default=2, help="ranks that share a row")
-parser.add_argument("--samples", type=int, default=4, help="samples of a row")
+parser.add_argument("--samples", type=int, default=4, help="samples per row")
 parser.add_argument("--steps", type=int, default=5)
 args = parser.parse_args()
 

@@ -95,3 +95,12 @@ def test_a_custom_loop_continues_where_it_was(tmp_path: Path) -> None:
     assert first[-1].startswith("held out: loss ")
     again = run("own_loop.py", "--output", tmp_path, "--accumulation", 3, folder=tmp_path)
     assert again == first[-1:]  # nothing is left to train, and the weights are those
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_ranks_train_on_rows_that_they_share(tmp_path: Path) -> None:
+    words = ("--context", 2, "--steps", 2, "--samples", 2)
+    lines = run("train_shared_rows.py", *words, folder=tmp_path, launch=TORCHRUN)
+    first, second = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", "\n".join(lines), re.MULTILINE)]
+    assert second < first

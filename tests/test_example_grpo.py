@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +11,22 @@ import pytest
 import torch
 from chats import picture
 from equality import gradients
-from test_example import run
+from test_example import EXAMPLES, run
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack import PackedStep, VLMCollator, enable_packing, unpack
 from vlmpack.collate import SharePrefixes
 from vlmpack.testing import tiny_model, tiny_processor
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "grpo_own_loop.py"
 ANSWERS = ([5, 9, 2], [5, 9], [7], [5, 9, 2, 4, 8], [11, 3])
 ADVANTAGES = torch.tensor([1.0, -0.6, 0.3, -1.4, 0.5])
 TEMPERATURE = 0.8
 
 
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = spec_from_file_location("grpo_own_loop", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return import_module("grpo_own_loop")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +76,10 @@ def test_a_step_is_that_of_plain_transformers(shared: bool, example: Any, proces
     model = enable_packing(policy(processor))
     sharing = SharePrefixes(min_shared=4) if shared else False
     row: Any = VLMCollator(processor, layout="packed", share_prefixes=sharing).collate(samples)
-    learnt = unpack(row.shift_labels != example.IGNORE, row.segments)
+    is_target = unpack(row.shift_labels != example.IGNORE, row.segments)
     result = PackedStep(model)(row, temperature=TEMPERATURE)
-    columns = [torch.nn.functional.pad(values, (0, 1)) * learnt for values in (near, start)]
-    loss = example.grpo_loss(result.logprobs, *columns, ADVANTAGES, learnt)
+    columns = [torch.nn.functional.pad(values, (0, 1)) * is_target for values in (near, start)]
+    loss = example.grpo_loss(result.logprobs, *columns, ADVANTAGES, is_target)
     loss.backward()
 
     assert loss.item() == pytest.approx(truth.item(), abs=1e-6)
@@ -99,7 +94,7 @@ def test_a_step_is_that_of_plain_transformers(shared: bool, example: Any, proces
 
 @pytest.mark.slow
 def test_the_reward_rises(tmp_path: Path) -> None:
-    lines = run(EXAMPLE, "--rounds", "6", folder=tmp_path)
+    lines = run("grpo_own_loop.py", "--rounds", "6", folder=tmp_path)
     rewards = [float(re.search(r"mean reward ([\d.]+), (\d+) of (\d+) tokens computed", line)[1]) for line in lines]  # pyright: ignore
     assert len(rewards) == 6
     assert max(rewards[-2:]) > rewards[0] > 0.1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,25 +9,16 @@ from typing import Any
 import pytest
 import torch
 from megatron_models import one_process
+from test_example import EXAMPLES, run
 from torch import nn
 
 from vlmpack.layout import SlotRule
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def lines_of(example: str) -> list[str]:
-    """What an example prints."""
-    command = [sys.executable, "-W", "ignore", str(EXAMPLES / example)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip().splitlines()
-
 
 @pytest.mark.slow
-def test_the_model_prints_the_losses_of_receipts_alone() -> None:
-    lines = lines_of("thd_model.py")
+def test_the_model_prints_the_losses_of_receipts_alone(tmp_path: Path) -> None:
+    lines = run("thd_model.py", folder=tmp_path)
     assert len(lines) == 3
     for line in lines:
         packed, alone = line.removeprefix("packed").split("alone")
@@ -37,8 +26,8 @@ def test_the_model_prints_the_losses_of_receipts_alone() -> None:
 
 
 @pytest.mark.slow
-def test_the_forward_step_trains() -> None:
-    losses = [float(line.rsplit(maxsplit=1)[1]) for line in lines_of("megatron_step.py")]
+def test_the_forward_step_trains(tmp_path: Path) -> None:
+    losses = [float(line.rsplit(maxsplit=1)[1]) for line in run("megatron_step.py", folder=tmp_path)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
 
