@@ -1,6 +1,6 @@
-"""What every test may count on: two threads at most, no hub, no network, the same random numbers in every run.
+"""What every test may rely on: one thread, no hub, no network, the same random numbers in every run.
 
-Shared helpers live beside this file as plain modules: `from chats import processor_of`.
+Shared helpers are plain modules beside this file: `from chats import processor_of`.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
-
-
 NO_PRETEND_CUDA = pretend_cuda.missing()
-
 EXTRAS = frozenset(
     {
         *("accelerate", "apted", "av", "datasets", "google", "httpx", "ipykernel", "jupyter_client"),
@@ -62,8 +59,7 @@ EXTRAS = frozenset(
         *("starlette", "tinker", "torchdata", "trl", "uvicorn"),
     }
 )
-"""Packages that only extras bring, by the names under which they are imported. Where one is missing, test files that
-import it are skipped, so a machine with PyTorch, transformers and pytest alone runs what it can."""
+"""Modules of packages that only extras install. Test files that import a missing one are skipped."""
 
 
 class TestFile(pytest.Module):
@@ -96,7 +92,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> TestFile:
-    """A file that needs a package of an extra says so where it is missing."""
     return TestFile.from_parent(parent, path=module_path)
 
 
@@ -124,14 +119,14 @@ def pytest_runtest_call() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of garbage collection: they stay to the end, and a third of the time went into it."""
+    """Leave modules and tests out of garbage collection, which took a third of the time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_old_garbage() -> Iterator[None]:
-    """The same for what the tests of one file import and keep: each HF Trainer collects all there is as it begins."""
+    """The same for what the tests of one file import and keep: each HF Trainer collects garbage when it starts."""
     yield
     gc.collect()
     gc.freeze()
@@ -139,10 +134,7 @@ def no_old_garbage() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
-    """A test that forgets to seed still sees the same numbers whatever ran before it.
-
-    Of the CPU: `torch.manual_seed` notes a stack trace for each device that is not there.
-    """
+    """Seed the CPU. (`torch.manual_seed` would note a stack trace for each device that is not there.)"""
     torch.default_generator.manual_seed(0)
 
 
@@ -169,7 +161,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def hide_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Make a package one that cannot be imported, whatever of it another test of the process has imported."""
+    """Hide a package: importing it fails, even if another test has imported it."""
 
     def hide(name: str) -> None:
         for module in [name, *(module for module in sys.modules if module.startswith(f"{name}."))]:
@@ -180,7 +172,7 @@ def hide_package(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that would quietly fetch something fails here, not on the first machine without a network."""
+    """A test that connects to another machine fails."""
     connect = socket.socket.connect
 
     def connect_here(self: socket.socket, address: Any) -> None:

@@ -1,7 +1,6 @@
-"""Execute a notebook with this very interpreter as its kernel: `python notebook_runner.py in.ipynb out.ipynb`.
+"""Execute a notebook with this interpreter as its kernel: `python notebook_runner.py in.ipynb out.ipynb`.
 
-In a process of its own: Jupyter's event loops and sockets are nothing for a test process that turns warnings into
-errors. No kernel has to be registered on the machine.
+It is a process of its own, because Jupyter's event loops and sockets raise warnings, which tests turn into errors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ class ThisInterpreter(AsyncKernelManager):
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        """The one kernel there is."""
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
         return KernelSpec(argv=command, display_name="this interpreter", language="python")
 

@@ -11,17 +11,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.files import atomic_file, unreadable, write_text, writing
 
 
-def test_a_file_gets_its_name_when_all_of_it_is_written(tmp_path):
-    path = tmp_path / "new" / "a.txt"
-    with atomic_file(path) as temporary:
-        temporary.write_text("all of it")
-        assert not path.exists()
-        assert temporary.parent == path.parent
-    assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
-    assert path.read_text() == "all of it"
-
-
-def test_the_rights_of_a_file_are_those_of_any_other(tmp_path):
+def test_a_file_has_the_permissions_of_any_other(tmp_path):
     (tmp_path / "plain.txt").write_text("a")
     write_text(tmp_path / "atomic.txt", "ä")
     modes = [(tmp_path / name).stat().st_mode for name in ("plain.txt", "atomic.txt")]
@@ -41,19 +31,23 @@ def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(elsewhere, tmp_
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["a.txt", "unfinished"]
 
 
-def test_a_file_that_is_written_elsewhere_lies_there_until_it_is_whole(tmp_path):
-    path, folder = tmp_path / "a.txt", tmp_path / "unfinished"
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_file_gets_its_name_when_all_of_it_is_written(elsewhere, tmp_path):
+    folder = tmp_path / "unfinished"
     folder.mkdir()
-    with atomic_file(path, folder=folder) as temporary:
-        temporary.write_text("a")
-        assert temporary.parent == folder
-    assert path.read_text() == "a"
-    assert not any(folder.iterdir())
-    folder.rmdir()
+    path = tmp_path / "a.txt" if elsewhere else tmp_path / "new" / "a.txt"
+    with atomic_file(path, folder=folder if elsewhere else None) as temporary:
+        temporary.write_text("all of it")
+        assert not path.exists()
+        assert temporary.parent == (folder if elsewhere else path.parent)
+    assert [file.name for file in tmp_path.rglob("*.*")] == ["a.txt"]
+    assert path.read_text() == "all of it"
+
+
+def test_a_folder_for_unfinished_files_that_is_gone_is_not_made_again(tmp_path):
     with pytest.raises(ConfigError, match=r"a.txt cannot be written: .*See to the disk"):
-        write_text(path, "b", folder=folder)
-    assert path.read_text() == "a"
-    assert not folder.exists(), "a folder that is gone is not made again"
+        write_text(tmp_path / "a.txt", "b", folder=tmp_path / "gone")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,6 @@ HEAVY = {"transformers", "datasets", "accelerate", "peft", "matplotlib", "torchv
 
 def test_the_public_names_are_these_and_no_others() -> None:
     assert vlmpack.__all__ == PUBLIC
-
-
-def test_dir_shows_the_public_names() -> None:
     assert dir(vlmpack) == sorted([*PUBLIC, "__version__"])
 
 

@@ -34,23 +34,9 @@ SHAPES = {
     "lengths": LengthShapes(images=5, files=2, size=(40, 56), part=2, processed=2),
     "peers": PeerShapes(lengths=(12, 9, 15), grid=(1, 4, 4)),
     "step": TINY,
-    "tree": TreeShapes(
-        receipts=TINY,
-        rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
-    ),
+    "tree": TreeShapes(receipts=TINY, rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),)),
     "head": TINY,
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=2, samples=(1, 2), longest=(20, 30)),
-}
-TARGETS = {
-    "pack": [3.0, 2.0] * 2,
-    "collate": [1.1] * 2,
-    "pixels": [1.3, 1.3, 4.0],
-    "plan": [0.4, 1.1, 1.0, 0.1, 200] * 3,
-    "lengths": [20.0],
-    "step": [0.95, 0.7],
-    "tree": [0.9, 0.85],
-    "head": [],
-    "compile": [3, 0],
 }
 
 
@@ -58,23 +44,12 @@ TARGETS = {
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_measures_and_holds_its_figures_to_the_targets(name):
+def test_a_case_measures(name):
     figures = [entry for entry in CASES[name].run(QUICK, SHAPES[name]) if isinstance(entry, Figure)]
     assert figures
     assert len({figure.name for figure in figures}) == len(figures)
     assert all(figure.case == name and (figure.value >= 0) for figure in figures)
     assert all((figure.family is not None) == CASES[name].by_family for figure in figures)
-    if name != "peers":
-        assert [figure.target.limit for figure in figures if figure.target] == TARGETS[name]
-
-
-@pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
-def test_the_share_of_ideal_is_the_speed_up_over_the_ideal(family):
-    found = {figure.name: figure for figure in CASES["step"].run(replace(QUICK, family=family), TINY)}
-    share = found["speed-up"].value / found["ideal speed-up"].value
-    assert found["share of ideal"].value == pytest.approx(share)
-    assert found["memory, packed / padded"].value < 1
-    assert {figure.family for figure in found.values()} == {family}
 
 
 def test_ways_that_compute_different_things_are_not_timed():
@@ -116,9 +91,9 @@ def run(*words: str) -> tuple[int, str]:
 
 
 def test_it_prints_figures_writes_them_and_leaves_out_what_there_is_no_time_for(tiny_cases, tmp_path):
-    path = tmp_path / "figures.json"
-    status, printed = run("step", "--family", "qwen3", "--family", "qwen2_vl", "--json", str(path))
-    assert status == 0
+    path, words = tmp_path / "figures.json", ("step", "--family", "qwen3", "--family", "qwen2_vl")
+    status, printed = run(*words, "--json", str(path))
+    assert (status, run(*words, "--check")[0]) == (0, 1)  # a check fails where something was skipped
     assert "| step qwen3 | speed-up |" in printed
     assert "skipped: step, qwen2_vl: the time was used up before its turn" in printed
     written = json.loads(path.read_text())
@@ -126,18 +101,8 @@ def test_it_prints_figures_writes_them_and_leaves_out_what_there_is_no_time_for(
     assert {figure["case"] for figure in written["figures"]} == {"step"}
 
 
-def test_a_check_fails_where_something_was_owed(tiny_cases):
-    assert run("step", "--family", "qwen3", "--family", "qwen2_vl", "--check")[0] == 1
-
-
 @pytest.mark.parametrize(("words", "seen"), [(("steps",), "there is no 'steps'"), (("--family", "gpt"), "no 'gpt'")])
 def test_what_there_is_not_is_told_with_the_choices(words, seen, capsys):
     with pytest.raises(SystemExit):
         run(*words)
     assert seen in capsys.readouterr().err
-
-
-def test_numbers_that_cannot_be_are_refused():
-    status, printed = run("pack", "--threads", "0")
-    assert status == 2
-    assert "--threads must be a whole number of at least 1, got 0" in printed

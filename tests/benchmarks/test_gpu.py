@@ -63,15 +63,12 @@ def test_a_cell_without_time_is_owed_and_shorter_ones_are_run(tmp_path):
     assert "it takes about 100 s, and 10 s are left" in skipped.why
 
 
-def test_a_run_goes_on_where_its_report_ends(tmp_path):
-    report, _ = run([cell("a", figure("1")), cell("b", figure("2"))], tmp_path / "gpu.json", started({"case: a": 1.0}))
+@pytest.mark.parametrize(("seconds", "why"), [(1.0, []), (None, ["the process ended while it was measured"])])
+def test_a_run_resumes_after_its_report_and_a_cell_in_which_the_process_died_has_failed(seconds, why, tmp_path):
+    before = started({"case: a": seconds})
+    report, _ = run([cell("a", figure("1")), cell("b", figure("2"))], tmp_path / "gpu.json", before)
     assert [each.name for each in report.figures] == ["2"]
-
-
-def test_a_cell_in_which_the_process_died_is_a_failure_and_not_tried_again(tmp_path):
-    report, _ = run([cell("a", figure("1"))], tmp_path / "gpu.json", started({"case: a": None}))
-    assert not report.figures
-    assert [each.why for each in report.failed] == ["the process ended while it was measured"]
+    assert [each.why for each in report.failed] == why
 
 
 def test_where_the_device_is_lost_the_run_ends_with_the_report_written(tmp_path, monkeypatch):
