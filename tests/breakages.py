@@ -398,48 +398,48 @@ def _mechanism(name: str) -> Callable[[Family], bool]:
     return lambda family: family.has(name)
 
 
-BREAKAGES: dict[str, Breakage] = {
-    "packing": Breakage(breaks=offsets_ignored, causes=("packing",)),
-    "pixels": Breakage(breaks=pixels_in_another_order, causes=("packing",), has=lambda family: family.has_vision),
-    "positions run on": Breakage(breaks=positions_run_on, causes=("positions",)),
-    "positions' pace": Breakage(breaks=positions_are_scaled, causes=("positions",)),
-    "query scale": Breakage(breaks=query_scale_of_the_row, causes=("positions",), has=_mechanism("query_scale")),
-    "mask": Breakage(breaks=one_mask, causes=("mask",)),
-    "windows": Breakage(breaks=no_windows, causes=("mask",), has=lambda family: family.model_type in WINDOWS),
-    "chunks": Breakage(breaks=no_chunks, causes=("mask",), has=_mechanism("query_scale")),
-    "spans": Breakage(breaks=no_spans, causes=("mask",), has=lambda family: family.bidirectional is not None),
-    "wide spans": Breakage(breaks=wide_spans, causes=("mask",), has=lambda family: family.bidirectional is not None),
-    "sinks": Breakage(breaks=no_sinks, causes=("mask",), has=lambda family: family.model_type == "gpt_oss"),
-    "cache": Breakage(breaks=a_cache, causes=("cache",)),
-    "convolution": Breakage(breaks=conv_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),
-    "recurrence": Breakage(breaks=state_runs_on, causes=("recurrent state",), has=_mechanism("gated_delta")),
-    "gated delta layers": Breakage(breaks=no_reset, causes=("recurrent state",), has=_mechanism("gated_delta")),
-    "short convolutions": Breakage(
-        breaks=short_conv_runs_on, causes=("recurrent state",), has=_mechanism("short_conv")
-    ),
-    "n-grams": Breakage(breaks=ngrams_of_the_row, causes=("unknown",), has=_mechanism("per_sample")),
-    "a pad for a token": Breakage(  # which a family with a column of prefixes refuses by itself
-        breaks=a_pad_for_a_token, causes=("packing",), has=lambda family: not family.token_columns
-    ),
-    "kinds of tokens": Breakage(
-        breaks=images_for_text, causes=("router",), has=lambda family: family.expert_types is not None
-    ),
-    "router losses": Breakage(
-        breaks=another_balance, causes=("router",), has=lambda family: family.has("experts") and has_balance(family)
-    ),
-    "images": Breakage(breaks=one_picture, causes=("vision",), has=_has_bounded_tower),
-    "images in a batch": Breakage(
-        breaks=images_mixed, causes=("vision",), has=lambda family: family.has_vision and not _has_bounded_tower(family)
-    ),
-    "audio": Breakage(breaks=one_audio, causes=("audio",), has=lambda family: family.has_audio),
-    "padding of audio": Breakage(
-        breaks=audios_padded_together,
-        causes=("audio",),
-        has=lambda family: family.audio is not None and family.audio.reads_padding,
-    ),
-    "head": Breakage(breaks=last_chunk_lost, causes=("head",)),
-    "targets": Breakage(breaks=first_labels_kept, causes=("loss count",)),
-    "divisor": Breakage(breaks=loss_over_width, causes=("loss count",)),
-    "sample results": Breakage(breaks=another_target_each, causes=("sample results",)),
+def _always(family: Family) -> bool:
+    return True
+
+
+def _has_vision(family: Family) -> bool:
+    return family.has_vision
+
+
+def _sees_later_tokens(family: Family) -> bool:
+    return family.bidirectional is not None
+
+
+_TABLE: dict[str, tuple[Break, str, Callable[[Family], bool]]] = {
+    "packing": (offsets_ignored, "packing", _always),
+    "pixels": (pixels_in_another_order, "packing", _has_vision),
+    "positions run on": (positions_run_on, "positions", _always),
+    "positions' pace": (positions_are_scaled, "positions", _always),
+    "query scale": (query_scale_of_the_row, "positions", _mechanism("query_scale")),
+    "mask": (one_mask, "mask", _always),
+    "windows": (no_windows, "mask", lambda family: family.model_type in WINDOWS),
+    "chunks": (no_chunks, "mask", _mechanism("query_scale")),
+    "spans": (no_spans, "mask", _sees_later_tokens),
+    "wide spans": (wide_spans, "mask", _sees_later_tokens),
+    "sinks": (no_sinks, "mask", lambda family: family.model_type == "gpt_oss"),
+    "cache": (a_cache, "cache", _always),
+    "convolution": (conv_runs_on, "recurrent state", _mechanism("gated_delta")),
+    "recurrence": (state_runs_on, "recurrent state", _mechanism("gated_delta")),
+    "gated delta layers": (no_reset, "recurrent state", _mechanism("gated_delta")),
+    "short convolutions": (short_conv_runs_on, "recurrent state", _mechanism("short_conv")),
+    "n-grams": (ngrams_of_the_row, "unknown", _mechanism("per_sample")),
+    # a family with a column of prefixes refuses this by itself
+    "a pad for a token": (a_pad_for_a_token, "packing", lambda family: not family.token_columns),
+    "kinds of tokens": (images_for_text, "router", lambda family: family.expert_types is not None),
+    "router losses": (another_balance, "router", lambda family: family.has("experts") and has_balance(family)),
+    "images": (one_picture, "vision", _has_bounded_tower),
+    "images in a batch": (images_mixed, "vision", lambda f: f.has_vision and not _has_bounded_tower(f)),
+    "audio": (one_audio, "audio", lambda family: family.has_audio),
+    "padding of audio": (audios_padded_together, "audio", lambda f: f.audio is not None and f.audio.reads_padding),
+    "head": (last_chunk_lost, "head", _always),
+    "targets": (first_labels_kept, "loss count", _always),
+    "divisor": (loss_over_width, "loss count", _always),
+    "sample results": (another_target_each, "sample results", _always),
 }
+BREAKAGES = {name: Breakage(breaks=breaks, causes=(cause,), has=has) for name, (breaks, cause, has) in _TABLE.items()}
 """By name, in the order of the mechanisms in the README of `vlmpack/probing`."""

@@ -71,13 +71,9 @@ def one_process() -> Iterator[None]:
 
 
 def gpt_model(*, experts: int = 0, tensor: int = 1, expert: int = 1, seed: int = 0) -> Any:
-    """A GPTModel of two layers, built from Megatron-Core's local layers.
+    """A GPTModel of two local layers: dense, or with top-2 of some experts, an auxiliary and a z-loss.
 
-    Args:
-        experts: 0: a dense model; otherwise each token goes to two of so many, with an auxiliary and a z-loss.
-        tensor: tensor-parallel ranks, which `parallel_state` knows already.
-        expert: expert-parallel ranks, which `parallel_state` knows already.
-        seed: of the weights.
+    `parallel_state` must know the tensor- and expert-parallel ranks already.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it misses Transformer Engine and Apex

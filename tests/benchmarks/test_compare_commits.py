@@ -50,9 +50,3 @@ def test_rounds_alternate_and_what_is_worse_fails_a_check(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "2.000 (2.000 to 2.000)  worse" in printed
     assert "not compared, as some runs lack it: only: here" in printed
-
-
-@pytest.mark.slow
-def test_a_case_that_fails_ends_the_comparison(tmp_path):
-    with pytest.raises(SystemExit, match="stairs failed in"):
-        compare_commits.run_case(tmp_path, "stairs", [])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import peers
 from benchmarks.measuring import BenchSettings, Figure, Skipped
-from benchmarks.peers import PEERS, Contest, PeerShapes, PeerWork, Sample, Way, difference, read_row
+from benchmarks.peers import PEERS, Contest, PeerShapes, PeerWork, Sample, Way, difference
 from vlmpack.layout import IGNORE
 
 QUICK = BenchSettings(seconds=0.0)
@@ -65,15 +63,3 @@ def test_peers_that_cannot_be_imported_are_skipped_with_the_reason(monkeypatch: 
     assert not any(one.owed for one in skipped)
     figures = [one for one in found if isinstance(one, Figure)]
     assert [figure.unit for figure in figures] == ["s", "x", "x"] * 2
-
-
-def test_a_row_is_read_by_its_boundaries_whether_labels_are_shifted_or_not(work: PeerWork) -> None:
-    ids, labels, targets = (
-        torch.tensor([value for one in samples(work) for value in column(one)])
-        for column in (lambda one: one.input_ids, lambda one: (IGNORE, *one.targets[:-1]), lambda one: one.targets)
-    )
-    positions = torch.cat([torch.arange(n) for n in TINY.lengths])
-    boundaries = [0, *accumulate(TINY.lengths)]
-    plain = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
-    assert read_row(plain, boundaries) == samples(work)
-    assert read_row({**plain, "labels": targets}, boundaries, shifted=True) == samples(work)
