@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -20,15 +24,30 @@ from vlmpack.data import load_processor, open_dataset
 from vlmpack.testing import tiny_model
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 
 
-def run(example: str, *args: object, folder: Path, launch: tuple[str, ...] = ()) -> list[str]:
-    """The lines that it prints."""
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONWARNINGS"] = "error:`gradient_checkpointing` is deprecated:FutureWarning"
+DEPRECATED = "`gradient_checkpointing` is deprecated"
+
+
+def run(example: str, *args: object, folder: Path) -> list[str]:
+    """Run an example in this process, which has imported most of what it needs; return the lines that it prints."""
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(sys, "argv", [example, *map(str, args)])
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", DEPRECATED, FutureWarning)
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return printed.getvalue().strip().splitlines()
+
+
+def run_on_two_ranks(example: str, *args: object, folder: Path) -> list[str]:
+    """Run an example under torchrun."""
+    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": f"error:{DEPRECATED}:FutureWarning"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLES / example), *map(str, args)],
+        [*launch, str(EXAMPLES / example), *map(str, args)],
         capture_output=True, text=True, timeout=300, cwd=folder, env={**os.environ, **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
@@ -63,7 +82,7 @@ def test_from_chats_to_a_merged_lora_on_two_processes_and_on_from_there_in_full(
     write_chats(tmp_path)
     common = ("--data", "chats.jsonl", "--capacity", 300)
     before, after = losses_of(
-        run("finetune.py", "--model", "tiny", *common, "--learning-rate", "1e-2", folder=tmp_path, launch=TORCHRUN)
+        run_on_two_ranks("finetune.py", "--model", "tiny", *common, "--learning-rate", "1e-2", folder=tmp_path)
     )
     assert after < before - 0.5
     saved = tmp_path / "results" / "finetuned"
@@ -101,6 +120,6 @@ def test_a_custom_loop_continues_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_two_ranks_train_on_rows_that_they_share(tmp_path: Path) -> None:
     words = ("--context", 2, "--steps", 2, "--samples", 2)
-    lines = run("train_shared_rows.py", *words, folder=tmp_path, launch=TORCHRUN)
+    lines = run_on_two_ranks("train_shared_rows.py", *words, folder=tmp_path)
     first, second = [float(loss) for loss in re.findall(r"^step \d+  loss (\S+)$", "\n".join(lines), re.MULTILINE)]
     assert second < first

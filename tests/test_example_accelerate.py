@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from test_example import EXAMPLES, run
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGURATIONS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 
 
-def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[str]:
-    """The lines of its steps, targets and loss; two ranks are sharded."""
-    script = [str(EXAMPLES / "accelerate_loop.py"), "--output", str(folder), *arguments]
-    if ranks == 2:
-        launch = ["--config_file", str(EXAMPLES / "accelerate" / "fsdp2.yaml"), "--mixed_precision", "no"]
-        on_cpus = str(Path(__file__).with_name("accelerate_on_cpus.py"))
-        script = ["-m", "accelerate.commands.launch", *launch, "--main_process_port", "0", on_cpus, *script]
+def losses_on_two_ranks(folder: Path, *arguments: str) -> list[str]:
+    """The lines of its steps, targets and loss, of a model that is sharded."""
+    launch = ["--config_file", str(EXAMPLES / "accelerate" / "fsdp2.yaml"), "--mixed_precision", "no"]
+    on_cpus = str(Path(__file__).with_name("accelerate_on_cpus.py"))
+    script = [on_cpus, str(EXAMPLES / "accelerate_loop.py"), "--output", str(folder), *arguments]
     done = subprocess.run(
-        [sys.executable, *script],
+        [sys.executable, "-m", "accelerate.commands.launch", *launch, "--main_process_port", "0", *script],
         capture_output=True,
         text=True,
         timeout=300,
@@ -32,16 +32,23 @@ def losses(folder: Path, *arguments: str, ranks: int = 1) -> list[str]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, *lines = done.stdout.strip().splitlines()
-    assert first == ("NO on 1 cpu ranks" if ranks == 1 else "FSDP on 2 cpu ranks")
+    assert first == "FSDP on 2 cpu ranks"
     return lines
 
 
-@pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, torch.Tensor]]:
+@pytest.fixture
+def on_one_rank(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[str], dict[str, torch.Tensor]]]:
     """Its lines and weights."""
     folder = tmp_path_factory.mktemp("one")
-    lines = losses(folder, "--accumulation", "4", "--epochs", "2")
-    return lines, load_file(folder / "model.safetensors")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    words = ("--output", folder, "--accumulation", 4, "--epochs", 2)
+    first, *lines = run("accelerate_loop.py", *words, folder=folder)
+    assert first == "NO on 1 cpu ranks"
+    yield lines, load_file(folder / "model.safetensors")
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.dist
@@ -51,8 +58,8 @@ def test_two_ranks_have_the_losses_of_one_and_go_on_where_they_were(
 ) -> None:
     """With accumulation, and gradients that are clipped: their norms are about 5, the limit is 1."""
     one, weights = on_one_rank
-    first = losses(tmp_path, "--epochs", "1", ranks=2)
-    rest = losses(tmp_path, "--epochs", "2", ranks=2)
+    first = losses_on_two_ranks(tmp_path, "--epochs", "1")
+    rest = losses_on_two_ranks(tmp_path, "--epochs", "2")
     assert len(first) == len(rest) > 1
     for line, expected in zip(first + rest, one, strict=True):
         (targets, loss), (same_targets, same_loss) = (text.split(" targets, loss ") for text in (line, expected))
