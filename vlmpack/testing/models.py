@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing.recipes import RECIPES, Recipe, layer_types, patch_blocks
+from vlmpack.testing.recipes import MEDIA_TOKENS, RECIPES, Recipe, layer_types, patch_blocks
 
 DEFAULT_FAMILY = "qwen3_vl"
 """The default family of tiny models and processors."""
@@ -83,24 +83,9 @@ class TinySizes:
         """Width of one head of the text model."""
         return self.head_dim or self.hidden // self.heads
 
-    @property
-    def media_tokens(self) -> dict[str, int]:
-        """Ids of placeholders and of the tokens around media, by the name of their setting."""
-        return {
-            "image_token_id": self.image_token_id,
-            "video_token_id": self.video_token_id,
-            "vision_start_token_id": self.vision_start_token_id,
-            "vision_end_token_id": self.vision_end_token_id,
-        }
-
-    @property
-    def audio_tokens(self) -> dict[str, int]:
-        """The same for audio, in families that take it."""
-        return {
-            "audio_token_id": self.audio_token_id,
-            "audio_start_token_id": self.audio_start_token_id,
-            "audio_end_token_id": self.audio_end_token_id,
-        }
+    def tokens(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the ids of some tokens by the names of their settings."""
+        return {name: self.__dict__[name] for name in names}
 
 
 def tiny_model(
@@ -218,7 +203,7 @@ def _check(sizes: TinySizes, recipe: Recipe, family: str) -> None:
         raise ConfigError(
             f"vision_hidden={sizes.vision_hidden} must be a multiple of 4 * vision_heads={4 * sizes.vision_heads}"
         )
-    highest = max(sizes.media_tokens.values())
+    highest = max(sizes.tokens(MEDIA_TOKENS).values())
     if highest >= sizes.vocab_size:
         raise ConfigError(f"vocab_size={sizes.vocab_size} does not hold token id {highest}; raise it to {highest + 1}")
 
@@ -279,7 +264,7 @@ def _settings(sizes: TinySizes, family: str) -> dict[str, Any]:
         return text
     if recipe.text_type is not None:
         text["model_type"] = recipe.text_type
-    vision, whole = recipe.vision(sizes), sizes.media_tokens
+    vision, whole = recipe.vision(sizes), sizes.tokens(MEDIA_TOKENS)
     if recipe.whole is None:
         vision = patch_blocks(sizes) | vision
     else:

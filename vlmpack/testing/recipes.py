@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 MEL_BINS = 6
 """Number of log-mel bins of tiny models."""
+MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
+"""Settings with the ids of placeholders and of the tokens around media."""
 
 
 # ---------------------------------------------------------------------- text
@@ -69,12 +72,8 @@ def gemma3_text(sizes: TinySizes) -> dict[str, Any]:
 
 
 def granite_text(sizes: TinySizes) -> dict[str, Any]:
-    return {
-        "logits_scaling": 3.0,
-        "embedding_multiplier": 1.5,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": sizes.head_width**-0.5,
-    }
+    multipliers = {"embedding": 1.5, "residual": 0.7, "attention": sizes.head_width**-0.5}
+    return {"logits_scaling": 3.0} | {f"{name}_multiplier": value for name, value in multipliers.items()}
 
 
 def cohere2_text(sizes: TinySizes) -> dict[str, Any]:
@@ -364,12 +363,9 @@ def llama4_tower(sizes: TinySizes) -> dict[str, Any]:
     return {**tower, "vision_output_dim": width, "projector_input_dim": width, "projector_output_dim": width}
 
 
-def llama4_settings(sizes: TinySizes) -> dict[str, Any]:
-    return {
-        "image_token_index": sizes.image_token_id,
-        "boi_token_index": sizes.vision_start_token_id,
-        "eoi_token_index": sizes.vision_end_token_id,
-    }
+def image_indices(sizes: TinySizes) -> dict[str, Any]:
+    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
+    return {"image_token_index": sizes.image_token_id, **ends}
 
 
 def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
@@ -379,8 +375,7 @@ def gemma3_tower(sizes: TinySizes) -> dict[str, Any]:
 
 def gemma3_settings(sizes: TinySizes) -> dict[str, Any]:
     """Images with more tokens than the window: 6 x 6 patches, pooled 2 x 2."""
-    ends = {"boi_token_index": sizes.vision_start_token_id, "eoi_token_index": sizes.vision_end_token_id}
-    return {"mm_tokens_per_image": 9, "image_token_index": sizes.image_token_id, **ends}
+    return {"mm_tokens_per_image": 9, **image_indices(sizes)}
 
 
 def paligemma_tower(sizes: TinySizes) -> dict[str, Any]:
@@ -388,12 +383,8 @@ def paligemma_tower(sizes: TinySizes) -> dict[str, Any]:
 
 
 def paligemma_settings(sizes: TinySizes) -> dict[str, Any]:
-    return {
-        "image_token_index": sizes.image_token_id,
-        "projection_dim": sizes.hidden,
-        "hidden_size": sizes.hidden,
-        "vocab_size": sizes.vocab_size,
-    }
+    widths = {"projection_dim": sizes.hidden, "hidden_size": sizes.hidden, "vocab_size": sizes.vocab_size}
+    return {"image_token_index": sizes.image_token_id, **widths}
 
 
 def gemma4_tower(sizes: TinySizes) -> dict[str, Any]:
@@ -445,14 +436,14 @@ def _audio(sizes: TinySizes) -> dict[str, Any]:
 
 def pooled_audio(sizes: TinySizes) -> dict[str, Any]:
     """The audio tower of Qwen2.5-Omni: chunks of 8 frames, 2 tokens each."""
-    return sizes.audio_tokens | {"audio_config": _audio(sizes) | {"n_window": 4}}
+    return sizes.tokens(AUDIO_TOKENS) | {"audio_config": _audio(sizes) | {"n_window": 4}}
 
 
 def convolved_audio(sizes: TinySizes) -> dict[str, Any]:
     """The audio tower of Qwen3-Omni: chunks of 100 frames, because transformers counts 13 tokens for each, and windows
     of two chunks."""
     tower = _audio(sizes) | {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4}
-    return sizes.audio_tokens | {"audio_config": tower}
+    return sizes.tokens(AUDIO_TOKENS) | {"audio_config": tower}
 
 
 # ---------------------------------------------------------------------- the families
@@ -488,9 +479,16 @@ class Recipe:
     """True if transformers has sdpa attention for the family; False: only eager."""
 
 
+def nothing(sizes: TinySizes) -> dict[str, Any]:
+    """No settings of the whole model; the tower's are complete, without the sizes of `patch_blocks`."""
+    return {}
+
+
 TILED: dict[str, Any] = {"mrope": False, "since_qwen3": False, "patch_size": 6}
 """Recipe settings shared by families whose images are tiles."""
 GEMMA: dict[str, Any] = TILED | {"since_qwen3": True}
+COHERE: dict[str, Any] = TILED | {"vision": siglip_tower, "text_type": "cohere2", "more": cohere2_text}
+KIMI: dict[str, Any] = {"mrope": False, "since_qwen3": False}
 GLM: dict[str, Any] = {"vision": glm_vision, "whole": video_ends, "since_qwen3": False}
 
 RECIPES = {
@@ -510,26 +508,13 @@ RECIPES = {
     "glm4v_moe": Recipe(experts=True, more=glm_moe_text, **GLM),
     "glm_ocr": Recipe(more=lambda sizes: {"head_dim": sizes.head_width}, **GLM),
     "paddleocr_vl": Recipe(
-        vision=paddle_vision,
-        since_qwen3=False,
-        whole=lambda _: {},
-        more=lambda sizes: {"head_dim": sizes.head_width},
+        vision=paddle_vision, since_qwen3=False, whole=nothing, more=lambda sizes: {"head_dim": sizes.head_width}
     ),
     "ernie4_5_vl_moe": Recipe(
-        vision=ernie_vision,
-        since_qwen3=False,
-        experts=True,
-        more=ernie_text,
-        whole=ernie_settings,
+        vision=ernie_vision, since_qwen3=False, experts=True, more=ernie_text, whole=ernie_settings
     ),
     "kimi_k25": Recipe(
-        vision=kimi_vision,
-        text_type="deepseek_v3",
-        mrope=False,
-        since_qwen3=False,
-        experts=True,
-        more=deepseek_text,
-        whole=kimi_settings,
+        vision=kimi_vision, text_type="deepseek_v3", experts=True, more=deepseek_text, whole=kimi_settings, **KIMI
     ),
     "minicpmv4_6": Recipe(
         vision=minicpm_tower,
@@ -539,42 +524,23 @@ RECIPES = {
         patch_size=6,
     ),
     "lfm2_vl": Recipe(vision=siglip2_tower, text_type="lfm2", more=lfm2_text, whole=lfm2_settings, **TILED),
-    "deepseek_ocr2": Recipe(
-        vision=deepseek_ocr2_tower, experts=True, more=deepseek_ocr2_text, whole=lambda _: {}, **TILED
-    ),
-    "cohere2_vision": Recipe(
-        vision=siglip_tower,
-        text_type="cohere2",
-        more=cohere2_text,
-        whole=lambda sizes: {"alignment_intermediate_size": 2 * sizes.vision_hidden},
-        **TILED,
-    ),
-    "aya_vision": Recipe(
-        vision=siglip_tower,
-        text_type="cohere2",
-        more=cohere2_text,
-        whole=llava_settings,
-        **TILED,
-    ),
+    "deepseek_ocr2": Recipe(vision=deepseek_ocr2_tower, experts=True, more=deepseek_ocr2_text, whole=nothing, **TILED),
+    "cohere2_vision": Recipe(whole=lambda sizes: {"alignment_intermediate_size": 2 * sizes.vision_hidden}, **COHERE),
+    "aya_vision": Recipe(whole=llava_settings, **COHERE),
     "internvl": Recipe(vision=internvl_tower, text_type="qwen2", whole=internvl_settings, **TILED),
     "llava": Recipe(vision=clip_tower, text_type="llama", whole=llava_settings, **TILED),
     "llava_next": Recipe(vision=clip_tower, text_type="llama", whole=anyres_settings, **TILED),
     "llava_onevision": Recipe(vision=siglip_tower, text_type="qwen2", whole=anyres_settings, **TILED),
-    "smolvlm": Recipe(vision=tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
-    "idefics3": Recipe(vision=tile_tower, text_type="llama", whole=lambda _: {}, **TILED),
+    "smolvlm": Recipe(vision=tile_tower, text_type="llama", whole=nothing, **TILED),
+    "idefics3": Recipe(vision=tile_tower, text_type="llama", whole=nothing, **TILED),
     "mistral3": Recipe(vision=pixtral_tower, text_type="mistral", whole=llava_settings, **TILED),
     "gemma3": Recipe(vision=gemma3_tower, more=gemma3_text, whole=gemma3_settings, **GEMMA),
     "gemma4": Recipe(vision=gemma4_tower, more=gemma4_text, whole=gemma4_settings, experts=True, **GEMMA),
     "gemma4_unified": Recipe(vision=merged_patches, more=gemma4_unified_text, whole=gemma4_settings, **GEMMA),
     "paligemma": Recipe(
-        vision=paligemma_tower,
-        text_type="gemma2",
-        more=gemma2_text,
-        whole=paligemma_settings,
-        sdpa=False,
-        **GEMMA,
+        vision=paligemma_tower, text_type="gemma2", more=gemma2_text, whole=paligemma_settings, sdpa=False, **GEMMA
     ),
-    "llama4": Recipe(vision=llama4_tower, more=llama4_text, whole=llama4_settings, experts=True, **GEMMA),
+    "llama4": Recipe(vision=llama4_tower, more=llama4_text, whole=image_indices, experts=True, **GEMMA),
     "llama4_text": Recipe(experts=True, more=llama4_text),
     "llama": Recipe(),
     "mistral": Recipe(more=lambda _: {"sliding_window": WINDOW}),

@@ -35,7 +35,7 @@ from vlmpack.families.media import run_of_pairs
 from vlmpack.families.registry import FAMILIES, family_named, family_of_processor
 from vlmpack.families.tiles import Join, tiles_of_images
 from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
-from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, Medium, place
+from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, place
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.testing.media import (
@@ -51,6 +51,7 @@ from vlmpack.testing.media import (
     tiled_video,
 )
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
+from vlmpack.testing.recipes import AUDIO_TOKENS, MEDIA_TOKENS
 
 Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 
@@ -63,8 +64,6 @@ TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and
 """The other families with vision. Most of them take images as rows of a batch or as tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
-MEDIA_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-AUDIO_TOKENS = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
 ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
 IMAGE_TOKENS_KEY = "image_tokens"
 """Key of int64 [N]: placeholders of each image, in families whose images have no grids. It is not a model input."""
@@ -433,21 +432,22 @@ def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
     """Return the media table of the samples; None: a sample with media has no family or no configuration."""
     if not any(map(_media, samples)):
         return MediaTable()
-    media: list[Medium] = []
-    for number, sample in enumerate(samples):
-        if not isinstance(sample, Sample) or sample.family is None or sample.config is None:
-            return None
-        row = PackedRow(
-            input_ids=sample["input_ids"][None],
-            segments=Segments.from_lengths([len(sample["input_ids"])]),
-            mm_token_type_ids=sample["mm_token_type_ids"][None] if "mm_token_type_ids" in sample else None,
-            media=media_of([sample]),
-        )
-        table = sample.family.media_of_row(row, sample.config)
-        if IMAGE_TOKENS_KEY in sample:
-            table = _whole_images(table, sample[IMAGE_TOKENS_KEY].tolist(), row.segments)
-        media += [replace(medium, sample=number) for medium in table.media]
-    return MediaTable(media=tuple(sorted(media, key=lambda medium: medium.kind)))
+    known = [(x.family, x.config) for x in samples if isinstance(x, Sample) and x.config is not None]
+    if len(known) < len(samples) or known[0][0] is None:
+        return None
+    (family, config), names = known[0], ("input_ids", "mm_token_type_ids", IMAGE_TOKENS_KEY)
+    joined = {
+        name: torch.cat([x[name] for x in samples if name in x]) for name in names if any(name in x for x in samples)
+    }
+    row = PackedRow(
+        input_ids=joined["input_ids"][None],
+        segments=Segments.from_lengths([len(sample["input_ids"]) for sample in samples]),
+        mm_token_type_ids=joined["mm_token_type_ids"][None] if "mm_token_type_ids" in joined else None,
+        media=media_of(samples),
+    )
+    table = family.media_of_row(row, config)
+    tokens = joined.get(IMAGE_TOKENS_KEY)
+    return table if tokens is None else _whole_images(table, tokens.tolist(), row.segments)
 
 
 def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) -> MediaTable:
