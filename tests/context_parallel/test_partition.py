@@ -36,14 +36,6 @@ def causal_pairs(partition: Partition, *, padding: bool = False) -> tuple[int, .
     return tuple(pairs[partition.order().numpy()].reshape(partition.ranks, -1).sum(1).tolist())
 
 
-def test_the_drawing_in_the_docstring():
-    segments = Segments.from_lengths([8, 4])
-    drawn: dict[Layout, list[int]] = {"mirrored": [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0], "contiguous": [0] * 6 + [1] * 6}
-    for layout, ranks in drawn.items():
-        partition = Partition(segments=segments, ranks=2, layout=layout)
-        assert (partition.place() // partition.local_total).tolist() == ranks
-
-
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: f"cp{case['cp']}")
 def test_each_rank_holds_what_the_vectors_say(case):
     partition = cut(case)

@@ -214,13 +214,6 @@ def test_a_rank_gets_what_it_needs_and_nothing_else(partition, depth):
         assert set(came.tolist()) == truth[rank]
 
 
-def test_a_contiguous_part_needs_no_more_than_the_depth():
-    partition = Partition(segments=Segments.from_lengths([100] * 6), ranks=4, layout="contiguous")
-    halo = Halo(partition=partition, depth=3)
-    received = [sum(halo.route(rank).receive_counts) for rank in range(4)]
-    assert received == [3, 0, 3, 0]  # 2 of 3 cuts lie inside a segment
-
-
 def test_a_halo_serves_only_what_it_was_made_for():
     partition = Partition(segments=Segments.from_lengths([8]), ranks=2, layout="contiguous")
     halo = Halo(partition=partition, depth=2)

@@ -120,25 +120,16 @@ def test_the_comparison_above_can_fail() -> None:
     assert [name for name in before if not same(before[name], after[name])] == ["weights", "modes", "random"]
 
 
-def test_arithmetic_is_exact_inside_and_as_before_afterwards() -> None:
-    model = tiny_model("qwen3")
+def test_arithmetic_is_exact_inside_with_one_thread_for_a_small_model_and_as_before_afterwards() -> None:
+    model, threads = tiny_model("qwen3"), torch.get_num_threads()
     torch.set_float32_matmul_precision("high")
+    torch.set_num_threads(2)
     try:
         with preserved_state(model):
-            assert torch.get_float32_matmul_precision() == "highest"
+            assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("highest", 1)
             assert not model.training
-        assert torch.get_float32_matmul_precision() == "high"
+        assert (torch.get_float32_matmul_precision(), torch.get_num_threads()) == ("high", 2)
         assert model.training
     finally:
         torch.set_float32_matmul_precision("highest")
-
-
-def test_a_small_model_has_one_thread_inside_and_all_afterwards() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with preserved_state(tiny_model("qwen3")):
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.model.row import PrefixTreeRow
-from vlmpack.probing import forward_passes, probe, run
+from vlmpack.probing import forward_passes, run
 from vlmpack.probing.checks import packed_checks
 from vlmpack.probing.report import Check, causes_of
 from vlmpack.probing.run import _setup, preserved_state
@@ -40,15 +40,6 @@ def checks_of(family: str) -> list[Check]:
 
 def bad(checks: list[Check]) -> set[str]:
     return {check.name.removeprefix("tree: ") for check in checks if check.is_bad}
-
-
-def test_it_is_a_part_of_every_probe_that_does_not_leave_it_out() -> None:
-    report = probe(tiny_model("qwen3"), plain=False)
-    assert report.verdict == "exact"
-    assert report.circumstances["tree"] == "a row whose samples share prefixes, train mode"
-    assert {check.part for check in report.checks if check.name.startswith("tree: ")} == {
-        "equality", "work", "isolation",
-    }  # fmt: skip
 
 
 def test_the_work_is_that_of_the_distinct_beginnings() -> None:

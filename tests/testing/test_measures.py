@@ -22,94 +22,95 @@ json_values = st.recursive(
 )
 
 
-class TestNormalise:
-    @pytest.mark.parametrize(
-        ("data", "normal"),
-        [
-            ({"menu": {"nm": "cake"}}, {"menu": [{"nm": ["cake"]}]}),
-            ({"menu": [{"nm": " cake "}]}, {"menu": [{"nm": ["cake"]}]}),
-            ({"ccc": "1", "b": "2", "a": "3", "dd": "4"}, {"a": ["3"], "b": ["2"], "dd": ["4"], "ccc": ["1"]}),
-            ({"a": "", "b": [], "c": {}, "d": None, "e": 0, "f": {"g": ""}}, {}),
-            ({"a": ["x", " ", 1, 2.5, {"b": "1"}, True]}, {"a": ["x", "1", "2.5"]}),
-            ({"a": [{}, {"b": "1"}]}, {"a": [{"b": ["1"]}]}),
-            ("text", ["text"]),
-        ],
-    )
-    def test_the_canonical_form_of_donut(self, data: Any, normal: Any) -> None:
-        assert normalise(data) == normal
-        assert json.dumps(normalise(data)) == json.dumps(normal)  # the order of keys too
-
-    @given(json_values)
-    def test_the_measures_take_any_json(self, data: Any) -> None:
-        assert field_f1([data], [data]) == 1.0
-        assert nted_accuracy(data, data) == 1.0
+@pytest.mark.parametrize(
+    ("data", "normal"),
+    [
+        ({"menu": {"nm": "cake"}}, {"menu": [{"nm": ["cake"]}]}),
+        ({"menu": [{"nm": " cake "}]}, {"menu": [{"nm": ["cake"]}]}),
+        ({"ccc": "1", "b": "2", "a": "3", "dd": "4"}, {"a": ["3"], "b": ["2"], "dd": ["4"], "ccc": ["1"]}),
+        ({"a": "", "b": [], "c": {}, "d": None, "e": 0, "f": {"g": ""}}, {}),
+        ({"a": ["x", " ", 1, 2.5, {"b": "1"}, True]}, {"a": ["x", "1", "2.5"]}),
+        ({"a": [{}, {"b": "1"}]}, {"a": [{"b": ["1"]}]}),
+        ("text", ["text"]),
+    ],
+)
+def test_the_canonical_form_of_donut(data: Any, normal: Any) -> None:
+    assert normalise(data) == normal
+    assert json.dumps(normalise(data)) == json.dumps(normal)  # the order of keys too
 
 
-class TestFieldF1:
-    def test_by_hand(self) -> None:
-        truth = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice", "cnt": "1"}], "total": {"total_price": "30"}}
-        prediction = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice"}], "total": {"total_price": "31"}}
-        assert field_f1([prediction], [truth]) == pytest.approx(6 / 9)
-
-    def test_it_is_micro_averaged(self) -> None:
-        """One receipt with 1 of 1 fields right, one with 0 of 3: not the mean of 1 and 0."""
-        right, wrong, truth = {"a": "1"}, {"a": "x"}, {"a": "1", "b": "2", "c": "3"}
-        assert field_f1([right, wrong], [right, truth]) == pytest.approx(2 * 1 / (2 + 4))
-
-    @pytest.mark.parametrize(
-        ("prediction", "truth", "score"),
-        [
-            (CAKE, CAKE, 1.0),
-            ({}, {}, 1.0),
-            ({}, CAKE, 0.0),
-            (CAKE, {}, 0.0),
-            ({"menu": {"nm": "cake", "cnt": "2"}}, CAKE, 1.0),
-            ({"menu": [{"cnt": "2", "nm": "cake"}]}, CAKE, 1.0),
-            ({"menu": [{"nm": "cake"}]}, CAKE, 2 / 3),
-            ({"menu": [{"nm": "cake", "cnt": "2"}] * 2}, CAKE, 2 / 3),
-            ({"food": [{"nm": "cake", "cnt": "2"}]}, CAKE, 0.0),
-            ({"a": ["1", "2"]}, {"a": ["2", "1"]}, 1.0),
-        ],
-    )
-    def test_edges(self, prediction: Any, truth: Any, score: float) -> None:
-        assert field_f1([prediction], [truth]) == pytest.approx(score)
-
-    def test_a_prediction_for_each_truth(self) -> None:
-        with pytest.raises(ValueError, match="longer"):
-            field_f1([CAKE], [CAKE, CAKE])
+@given(json_values)
+def test_the_measures_take_any_json(data: Any) -> None:
+    assert field_f1([data], [data]) == 1.0
+    assert nted_accuracy(data, data) == 1.0
 
 
-class TestTrees:
-    def test_by_hand(self) -> None:
-        """The pair of Zhang and Shasha's paper: f(d(a c(b)) e) and f(c(d(a b)) e), with unit costs: 2."""
-        a, b, e = Tree("a"), Tree("b"), Tree("e")
-        left = Tree("f", (Tree("d", (a, Tree("c", (b,)))), e))
-        right = Tree("f", (Tree("c", (Tree("d", (a, b)),)), e))
-        assert tree_edit_distance(left, right) == 2
+def test_fields_by_hand() -> None:
+    truth = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice", "cnt": "1"}], "total": {"total_price": "30"}}
+    prediction = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice"}], "total": {"total_price": "31"}}
+    assert field_f1([prediction], [truth]) == pytest.approx(6 / 9)
 
 
-class TestNtedAccuracy:
-    @pytest.mark.parametrize(
-        ("prediction", "truth", "score"),
-        [
-            (CAKE, CAKE, 1.0),
-            ({"menu": {"nm": "cape", "cnt": "2"}}, CAKE, 8 / 9),
-            ({"menu": {"nm": "cake"}}, CAKE, 7 / 9),
-            ({"menu": {"nm": "cake", "qty": "2"}}, CAKE, 8 / 9),
-            ({"menu": {"nm": "cake", "cnt": "2"}, "a": "bcd"}, CAKE, 5 / 9),
-            ({"menu": {"cnt": "2", "nm": "cake"}}, CAKE, 1.0),
-            ({}, CAKE, 0.0),
-            ({}, {}, 1.0),
-            ({"a": ""}, {}, 1.0),
-            (CAKE, {}, 0.0),
-            ({"menu": "a long text that nobody asked for"}, {"a": "x"}, 0.0),
-        ],
-    )
-    def test_by_hand(self, prediction: Any, truth: Any, score: float) -> None:
-        assert nted_accuracy(prediction, truth) == pytest.approx(score)
+def test_it_is_micro_averaged() -> None:
+    """One receipt with 1 of 1 fields right, one with 0 of 3: not the mean of 1 and 0."""
+    right, wrong, truth = {"a": "1"}, {"a": "x"}, {"a": "1", "b": "2", "c": "3"}
+    assert field_f1([right, wrong], [right, truth]) == pytest.approx(2 * 1 / (2 + 4))
 
-    def test_the_order_of_items_counts(self) -> None:
-        """From nothing: 1 + (1 + 1 + 1) + (1 + 1 + 2) = 8. Swapped: "a" to "bb" and back, 2 + 2."""
-        truth, swapped = {"menu": [{"nm": "a"}, {"nm": "bb"}]}, {"menu": [{"nm": "bb"}, {"nm": "a"}]}
-        assert nted_accuracy(swapped, truth) == pytest.approx(1 - 4 / 8)
-        assert field_f1([swapped], [truth]) == 1.0
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "score"),
+    [
+        (CAKE, CAKE, 1.0),
+        ({}, {}, 1.0),
+        ({}, CAKE, 0.0),
+        (CAKE, {}, 0.0),
+        ({"menu": {"nm": "cake", "cnt": "2"}}, CAKE, 1.0),
+        ({"menu": [{"cnt": "2", "nm": "cake"}]}, CAKE, 1.0),
+        ({"menu": [{"nm": "cake"}]}, CAKE, 2 / 3),
+        ({"menu": [{"nm": "cake", "cnt": "2"}] * 2}, CAKE, 2 / 3),
+        ({"food": [{"nm": "cake", "cnt": "2"}]}, CAKE, 0.0),
+        ({"a": ["1", "2"]}, {"a": ["2", "1"]}, 1.0),
+    ],
+)
+def test_edges(prediction: Any, truth: Any, score: float) -> None:
+    assert field_f1([prediction], [truth]) == pytest.approx(score)
+
+
+def test_a_prediction_for_each_truth() -> None:
+    with pytest.raises(ValueError, match="longer"):
+        field_f1([CAKE], [CAKE, CAKE])
+
+
+def test_trees_by_hand() -> None:
+    """The pair of Zhang and Shasha's paper: f(d(a c(b)) e) and f(c(d(a b)) e), with unit costs: 2."""
+    a, b, e = Tree("a"), Tree("b"), Tree("e")
+    left = Tree("f", (Tree("d", (a, Tree("c", (b,)))), e))
+    right = Tree("f", (Tree("c", (Tree("d", (a, b)),)), e))
+    assert tree_edit_distance(left, right) == 2
+
+
+@pytest.mark.parametrize(
+    ("prediction", "truth", "score"),
+    [
+        (CAKE, CAKE, 1.0),
+        ({"menu": {"nm": "cape", "cnt": "2"}}, CAKE, 8 / 9),
+        ({"menu": {"nm": "cake"}}, CAKE, 7 / 9),
+        ({"menu": {"nm": "cake", "qty": "2"}}, CAKE, 8 / 9),
+        ({"menu": {"nm": "cake", "cnt": "2"}, "a": "bcd"}, CAKE, 5 / 9),
+        ({"menu": {"cnt": "2", "nm": "cake"}}, CAKE, 1.0),
+        ({}, CAKE, 0.0),
+        ({}, {}, 1.0),
+        ({"a": ""}, {}, 1.0),
+        (CAKE, {}, 0.0),
+        ({"menu": "a long text that nobody asked for"}, {"a": "x"}, 0.0),
+    ],
+)
+def test_accuracy_by_hand(prediction: Any, truth: Any, score: float) -> None:
+    assert nted_accuracy(prediction, truth) == pytest.approx(score)
+
+
+def test_the_order_of_items_counts() -> None:
+    """From nothing: 1 + (1 + 1 + 1) + (1 + 1 + 2) = 8. Swapped: "a" to "bb" and back, 2 + 2."""
+    truth, swapped = {"menu": [{"nm": "a"}, {"nm": "bb"}]}, {"menu": [{"nm": "bb"}, {"nm": "a"}]}
+    assert nted_accuracy(swapped, truth) == pytest.approx(1 - 4 / 8)
+    assert field_f1([swapped], [truth]) == 1.0

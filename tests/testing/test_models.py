@@ -67,28 +67,6 @@ def test_logits_are_of_order_one(name: str) -> None:
 
 
 @every_family
-def test_a_tiny_bfloat16_model_keeps_its_rotary_frequencies(name: str) -> None:
-    model = tiny_model(name, dtype=torch.bfloat16)
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-    language_model = FAMILIES[name].language_model(model)
-    assert language_model.rotary_emb.inv_freq.dtype == torch.float32
-    full = tiny_model(name)
-    assert torch.equal(model.lm_head.weight, full.lm_head.weight.bfloat16())
-
-
-HYBRID = tuple(name for name, family in FAMILIES.items() if family.has("gated_delta"))
-
-
-@pytest.mark.parametrize("name", HYBRID)
-@pytest.mark.parametrize(("layers", "with_attention"), [(1, [0]), (2, [1]), (4, [3]), (6, [3, 5])])
-def test_every_fourth_layer_of_a_hybrid_model_has_attention_and_the_last(name, layers, with_attention) -> None:
-    model = tiny_model(name, layers=layers)
-    decoder: Any = FAMILIES[name].language_model(model).layers
-    assert [i for i, layer in enumerate(decoder) if hasattr(layer, "self_attn")] == with_attention
-    assert [i for i, layer in enumerate(decoder) if not hasattr(layer, "linear_attn")] == with_attention
-
-
-@every_family
 def test_a_processor_gives_ids_vocabulary_and_patches(name: str) -> None:
     ids = {"<|vision_start|>": 11, "<|vision_end|>": 12, "<|image_pad|>": 13, "<|video_pad|>": 14}
     config: Any = tiny_config(name, processor=stand_in_processor(ids))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
@@ -138,15 +138,12 @@ def _hooked(probed: ProbedModel, names: Iterable[str], hook: Callable[[str, Any]
         return args, {**kwargs, "inputs_embeds": other}
 
     text = probed.family.language_model(probed.core)
-    handles = [text.register_forward_pre_hook(embedded, with_kwargs=True)]
-    for name in {*names} - {*EMBEDDED}:
-        module = probed.core.get_submodule(name)
-        handles.append(module.register_forward_hook(lambda _, args, output, name=name: hook(name, output)))
-    try:
+    with ExitStack() as stack:
+        stack.callback(text.register_forward_pre_hook(embedded, with_kwargs=True).remove)
+        for name in {*names} - {*EMBEDDED}:
+            after = lambda _, args, output, name=name: hook(name, output)  # noqa: E731
+            stack.callback(probed.core.get_submodule(name).register_forward_hook(after).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # ---------------------------------------------------------------------- the samples together
@@ -321,14 +318,12 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
         found.caches += any(kwargs.get(name) is not None for name in CACHES)
 
     layers = probed.family.language_model(probed.core).get_submodule("layers").children()
-    handles = [layer.register_forward_pre_hook(note_cache, with_kwargs=True) for layer in layers]
-    backbone = probed.family.backbone(probed.core)
-    handles.append(backbone.register_forward_pre_hook(note_inputs, with_kwargs=True))
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(note_cache, with_kwargs=True).remove)
+        backbone = probed.family.backbone(probed.core)
+        stack.callback(backbone.register_forward_pre_hook(note_inputs, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # ---------------------------------------------------------------------- checks
@@ -368,7 +363,8 @@ def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: b
         elif of_cause and cause != "unknown":
             checks.append(Check.of_mechanism(cause, error, limit, ""))
         elif cause != "unknown":
-            checks.append(Check.skipped(cause, "absent" if cause not in roles.values() else "not counted"))
+            finding = "absent" if cause not in roles.values() else "not counted"
+            checks.append(Check(part="mechanism", name=cause, finding=finding))
     return checks
 
 

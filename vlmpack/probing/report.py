@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
 Cause = Literal[
@@ -73,22 +73,15 @@ class Check:
         return cls(part=part, name=name, finding=finding, value=value, allowed=allowed, cause=cause, detail=detail)
 
     @classmethod
-    def of_mechanism(
-        cls, mechanism: Cause, value: float, allowed: float, detail: str, *, finding: Finding = "differs"
-    ) -> Check:
+    def of_mechanism(cls, mechanism: Cause, value: float, allowed: float, detail: str) -> Check:
         """Compare a number that depends on one mechanism only with its limit."""
-        return cls.measured("mechanism", mechanism, value, allowed, detail, finding=finding, cause=mechanism)
+        return cls.measured("mechanism", mechanism, value, allowed, detail, cause=mechanism)
 
     @classmethod
     def wrong(cls, mechanism: Cause, detail: str, *, value: float | None = None, allowed: float | None = None) -> Check:
         """Report a mechanism that differs, with or without a count that shows it."""
-        check = cls(part="mechanism", name=mechanism, finding="differs", cause=mechanism, detail=detail)
-        return replace(check, value=value, allowed=allowed)
-
-    @classmethod
-    def skipped(cls, mechanism: Cause, finding: Literal["absent", "not counted"] = "absent") -> Check:
-        """Report a mechanism that the model lacks, or that could not be compared."""
-        return cls(part="mechanism", name=mechanism, finding=finding)
+        told: dict[str, Any] = {"cause": mechanism, "detail": detail, "value": value, "allowed": allowed}
+        return cls(part="mechanism", name=mechanism, finding="differs", **told)
 
     @classmethod
     def raised(cls, part: Part, name: str, error: Exception) -> Check:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -63,15 +63,12 @@ def counted_pairs(attention: Iterable[nn.Module]) -> Iterator[PairCount]:
     def leave(*_: Any) -> None:
         pairs.depth -= 1
 
-    handles = []
-    for layer in attention:
-        handles += [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave, always_call=True)]
-    try:
+    with ExitStack() as stack:
+        for layer in attention:
+            stack.callback(layer.register_forward_pre_hook(enter).remove)
+            stack.callback(layer.register_forward_hook(leave, always_call=True).remove)
         with _KernelPairs(pairs), _FunctionPairs(pairs):
             yield pairs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @final

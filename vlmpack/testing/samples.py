@@ -432,20 +432,18 @@ def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
     """Return the media table of the samples; None: a sample with media has no family or no configuration."""
     if not any(map(_media, samples)):
         return MediaTable()
-    known = [(x.family, x.config) for x in samples if isinstance(x, Sample) and x.config is not None]
-    if len(known) < len(samples) or known[0][0] is None:
+    first, names = samples[0], ("input_ids", "mm_token_type_ids", IMAGE_TOKENS_KEY)
+    if not all(isinstance(x, Sample) and x.config is not None for x in samples) or first.family is None:
         return None
-    (family, config), names = known[0], ("input_ids", "mm_token_type_ids", IMAGE_TOKENS_KEY)
-    joined = {
-        name: torch.cat([x[name] for x in samples if name in x]) for name in names if any(name in x for x in samples)
-    }
+    columns = {name: [x[name] for x in samples if name in x] for name in names}
+    joined = {name: torch.cat(parts) for name, parts in columns.items() if parts}
     row = PackedRow(
         input_ids=joined["input_ids"][None],
         segments=Segments.from_lengths([len(sample["input_ids"]) for sample in samples]),
         mm_token_type_ids=joined["mm_token_type_ids"][None] if "mm_token_type_ids" in joined else None,
         media=media_of(samples),
     )
-    table = family.media_of_row(row, config)
+    table = first.family.media_of_row(row, first.config)
     tokens = joined.get(IMAGE_TOKENS_KEY)
     return table if tokens is None else _whole_images(table, tokens.tolist(), row.segments)
 
