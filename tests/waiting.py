@@ -1,12 +1,15 @@
-"""On a GPU: whatever makes the host wait for the device is an error."""
+"""On a GPU: whatever makes the host wait for the device is an error; operations are counted."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @contextmanager
@@ -19,3 +22,15 @@ def waits_are_errors() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that reach the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from waiting import Launches
 
 from vlmpack.attention.backends import BACKENDS
 from vlmpack.attention.patterns import Pattern
@@ -23,18 +22,6 @@ CASES = {
     "wide heads": ("efficient", torch.bfloat16, 264, {}),
 }
 pytestmark = pytest.mark.gpu
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operations that reach the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def computed(backend: str, leaves: list[torch.Tensor], *, causal: bool, more_keys: int, **parts: Any) -> Any:
