@@ -17,7 +17,6 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -30,7 +29,6 @@ from typer.testing import CliRunner
 from vlmpack import __version__
 from vlmpack.cli import app, main
 from vlmpack.cli.app import INTERRUPTED, VERBS
-from vlmpack.cli.options import DataOptions
 from vlmpack.cli.pack import pack
 from vlmpack.terminal import progress_lines
 
@@ -48,12 +46,6 @@ def test_help_names_every_verb_in_paragraphs_without_the_line_ends_of_the_source
     texts = [verb.help or "" for verb in GROUP.commands.values()]
     assert len(texts) == 6 and all(text and "\n" not in text.replace("\n\n", "") for text in texts)
     assert CliRunner().invoke(app, ["--version"]).stdout == f"vlmpack {__version__}\n"
-
-
-def test_analyze_and_pack_share_their_options() -> None:
-    analyzed, packed = ({option.name for option in GROUP.commands[verb].params} for verb in ("analyze", "pack"))
-    shared = {field.name for field in fields(DataOptions)}
-    assert shared <= analyzed & packed and len(shared) > 15
 
 
 def test_the_words_of_options_are_those_of_the_library() -> None:

@@ -112,11 +112,7 @@ def test_checkpoints_without_rows_to_continue_have_no_file_of_ours(tmp_path):
 
 # ---------------------------------------------------------------------- killed while it saved
 
-MAKERS = {
-    PLAN_FILE: planned,
-    stream_file(0): streamed,
-}
-CASES = [PLAN_FILE, stream_file(0)]
+MAKERS = {PLAN_FILE: planned, stream_file(0): streamed}
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +148,7 @@ def killed_states(checkpoint):
         yield f"{whole} files and half of {name}", {p.name: p.read_bytes() for p in files[:whole]} | {name: half}
 
 
-@pytest.mark.parametrize("last_file", CASES)
+@pytest.mark.parametrize("last_file", MAKERS)
 def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, runs, tmp_path):
     source, _ = runs(last_file)
     assert in_order_of_writing(source / "checkpoint-6")[-1].name == last_file

@@ -190,7 +190,7 @@ def test_packed_trainers_batches_give_the_loss_of_the_set(batch, layout, tmp_pat
     samples = receipts(model)
     exact = pytest.approx(exact_loss(model, samples), rel=1e-6)
     args, data = arguments(tmp_path, per_device_eval_batch_size=batch), Samples(samples)
-    run = PackedTrainer(enable_packing(model), args, collator(layout), data, data, eval_packing=False)
+    run = PackedTrainer(enable_packing(model), args, collator(layout), data, data)
     assert run.evaluate()["eval_loss"] == exact
     assert run.predict(data).metrics["test_loss"] == exact
     run.compute_metrics = loss_metrics(run.model)

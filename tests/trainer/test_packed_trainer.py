@@ -251,16 +251,6 @@ def test_an_evaluation_set_that_grew_is_planned_anew(tmp_path):
     assert run.evaluation.sample_ids.tolist() == [0, 1, 2, 3]
 
 
-def test_without_a_capacity_batches_are_evaluated_with_the_exact_loss(tmp_path):
-    model, samples, _, _ = evaluation_set()
-    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples))
-    exact = evaluate(model, Samples(samples), collator("packed"), plan=plan_of(samples))
-    assert run.evaluate()["eval_loss"] == pytest.approx(exact.token_loss, rel=1e-6)
-    assert run.evaluation is None
-    run = PackedTrainer(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples), eval_capacity=99)
-    assert run.eval_packing
-
-
 def test_batches_of_a_model_without_packing_are_evaluated_as_trainer_does_with_a_warning(tmp_path):
     model = fresh()
     samples = Samples(receipts(model))

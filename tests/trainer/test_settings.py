@@ -9,17 +9,7 @@ import torch
 from cases import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.utils import counters
-from training import (
-    checkpointing,
-    collator,
-    descend,
-    distance,
-    gradients,
-    loss_sums,
-    receipts,
-    train,
-    weights,
-)
+from training import checkpointing, collator, descend, distance, gradients, receipts, train, weights
 from transformers import AutoModelForImageTextToText
 
 from vlmpack.errors import ConfigError
@@ -32,11 +22,11 @@ pytestmark = [
 ]
 
 
-def same_steps(expected, run, *, loss=1e-6, gradient=1e-5, measure=distance):
-    assert run.losses == pytest.approx(expected.losses, rel=loss)
+def same_steps(expected, run):
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
     assert len(run.gradients) == len(expected.gradients) > 0
     for ours, theirs in zip(run.gradients, expected.gradients, strict=True):
-        assert measure(theirs, ours) < gradient
+        assert distance(theirs, ours) < 1e-5
 
 
 # ---------------------------------------------------------------------- gradient checkpointing
@@ -75,22 +65,6 @@ def test_two_forwards_before_one_backward(reentrant):
 
 
 # ---------------------------------------------------------------------- bfloat16 and torch.compile
-
-
-def test_the_autocast_wrapper_outlives_packing_without_harm(tmp_path):
-    """accelerate leaves its wrapper around forward on the model; what it wraps must still work afterwards."""
-    model = enable_packing(tiny_model())
-    samples = receipts(model)
-    train(model, samples, tmp_path, bf16=True)
-    assert "forward" in vars(model)
-
-    disable_packing(model)
-    untouched = tiny_model()
-    untouched.load_state_dict(model.state_dict())
-    sums, counts = loss_sums(model.float(), samples)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, _ = loss_sums(untouched, samples)
-    torch.testing.assert_close(sums / counts, expected / counts, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow

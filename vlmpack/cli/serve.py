@@ -146,7 +146,7 @@ def serve(
         address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
         facts = described(service, address, None if given else key_file)
         text = json.dumps(facts, indent=2) if as_json else announcement(facts)
-        service.run(listening, on_start=lambda: print_now(text))
+        service.run(listening, on_start=partial(typer.echo, text))
     if launched is not None:
         launched.wait()
     end(0)  # the normal end of an interpreter with torch takes seconds
@@ -240,11 +240,6 @@ def announcement(facts: Mapping[str, Any]) -> str:
 def _shown(host: str) -> str:
     """Return the host as a client on this machine writes it in a URL."""
     return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-
-
-def print_now(text: str) -> None:
-    typer.echo(text)
-    sys.stdout.flush()
 
 
 def _log_to_stderr(level: int) -> None:

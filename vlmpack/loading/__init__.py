@@ -6,11 +6,4 @@ from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.loading.stream import PackedStream, StreamLoader
 from vlmpack.loading.stream_packer import RowSettings, SharedPrefix, StreamPacker
 
-__all__ = [
-    "PackedBatchSampler",
-    "PackedStream",
-    "RowSettings",
-    "SharedPrefix",
-    "StreamLoader",
-    "StreamPacker",
-]
+__all__ = ["PackedBatchSampler", "PackedStream", "RowSettings", "SharedPrefix", "StreamLoader", "StreamPacker"]

@@ -272,11 +272,7 @@ def _sorted(value: Any) -> Any:
     """Convert mappings to sorted lists of pairs, because keys may be of any type."""
     if isinstance(value, Mapping):
         return {"pairs": sorted(([repr(name), _sorted(one)] for name, one in value.items()), key=itemgetter(0))}
-    if not isinstance(value, list | tuple) or {*map(type, value)} <= {
-        int,
-        float,
-        str,
-    }:  # token ids
+    if not isinstance(value, list | tuple) or {*map(type, value)} <= {int, float, str}:  # token ids
         return value
     return [*map(_sorted, value)]
 
