@@ -57,15 +57,6 @@ def test_receipts_for_a_processor_made_here_are_small_and_take_no_options_of_fil
             opened("synthetic", processor="tiny", **option)
 
 
-def test_each_question_can_be_a_sample(tmp_path: Path) -> None:
-    turns = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
-    file = tmp_path / "chats.jsonl"
-    file.write_text(json.dumps({"messages": turns, "id": "r"}))
-    assert len(opened(str(file), processor="tiny:qwen3").dataset) == 1
-    branches = opened(str(file), processor="tiny:qwen3", branches="turns").dataset
-    assert [sample["id"] for sample in branches] == ["r/0", "r/1", "r/2"]
-
-
 def test_a_processor_is_that_of_a_family_or_of_a_folder(tmp_path: Path) -> None:
     assert type(named_processor("tiny:qwen2_5_vl")).__name__ == "Qwen2_5_VLProcessor"
     processor = tiny_processor()

@@ -112,14 +112,6 @@ def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
     assert ids(packed(alone, [5, 30, 5])) == [[1], [0, 2]]
 
 
-def test_images_are_limited_beside_tokens():
-    settings = RowSettings(capacity=10, limits={"images": 2})
-    packer = StreamPacker(settings, costs=lambda sample: {"images": sample["length"] % 2})
-    rows = packed(packer, [1, 1, 1, 1, 2, 3, 4])
-    assert all(sum(sample["length"] % 2 for sample in row) <= 2 for row in rows)
-    assert sorted(at for row in ids(rows) for at in row) == list(range(7))
-
-
 @given(lengths=lengths_lists, cut=st.integers(0, 60), min_fill=st.sampled_from([0.0, 0.7]))
 def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
     settings = RowSettings(capacity=20, min_fill=min_fill, buffer_tokens=50, oversize="own_row")

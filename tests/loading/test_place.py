@@ -133,17 +133,6 @@ def test_stopped_after_any_row_all_passes_to_come_are_those_of_the_unbroken_stre
 
 
 @pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("step", [1, 2, 5])
-def test_a_stream_may_be_stopped_again_and_again(source, step):
-    whole = ids(islice(PackedStream(source(), SETTINGS, repeat=True), 4 * ROWS))
-    rows, state = stopped(PackedStream(source(), SETTINGS, repeat=True), step)
-    while len(rows) < 4 * ROWS:
-        more, state = stopped(resumed(source, state, repeat=True), step)
-        rows += more
-    assert rows[: 4 * ROWS] == whole
-
-
-@pytest.mark.parametrize("source", SOURCES)
 def test_an_epoch_after_one_that_was_stopped_is_that_of_the_unbroken_stream(source):
     whole = PackedStream(source(), SETTINGS)
     epochs = [ids(whole) for _ in range(3)]

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from vlmpack.errors import ConfigError
@@ -103,22 +102,6 @@ def test_an_epoch_continues_where_it_was_left_and_the_next_one_is_whole(done):
     assert [*resumed] == rows[done:]
     assert [*resumed] == [*whole]
     assert len(resumed) == len(rows)
-
-
-def test_nothing_that_is_skipped_is_loaded():
-    loaded = []
-
-    class Samples:
-        def __getitem__(self, at):
-            loaded.append(at)
-            return at
-
-    one = sampler()
-    rows = [*one]
-    one.load_state_dict({**one.state_dict(), "epoch": 0, "rows": len(rows) - 2})
-    loader = DataLoader(Samples(), batch_sampler=one, collate_fn=list)
-    assert [*loader] == rows[-2:]
-    assert sorted(loaded) == sorted(rows[-2] + rows[-1])
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13

@@ -51,21 +51,6 @@ def test_a_seed_gives_the_same_plan_again_and_another_seed_another(strategy):
     assert first != plan_bins(lengths, 4096, strategy=strategy)
 
 
-def test_numbers_of_numpys_give_the_plan_of_pythons(tmp_path):
-    lengths, costs = [5, 3, 4, 2, 6], [1, 1, 2, 1, 1]
-
-    def made(number):
-        return plan_bins(
-            lengths, number(10), seed=number(3), budgets=[Budget(name="images", costs=costs, limit=number(3))]
-        )
-
-    plan = made(np.int64)
-    assert plan == made(int)
-    plan.save(tmp_path / "numpy")
-    made(int).save(tmp_path / "python")
-    assert (tmp_path / "numpy").read_bytes() == (tmp_path / "python").read_bytes()
-
-
 def test_a_seed_leaves_no_trace_of_length_in_the_order_of_rows():
     lengths = LENGTH_SETS["CORD"].lengths(4000)
 

@@ -139,12 +139,6 @@ class TestPaddedRecipe:
         with pytest.raises(ConfigError, match=f"{name} must be a whole number from 1 to"):
             PaddedRecipe(**{name: 0})
 
-    def test_updates_of_an_epoch_round_up_twice(self) -> None:
-        recipe = PaddedRecipe(world_size=2, per_device_batch=3, accumulation=4)
-        assert recipe.updates(24) == 1
-        assert recipe.updates(25) == 2  # five batches a rank
-        assert recipe.updates(0) == 0
-
     def test_padding_to_the_longest_of_each_batch_or_of_all(self) -> None:
         lengths = np.array([3, 5, 2, 4, 7])
         padding = PaddedRecipe(per_device_batch=2).padding(lengths)

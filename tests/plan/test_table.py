@@ -103,11 +103,6 @@ def test_what_lies_beyond_the_99th_percentile_shares_the_last_bin() -> None:
     assert (last.start, last.stop, last.count) == (200, None, 1)
 
 
-def test_one_value_has_one_bin_and_nothing_has_none() -> None:
-    assert histogram(np.array([7, 7])) == (HistogramBin(start=7, stop=8, count=2),)
-    assert histogram(np.zeros(0, np.int64)) == ()
-
-
 @given(values=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50), most=st.integers(3, 20))
 def test_every_value_lies_in_one_bin_and_there_are_not_too_many(values: list[int], most: int) -> None:
     bins = histogram(np.array(values), most=most)

@@ -19,7 +19,6 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
-from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.check import OF_TRL
@@ -265,20 +264,6 @@ def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
                 run.train()
         check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [sample]))
     check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=True), vlm, [tokens]))
-
-
-def test_rows_written_before_keep_their_boundaries_under_trainers_default(tmp_path):
-    collate = VLMCollator(processor_of(), layout="packed")
-    samples = [chat(answer=f"The total is {n}", id=n) for n in range(4)]
-    write_rows(samples, tmp_path / "rows", collate, StoreSettings(capacity=60))
-    rows = PackedDataset(tmp_path / "rows", processor_of())
-    model = enable_packing(tiny_model(processor=processor_of()))
-    run = Trainer(model, arguments(tmp_path, per_device_train_batch_size=1), rows.collate, rows)
-    assert run.args.remove_unused_columns
-    batch = next(iter(run.get_train_dataloader()))
-    at = next(at for at in range(len(rows)) if torch.equal(rows[at]["input_ids"], batch["input_ids"]))
-    assert len(rows) > 1 and rows.segments(at).num_samples > 1
-    assert model(**batch).loss == model(**rows[at]).loss
 
 
 @pytest.mark.parametrize("with_names", [False, True])

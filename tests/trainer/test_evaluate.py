@@ -18,7 +18,6 @@ from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_model
 from vlmpack.testing.samples import VISION
 from vlmpack.trainer import evaluate
-from vlmpack.trainer.evaluation import EvaluationLoader, EvaluationRows
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3")
 """With images; with images and gated delta layers; of text."""
@@ -115,22 +114,6 @@ def test_training_goes_on_bit_for_bit_after_an_evaluation(family):
         after.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert after[0].keys() == after[1].keys()
     assert all(torch.equal(after[0][name], after[1][name]) for name in after[0])
-
-
-# ---------------------------------------------------------------------- several ranks, in words
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_every_rank_computes_as_many_rows_and_each_row_counts_once(ranks):
-    _, samples = scene()
-    rows = EvaluationRows.of(Samples(samples), collator("packed"), plan=rows_of(samples), capacity=None)
-    loaders = [EvaluationLoader(samples, collator("packed"), rows, rank=rank, ranks=ranks) for rank in range(ranks)]
-    computed = [[tuple(row) for row in loader.batch_sampler] for loader in loaders]
-    assert len({len(each) for each in computed}) == 1
-    assert sorted(row for loader in loaders for row in loader.counted) == sorted(rows.rows)
-    for loader, each in zip(loaders, computed, strict=True):
-        assert each[: len(loader.counted)] == loader.counted
-        assert all(row in rows.rows for row in each)
 
 
 # ---------------------------------------------------------------------- samples that are left out
