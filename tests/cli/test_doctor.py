@@ -319,7 +319,7 @@ def test_a_model_that_cannot_be_probed_is_no_answer_about_leaks(folder: str) -> 
 
 def printed(report: Report) -> list[str]:
     file = io.StringIO()
-    print_reports([report], Console(file=file, width=80, force_terminal=True, color_system=None), summarise=False)
+    print_reports([report], Console(file=file, width=80, force_terminal=True, color_system=None), summarize=False)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 

@@ -124,8 +124,8 @@ VERBS: dict[str, Callable[[Console, Path], None]] = {
         console, device="cpu",
     ),
     "doctor": lambda console, _: print_environment(environment(), console),
-    "doctor --probe": lambda console, _: print_reports([probed()] * 3, console, summarise=True),
-    "doctor --probe MODEL": lambda console, _: print_reports([probed()], console, summarise=False),
+    "doctor --probe": lambda console, _: print_reports([probed()] * 3, console, summarize=True),
+    "doctor --probe MODEL": lambda console, _: print_reports([probed()], console, summarize=False),
 }  # fmt: skip
 
 

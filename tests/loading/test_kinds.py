@@ -33,7 +33,7 @@ def table() -> LengthTable:
         (lambda: PackedStream("data/chats.jsonl", ROWS), OPEN),
         (lambda: PackedStream(Path("data/chats.jsonl"), ROWS), OPEN),
         (lambda: PackedStream(b"chats.jsonl", ROWS), OPEN),  # type: ignore[arg-type]
-        (lambda: PackedStream({"train": SAMPLES}, ROWS), "not a dict with the keys 'train'; if they are splits"),
+        (lambda: PackedStream({"train": SAMPLES}, ROWS), "got a dict with the keys 'train'; if they are splits"),
         (lambda: PackedStream(SAMPLES, 1500), SETTINGS + "int"),
         (lambda: StreamPacker(1500), SETTINGS + "int"),
         (lambda: RowSettings(capacity=10, limits=3), "limits has to be a Mapping, such as .*, got a int"),

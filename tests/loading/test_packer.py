@@ -138,7 +138,7 @@ def test_the_state_of_any_other_settings_is_refused_even_if_the_samples_would_fi
     packer.add({"length": 40})
     with pytest.raises(ConfigError, match="the state is of RowSettings"):
         StreamPacker(RowSettings(**{"capacity": 50, **other})).load_state_dict(packer.state_dict(), packer.buffered)
-    with pytest.raises(ConfigError, match=r"samples that are measured otherwise: .*has 80 tokens"):
+    with pytest.raises(ConfigError, match=r"samples that are measured in another way: .*has 80 tokens"):
         longer = StreamPacker(RowSettings(capacity=50), length=lambda sample: 80)
         longer.load_state_dict(packer.state_dict(), packer.buffered)
 

@@ -133,7 +133,7 @@ def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
             ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks, .* but this is plan"
         ):
             sampler(**other).load_state_dict(state)
-    with pytest.raises(ConfigError, match="plan and deal as before"):
+    with pytest.raises(ConfigError, match="plan and distribute rows as before"):
         PackedBatchSampler(plan_bins(LENGTHS, CAPACITY + 1)).load_state_dict(state)
 
 

@@ -58,9 +58,9 @@ def continued(source: Any, state: Any) -> list:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (samples("b"), r"its sample \d+ is another one than before; give the data set"),
+        (samples("b"), r"its sample \d+ is not the same as before; give the data set"),
         (samples()[:40], r"it has 40 samples, and before it had 200|it ends after 40 samples, and \d+ were read"),
-        ([*samples()[1:], samples()[0]], r"its sample \d+ is another one"),
+        ([*samples()[1:], samples()[0]], r"its sample \d+ is not the same"),
     ],
 )
 def test_a_state_does_not_continue_in_another_data_set(source, other, told):
@@ -77,9 +77,9 @@ def test_a_packer_that_refuses_a_state_is_as_it_was():
     packer = StreamPacker(SETTINGS)
     packer.add(samples()[0])
     before = packer.state_dict()
-    with pytest.raises(ConfigError, match="no state of a StreamPacker"):
+    with pytest.raises(ConfigError, match="not the state of a StreamPacker"):
         packer.load_state_dict({**before, "counts": [-1, 0, 0, 0]}, packer.buffered)
-    with pytest.raises(ConfigError, match="its sample 0 is another one than before"):
+    with pytest.raises(ConfigError, match="its sample 0 is not the same as before"):
         packer.load_state_dict(before, {0: samples()[1]})
     assert packer.state_dict() == before
 

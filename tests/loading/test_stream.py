@@ -163,7 +163,7 @@ def test_a_source_whose_state_is_no_place_is_read_again_from_the_start_of_the_pa
     list(islice(half, 20))
     resumed = PackedStream(shuffled_hub_stream(), SETTINGS)
     resumed.load_state_dict(half.state_dict())
-    with pytest.warns(UserWarning, match="does not go on where its state was taken, as after a shuffle buffer"):
+    with pytest.warns(UserWarning, match="does not continue where its state was taken, for example after a shuffle"):
         assert ids(resumed) == rows[20:]
 
 
@@ -247,7 +247,7 @@ def test_the_state_of_other_ranks_or_workers_is_refused(workers):
         ConfigError, match=r"is of a stream in [12] workers, but now there are [21]\. .* as many as before"
     ):
         StreamLoader(stream(), num_workers=2 - workers).load_state_dict(state)
-    with pytest.raises(ConfigError, match="no state of a StreamLoader"):
+    with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
         loader.load_state_dict({"states": []})
     others = (stream(rank=1), "part 0 .* this is part 1"), (stream(settings=RowSettings(capacity=5000)), "RowSettings")
     for other, message in others:
@@ -301,7 +301,7 @@ def _train(rank, ranks, folder):
             resumed.load_state_dict(half.state_dict())
             assert ids(resumed) == rows[done:]
             assert ids(resumed) == rows
-    with pytest.raises(ConfigError, match=r"the last one would wait for ever: load the stream by StreamLoader\(stream"):
+    with pytest.raises(ConfigError, match=r"would wait forever: load the stream with StreamLoader\(stream"):
         next(iter(PackedStream(Samples(), SETTINGS, ranks=ranks, rank=rank)))
     (folder / str(rank)).write_bytes(pickle.dumps(seen))
     distributed.destroy_process_group()
@@ -322,7 +322,7 @@ def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
     next(one)
     other = iter(stream)
     first = next(other)
-    with pytest.raises(ConfigError, match="begun anew before it ended; give each loader one of its own"):
+    with pytest.raises(ConfigError, match="started again before it ended; give each loader its own stream"):
         next(one)
     assert ids([first, *other]) == ids(PackedStream(Samples(), SETTINGS))  # who came last misses nothing
 

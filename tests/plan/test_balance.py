@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_schedule():
 @pytest.mark.parametrize(
     ("costs", "settings", "message"),
     [
-        (["a"], {}, "costs must be one finite number of at least 0 a row: could not convert string to float: 'a'"),
+        (["a"], {}, "costs must be one finite number of at least 0 per row: could not convert string to float: 'a'"),
         ([1.0, -1.0], {}, "costs must be one finite number"),
         ([1.0, float("nan")], {}, "costs must be one finite number"),
         ([1.0], {"ranks": 0}, "ranks must be a whole number from 1 to 2147483647, got 0"),

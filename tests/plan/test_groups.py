@@ -226,5 +226,5 @@ def test_keys_of_an_array_or_tensor_are_their_values_and_what_cannot_be_compared
     assert PrefixGroups.of_keys(torch.tensor([3, 3, 5]), shared) == expected
     assert PrefixGroups.of_keys(np.array(["a", "a", "b"]), shared) == expected
     for keys in ([[1], [1], [2]], list(torch.tensor([3, 3, 5]))):
-        with pytest.raises(ConfigError, match=r"is no key of a group: give numbers, texts or tuples, or None"):
+        with pytest.raises(ConfigError, match=r"cannot be the key of a group: give numbers, texts, tuples or None"):
             PrefixGroups.of_keys(keys, shared)

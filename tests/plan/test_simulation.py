@@ -131,7 +131,7 @@ class TestWords:
 class TestPaddedRecipe:
     def test_the_accumulation_that_reaches_so_many_samples_an_update(self) -> None:
         assert PaddedRecipe.reaching(128, world_size=8, per_device_batch=4).accumulation == 4
-        with pytest.raises(ConfigError, match="100 samples an update are no multiple of 8 ranks x 4 samples"):
+        with pytest.raises(ConfigError, match="100 samples per update are not a multiple of 8 ranks x 4 samples"):
             PaddedRecipe.reaching(100, world_size=8, per_device_batch=4)
 
     @pytest.mark.parametrize("name", ["world_size", "per_device_batch", "accumulation"])

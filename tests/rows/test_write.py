@@ -185,7 +185,7 @@ OPEN = r"'chats\.jsonl' is a path: open it with vlmpack\.data\.open_dataset\(pat
     ("arguments", "message"),
     [
         ({"samples": "chats.jsonl"}, OPEN),
-        ({"samples": {"train": texts()}}, "not a dict with the keys 'train'; if they are splits, give one of them"),
+        ({"samples": {"train": texts()}}, "got a dict with the keys 'train'; if they are splits, give one of them"),
         ({"samples": iter(texts())}, "samples with places, and this list_iterator has none"),
         ({"samples": []}, "this list has none"),
         ({"collator": processor_of()}, r"collator has to be a VLMCollator, such as VLMCollator\(processor, layout="),

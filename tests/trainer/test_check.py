@@ -72,7 +72,7 @@ FINE = {
 NAMED = {
     "Liger": (of_args(use_liger_kernel=True), "liger_kernel_config={'fused_linear_cross_entropy': False}"),
     "ranks that share rows": (sharing(2), "a Trainer gives each its own: see examples/train_shared_rows.py"),
-    "several devices": (of_args(_n_gpu=2), "nn.DataParallel would cut each batch into 2 pieces: use torchrun"),
+    "several devices": (of_args(_n_gpu=2), "nn.DataParallel would split each batch into 2 pieces: use torchrun"),
     "evaluation over ranks": (over_two_ranks, "evaluation over 2 ranks weighs the losses of packed batches wrongly"),
     "no loss in evaluation": (of_args(prediction_loss_only=True), NOT_CALLED),
     "no metrics": (of_run(compute_metrics=None), NOT_CALLED),
@@ -143,7 +143,7 @@ def test_a_stream_under_accelerates_default(layout, tmp_path):
         config = {"accelerator_config": {"dispatch_batches": dispatch}, "per_device_train_batch_size": 3}
         run = Trainer(enable_packing(tiny_model()), arguments(tmp_path, **config), collator(layout), Stream(samples))
         if dispatch is None:
-            assert "accelerate would cut collated batches up" in refusal(run)
+            assert "accelerate would split collated batches" in refusal(run)
             with pytest.raises(LayoutError, match=r"was the batch split.*dispatch_batches=False"):
                 run.train()
         else:
@@ -216,14 +216,14 @@ def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):
     run = planned(tmp_path, **settings)
     check_trainer(run)
     run.eval_packing = False
-    assert "cut collated batches up" in refusal(run)
-    assert "starts a resumed epoch anew" in refusal(planned(tmp_path, ignore_data_skip=True))
+    assert "split collated batches" in refusal(run)
+    assert "starts a resumed epoch again" in refusal(planned(tmp_path, ignore_data_skip=True))
     run = streamed(tmp_path)
     assert run.args.ignore_data_skip  # it goes to its place by itself
     check_trainer(run)
     theirs = Trainer(run.model, run.args, collator("packed"), run.train_dataset)
     assert "use vlmpack's PackedTrainer" in refusal(theirs)
-    assert "cut collated batches up" not in refusal(theirs)
+    assert "split collated batches" not in refusal(theirs)
 
 
 def test_ranks_that_would_train_apart_after_an_evaluation(tmp_path, monkeypatch):
@@ -354,7 +354,7 @@ def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
     run = Trainer(enabled(processor=processor_of()), args, collate, [chat()])
     check_trainer(run)
     vars(run.args).update(settings)
-    assert f"it has settings that nothing reads: {seen}: set them on the collator" in refusal(run)
+    assert f"it has settings without effect: {seen}: set them on the collator" in refusal(run)
     if "loss_type" not in settings:
         vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
         check_trainer(run)

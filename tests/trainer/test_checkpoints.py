@@ -75,7 +75,7 @@ def of_another_seed(samples):
     ],
 )
 def test_other_rows_are_refused_and_what_differs_is_said(stopped, other, what):
-    with pytest.raises(ConfigError, match=what + "some samples would be .* Plan and deal as before, or begin a new"):
+    with pytest.raises(ConfigError, match=what + "some samples would be .* distribute rows as before, or begin a new"):
         resume(stopped, **other)
 
 
@@ -237,7 +237,7 @@ def test_the_state_of_a_source_comes_back_as_it_was(tmp_path):
 def test_what_only_pickle_could_hold_is_refused_before_it_is_written(tmp_path):
     loader = counted(more=Samples([]))
     list(islice(loader, 2))
-    with pytest.raises(ConfigError, match=r"source is no plain data.*let its state_dict\(\) return numbers"):
+    with pytest.raises(ConfigError, match=r"source is not plain data.*let its state_dict\(\) return numbers"):
         save_stream(tmp_path / "state", loader)
     assert not [*tmp_path.iterdir()]
 
@@ -249,8 +249,8 @@ def test_a_state_that_ends_anywhere_or_is_of_something_else_is_refused(tmp_path)
     whole = file.read_bytes()
     for data in (*(whole[:end] for end in range(0, len(whole), 61)), pickle.dumps({"turn": 0}, 2), b"{}", b"\0" * 99):
         file.write_bytes(data)
-        with pytest.raises(ConfigError, match=r"is damaged, or is no state that vlmpack wrote.*resume from another"):
+        with pytest.raises(ConfigError, match=r"is damaged, or was not written by vlmpack.*resume from another"):
             load_stream(file, counted())
     torch.save({"turn": 0}, file)
-    with pytest.raises(ConfigError, match="no state of a StreamLoader"):
+    with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
         load_stream(file, counted())

@@ -69,7 +69,7 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
         plan=plan_bins(table, 2 * max(table.tokens)),
     )
     with pytest.warns(
-        SkippedWarning, match=r"1 of the 6 samples are in no row of the plan, and are not trained on: 2 \("
+        SkippedWarning, match=r"1 of the 6 samples are in no row of the plan, so they are not trained on: 2 \("
     ):
         run.train()
     assert sorted(trained) == [0, 1, 3, 4, 5]
@@ -105,7 +105,7 @@ def test_rows_that_were_written_before_bring_their_collator(tmp_path):
 def test_ranks_that_compute_a_batch_together_are_refused(make, tmp_path, monkeypatch):
     run = make(tmp_path)
     monkeypatch.setattr(run, "get_cp_size", lambda: 2)
-    with pytest.raises(ConfigError, match="2 processes are to compute each batch together"):
+    with pytest.raises(ConfigError, match="2 processes would compute each batch together"):
         run.train()
 
 
@@ -158,7 +158,7 @@ def test_a_pickled_place_is_not_read(newest, tmp_path):
     streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
     place = tmp_path / "checkpoint-4" / "packed_stream_0.pt"
     torch.save(Running(), place)
-    with pytest.raises(ConfigError, match=r"packed_stream_0.pt is damaged, or is no state that vlmpack wrote"):
+    with pytest.raises(ConfigError, match=r"packed_stream_0.pt is damaged, or was not written by vlmpack"):
         streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))
     assert not (tmp_path / "it ran").exists()
 
@@ -280,11 +280,17 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
     for refused, message in (
         (lambda: made(plan=[[0, 1]]), r"plan has to be a Plan, such as plan_bins\(table, 8192\), got a list"),
         (lambda: made(plan=LengthTable.from_rows([])), "plan has to be a Plan, .* got a LengthTable"),
-        (lambda: made(Stream(samples), plan=plan).train(), "samples of a Stream have no numbers: leave plan= out"),
+        (
+            lambda: made(Stream(samples), plan=plan).train(),
+            "a Stream has no length, so it cannot be planned: leave plan= out",
+        ),
         (lambda: made(Samples(samples[1:]), plan=plan).train(), "the plan is of 14 samples, but train_dataset has 13"),
         (lambda: made(stream(repeat=True), plan=plan).train(), "a PackedStream packs by itself; leave plan= out"),
         (lambda: made(stream(**two_ranks)).train(), r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ra"),
-        (lambda: made(stream()).train(), r"counts steps .* and a stream ends: PackedStream\(..., repeat=True\)"),
+        (
+            lambda: made(stream()).train(),
+            r"trains until max_steps, but this stream ends: PackedStream\(..., repeat=True\)",
+        ),
         (lambda: made(eval_packing=True).evaluate(data), "needs eval_capacity=, the tokens of a row; or eval_packing="),
         (lambda: made(eval_packing=True).evaluate(Stream(samples)), "needs a data set with a length, .* eval_packing="),
         (lambda: made(eval_dataset=sets, eval_plan=plan), "of one data set, but eval_dataset has 2: one, other; leave"),

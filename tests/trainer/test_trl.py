@@ -417,7 +417,7 @@ def test_weights_that_trl_would_ignore_are_refused(tmp_path):
     collator = VLMCollator(processor_of(), layout="packed")
     for extras, told in (
         ({}, r"sample 1 of train_dataset has weight=0\.5, which TRL would ignore; use PackedTrainer"),
-        ({"loss": "sample", "data_collator": collator}, "TRL computes the loss by targets, so loss='sample' cannot"),
+        ({"loss": "sample", "data_collator": collator}, "TRL computes the loss by targets, so loss='sample' is not"),
     ):
         with pytest.raises(ConfigError, match=told):
             data = Dataset.from_list(weighed)

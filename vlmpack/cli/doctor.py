@@ -6,9 +6,10 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -119,9 +120,9 @@ def doctor(
         quiet = quiet or (as_json and sys.stdout.isatty())
         reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny)
         if as_json:
-            is_exact = _write_reports(reports)
+            is_exact = _shown(reports, _write_report, _write_end)
         else:
-            is_exact = print_reports(reports, console, summarise=model is None or attention == ALL)
+            is_exact = print_reports(reports, console, summarize=model is None or attention == ALL)
     else:
         values = {"MODEL": model, "--device": device, "--dtype": dtype, "--attention": attention}
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
@@ -287,26 +288,44 @@ def _serving_row(entry: Serving) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- probes
 
 
-def _write_reports(reports: Iterable[Report]) -> bool:
-    """Write one JSON object, report by report, and complete it even after an error or Ctrl-C.
+def _shown(
+    reports: Iterable[Report], show: Callable[[Report, bool], None], end: Callable[[Sequence[Report], bool], None]
+) -> bool:
+    """Show each report as it comes, and end the output even after an error or Ctrl-C.
+
+    Args:
+        reports: the reports.
+        show: called with each report, and whether it is the first.
+        end: called with all reports so far, and whether they are all there are.
 
     Returns:
         Whether every report is exact.
     """
-    verdicts: list[str] = []
+    known: list[Report] = []
     is_complete = False
     try:
         for report in reports:
-            typer.echo("," if verdicts else '{\n  "probes": [')
-            typer.echo(indent(json.dumps(report.to_dict(), indent=2), " " * 4), nl=False)  # flushes
-            verdicts.append(report.verdict)
+            show(report, not known)
+            known.append(report)
         is_complete = True
     finally:
-        is_healthy = is_complete and {*verdicts} == {"exact"}
-        if verdicts:
-            ends = {"complete": is_complete, "healthy": is_healthy}
-            typer.echo("\n  ]," + json.dumps(ends, indent=2).removeprefix("{"))
-    return is_healthy
+        if known:
+            end(known, is_complete)
+    return _all_exact(known)
+
+
+def _all_exact(reports: Sequence[Report]) -> bool:
+    return all(report.verdict == "exact" for report in reports)
+
+
+def _write_report(report: Report, is_first: bool) -> None:
+    typer.echo('{\n  "probes": [' if is_first else ",")
+    typer.echo(indent(json.dumps(report.to_dict(), indent=2), " " * 4), nl=False)  # flushes
+
+
+def _write_end(reports: Sequence[Report], is_complete: bool) -> None:
+    ends = {"complete": is_complete, "healthy": is_complete and _all_exact(reports)}
+    typer.echo("\n  ]," + json.dumps(ends, indent=2).removeprefix("{"))
 
 
 def _probe(
@@ -383,33 +402,25 @@ def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: 
 # ---------------------------------------------------------------------- tables of probes
 
 
-def print_reports(reports: Iterable[Report], console: Console, *, summarise: bool) -> bool:
+def print_reports(reports: Iterable[Report], console: Console, *, summarize: bool) -> bool:
     """Print each report as it comes, in full or as one line; then all faults and the verdict.
-
-    After an error or Ctrl-C, the reports so far are printed.
 
     Returns:
         Whether every report is exact.
     """
-    known: list[Report] = []
-    is_complete = False
-    try:
-        for report in reports:
-            if summarise:
-                _print_summary([*([] if known else [[*WIDTHS, "verdict"]]), *_summary_rows(report)], console)
-            else:
-                print_report(report, console)
-            console.file.flush()
-            known.append(report)
-        is_complete = True
-    finally:
-        if known:
-            _print_verdict(known, console, summarise=summarise, is_complete=is_complete)
-    return all(report.verdict == "exact" for report in known)
+
+    def show(report: Report, is_first: bool) -> None:
+        if summarize:
+            _print_summary([*([[*WIDTHS, "verdict"]] if is_first else []), *_summary_rows(report)], console)
+        else:
+            print_report(report, console)
+        console.file.flush()
+
+    return _shown(reports, show, partial(_print_verdict, console, summarize))
 
 
-def _print_verdict(reports: Sequence[Report], console: Console, *, summarise: bool, is_complete: bool) -> None:
-    if summarise:
+def _print_verdict(console: Console, summarize: bool, reports: Sequence[Report], is_complete: bool) -> None:
+    if summarize:
         console.print(f"\n{SUMMARY_CAPTION}")
     bad = [report for report in reports if report.verdict != "exact"]
     for report in bad:

@@ -66,7 +66,7 @@ class DataOptions:
     image_root: Annotated[
         Path | None, of_samples(help="Folder that image paths are relative to; by default that of the data file.")
     ] = None
-    branches: Annotated[Branches, of_samples(help="What is made a sample.")] = "conversation"
+    branches: Annotated[Branches, of_samples(help="What counts as a sample.")] = "conversation"
     mix: Annotated[
         list[str] | None,
         of_samples(

@@ -117,14 +117,14 @@ def check_samples(dataset: object) -> None:
         raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.data.open_dataset(path)")
     if isinstance(dataset, Mapping):
         raise ConfigError(
-            f"a data set is needed, not a {type(dataset).__name__} with the keys "
+            f"expected a data set, got a {type(dataset).__name__} with the keys "
             f"{', '.join(map(repr, list(dataset)[:8]))}; if they are splits, give one of them"
         )
 
 
 def other_data(fault: str) -> ConfigError:
     """Return the error for a state that belongs to another source."""
-    remedy = "give the data set of the run that is continued, read anew with the same samples"
+    remedy = "give the data set of the run to continue, with the same samples"
     return ConfigError(f"the state is of another source: {fault}; {remedy}")
 
 
@@ -300,7 +300,7 @@ def _content(value: Any) -> Any:
 
 # ---------------------------------------------------------------------- states
 
-LOAD_ANOTHER = "load another state, or begin the epoch anew"
+LOAD_ANOTHER = "load another state, or restart the epoch"
 """What to do when a state is refused."""
 
 
@@ -323,4 +323,4 @@ def check_seal(state: Mapping[str, Any], *, of: str) -> None:
     """
     fields = {name: value for name, value in state.items() if name != "seal"} if isinstance(state, Mapping) else {}
     if not fields or state.get("seal") != sealed(fields, of=of)["seal"]:
-        raise ConfigError(f"this is no state of a {of}, or one that was changed since it was made; {LOAD_ANOTHER}")
+        raise ConfigError(f"this is not the state of a {of}, or it was changed; {LOAD_ANOTHER}")

@@ -174,7 +174,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         if not isinstance(state, Mapping) or state.keys() != {"epoch", "rows", "of"}:
             raise ConfigError(f"this is no state of a PackedBatchSampler, a dict of epoch, rows and of; {LOAD_ANOTHER}")
         if state["of"] != self._identity:
-            raise ConfigError(f"the state is of {state['of']}, but this is {self._identity}; plan and deal as before")
+            raise ConfigError(
+                f"the state is of {state['of']}, but this is {self._identity}; plan and distribute rows as before"
+            )
         epoch, rows = (
             check_whole_number(f"the state's {name}", state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)
             for name, most in (("epoch", None), ("rows", len(self)))
@@ -219,7 +221,7 @@ def _group_costs(plan: Plan, costs: np.ndarray | None, group_costs: np.ndarray |
         )
     group_costs = np.asarray(group_costs, np.float64)
     if len(group_costs) != len(plan.groups):
-        raise ConfigError(f"{len(group_costs)} group_costs for {len(plan.groups)} groups; give one each")
+        raise ConfigError(f"{len(group_costs)} group_costs for {len(plan.groups)} groups; give one per group")
     return group_costs
 
 

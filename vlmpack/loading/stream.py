@@ -135,7 +135,7 @@ class PackedStream(IterableDataset[list[Any]]):
         """
         if not (self.repeat or self.agrees) and self.ranks > 1 and distributed.is_initialized():
             raise ConfigError(
-                "ranks have different numbers of rows, and the last one would wait for ever: load the stream by "
+                "ranks have different numbers of rows, and the last one would wait forever: load the stream with "
                 "StreamLoader(stream, collate_fn=...), or repeat it and count steps"
             )
         self._iteration = iteration = object()
@@ -143,12 +143,12 @@ class PackedStream(IterableDataset[list[Any]]):
             for row in self._pass():
                 yield row
                 if self._iteration is not iteration:
-                    raise ConfigError("this stream was begun anew before it ended; give each loader one of its own")
+                    raise ConfigError("this stream was started again before it ended; give each loader its own stream")
             if not self.repeat or (self._part.parts > 1 and not self._packer.received):
                 return
             if self._packer.received == self.dropped + self.left_out:
                 raise ConfigError(
-                    f"the source makes no row, so there is nothing to repeat: of {self._packer.received} samples "
+                    f"the source gives no row, so there is nothing to repeat: of {self._packer.received} samples "
                     f"{self.dropped} were too long and {self.left_out} left out"
                 )
 
@@ -266,14 +266,14 @@ class PackedStream(IterableDataset[list[Any]]):
             if start.source is None or near.position == start.position:
                 raise
             warn(
-                f"the source does not go on where its state was taken, as after a shuffle buffer, which is no part of "
-                f"it: the pass is read again from its start ({error})",
+                f"the source does not continue where its state was taken, for example after a shuffle buffer, which the "
+                f"state does not include: the pass is read again from its start ({error})",
                 stacklevel=2,
             )
             samples = self._read_again(state, start)
         self._start, self._marks, self._ended = start, [near], state["ended"]
         if state["ended"] and next(samples, END) is not END:
-            raise other_data(f"it goes on after {state['read']} samples, and it ended there before")
+            raise other_data(f"it continues after {state['read']} samples, but it ended there before")
         return samples
 
     def _read_again(self, state: Mapping[str, Any], since: Mark) -> Iterator[Any]:
@@ -291,7 +291,7 @@ class PackedStream(IterableDataset[list[Any]]):
         for at, digest in last:
             self._last = at, found.get(at)
             if digest_of(found.get(at)) != digest:
-                raise other_data(f"its sample {at} is another one than before")
+                raise other_data(f"its sample {at} is not the same as before")
         return samples
 
 
@@ -385,7 +385,7 @@ class StreamLoader(DataLoader[Any]):
                 of the source). Workers refuse the state of another stream.
         """
         if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
-            raise ConfigError(f"this is no state of a StreamLoader; {LOAD_ANOTHER}")
+            raise ConfigError(f"this is not the state of a StreamLoader; {LOAD_ANOTHER}")
         if (workers := len(state["states"])) != self._parts:
             raise ConfigError(
                 f"the state is of a stream in {workers} workers, but now there are {self._parts}. Each packs a part of "

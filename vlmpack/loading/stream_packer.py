@@ -438,7 +438,7 @@ class StreamPacker(Generic[Sample]):
         self.check_state(state)
         for number, digest in state["samples"]:
             if number not in samples or digest_of(samples[number]) != digest:
-                raise other_data(f"its sample {number} is another one than before")
+                raise other_data(f"its sample {number} is not the same as before")
         again = StreamPacker(self.settings, length=self._length, costs=self._costs, prefix=self._prefix)
         again.buffered = {number: samples[number] for number, _ in state["samples"]}
         again._digests = dict(state["samples"])
@@ -447,7 +447,7 @@ class StreamPacker(Generic[Sample]):
                 again._buffer(list(numbers), again._group_of(numbers).needs(numbers))
             again._arriving = again._group_of(state["arriving"])
         except SampleError as error:
-            raise ConfigError(f"the state is of samples that are measured otherwise: {error}") from error
+            raise ConfigError(f"the state is of samples that are measured in another way: {error}") from error
         again._alone = list(state["alone"])
         again.received, again.dropped, again.left_out, again._carried = state["counts"]
         vars(self).update(vars(again))

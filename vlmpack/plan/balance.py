@@ -146,9 +146,9 @@ def _checked_costs(costs: np.ndarray) -> np.ndarray:
     try:
         costs = np.asarray(costs, np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"costs must be one finite number of at least 0 a row: {error}") from error
+        raise ConfigError(f"costs must be one finite number of at least 0 per row: {error}") from error
     if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
-        raise ConfigError("costs must be one finite number of at least 0 a row")
+        raise ConfigError("costs must be one finite number of at least 0 per row")
     return costs
 
 

@@ -150,7 +150,7 @@ class LengthTable:
             if np.shape(column) != (len(self),):
                 raise ConfigError(
                     f"{name} has shape {list(np.shape(column))}, but there are {len(self)} sample_ids; every column "
-                    "has one entry a sample"
+                    "has one entry per sample"
                 )
 
     def __len__(self) -> int:

@@ -141,7 +141,9 @@ class Plan:
             return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
         count = 0 if self.groups is None else len(self.groups)
         if len(of_groups) != count:
-            raise ConfigError(f"{len(of_groups)} numbers of groups, but the plan has {count} groups; give one each")
+            raise ConfigError(
+                f"{len(of_groups)} numbers of groups, but the plan has {count} groups; give one per group"
+            )
         if self.groups is None:
             return self.sums(values)
         return self.groups.row_sums(self.sample_ids, self._row_of, values, of_groups)

@@ -92,7 +92,7 @@ class PrefixGroups:
             ("images", self.images, 0),
         ):
             if len(values) != count:
-                raise ConfigError(f"{name} has {len(values)} entries for {count} groups; give one a group")
+                raise ConfigError(f"{name} has {len(values)} entries for {count} groups; give one per group")
             if (wrong := self.added(values) < least).any():
                 at = int(wrong.argmax())
                 raise ConfigError(
@@ -118,11 +118,11 @@ class PrefixGroups:
         """
         shared = whole_numbers(shared_tokens, "shared tokens of a sample")
         if len(keys) != len(shared):
-            raise ConfigError(f"{len(keys)} keys, but {len(shared)} shared_tokens; give one of each a sample")
+            raise ConfigError(f"{len(keys)} keys, but {len(shared)} shared_tokens; give one of each per sample")
         keys = keys if isinstance(keys, Sequence) else np.asarray(keys).tolist()
         wrong = [key for key in keys if not isinstance(key, Hashable) or not isinstance(key == key, bool | np.bool_)]
         if wrong:  # lists, or tensors, whose comparison gives no bool
-            raise ConfigError(f"{wrong[0]!r:.60} is no key of a group: give numbers, texts or tuples, or None")
+            raise ConfigError(f"{wrong[0]!r:.60} cannot be the key of a group: give numbers, texts, tuples or None")
         numbers: dict[Hashable, int] = {}
         group = [ALONE if key is None else numbers.setdefault(key, len(numbers)) for key in keys]
         of_samples = np.array(group, np.int64)

@@ -72,7 +72,7 @@ class PaddedRecipe:
         accumulation, rest = divmod(checked_capacity(samples_per_update, "samples_per_update"), per_step)
         if rest:
             raise ConfigError(
-                f"{samples_per_update} samples an update are no multiple of {world_size} ranks x {per_device_batch} "
+                f"{samples_per_update} samples per update are not a multiple of {world_size} ranks x {per_device_batch} "
                 "samples: no accumulation gives them. Change one of the three"
             )
         return cls(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation)

@@ -133,13 +133,13 @@ def _batches(trainer: Trainer) -> Iterator[str]:
     """Yield settings that would split collated batches, batch rows again, or train on samples twice."""
     args, data = trainer.args, trainer.train_dataset
     if args.n_gpu > 1:
-        yield f"nn.DataParallel would cut each batch into {args.n_gpu} pieces: use torchrun, or show it one GPU"
+        yield f"nn.DataParallel would split each batch into {args.n_gpu} pieces: use torchrun, or show it one GPU"
     packs_evaluation = isinstance(trainer, PackedTrainer) and trainer.eval_packing
     sets = (None if _has_rows(trainer) else data, None if packs_evaluation else trainer.eval_dataset)
     dealt = [each for each in sets if each is not None and not isinstance(each, PackedStream)]
     dispatch = trainer.accelerator.dispatch_batches
     if (dispatch and dealt) or (dispatch is None and any(isinstance(each, IterableDataset) for each in dealt)):
-        yield "accelerate would cut collated batches up: set accelerator_config={'dispatch_batches': False}"
+        yield "accelerate would split collated batches: set accelerator_config={'dispatch_batches': False}"
     by_length = args.train_sampling_strategy == "group_by_length" and not _has_rows(trainer)
     if by_length and args.remove_unused_columns:
         column = args.length_column_name
@@ -147,7 +147,7 @@ def _batches(trainer: Trainer) -> Iterator[str]:
     if isinstance(data, PackedStream) and not isinstance(trainer, PackedTrainer):
         yield "it would batch the rows of a PackedStream again, and cannot continue one: use vlmpack's PackedTrainer"
     elif _has_rows(trainer) and args.ignore_data_skip and not isinstance(data, PackedStream):
-        yield "ignore_data_skip=True starts a resumed epoch anew, so samples are trained on twice: set it to False"
+        yield "ignore_data_skip=True starts a resumed epoch again, so it trains on samples twice: set it to False"
 
 
 def _counted_samples(trainer: Trainer) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _settings_of_trl(trainer: Trainer) -> Iterator[str]:
             if value not in (defaults[name], agreeing):
                 unread.append(f"{name}={value!r}{instead}")
     if unread:
-        yield f"it has settings that nothing reads: {'; '.join(unread)}: set them on the collator instead"
+        yield f"it has settings without effect: {'; '.join(unread)}: set them on the collator instead"
 
 
 # ---------------------------------------------------------------------- facts about a Trainer

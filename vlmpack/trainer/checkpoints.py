@@ -134,7 +134,7 @@ def check_plan(checkpoint: str | Path, dealt: str) -> None:
     was, now = (", ".join(part) for part in zip(*differing, strict=True))
     raise ConfigError(
         f"{checkpoint} was trained on rows of {was}, but these are of {now}: some samples would be trained on twice "
-        f"and others never. Plan and deal as before, or {_NEW_RUN}"
+        f"and others never. Plan and distribute rows as before, or {_NEW_RUN}"
     )
 
 
@@ -158,7 +158,7 @@ def save_stream(file: Path, loader: StreamLoader) -> None:
         torch.load(BytesIO(data.getvalue()), weights_only=True)
     except UnpicklingError as error:
         raise ConfigError(
-            "the state of the stream's source is no plain data, and a checkpoint runs no code when it is read: let its "
+            "the state of the stream's source is not plain data, and reading a checkpoint must not run code: let its "
             f"state_dict() return numbers, text, bytes, lists, tuples, dictionaries and tensors ({error!s:.200})"
         ) from error
     with atomic_file(file) as temporary, writing(file):
@@ -176,7 +176,7 @@ def load_stream(file: Path, loader: StreamLoader) -> None:
         state = torch.load(file, weights_only=True)
     except (UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
         raise ConfigError(
-            f"{file} is damaged, or is no state that vlmpack wrote ({type(error).__name__}: {error!s:.200}); resume "
+            f"{file} is damaged, or was not written by vlmpack ({type(error).__name__}: {error!s:.200}); resume "
             f"from another checkpoint, or {_NEW_RUN}"
         ) from error
     loader.load_state_dict(state)

@@ -218,12 +218,10 @@ def check_sharing(plan: Plan, collator: object) -> None:
 
 def _dropped(plan: Plan) -> tuple[Refused, ...]:
     """Return the samples in no row; those with length 0 were refused when lengths were measured."""
-    reasons = {
-        True: (OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens"),
-        False: ("refused_before", "it was refused when its length was measured: LengthTable.refused has the reason"),
-    }
-    found = [(at, *reasons[bool(plan.lengths[at])]) for at in plan.dropped.tolist()]
-    return tuple(Refused(index=at, sample_id=None, reason=reason, detail=detail) for at, reason, detail in found)
+    too_long = (OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens")
+    refused = ("refused_before", "it was refused when its length was measured: LengthTable.refused has the reason")
+    reasons = {at: too_long if plan.lengths[at] else refused for at in plan.dropped.tolist()}
+    return tuple(Refused(index=at, sample_id=None, reason=r, detail=detail) for at, (r, detail) in reasons.items())
 
 
 @final
@@ -474,16 +472,16 @@ def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         losses: float64 [B]: mean loss of each sample.
         targets: [B]: number of targets of each sample.
     """
-    num_targets, learnt = float(targets.sum()), targets > 0
+    num_targets, has_targets = float(targets.sum()), targets > 0
     token_loss = (losses * targets).sum() / max(num_targets, 1.0)
     with np.errstate(over="ignore"):
         perplexity = float(np.exp(token_loss))
     return {
         "token_loss": float(token_loss),
-        "sample_loss": float(losses[learnt].mean()) if learnt.any() else 0.0,
+        "sample_loss": float(losses[has_targets].mean()) if has_targets.any() else 0.0,
         "perplexity": perplexity,
         "num_targets": num_targets,
-        "num_samples": float(learnt.sum()),
+        "num_samples": float(has_targets.sum()),
     }
 
 

@@ -126,7 +126,7 @@ class PackedTrainer(RenamedWeights):
         if (launched := int(os.environ.get("WORLD_SIZE", 1))) != self.args.world_size:
             raise ConfigError(
                 f"{launched} processes were launched, but the trainer knows of {self.args.world_size}, so each would "
-                "train apart; on CPUs set TrainingArguments(use_cpu=True)"
+                "train its own model; on CPUs set TrainingArguments(use_cpu=True)"
             )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(checkpoints.newest_complete(self.args.output_dir or ".", self._last_file))
@@ -179,7 +179,7 @@ class PackedTrainer(RenamedWeights):
             return super().get_train_dataloader()
         if (sharing := self.get_tp_size() * self.get_cp_size() * self.get_sp_size()) > 1:
             raise ConfigError(
-                f"{sharing} processes are to compute each batch together, but each has its own rows; leave "
+                f"{sharing} processes would compute each batch together, but each has its own rows; leave "
                 "parallelism_config out"
             )
         if isinstance(dataset, PackedStream):
@@ -232,7 +232,9 @@ class PackedTrainer(RenamedWeights):
         assert self.plan is not None
         if not isinstance(dataset, Sized):
             kind = type(dataset).__name__
-            raise ConfigError(f"samples of a {kind} have no numbers: leave plan= out, and pack them with PackedStream")
+            raise ConfigError(
+                f"a {kind} has no length, so it cannot be planned: leave plan= out, and pack it with PackedStream"
+            )
         if len(self.plan.lengths) != len(dataset):
             raise ConfigError(
                 f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
@@ -241,8 +243,8 @@ class PackedTrainer(RenamedWeights):
         check_sharing(self.plan, self.data_collator)
         if count := len(dropped := self.plan.dropped):
             warnings.warn(
-                f"{count} of the {len(dataset)} samples are in no row of the plan, and are not trained on: "
-                f"{_shown(dropped)} (plan.dropped): they exceed a row, or were refused (table.refused)",
+                f"{count} of the {len(dataset)} samples are in no row of the plan, so they are not trained on: "
+                f"{_shown(dropped)} (plan.dropped): they are longer than a row, or were refused (table.refused)",
                 SkippedWarning,
                 stacklevel=2,
             )
@@ -272,7 +274,7 @@ class PackedTrainer(RenamedWeights):
                 "PackedStream(..., ranks=args.world_size, rank=args.process_index)"
             )
         if not stream.repeat:
-            raise ConfigError("Trainer counts steps until max_steps, and a stream ends: PackedStream(..., repeat=True)")
+            raise ConfigError("Trainer trains until max_steps, but this stream ends: PackedStream(..., repeat=True)")
         generator, collate = torch.Generator().manual_seed(self.args.seed), self.data_collator
         loader = StreamLoader(stream, collate_fn=collate, generator=generator, **self._loading)
         if self._resumes_from is not None:

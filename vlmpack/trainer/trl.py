@@ -270,7 +270,7 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
     def __init__(self, *args: Any, eval_packing: bool | None = None, **kwargs: Any) -> None:
         if kwargs.get("loss", "token") != "token":
             raise ConfigError(
-                f"TRL computes the loss by targets, so loss={kwargs['loss']!r} cannot be had; {_WEIGH_BY}"
+                f"TRL computes the loss by targets, so loss={kwargs['loss']!r} is not possible; {_WEIGH_BY}"
             )
         if eval_packing is None and not isinstance(kwargs.get("data_collator"), VLMCollator):
             eval_packing = False
