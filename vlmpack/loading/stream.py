@@ -266,8 +266,8 @@ class PackedStream(IterableDataset[list[Any]]):
             if start.source is None or near.position == start.position:
                 raise
             warn(
-                f"the source does not continue where its state was taken, for example after a shuffle buffer, which the "
-                f"state does not include: the pass is read again from its start ({error})",
+                f"the source does not continue where its state was taken, for example after a shuffle buffer, which "
+                f"the state does not include: the pass is read again from its start ({error})",
                 stacklevel=2,
             )
             samples = self._read_again(state, start)

@@ -72,8 +72,8 @@ class PaddedRecipe:
         accumulation, rest = divmod(checked_capacity(samples_per_update, "samples_per_update"), per_step)
         if rest:
             raise ConfigError(
-                f"{samples_per_update} samples per update are not a multiple of {world_size} ranks x {per_device_batch} "
-                "samples: no accumulation gives them. Change one of the three"
+                f"{samples_per_update} samples per update are not a multiple of {world_size} ranks x "
+                f"{per_device_batch} samples: no accumulation gives them. Change one of the three"
             )
         return cls(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation)
 
