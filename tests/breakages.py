@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -175,7 +175,7 @@ def _sizes_of_audio(patch: Patch) -> set[int]:
 
 
 @replaces(audio, "_groups")
-def audios_padded_together(original: Any, setup: Any) -> list[list[int]]:
+def audio_in_one_call(original: Any, setup: Any) -> list[list[int]]:
     """A tower that reads padding gets all audio of a row in one call."""
     return [sorted(at for group in original(setup) for at in group)]
 
@@ -370,17 +370,18 @@ def another_balance(original: Any, *args: Any) -> torch.Tensor:
 # ---------------------------------------------------------------------- which family has what
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Breakage:
-    """One mechanism, broken."""
+class Breakage(NamedTuple):
+    """One mechanism, broken in packed rows only."""
 
     breaks: Break
-    """Break it, in packed rows only."""
-    causes: tuple[str, ...]
+    cause: str
     """What the probe has to name, and nothing else."""
     has: Callable[[Family], bool] = lambda family: True
     """Return whether a family has the mechanism."""
+
+    @property
+    def causes(self) -> tuple[str]:
+        return (self.cause,)
 
 
 WINDOWS = (
@@ -398,10 +399,6 @@ def _mechanism(name: str) -> Callable[[Family], bool]:
     return lambda family: family.has(name)
 
 
-def _always(family: Family) -> bool:
-    return True
-
-
 def _has_vision(family: Family) -> bool:
     return family.has_vision
 
@@ -410,36 +407,35 @@ def _sees_later_tokens(family: Family) -> bool:
     return family.bidirectional is not None
 
 
-_TABLE: dict[str, tuple[Break, str, Callable[[Family], bool]]] = {
-    "packing": (offsets_ignored, "packing", _always),
-    "pixels": (pixels_in_another_order, "packing", _has_vision),
-    "positions run on": (positions_run_on, "positions", _always),
-    "positions' pace": (positions_are_scaled, "positions", _always),
-    "query scale": (query_scale_of_the_row, "positions", _mechanism("query_scale")),
-    "mask": (one_mask, "mask", _always),
-    "windows": (no_windows, "mask", lambda family: family.model_type in WINDOWS),
-    "chunks": (no_chunks, "mask", _mechanism("query_scale")),
-    "spans": (no_spans, "mask", _sees_later_tokens),
-    "wide spans": (wide_spans, "mask", _sees_later_tokens),
-    "sinks": (no_sinks, "mask", lambda family: family.model_type == "gpt_oss"),
-    "cache": (a_cache, "cache", _always),
-    "convolution": (conv_runs_on, "recurrent state", _mechanism("gated_delta")),
-    "recurrence": (state_runs_on, "recurrent state", _mechanism("gated_delta")),
-    "gated delta layers": (no_reset, "recurrent state", _mechanism("gated_delta")),
-    "short convolutions": (short_conv_runs_on, "recurrent state", _mechanism("short_conv")),
-    "n-grams": (ngrams_of_the_row, "unknown", _mechanism("per_sample")),
+BREAKAGES: dict[str, Breakage] = {
+    "packing": Breakage(offsets_ignored, "packing"),
+    "pixels": Breakage(pixels_in_another_order, "packing", _has_vision),
+    "positions run on": Breakage(positions_run_on, "positions"),
+    "positions' pace": Breakage(positions_are_scaled, "positions"),
+    "query scale": Breakage(query_scale_of_the_row, "positions", _mechanism("query_scale")),
+    "mask": Breakage(one_mask, "mask"),
+    "windows": Breakage(no_windows, "mask", lambda family: family.model_type in WINDOWS),
+    "chunks": Breakage(no_chunks, "mask", _mechanism("query_scale")),
+    "spans": Breakage(no_spans, "mask", _sees_later_tokens),
+    "wide spans": Breakage(wide_spans, "mask", _sees_later_tokens),
+    "sinks": Breakage(no_sinks, "mask", lambda family: family.model_type == "gpt_oss"),
+    "cache": Breakage(a_cache, "cache"),
+    "convolution": Breakage(conv_runs_on, "recurrent state", _mechanism("gated_delta")),
+    "recurrence": Breakage(state_runs_on, "recurrent state", _mechanism("gated_delta")),
+    "gated delta layers": Breakage(no_reset, "recurrent state", _mechanism("gated_delta")),
+    "short convolutions": Breakage(short_conv_runs_on, "recurrent state", _mechanism("short_conv")),
+    "n-grams": Breakage(ngrams_of_the_row, "unknown", _mechanism("per_sample")),
     # a family with a column of prefixes refuses this by itself
-    "a pad for a token": (a_pad_for_a_token, "packing", lambda family: not family.token_columns),
-    "kinds of tokens": (images_for_text, "router", lambda family: family.expert_types is not None),
-    "router losses": (another_balance, "router", lambda family: family.has("experts") and has_balance(family)),
-    "images": (one_picture, "vision", _has_bounded_tower),
-    "images in a batch": (images_mixed, "vision", lambda f: f.has_vision and not _has_bounded_tower(f)),
-    "audio": (one_audio, "audio", lambda family: family.has_audio),
-    "padding of audio": (audios_padded_together, "audio", lambda f: f.audio is not None and f.audio.reads_padding),
-    "head": (last_chunk_lost, "head", _always),
-    "targets": (first_labels_kept, "loss count", _always),
-    "divisor": (loss_over_width, "loss count", _always),
-    "sample results": (another_target_each, "sample results", _always),
+    "a pad for a token": Breakage(a_pad_for_a_token, "packing", lambda family: not family.token_columns),
+    "kinds of tokens": Breakage(images_for_text, "router", lambda family: family.expert_types is not None),
+    "router losses": Breakage(another_balance, "router", lambda family: family.has("experts") and has_balance(family)),
+    "images": Breakage(one_picture, "vision", _has_bounded_tower),
+    "images in a batch": Breakage(images_mixed, "vision", lambda f: f.has_vision and not _has_bounded_tower(f)),
+    "audio": Breakage(one_audio, "audio", lambda family: family.has_audio),
+    "padding of audio": Breakage(audio_in_one_call, "audio", lambda f: f.audio is not None and f.audio.reads_padding),
+    "head": Breakage(last_chunk_lost, "head"),
+    "targets": Breakage(first_labels_kept, "loss count"),
+    "divisor": Breakage(loss_over_width, "loss count"),
+    "sample results": Breakage(another_target_each, "sample results"),
 }
-BREAKAGES = {name: Breakage(breaks=breaks, causes=(cause,), has=has) for name, (breaks, cause, has) in _TABLE.items()}
 """By name, in the order of the mechanisms in the README of `vlmpack/probing`."""

@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/, run in the order in which a reader meets them, and their claims."""
+"""The examples of the READMEs and of docs/, run in the order in which a reader meets them, and their claims."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from cases import slow
+from chats import chat, picture
 from test_example import write_chats
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from vlmpack import VLMCollator
+from vlmpack.families import family_of
 from vlmpack.testing import tiny_model, tiny_processor
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +27,7 @@ FENCE = re.compile(r"^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILI
 
 
 class Example(NamedTuple):
-    """One ```python block of the README."""
+    """One ```python block of a page."""
 
     line: int
     mark: str
@@ -73,6 +76,27 @@ def as_a_reader(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_examples_of_a_page_run_in_order(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_a_reader(page, tmp_path, monkeypatch)
     assert run(page) == sum(not example.mark for example in examples(page))
+
+
+PACKAGES = sorted(path.parent.name for path in (ROOT / "vlmpack").glob("*/README.md") if examples(path))
+
+
+def given(package: str) -> dict[str, Any]:
+    """What the examples in a package's README take as given."""
+    if package not in ("collate", "families", "probing", "model"):
+        return {}
+    processor, feature = tiny_processor(), chat("q", "a", picture())
+    if package == "collate":
+        return {"processor": processor, "tokenizer": processor.tokenizer, "feature": feature}
+    row = VLMCollator(processor, layout="packed").collate([feature])
+    return {"processor": processor, "model": tiny_model(processor=processor), "row": row, "family_of": family_of}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler
+@pytest.mark.parametrize("package", [*(package for package in PACKAGES if package != "probing"), *slow("probing")])
+def test_the_examples_of_a_package_run(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(ROOT / "vlmpack" / package / "README.md", **given(package)) > 0
 
 
 def test_the_navigation_of_the_site_lists_every_page() -> None:
