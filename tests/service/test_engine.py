@@ -377,7 +377,7 @@ def test_full_fine_tuning_can_be_switched_off() -> None:
 
 
 def test_families_whose_images_are_no_grids_are_refused_by_name() -> None:
-    with pytest.raises(FamilyError, match="llava: the service takes images as Qwen's models do"):
+    with pytest.raises(FamilyError, match="llava: the service does not encode its images"):
         Engine(tiny_model("llava"), None, name="m", tokenizer_id="t")
 
 

@@ -24,6 +24,7 @@ from step_service import tiny_engine as engine_of
 from torch import distributed as dist
 
 from vlmpack.errors import ConfigError, RequestError
+from vlmpack.families.registry import family_named
 from vlmpack.service import ranks as sharding
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Sample, SampleResult, SamplingParams, TextChunk
@@ -53,7 +54,10 @@ def trained(engine: Engine, family: str = "qwen3_vl") -> tuple[Any, dict[str, An
     return result, gradients(engine)
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
+OVER_RANKS = [name for name in DISTINCT_NAMES if family_named(name).media_over_ranks]
+
+
+@pytest.mark.parametrize("family", served("qwen3_vl", among=OVER_RANKS))
 @pytest.mark.parametrize("recomputes", [False, *slow(True)])
 def test_training_is_that_of_a_whole_model(ranks: Ranks, family: str, recomputes: bool) -> None:
     result, ours = trained(sharded(ranks, family, gradient_checkpointing=recomputes), family)

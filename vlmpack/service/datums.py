@@ -28,25 +28,25 @@ from vlmpack.service.limits import FORMATS, ServiceLimits
 from vlmpack.service.losses import TARGETS, BoundLoss, LossInputs, bind_loss, check_inputs
 from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Sample, TextChunk
 
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp")
+WITH_IMAGES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+    *("glm4v", "glm46v", "glm4v_moe", "glm_ocr"),
+)
 """Families whose images can be encoded: each image is one grid of patches and one run of placeholders."""
 
 
 def not_served(family: Family) -> str | None:
     """Return why requests for a family cannot be served; None: they can.
 
-    Text models and Qwen's vision models can be served.
+    Text models and the vision models of Qwen and GLM can be served.
     """
     if family.has("query_scale"):
         return (
             "it scales queries by places that its own code counts from the padding of sequences decoded together; "
             "serve another model"
         )
-    if family.has_vision and family.model_type not in QWEN:
-        return (
-            "the service takes images as Qwen's models do, a grid of patches each; serve one "
-            f"of {', '.join(QWEN)}, or a text model"
-        )
+    if family.has_vision and family.model_type not in WITH_IMAGES:
+        return f"the service does not encode its images; serve one of {', '.join(WITH_IMAGES)}, or a text model"
     return None
 
 
