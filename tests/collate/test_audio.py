@@ -211,9 +211,9 @@ REFUSED = {
     "another rate": (
         messages({"type": "audio", "audio": {"array": sound(9_000), "sampling_rate": 8_000}}),
         "audio_rate",
-        "has 8000 samples a second, its processor takes 16000; resample",
+        "has a sampling rate of 8000, but its processor takes 16000",
     ),
-    "too long": (messages(heard(9 * RATE)), "audio_too_long", "lasts 9.0 s, and the processor cuts off what is"),
+    "too long": (messages(heard(9 * RATE)), "audio_too_long", "lasts 9.0 s, but the processor cuts off what is"),
     "too short": (messages(heard(300)), "audio_source", "has 300 samples, too few for one token"),
     "no source": (messages({"type": "audio"}), "media_count_mismatch", "1 audio placeholder"),
     "a reserved token": (messages(text("<|AUDIO|>")), "reserved_token_in_text", r"its text holds '<\|AUDIO\|>'"),
@@ -246,7 +246,7 @@ def test_audio_that_is_too_short_for_the_spectrum_of_a_call_is_refused(way: str)
     """The processor mirrors 200 values of its longest audio; a short one beside a longer one is read."""
     collator = VLMCollator(processor_of(CONVOLVED))
     call = collator.measure if way == "measure" else lambda sample: collator.collate([sample])
-    with pytest.raises(SampleError, match=r"audio 0, its longest, has 200 samples, but .* takes 201; lengthen it"):
+    with pytest.raises(SampleError, match=r"audio 0, the longest, has 200 samples, but .* takes 201; lengthen it"):
         call({"messages": messages(heard(200))})
     call({"messages": messages(heard(201))})
     call({"messages": messages(heard(200), heard(201))})

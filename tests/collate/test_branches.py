@@ -135,11 +135,11 @@ def test_only_the_last_answer_is_trained_on():
 @pytest.mark.parametrize(
     ("feature", "fault"),
     [
-        ({**dialogue("Q0", "A0"), "answer_turn": 1}, "its answer_turn is 1, but it has 1 answers, counted from 0"),
+        ({**dialogue("Q0", "A0"), "answer_turn": 1}, "its answer_turn is 1, but it has 1 answers, numbered from 0"),
         ({**dialogue("Q0", "A0"), "branch_turn": 1}, "its branch_turn is 1, but it has 1 questions"),
         ({**dialogue("Q0", "A0"), "branch_turn": -1}, "its branch_turn is -1"),
         ({**dialogue("Q0", "A0"), "branch_turn": "0"}, "its branch_turn is '0'"),
-        ({**dialogue("Q0", "A0", "Q1"), "branch_turn": 0}, "its turns are user, assistant, user; branches need"),
+        ({**dialogue("Q0", "A0", "Q1"), "branch_turn": 0}, "its turns are user, assistant, user; questions"),
         ({"messages": dialogue("Q0", "A0")["messages"][::-1], "branch_turn": 0}, "its turns are assistant, user;"),
         ({"prompt": "Q", "completion": "A", "branch_turn": 0}, "it has 0 questions"),
         ({"texts": [{"user": "Q", "assistant": None}]}, "texts[0], which needs a text for user and assistant"),

@@ -112,7 +112,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
     "pixels without tokens": (
         lambda _: {**tokenized(FAMILY, "<|image_pad|>", picture()), **answer()},
         "pixels_without_image_tokens",
-        "it has the pixels of 1 image(s) but no image token; is the placeholder missing?",
+        "it has 1 image(s) but no image token",
     ),
     "pixels of a video without its tokens": (lambda _: answer(**VIDEO), "pixels_without_video_tokens", "1 video(s)"),
     "a grid without pixels": (without("pixel_values"), "pixel_shape", "but no pixel_values; both come from one call"),
@@ -125,12 +125,12 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
     "pixels of another patch size": (
         changed("pixel_values", lambda pixels: pixels[:, :1176]),
         "pixel_shape",
-        "the grid 1 x 4 x 4 needs pixels of shape [16, 1536], got [16, 1176]; pixels and grid must come from one call",
+        "the grid 1 x 4 x 4 needs pixels of shape [16, 1536], got [16, 1176]; take both from one call",
     ),
     "a grid that cannot be merged": (
         changed("image_grid_thw", lambda _: torch.tensor([[1, 4, 4], [1, 3, 8]])),
         "bad_grid",
-        "the grid 1 x 3 x 8 (frames, rows, columns of patches) cannot be merged: rows and columns must be positive mul",
+        "rows and columns of the grid 1 x 3 x 8 must be multiples of 2, above 0",
     ),
     "an empty grid": (changed("image_grid_thw", lambda _: torch.tensor([[1, 4, 10], [0, 4, 4]])), "bad_grid", "0 x 4"),
     "pixels of whole numbers": (
@@ -191,7 +191,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
     "a weight below 0": (
         lambda sample: {**sample, "loss_weights": put(3, -1)(sample["input_ids"] * 0 + 1)},
         "bad_mask",
-        "loss_weights holds -1.0; a weight is a number from 0",
+        "loss_weights holds -1.0; weights are numbers from 0",
     ),
 }
 

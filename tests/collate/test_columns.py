@@ -24,7 +24,7 @@ DROPPED = "set TrainingArguments(remove_unused_columns=False)"
         ({"labels": [1]}, DROPPED),
         ({"prompt": "a", "completon": "b"}, "'completon': did you mean 'completion'? Rename the column"),
         ({"Message": []}, "'Message': did you mean 'messages'?"),
-        ({"prompt": "a"}, "A prompt comes with its completion: give both"),
+        ({"prompt": "a"}, "A prompt needs its completion: give both"),
         ({"ask": "a", "reply": "b"}, "Rename the column with the conversation to messages, or make messages of your"),
         ({f"c{i}": "x" for i in range(10, 30)}, "it has: c10, c11, c12, c13, c14, c15, c16, c17, c18, c19, c20, c21"),
     ],
@@ -90,7 +90,7 @@ def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any
     if not is_refused:
         assert check_unread(chat(**more), has_media=True, texts=[]) == (name,)
         return
-    with pytest.raises(Refusal, match=f"it has a column {name}, which says what is") as caught:
+    with pytest.raises(Refusal, match=f"it has a column {name}, which weights samples or") as caught:
         check_unread(chat(**more), has_media=True, texts=[])
     assert caught.value.reason == "unread_column"
 

@@ -197,7 +197,7 @@ def test_other_names_of_roles_are_understood_in_either_shape(alias: str, role: s
 
 # ---------------------------------------------------------------------- refusals
 
-TWICE = "of which one would be read"
+TWICE = "of which only one would be read"
 PATH = "a.png"
 BAD_ROWS = {
     "no messages": ({"messages": []}, "messages must be a non-empty list of messages, got list"),
@@ -214,7 +214,7 @@ BAD_ROWS = {
     ),
     "a message without content": (
         {"messages": [user("?"), {"role": "assistant", "text": "4", "content": None}]},
-        "messages[1] (assistant) has no content; it has the keys role, text, content (None): write what it says there",
+        "messages[1] (assistant) has no content; it has the keys role, text, content (None)",
     ),
     "an empty call": ({"messages": [says(None, tool_calls=[])]}, "has no content"),
     "an image beside content": ({"messages": [user("?", images=[PATH])]}, "messages[0] holds 'images'"),
@@ -227,8 +227,14 @@ BAD_ROWS = {
         {"conversations": [human("hi"), gpt("4", reasoning_content="5")]},
         "conversations[1] has 'reasoning_content' beside its value",
     ),
-    "an unknown role": ({"messages": [user("?"), {"role": "Assistant", "content": "4"}]}, "role 'Assistant', which"),
-    "an unknown role of Qwen": ({"conversations": [{"from": "Assistant", "value": "4"}]}, "has a turn of the role"),
+    "an unknown role": (
+        {"messages": [user("?"), {"role": "Assistant", "content": "4"}]},
+        "unknown role 'Assistant' (did you mean 'assistant'?); known are system,",
+    ),
+    "an unknown role of Qwen": (
+        {"conversations": [{"from": "Assistant", "value": "4"}]},
+        "has the unknown role 'Assistant'",
+    ),
     "another system message": ({"system": "Talk.", "messages": [SYSTEM, user("?")]}, "the column system says 'Talk.'"),
     "a system column and plain strings": (
         {"system": "Talk.", "prompt": "2 + 2?", "completion": "4"},
@@ -271,17 +277,17 @@ BAD_MEDIA = {
     "the attributes of a picture that was stored as JSON": (
         asked([{"type": "image", "image": {"im": 0, "mode": "RGB", "size": []}}]),
         "image_source",
-        "the attributes of a PIL image, without its pixels, as datasets.map stores an image inside messages; make",
+        "the attributes of a PIL image, without its pixels, as datasets.map stores it; make",
     ),
     "a misspelt key beside an image": (
         asked([{"type": "image", "image": A, "max_pixel": 9}]),
         "vision_key",
-        "stands the key 'max_pixel', which is not known; did you mean 'max_pixels'?",
+        "the key 'max_pixel' beside an image or video is unknown; did you mean 'max_pixels'?",
     ),
     "a misspelt key in a column": (
         asked("?", videos=[{"video": [A], "total-pixels": 9}]),
         "vision_key",
-        "stands the key 'total-pixels', which is not known; did you mean 'total_pixels'?",
+        "the key 'total-pixels' beside an image or video is unknown; did you mean 'total_pixels'?",
     ),
     "two image columns": (asked("?", images=[A], image=A), AMBIGUOUS, "both a column image and a column"),
     "an image that is missing among others": (asked("?", images=[A, None]), "image_missing", "image 1 of the 2 in its"),
@@ -344,11 +350,11 @@ UNMARKED = {
 @pytest.mark.parametrize("feature", UNMARKED.values(), ids=UNMARKED)
 def test_without_such_a_column_a_marker_is_a_word_and_warned_of_once(feature: dict[str, Any]) -> None:
     collator = VLMCollator(processor_of())
-    with pytest.warns(UserWarning, match="a user's text holds '<.*>', but its sample has no column") as said:
+    with pytest.warns(UserWarning, match="a user's text holds '<.*>', read as text: its sample has no column") as said:
         collator.collate([feature])
         collator.measure(feature)
     assert len(said) == 1
-    assert "choose markers='places', which refuses such samples" in str(said[0].message)
+    assert "Choose markers='places' to refuse such samples" in str(said[0].message)
     with pytest.raises(SampleError, match=r"but the sample has no|without a source"):
         VLMCollator(processor_of(), markers="places").measure(feature)
     VLMCollator(processor_of(), markers="text").measure(feature)  # a warning would be an error
@@ -397,7 +403,7 @@ def test_a_path_inside_a_text_is_refused(said: str, kind: str, columns: dict[str
 def test_another_librarys_place_is_not_trained_on_beside_an_image_in_front(said: str) -> None:
     reason, message = refusal(asked(said, images=[A]))
     assert reason == "ambiguous_media"
-    assert "does not place the image(s) of the sample's column; write <image>" in message
+    assert "does not place the image(s) of its column; write <image>" in message
 
 
 def test_what_is_meant_as_text_is_text() -> None:
@@ -494,7 +500,7 @@ def test_a_weight_comes_with_each_label(answer: dict[str, Any], expected: list[A
 
 
 def test_a_weight_that_nothing_would_weigh_is_refused() -> None:
-    with pytest.raises(SampleError, match=r"has the weight 0\.5, but train_on='all' weighs every token"):
+    with pytest.raises(SampleError, match=r"has the weight 0\.5, but train_on='all' weights every token"):
         trained_text(two_answers(first=("weight", 0.5)), train_on="all")
     around = says([weighed("4", 0), {"type": "image", "image": A}, weighed("4", 1)])
     with pytest.raises(SampleError, match="the template does not write '44' once in it"):

@@ -168,7 +168,7 @@ VIDEO = [[picture(64, 64)] * 2]
         ("<image><image>", {"image": picture()}, "media_count_mismatch", "2 time(s) for 1 image(s); write one for"),
         ("<|image_pad|>" * 2, {"image": picture()}, "placeholder_mismatch", "has 2 image placeholder(s)"),
         ("<|image_pad|>", {}, "placeholder_mismatch", "its text has 1 image placeholder(s) '<|image_pad|>' for 0"),
-        ("<|video_pad|>", {}, "placeholder_mismatch", "has 1 video placeholder(s) '<|video_pad|>' for 0 video(s); the"),
+        ("<|video_pad|>", {}, "placeholder_mismatch", "has 1 video placeholder(s) '<|video_pad|>' for 0 video(s)"),
         ("<|video_pad|>" * 2, {"videos": VIDEO}, "placeholder_mismatch", "2 video placeholder(s) '<|video_pad|>' for"),
     ],
 )

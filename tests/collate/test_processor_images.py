@@ -151,7 +151,7 @@ def test_keys_that_size_one_image_are_refused_by_name():
 def test_a_tokenized_sample_with_pixels_is_refused():
     feature = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "pixel_values": torch.zeros(1, 3, 28, 28)}
     error = refusal(feature)
-    assert "but no grids of this family's images; give messages and images" in str(error)
+    assert "but no grids of its images; give messages and images" in str(error)
 
 
 # ---------------------------------------------------------------------- skipping

@@ -83,7 +83,7 @@ def test_a_sample_of_images_and_videos_is_refused() -> None:
     sample = build_sample(config_of("glm4v"), stretches=[2, 2, 2], image_grids=[(1, 2, 2)], **CLIP)
     error = refused(feature_of(sample))
     assert error.reason == "ambiguous_media"
-    assert "it has 1 image(s) and 1 video(s), which its model takes only apart" in str(error)
+    assert "it has 1 image(s) and 1 video(s), but its model takes one kind" in str(error)
 
 
 def test_videos_whose_frames_are_not_those_of_their_tokens_are_refused() -> None:

@@ -161,7 +161,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_a_call_with_a_medium_in_it_is_refused() -> None:
     parts = [{"type": "image"}, text(TEXTS[0])]
-    with pytest.raises(SampleError, match="a function call with a part of type 'image'; a call is JSON text alone"):
+    with pytest.raises(SampleError, match="a function call with a part of type 'image'; a call is JSON text"):
         COLLATOR.collate([{"messages": [ASK, {"role": "tool_call", "content": parts}]}])
 
 

@@ -127,7 +127,7 @@ def test_frames_are_those_that_transformers_takes(
         ({"raw_fps": "30"}, "raw_fps='30' is the rate of frames in a list"),
         ({"video_start": 1.5, "video_end": 1.0}, "between video_start=1.5 and video_end=1 seconds lie fewer than 2"),
         ({"video_start": -1}, "video_start=-1 must be a number, finite and not negative"),
-        ({"n_frames": 4}, "'n_frames', which is not known; did you mean 'nframes'?"),
+        ({"n_frames": 4}, "the key 'n_frames' beside an image or video is unknown; did you mean 'nframes'?"),
     ],
 )
 def test_keys_that_mean_nothing_are_refused_by_name(keys: dict[str, Any], fault: str, clip: bytes) -> None:

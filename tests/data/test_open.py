@@ -125,10 +125,10 @@ class TestJson:
             ("{\n  'data': 1\n}\n", "is no JSON"),
             ('[{"messages": []} {"messages": []}]', "a comma or the end of the array is missing at character 18"),
             ('[{"messages": []}]\n{}', "there is more at character 19"),
-            ('[{"messages": [}]', "begins like a JSON array and is none"),
+            ('[{"messages": [}]', "begins like a JSON array but is not one"),
             ("[1, 2]", "is a int: '1'; a sample is a JSON object"),
             ('{"text": "x", "label": 1}', "holds text, label, and none of messages, conv"),
-            ("[" * 100_000 + "]" * 100_000, "holds a sample that is nested too deeply to be read; write a sample a li"),
+            ("[" * 100_000 + "]" * 100_000, "holds a sample that is nested too deeply to be read"),
             (json.dumps({"data": ROWS}), "the list under its key 'data', write that list alone"),
             (json.dumps({"data": ROWS}, indent=2), "the list under its key 'data', write that list alone"),
         ],
@@ -178,7 +178,7 @@ class TestPaths:
         assert first["messages"][0]["content"][0]["image"] == str(root / "pictures" / "0.png")
         assert second["image"] == "/1.png"
         assert open_dataset([path, path], image_root=str(root))[2] == {**first, "id": 2}
-        with pytest.raises(ConfigError, match="nowhere' is no folder"):
+        with pytest.raises(ConfigError, match="nowhere' is not a folder"):
             open_dataset(path, image_root=tmp_path / "nowhere")
 
     def test_receipts_in_a_file_of_json_name_them_too(self, tmp_path: Path) -> None:
@@ -249,5 +249,5 @@ def test_the_first_so_many_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", ["messages", [0, 1], 1.0, None])
 def test_samples_are_taken_by_their_place_alone(index: Any) -> None:
-    with pytest.raises(TypeError, match=r"samples are taken by their place, dataset\[0\] or dataset\[0:2\], not by"):
+    with pytest.raises(TypeError, match=r"index samples by position, dataset\[0\] or dataset\[0:2\], not by"):
         receipt_conversations(num=2, scale=0.25)[index]

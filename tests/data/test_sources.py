@@ -91,7 +91,7 @@ def test_json_beside_parquet_is_not_left_out_silently(name: str, datasets: Any, 
     (folder / "dataset_infos.json").write_text(json.dumps({"default": {}}, indent=2))  # which describes the data set
     assert places(open_dataset(folder)) == [0]
     (folder / name).write_text(json.dumps([{"messages": CHAT}]))
-    with pytest.raises(ConfigError, match=rf"holds parquet files and {name}: which of them are samples is not kn"):
+    with pytest.raises(ConfigError, match=rf"holds parquet files and {name}, and either may be the samples"):
         open_dataset(folder)
     assert places(open_dataset([folder / "0000.parquet"])) == [0]
 
@@ -121,14 +121,14 @@ def test_a_saved_data_set_has_its_own_splits(datasets: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("nowhere", "'nowhere' is no file or folder here and no hub id; give a folder"),
+        ("nowhere", "'nowhere' is no file or folder here and no hub id"),
         ("data/rows.jsonl", "'data/rows.jsonl' is no file or folder here and no hub id"),
         ("a/b/c", "'a/b/c' is no file or folder here and no hub id"),
         (Path("nobody/nothing"), "is no file or folder here and no hub id"),
         ("nobody/nothing-at-all", r"and the hub did not give its split 'train' \(check the id, the split and the net"),
         ("", r"holds no table for split 'train' \(it holds: notes.md, rows.jsonl.gz, table.csv\); expected a dataset"),
         ("rows.jsonl.gz", r"is a .gz file; give .json, .jsonl, .ndjson, .parquet or .tar, unpacked"),
-        ("table.csv", r"is a .csv file; .* datasets.load_dataset\('csv', data_files=...\)"),
+        ("table.csv", r"is a .csv file; .*datasets.load_dataset\('csv', data_files=...\)"),
         ("/nowhere/a.parquet", "no such file: /nowhere/a.parquet; check the path"),
         ([], "no such file: the list is empty"),
         (None, r"got a NoneType\. Samples that are in memory, .* give them to VLMCollator, to a"),
@@ -163,16 +163,16 @@ def test_a_folder_of_json_is_read_by_the_names_of_its_files(tmp_path: Path) -> N
     (tmp_path / "dataset_infos.json").write_text("{}")
     assert [sample["id"] for sample in open_dataset(tmp_path)] == ["one", "two", "three", "four"]
     assert [sample["id"] for sample in open_dataset(tmp_path, split="test")] == ["five"]
-    with pytest.raises(ConfigError, match=r"split 'test' of .*b.jsonl: a file that is named is one split, whatever it"):
+    with pytest.raises(ConfigError, match=r"split 'test' of .*b.jsonl: a file given by name is one split"):
         open_dataset([tmp_path / "b.jsonl"], split="test")
     save("train.json", "six")
-    with pytest.raises(ConfigError, match=r"holds train.json, named after split 'train', and a/1.json, .* of no"):
+    with pytest.raises(ConfigError, match=r"holds train.json, named after split 'train', and a/1.json, .* no split"):
         open_dataset(tmp_path)
 
 
 def test_broken_tables_are_named(datasets: Any, tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"nothing of the kind")
-    with pytest.raises(ConfigError, match=r"a.parquet cannot be read as parquet \(download it again\)"):
+    with pytest.raises(ConfigError, match=r"a.parquet cannot be read as parquet"):
         open_dataset(tmp_path / "a.parquet")
     (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read as a saved dataset; save it again"):
@@ -207,7 +207,7 @@ def test_files_that_may_not_be_opened_are_named(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(Path, call, refuse)
     for source, name in (("rows.jsonl", "rows.jsonl"), (".", ""), (["rows.jsonl"], "1 files")):
         sources = [tmp_path / each for each in source] if isinstance(source, list) else tmp_path / source
-        with pytest.raises(ConfigError, match=rf"{name} cannot be read: \[Errno 13\] .*; check that this user may"):
+        with pytest.raises(ConfigError, match=rf"{name} cannot be read: \[Errno 13\] .*; check the permissions"):
             open_dataset(sources)
     with pytest.raises(ImageError, match=r"the image file .*0.png' cannot be read: \[Errno 13\]") as caught:
         load_image(tmp_path / "0.png")

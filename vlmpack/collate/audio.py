@@ -62,9 +62,8 @@ class AudioReader:
         runs = [text.count(self.metadata.audio_token) for text in texts]
         counted = self._frames(arrays, width)  # as for measured samples
         if counted != frames or [*map(self.tokens_of, counted)] != runs:
-            made = f"the installed {type(self.processor).__name__} makes {frames} frames and {runs} tokens of audios"
-            remedy = "use a transformers of the supported range"
-            raise ConfigError(f"{made} for which {counted} frames are counted; {remedy}")
+            made = f"{frames} frames and {runs} tokens of audios with {counted} frames"
+            raise ConfigError(f"the {type(self.processor).__name__} makes {made}; use a supported transformers")
         return tuple(
             replace(_audio(values[:, :count][None].contiguous(), run), source=ref)
             for values, count, run, ref in zip(inputs[FEATURES], frames, runs, refs, strict=True)
@@ -96,8 +95,7 @@ class AudioReader:
         features, mask = (torch.as_tensor(feature[name]) for name in (FEATURES, MASK))
         if features.ndim != 3 or features.shape[::2] != mask.shape or not features.is_floating_point():
             seen = f"{FEATURES} is {features.dtype} {list(features.shape)} and {MASK} {list(mask.shape)}"
-            made = "floats [audios, mel bins, frames], and a mask [audios, frames]"
-            raise Refusal("audio_shape", f"{seen}; the processor makes {made}")
+            raise Refusal("audio_shape", f"{seen}; give floats [audios, mel bins, frames] and a mask [audios, frames]")
         kept = [values[:, of_audio.bool()] for values, of_audio in zip(features, mask, strict=True)]
         return tuple(_audio(values[None], self.tokens_of(values.shape[1])) for values in kept)
 
@@ -117,15 +115,13 @@ class AudioReader:
         arrays = [self._array(ref) for ref in refs]
         for ref, array, frames in zip(refs, arrays, self._frames(arrays, _longest(arrays)), strict=True):
             if self.tokens_of(frames) < 1:
-                fault = f"audio {ref.index} has {len(array)} samples, too few for one token; leave it out"
-                raise Refusal("audio_source", fault)
+                raise Refusal("audio_source", f"audio {ref.index} has {len(array)} samples, too few for one token")
         # the spectrogram mirrors the start over half a window, unless silence follows the audio
         least = self._extractor.n_fft // 2 + 1 if arrays and self._pads_to_longest else 0
         if arrays and (longest := _longest(arrays)) < least:
             at = refs[int(np.argmax([*map(len, arrays)]))].index
-            seen = f"audio {at}, its longest, has {longest} samples, but the spectrum"
-            remedy = "lengthen it with silence, or leave it out"
-            raise Refusal("audio_source", f"{seen} of its processor takes {least}; {remedy}")
+            seen = f"audio {at}, the longest, has {longest} samples, but the processor's spectrum takes {least}"
+            raise Refusal("audio_source", f"{seen}; lengthen it with silence")
         return arrays
 
     def _array(self, ref: MediaRef) -> np.ndarray:
@@ -144,24 +140,26 @@ class AudioReader:
             except ImageError as error:
                 raise Refusal(error.reason, f"audio {at}: {error.detail}") from error
         if not np.shape(source):
-            fault = f"audio {at} is a {type(source).__name__}; give a file, an array [n], or datasets.Audio's"
-            raise Refusal("audio_source", f'{fault} {{"array": ..., "sampling_rate": ...}}')
+            fault = f"audio {at} is a {type(source).__name__}; give a file, an array [n], or datasets.Audio's mapping"
+            raise Refusal("audio_source", fault)
         array = np.asarray(source)
         if array.ndim != 1 or array.dtype.kind != "f" or not np.isfinite(array).all():
-            fault = f"audio {at} is {array.dtype} {list(array.shape)}; it must be finite floats [n] of one channel"
-            raise Refusal("audio_source", fault)
+            seen = f"{array.dtype} {list(array.shape)}"
+            raise Refusal("audio_source", f"audio {at} is {seen}; it must be finite floats [n] of one channel")
         if len(array) and np.abs(array).max() > LOUDEST:
-            fault = f"audio {at} has values up to {np.abs(array).max():.6g}, beyond -1 ... 1; divide 16-bit by 32768"
-            raise Refusal("audio_source", fault)
+            most = np.abs(array).max()
+            raise Refusal(
+                "audio_source", f"audio {at} has values up to {most:.6g}, beyond -1 ... 1; divide 16-bit by 32768"
+            )
         extractor = self._extractor
         if rate is not None and rate != extractor.sampling_rate:
-            fault = f"audio {at} has {rate} samples a second, its processor takes {extractor.sampling_rate}; resample"
-            raise Refusal("audio_rate", f"{fault} (cast_column(..., datasets.Audio(sampling_rate=...)))")
+            seen = f"audio {at} has a sampling rate of {rate}, but its processor takes {extractor.sampling_rate}"
+            raise Refusal("audio_rate", f"{seen}; resample it (cast_column, datasets.Audio(sampling_rate=...))")
         # WhisperFeatureExtractor truncates long audio unless told not to
         if self._options.get("truncation", True) and len(array) > extractor.n_samples:
             lasts, most = (count / extractor.sampling_rate for count in (len(array), extractor.n_samples))
-            fault = f"audio {at} lasts {lasts:.1f} s, and the processor cuts off what is beyond {most:.0f} s"
-            raise Refusal("audio_too_long", f"{fault}; cut it into parts, or leave it out")
+            seen = f"audio {at} lasts {lasts:.1f} s, but the processor cuts off what is beyond {most:.0f} s"
+            raise Refusal("audio_too_long", f"{seen}; cut it into parts")
         return array.astype(np.float32)
 
     def _padding(self, longest: int) -> dict[str, Any]:

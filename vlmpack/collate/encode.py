@@ -229,9 +229,8 @@ class Encoder:
                 _check_answered(conversation)
             self._warn_of_unread(conversation.unread)
             if (kind := conversation.unplaced) and self.is_first is not None and self.is_first(f"marker of {kind}"):
-                seen = f"a user's text holds '<{kind}>', but its sample has no column {kind} or {kind}s, so the marker"
-                remedy = "if its column was lost, choose markers='places', which refuses such samples; else 'text'"
-                warnings.warn(f"{seen} is read as a word: {remedy}. This is said once", stacklevel=2)
+                seen = f"a user's text holds '<{kind}>', read as text: its sample has no column {kind} or {kind}s"
+                warnings.warn(f"{seen}. Choose markers='places' to refuse such samples, or 'text'", stacklevel=2)
             sample = self._encode_conversation(conversation, lambda kind: read(conversation.media[kind], kind=kind))
         check_sample(sample, self.metadata)
         return sample
@@ -254,7 +253,7 @@ class Encoder:
         num_images, num_videos = len(conversation.media["image"]), len(conversation.media["video"])
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
-            raise Refusal("no_vision", f"{seen}; give VLMCollator the processor of a vision-language model")
+            raise Refusal("no_vision", f"{seen}; give VLMCollator the model's processor")
         media: Visuals = {kind: read(kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
@@ -343,9 +342,8 @@ class Encoder:
         count = sum(message["role"] == "assistant" for message in conversation.messages)
         if len(spans) != count:
             fault = f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant"
-            remedy = "use a ChatML template (every Qwen-VL has one), train_on='all', or tokenized samples with labels"
-            of_all = not spans
-            raise Refusal("turn_mismatch", f"{fault} messages, so answers are not known; {remedy}", of_all=of_all)
+            remedy = "use a ChatML template, train_on='all', or tokenized samples with labels"
+            raise Refusal("turn_mismatch", f"{fault} messages; {remedy}", of_all=not spans)
         return [slice(*span) for span in spans]
 
     def _answer(self, tokens: Tokens, span: Span) -> slice:
@@ -426,8 +424,10 @@ class Encoder:
                 continue
             at = np.flatnonzero(types == TYPES[kind])
             if len(at) != len(needed):
-                fault = f"the tokenizer makes {len(at)} placeholders of {len(needed)} that stand for its {kind}s"
-                raise Refusal("placeholder_mismatch", f"{fault}; use the model's own tokenizer", of_all=True)
+                fault = (
+                    f"the tokenizer makes {len(at)} placeholders for {len(needed)} of its {kind}s; use the model's own"
+                )
+                raise Refusal("placeholder_mismatch", fault, of_all=True)
             repeats[at] = needed
         return repeats
 
@@ -440,8 +440,7 @@ class Encoder:
             found = [match.span() for match in re.finditer(re.escape(token), text)]
             if len(found) != len(visuals):
                 counts = f"{len(found)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
-                fault = f"its text has {counts}; the chat template (or the prompt) must write one for each {kind}"
-                raise Refusal("placeholder_mismatch", fault)
+                raise Refusal("placeholder_mismatch", f"its text has {counts}; write one for each {kind}")
             places += found
             written = self._written(kind, visuals, text)
             texts |= {start: to for (start, _), to in zip(found, written, strict=True)}
@@ -486,7 +485,7 @@ class Encoder:
                 continue
             if prompt.count(marker) != count:
                 seen = f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s)"
-                raise Refusal("media_count_mismatch", f"{seen}; write one for each, or give lists of messages")
+                raise Refusal("media_count_mismatch", f"{seen}; write one for each")
             start, end = around.get(kind, (metadata.vision_start, metadata.vision_end))
             prompt = prompt.replace(marker, f"{start}{token}{end}")
         return prompt
@@ -502,9 +501,8 @@ class Encoder:
         blank = Image.new("RGB", _SMALLEST)
         laid_out = self.processor.prepare_inputs_layout(images=[[blank] * count], text=[text])[1][0]
         if is_chat and laid_out != text:
-            fault = f"the {type(self.processor).__name__} changes what the chat template writes"
-            remedy = "so answers are not found; give prompt and completion as strings"
-            raise Refusal("template_error", f"{fault}, {remedy}", of_all=True)
+            fault = f"the {type(self.processor).__name__} changes the chat template's text, so answers are not found"
+            raise Refusal("template_error", f"{fault}; give prompt and completion as strings", of_all=True)
         return laid_out
 
     # ------------------------------------------------------------------ special tokens in a sample's own text
@@ -522,7 +520,7 @@ class Encoder:
             reserved = self._reserved if conversation.plain is None else self._media_tokens
             if token := next((token for token in reserved if token in framed), None):
                 fault = f"its text holds {token!r}, which only the processor and the chat template may write; remove it"
-                raise Refusal("reserved_token_in_text", f"{fault}, and give images and videos as parts")
+                raise Refusal("reserved_token_in_text", fault)
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
@@ -562,10 +560,7 @@ class Encoder:
 
     @property
     def _is_of_prefix(self) -> str:
-        return (
-            f"a {type(self.processor).__name__} writes a prompt, whose tokens see each other in both directions, and "
-            "its answer: give prompt and completion as strings"
-        )
+        return f"a {type(self.processor).__name__} takes a prompt and its answer: give prompt and completion as strings"
 
     @cached_property
     def _is_confirmed(self) -> bool:
@@ -594,8 +589,9 @@ class Encoder:
                 problems.append(f"other {name}")
         if problems:
             fault = f"the installed {type(self.processor).__name__} makes {'; '.join(problems)} of two images together"
-            remedy = "use a transformers of the supported range, and the model's unmodified processor"
-            raise FamilyError(f"{fault} than of one at a time, so its samples cannot be encoded; {remedy}")
+            raise FamilyError(
+                f"{fault} than of one at a time; use a supported transformers and the unmodified processor"
+            )
         return True
 
 
@@ -630,16 +626,15 @@ def _check_answered(conversation: Conversation) -> None:
     ] + [*(conversation.plain or ())[1:]]
     if texts and not any(text.strip() for text in texts):
         which = "its answer is" if len(texts) == 1 else f"all its {len(texts)} answers are"
-        fault = f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on; write the answer"
-        raise Refusal("no_targets", f"{fault}, leave the sample out, or choose train_on='all'")
+        fault = f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on"
+        raise Refusal("no_targets", f"{fault}; write the answer, or leave the sample out")
 
 
 def _check_unweighed(conversation: Conversation) -> None:
     """Refuse weights other than 0 and 1 if everything is trained on. 0 and 1 only choose answers, and are ignored."""
     factors = [weight for pieces in conversation.turn_weights or () for _, weight in pieces]
     if odd := next((weight for weight in factors if weight not in (0, 1)), None):
-        fault = f"an answer has the weight {odd}, but train_on='all' weighs every token alike"
-        raise Refusal("bad_row", f"{fault}; choose train_on='assistant', or leave the weight out")
+        raise Refusal("bad_row", f"an answer has the weight {odd}, but train_on='all' weights every token alike")
 
 
 def _weights(tokens: Tokens, answers: Sequence[slice], conversation: Conversation) -> np.ndarray | None:
@@ -674,7 +669,7 @@ def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[f
     first = said.find(wanted)
     if first < 0 or (first and said.find(wanted, first + 1) >= 0):
         fault = f"texts of an answer have several weights, but the template does not write {wanted[:40]!r} once in it"
-        raise Refusal("turn_mismatch", f"{fault}; give the whole answer one weight, or tokenized samples loss_weights")
+        raise Refusal("turn_mismatch", f"{fault}; give the answer one weight")
     begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # starts of the second text, the third ...
     weights = []
     for begin, end in zip(tokens.starts[answer].tolist(), tokens.stops[answer].tolist(), strict=True):

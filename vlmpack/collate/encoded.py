@@ -124,15 +124,14 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
         check_pixels(visual, metadata)
     for video in sample.videos:
         if video.grid is not None and video.grid[0] % metadata.frames_per_token:
-            seen = f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}"
-            raise Refusal("bad_grid", f"{seen}; repeat its last frame")
+            raise Refusal("bad_grid", f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}")
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     for kind, visuals in sample.media.items():
         if visuals or highest >= TYPES[kind]:
             check_runs(sample.types, visuals, metadata, kind=kind)
     if metadata.video_ends and sample.images and sample.videos:
-        seen = f"it has {len(sample.images)} image(s) and {len(sample.videos)} video(s)"
-        raise Refusal("ambiguous_media", f"{seen}, which its model takes only apart; give frames as images")
+        seen = f"{len(sample.images)} image(s) and {len(sample.videos)} video(s)"
+        raise Refusal("ambiguous_media", f"it has {seen}, but its model takes one kind; give frames as images")
     if sample.num_targets == 0:
         fault = f"none of its {sample.num_tokens} tokens is trained on; it needs an assistant turn or a completion"
         raise Refusal("no_targets", f"{fault} with text in it, or train_on='all', or labels that are not all -100")
@@ -155,24 +154,22 @@ def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: Processor
     if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
         return
     if not visuals:
-        remedy = f"{_VALUES[kind]}, or remove the tokens"
-        raise Refusal(f"{kind}_tokens_without_pixels", f"it has {sum(lengths)} {kind} tokens but no {kind} {remedy}")
+        raise Refusal(
+            f"{kind}_tokens_without_pixels", f"it has {sum(lengths)} {kind} tokens but no {kind} {_VALUES[kind]}"
+        )
     if not lengths:
-        fault = f"it has the pixels of {len(visuals)} {kind}(s) but no {kind} token; is the placeholder missing?"
-        raise Refusal(f"pixels_without_{kind}_tokens", fault)
+        raise Refusal(f"pixels_without_{kind}_tokens", f"it has {len(visuals)} {kind}(s) but no {kind} token")
     at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
     wanted = f"its grids need {_some(needed)}: frames * rows * columns / {metadata.merge_size**2} tokens in each run"
     if metadata.by_processor or kind == "audio":
         wanted = f"its processor writes {_some(needed)} for its {len(visuals)} {kind}(s)"
     seen = f"its runs of {kind} tokens are {_some(lengths)} long but {wanted} (first difference at run {at})"
-    remedy = f"take ids and pixels from one call, and do not truncate inside an {kind}"
-    raise Refusal(f"{kind}_token_mismatch", f"{seen}; {remedy}")
+    raise Refusal(f"{kind}_token_mismatch", f"{seen}; take ids and pixels from one call of the processor")
 
 
 _VALUES: Mapping[Kind, str] = {
-    "image": "pixels; add pixels and grid",
-    "video": "pixels; add pixels and grid",
-    "audio": "frames; add input_features and feature_attention_mask",
+    **dict.fromkeys(("image", "video"), "pixels; add pixels and grid, or remove the tokens"),
+    "audio": "frames; add input_features and feature_attention_mask, or remove the tokens",
 }
 """Tensors of each kind of medium, and the remedy if one is missing."""
 
@@ -242,18 +239,22 @@ def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
         axes = 1 if metadata.by_processor else 2
         expected = (prod(visual.grid), metadata.patch_dim)[:axes]
         if tuple(pixels.shape[:axes]) != expected or (axes == 2 and pixels.ndim != axes):
-            grid = " x ".join(map(str, visual.grid))
-            fault = f"the grid {grid} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
-            raise Refusal("pixel_shape", f"{fault}; pixels and grid must come from one call of this processor")
+            seen = f"the grid {grid_text(visual.grid)} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
+            raise Refusal("pixel_shape", f"{seen}; take both from one call of this processor")
     if not pixels.is_floating_point():
         raise Refusal("pixel_dtype", f"pixels are {pixels.dtype}; give the processor's normalized floats")
 
 
 def _check_grid(grid: Grid, metadata: ProcessorMetadata) -> None:
-    frames, rows, columns = grid
-    if min(grid) < 1 or rows % metadata.merge_size or columns % metadata.merge_size:
-        fault = f"the grid {frames} x {rows} x {columns} (frames, rows, columns of patches) cannot be merged: rows and"
-        raise Refusal("bad_grid", f"{fault} columns must be positive multiples of {metadata.merge_size}")
+    merge = metadata.merge_size
+    if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
+        raise Refusal(
+            "bad_grid", f"rows and columns of the grid {grid_text(grid)} must be multiples of {merge}, above 0"
+        )
+
+
+def grid_text(grid: Grid) -> str:
+    return " x ".join(map(str, grid))
 
 
 def _some(numbers: Sequence[int], most: int = 8) -> str:
@@ -348,12 +349,10 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
         return truncate(sample, metadata, max_length=max_length, of_start=overlength == "truncate_start")
     media = int((sample.types != TEXT).sum())
     audio = f" and {len(sample.audios)} audio(s)" if sample.audios else ""
-    raise Refusal(
-        OVERLENGTH,
-        f"it has {sample.num_tokens} tokens ({media} of them for {len(sample.images)} image(s) and "
-        f"{len(sample.videos)} video(s){audio}) but max_length={max_length}; raise max_length, lower the processor's "
-        "max_pixels, or choose overlength='drop' or overlength='truncate'",
-    )
+    seen = f"{media} of them for {len(sample.images)} image(s) and {len(sample.videos)} video(s){audio}"
+    fault = f"it has {sample.num_tokens} tokens ({seen}) but max_length={max_length}"
+    remedy = "raise max_length, lower the processor's max_pixels, or choose overlength='drop' or 'truncate'"
+    raise Refusal(OVERLENGTH, f"{fault}; {remedy}")
 
 
 def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, of_start: bool = False) -> Encoded:
@@ -388,10 +387,9 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
     shorter = replace(sample, **parts, **kept, columns=columns, whole=(), num_cut=num_cut)
     fault, seen = "", f"{len(shorter.images)} of its {len(sample.images)} images"
     if (metadata.images_together or sample.columns) and len(shorter.images) < len(sample.images):
-        fault = f"within max_length={max_length} it would keep {seen}, which its processor encodes together"
+        fault = f"max_length={max_length} would keep {seen}, which its processor encodes together"
     elif shorter.num_targets == 0:
-        fault = f"of its tokens {start} to {stop}, which max_length={max_length} leaves of {sample.num_tokens}, none is"
-        fault += " a target"
+        fault = f"max_length={max_length} keeps its tokens {start} to {stop} of {sample.num_tokens}, none is a target"
     if fault:
         raise Refusal("truncated_away", f"{fault}; raise max_length")
     return shorter

@@ -32,7 +32,7 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
-from vlmpack.collate.encoded import Encoded, Visual, check_pixels, tokens_of
+from vlmpack.collate.encoded import Encoded, Visual, check_pixels, grid_text, tokens_of
 from vlmpack.collate.processor_metadata import (
     NO_ID,
     ProcessorMetadata,
@@ -245,9 +245,8 @@ class MediaReader:
     def _check_keys(self, ref: MediaRef) -> None:
         if self.metadata.by_processor and has_image_keys(ref.options):
             keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
-            seen = f"it has {keys} beside it, by which Qwen's processors size one image; a"
             name = type(self.processor).__name__
-            raise ImageError(f"{seen} {name} sizes all images alike: leave them out", "vision_key")
+            raise ImageError(f"it has {keys} beside it; a {name} sizes all images alike: leave them out", "vision_key")
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
         """Return the (height, width) in pixels that an image's keys set, after checking that it is not too large."""
@@ -283,8 +282,8 @@ class MediaReader:
         if not self._family.has_videos:
             raise ImageError(f"a {name} reads images alone; give frames as images", "no_video")
         if part is None:
-            fault = f"this {name} has no video processor, which needs torchvision: install it, and load the processor"
-            raise ImageError(f"{fault} again; or give frames as images", "no_video")
+            fault = f"this {name} has no video processor, which needs torchvision; install it and load it again"
+            raise ImageError(fault, "no_video")
         frames = read_clip(element, part, rules=self.file_rules, limits=self.limits)
         if is_measured:
             return self._blank_video(frames.shape, frames.metadata)
@@ -405,11 +404,11 @@ class MediaReader:
         (visual,) = self.process([Image.new("RGB", (width, height))], **options)
         if visual.patch_grid != (expected := rule(height, width)):
             name = type(self.parts.image_processor).__name__
-            seen = (
-                f"the image processor ({name}) cuts {height} x {width} pixels into {_shown(visual.patch_grid)} patches"
+            seen = f"({name}) makes {grid_text(visual.patch_grid)} patches of {height} x {width} pixels"
+            raise ConfigError(
+                f"the image processor {seen}, where Qwen's rule gives {grid_text(expected)}; images cannot be measured "
+                "with it: use the model's own image processor, or collate whole samples"
             )
-            remedy = "images cannot be measured with it: use the model's own image processor, or collate whole samples"
-            raise ConfigError(f"{seen}, where Qwen's rule gives {_shown(expected)}; {remedy}")
 
     @cached_property
     def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:
@@ -539,14 +538,10 @@ def trial_image(size: Size) -> Image.Image:
     return Image.fromarray(values.astype(np.uint8))
 
 
-def _shown(grid: Grid) -> str:
-    return " x ".join(map(str, grid))
-
-
 def _shape(visual: Visual) -> str:
     """Describe everything that determines the positions of a medium's tokens."""
     if visual.runs:
         return f"{sum(visual.runs)} tokens in {len(visual.runs)} run(s)"
     times = "" if visual.seconds is None else f", {visual.seconds:g} s each"
     stamps = f", at {', '.join(f'{stamp:g}' for stamp in visual.timestamps)} s" if visual.timestamps else ""
-    return f"{_shown(visual.patch_grid)} patches (frames x rows x columns{times}{stamps})"
+    return f"{grid_text(visual.patch_grid)} patches (frames x rows x columns{times}{stamps})"

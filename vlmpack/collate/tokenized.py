@@ -37,14 +37,13 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         Refusal: columns contradict each other, or the sample is already a packed row.
     """
     if named := [name for name in BOUNDARY_COLUMNS if feature.get(name) is not None]:
-        fault = f"samples bring {', '.join(named)}, so they are packed rows already, and would be taken for one sample"
-        remedy = "give rows to the collator of what made them (PackedDataset: data_collator=dataset.collate; rows of"
-        end = "text: RowCollator), or remove the column if each is one sample"
-        raise Refusal("bad_row", f"{fault} each; {remedy} {end}", of_all=True)
+        fault = f"samples bring {', '.join(named)}: they are packed rows already, and would be read as one sample each"
+        raise Refusal(
+            "bad_row", f"{fault}; collate them with data_collator=dataset.collate (PackedDataset)", of_all=True
+        )
     _check_read(feature)
     if feature.get("position_ids") is not None:
-        fault = "it brings position_ids, but positions are computed from the grids in the row; remove the column"
-        raise Refusal("unexpected_positions", fault)
+        raise Refusal("unexpected_positions", "it has position_ids, but positions are computed here; remove the column")
     all_ids = _tokens(feature, "input_ids")
 
     def column(name: str) -> np.ndarray:
@@ -65,13 +64,15 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     if feature.get("mm_token_type_ids") is not None:
         values = _tokens(feature, "mm_token_type_ids")
         if len(values) != len(all_ids) or (values[keep] != types).any():
-            fault = "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio)"
-            raise Refusal("token_type_mismatch", f"{fault}; leave them out")
+            fault = (
+                "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
+            )
+            raise Refusal("token_type_mismatch", fault)
     masks = {name: column(name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
     if metadata.by_processor:  # in families encoded by their processor, token ids alone do not tell everything
         pixels = [name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))]
         if pixels and not metadata.has_grids:
-            fault = f"it has input_ids and {pixels[0]}, but no grids of this family's images; give messages and images"
+            fault = f"it has input_ids and {pixels[0]}, but no grids of its images; give messages and images"
             raise Refusal("bad_row", fault, of_all=True)
         if train_on != "all" and not masks:
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
@@ -91,8 +92,7 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
             fault = f"{WEIGHT_COLUMN} covers {len(weights)} tokens but input_ids has {len(all_ids)}"
             raise Refusal("bad_shape", fault)
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            fault = f"{WEIGHT_COLUMN} holds {weights.min()}; a weight is a number from 0, not trained on"
-            raise Refusal("bad_mask", fault)
+            raise Refusal("bad_mask", f"{WEIGHT_COLUMN} holds {weights.min()}; weights are numbers from 0")
         weights = weights[keep]
     sample = Encoded(
         input_ids=ids,
@@ -109,8 +109,7 @@ def _check_read(feature: Mapping[str, Any]) -> None:
     given = {name for name, value in feature.items() if not is_empty(value)}
     fault = ""
     if named := next((name for name in MISSPELT_COLUMNS if feature.get(name) is not None), None):
-        labels = f"labels and masks, token by token and unshifted, are {', '.join(LABEL_COLUMNS)}"
-        fault = f"{named}, which nothing reads; {labels}: rename it, or leave it out"
+        fault = f"{named}, which nothing reads; labels and masks are {', '.join(LABEL_COLUMNS)}: rename it"
     elif named := next((name for name in (BRANCH_COLUMN, ANSWER_COLUMN) if feature.get(name) is not None), None):
         fault = f"input_ids and {named}, which takes one answer of messages; leave one out"
     for pixels, columns in (
@@ -190,14 +189,14 @@ def _visuals(
         pixels = torch.from_numpy(array if array.flags.writeable else array.copy())
         pixels = pixels.float() if pixels.dtype == torch.float64 else pixels  # numpy makes float64 of lists
     if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
-        seen = f"{grid_name} must be whole numbers [N, 3] (frames, rows, columns), got {feature[grid_name]!r:.80}"
-        raise Refusal("bad_grid", seen)
+        seen = f"{feature[grid_name]!r:.80}"
+        raise Refusal("bad_grid", f"{grid_name} must be integers [N, 3] (frames, rows, columns), got {seen}")
     grids: list[Grid] = [(frames, rows, columns) for frames, rows, columns in table.reshape(-1, 3).tolist()]
     rows = [frames * height * width for frames, height, width in grids]
     has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # patches may have rows and columns
     if min(rows, default=0) < 0 or not has_form or sum(rows) != pixels.shape[0]:
         seen = f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)}"
-        raise Refusal("pixel_shape", f"{seen} rows of patches; both come from one call of the processor")
+        raise Refusal("pixel_shape", f"{seen} rows of patches")
     seconds: list[float | None] = [None] * len(grids)
     name = next((name for name in SECONDS_COLUMNS if feature.get(name) is not None), None)
     if pixel_name == "pixel_values_videos" and name is not None:

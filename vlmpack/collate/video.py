@@ -665,26 +665,16 @@ def _sized(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, de
     """Apply the rule of `Qwen2VLVideoProcessor.resize` (bounds for each frame) or of `Qwen3VLVideoProcessor.resize`
     (bounds for the whole clip)."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_clip
 
-    (height, width), (low, high), most = size, bounds, rules.max_tokens * factor * factor
+    (low, high), most = bounds, rules.max_tokens * factor * factor
     if not rules.is_per_clip:
         if rules.is_capped:
             high = max(min(high, int(most * 0.9) * depth // num_frames), int(low * 1.05))
-        return smart_resize(height, width, factor, min_pixels=low, max_pixels=high)
+        return smart_resize(*size, factor, min_pixels=low, max_pixels=high)
     if rules.is_capped:
         high = num_frames * max(min(most, high // num_frames), int(low * 1.05))
-    if height < factor or width < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    rows, columns = round(height / factor) * factor, round(width / factor) * factor
-    pixels = round(num_frames / depth) * depth * rows * columns
-    if pixels > high:
-        shrink = math.sqrt(num_frames * height * width / high)
-        rows, columns = (max(factor, math.floor(side / shrink / factor) * factor) for side in (height, width))
-    elif pixels < low:
-        grow = math.sqrt(low / (num_frames * height * width))
-        rows, columns = (math.ceil(side * grow / factor) * factor for side in (height, width))
-    return rows, columns
+    return resize_clip(num_frames, *size, depth, factor, min_pixels=low, max_pixels=high)
 
 
 def _resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:

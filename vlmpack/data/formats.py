@@ -148,7 +148,7 @@ def _pairs(row: dict[str, Any]) -> dict[str, Any]:
         if not _is_list(pairs) or not pairs or not isinstance(pairs[0], Mapping) or not {*keys} <= pairs[0].keys():
             continue  # the column may mean something else: `texts` may hold notes
         if more := next((other for other in TURNS if other != name and row.get(other) is not None), None):
-            raise ValueError(f"has {name} and {more}, of which one would be read; keep that one")
+            raise ValueError(f"has {name} and {more}, of which only one would be read; keep one")
         messages = []
         for at, pair in enumerate(pairs):
             if not isinstance(pair, Mapping) or not all(isinstance(pair.get(key), str) for key in keys):
@@ -570,13 +570,13 @@ def _from_file(path: Path, source: Any) -> ColumnMap:
     """Return the entry of a `dataset_info.json` that names the source."""
     described = _descriptions(path)
     if described is None:
-        raise ConfigError(f"{path} is no {INFO} of LLaMA-Factory: a mapping of names to descriptions of data sets")
+        raise ConfigError(f"{path} is no {INFO} of LLaMA-Factory, which maps names to descriptions of datasets")
     matches = {name: entry for name, entry in described.items() if _describes(entry, source, path.parent)}
     if not matches:
         raise ConfigError(f"{path} describes {', '.join(described) or 'nothing'}, and none of them is {source}")
     maps = [replace(_described(name, entry), folder=path.parent) for name, entry in matches.items()]
     if any(other != maps[0] for other in maps[1:]):
-        raise ConfigError(f"{path} describes {source} as {', '.join(matches)}, each in another way; keep one of them")
+        raise ConfigError(f"{path} describes {source} as {', '.join(matches)}, in different ways; keep one of them")
     return maps[0]
 
 
@@ -629,7 +629,7 @@ def described_in(source: Any) -> Described | None:
     entry = entries[name]
     file = path.parent / str(entry.get("file_name"))
     if not file.exists() and not isinstance(entry.get("hf_hub_url"), str):
-        raise ConfigError(f"the data set {name!r} of {path} is at {file}, where nothing is; download it")
+        raise ConfigError(f"dataset {name!r} of {path} is at {file}, which does not exist; download it")
     columns = replace(_described(name, entry), folder=path.parent)
     return Described(
         source=str(file) if file.exists() else entry["hf_hub_url"], columns=columns, split=entry.get("split")
@@ -673,7 +673,7 @@ def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
         and "response" not in columns,
     }
     if fault := next((fault for fault, is_so in faults.items() if is_so), None):
-        raise ConfigError(f"the data set {name!r} has {fault}")
+        raise ConfigError(f"dataset {name!r} has {fault}")
     if formatting == "alpaca":
         names = {theirs: _ALPACA.get(ours, ours) for ours, theirs in (columns or _ALPACA).items() if theirs}
         return ColumnMap(names=names, required=tuple(names) if columns else ())

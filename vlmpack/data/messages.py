@@ -267,9 +267,9 @@ def _read(
     if is_pair := TURNS[3] in present and TURNS[4] in present:
         forms.append("prompt and completion")
     if len(forms) > 1:
-        raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which one would be read; keep that one")
+        raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which only one would be read; keep one")
     if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
-        raise Refusal("bad_row", f"it has {match}, which belongs to input_ids, and {forms[0]}; leave one of them out")
+        raise Refusal("bad_row", f"it has {match}, which belongs to input_ids, and {forms[0]}; keep one of them")
     if match := next((name for name in MEDIA[4:] if not has_audio and not is_empty(present.get(name))), None):
         raise Refusal("bad_row", f"it has {match}, which these models do not take; leave the sample or the column out")
     if not forms:
@@ -386,8 +386,7 @@ def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool
     if unknown := next((role for role in roles if role not in usable), None):
         near = get_close_matches(unknown.lower(), (*ROLES, *ALIASES), n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        fault = f"{column} has a turn of the role {unknown!r}, which is not known{hint}; its roles are"
-        raise Refusal("bad_row", f"{fault} {', '.join(roles)}, and those that can be used {', '.join(usable)}")
+        raise Refusal("bad_row", f"{column} has the unknown role {unknown!r}{hint}; known are {', '.join(usable)}")
     read: list[dict[str, Any]] = []
     for turn in turns:
         message = {**turn, "role": _canonical(turn["role"])}
@@ -426,8 +425,7 @@ def _turn(message: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
         raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {short(message)}")
     content = message.get("content")
     if content is None and all(is_empty(message.get(key)) for key in SPEAKING):
-        fault = f"{where} ({role}) has no content; it has the keys {_keys(message)}"
-        raise Refusal("bad_row", f"{fault}: write what it says there")
+        raise Refusal("bad_row", f"{where} ({role}) has no content; it has the keys {_keys(message)}")
     content = "" if content is None else [content] if isinstance(content, Mapping) else content
     if isinstance(content, list | tuple):
         content = [_part(part, f"{where}.content[{i}]", kinds, role) for i, part in enumerate(content)]
@@ -460,7 +458,7 @@ def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, A
     for key, value in part.items():
         # a nearly known key beside a medium is refused later, with a suggestion
         if key not in ("type", *known) and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
-            fault = f"{where} has {key!r} beside its {kind}, which nothing reads; take it out, or leave it out with"
+            fault = f"{where} has {key!r} beside its {kind}, which nothing reads; remove it, or choose"
             raise Refusal("bad_row", f"{fault} VLMCollator(ignored_keys=({key!r},))")
     if kind != "text":
         return {"type": kind, "medium": _medium(part, kind), "keys": _keys_beside(part), "index": part.get("index")}
@@ -472,15 +470,15 @@ def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, 
     """Refuse media or text outside the parts, or a second payload in one part: nothing reads them."""
     keys = (key for names in _PAYLOADS.values() for key in names if key not in but)
     if media := next((key for key in keys if not is_empty(holder.get(key))), None):
-        fault = f"{where} holds {media!r} where no template looks for it; give each text and medium a part of its own"
-        raise Refusal("bad_row", f"{fault} in the content, or images and videos in columns of these names")
+        fault = f"{where} holds {media!r}, where no template reads it; give it as a part of the content or as a column"
+        raise Refusal("bad_row", fault)
 
 
 def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dict[str, Any]]:
     """Add a turn of JSON calls: to the previous assistant turn, as ms-swift does, or as a separate turn."""
     before = turns[-1] if turns else None
     if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
-        raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text alone")
+        raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text")
     is_more = before is not None and (before["role"], before["weight"]) == ("assistant", message["weight"])
     try:
         calls = calls_in(text_of(message))
@@ -499,8 +497,8 @@ def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any
     if not system.strip() or system.strip() in systems:
         return turns
     if systems:
-        fault = f"the column system says {system[:40]!r} and the system message {systems[0][:40]!r}; keep one of them"
-        raise Refusal("bad_row", fault)
+        seen = f"the column system says {system[:40]!r}, the system message {systems[0][:40]!r}"
+        raise Refusal("bad_row", f"{seen}; keep one of them")
     return [{"role": "system", "content": system}, *turns]
 
 
@@ -511,12 +509,12 @@ def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
     for name, value in flags.items():
         is_factor = name in FACTORS and is_answer
         if not isinstance(value, int | float) or not (0 <= value < inf if is_factor else value in (0, 1)):
-            usual = "a weight is a number from 0, which is not trained on" if is_factor else "a flag is true or false"
-            usual = usual if is_answer else "only the assistant's turns have weights: leave it out"
+            usual = "a weight is a number from 0" if is_factor else "a flag is true or false"
+            usual = usual if is_answer else "only the assistant's turns have weights"
             raise Refusal("bad_row", f"{where}.{name} is {value!r}; {usual}")
     factors = {float(value) for name, value in flags.items() if name in FACTORS}
     if len(factors) > 1 or len({bool(value) for value in flags.values()}) > 1:
-        raise Refusal("bad_row", f"{where} has {flags}, which contradict each other; keep one of them")
+        raise Refusal("bad_row", f"{where} has {flags}, which contradict each other")
     return next(iter(factors), float(all(flags.values()))) if is_answer else 1.0
 
 
@@ -543,7 +541,7 @@ def _number(column: str, turn: Any, count: int, named: str) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < count:
-        raise Refusal("bad_row", f"its {column} is {turn!r}, but it has {count} {named}, counted from 0")
+        raise Refusal("bad_row", f"its {column} is {turn!r}, but it has {count} {named}, numbered from 0")
     return number
 
 
@@ -561,9 +559,8 @@ def _branch_of(turns: list[dict[str, Any]], turn: Any) -> list[dict[str, Any]]:
     first = next((at for at, role in enumerate(roles) if role != "system"), len(roles))
     pairs, rest = divmod(len(roles) - first, 2)
     if rest or roles[first:] != ["user", "assistant"] * pairs:
-        fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles)}; branches need questions and"
-        remedy = "open the data set with branches='conversation', or leave the sample out"
-        raise Refusal("bad_row", f"{fault} answers in turn, after any system messages; {remedy}")
+        fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles)}"
+        raise Refusal("bad_row", f"{fault}; questions and answers must alternate, or open with branches='conversation'")
     number = _number(BRANCH_COLUMN, turn, pairs, "questions")
     question, answer = turns[first + 2 * number : first + 2 * number + 2]
     shown = [part for part in _parts_in(turns[first]) if part["type"] != "text"]
@@ -614,8 +611,8 @@ def _place_media(turns: list[dict[str, Any]], present: Mapping[str, Any], kind: 
     if all(index is None for index in indices):
         indices = [*range(len(column))]
     elif sorted(indices, key=repr) != sorted(range(len(column)), key=repr):
-        seen = f"its {kind} parts have the index {', '.join(map(repr, indices))}, but the column holds {len(column)}"
-        raise Refusal("ambiguous_media", f"{seen} {kind}(s), counted from 0; name each once, or leave 'index' out")
+        seen = f"its {kind} parts have the index {', '.join(map(repr, indices))}"
+        raise Refusal("ambiguous_media", f"{seen} for {len(column)} {kind}(s), numbered from 0; name each once")
     for part, at in zip(empty, indices, strict=True):
         part["medium"] = MediaRef(source=column[at].source, options={**column[at].options, **part.get("keys", {})})
 
@@ -624,7 +621,7 @@ def _check_inline_media(texts: Iterable[str]) -> None:
     """Refuse media that users' texts name in a form that is not read: they would become words."""
     if match := next(filter(None, map(_INLINE.search, texts)), None):
         kind = "image" if match[1] == "img" else match[1]
-        remedy = f"write <{kind}> there and the path into a column {kind}s, or choose markers='text' if it is text"
+        remedy = f"write <{kind}> there and the path into a column {kind}s, or choose markers='text'"
         raise Refusal("media_in_text", f"the user's text holds {match[0]!r:.80}, the path of a medium; {remedy}")
 
 
@@ -641,9 +638,8 @@ def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
     texts = (part["text"] for turn in turns if turn["role"] == "user" for part in _parts_in(turn) if "text" in part)
     matches = (match for text in texts for match in _NUMBERED.finditer(text))
     if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
-        fault = f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of the sample's column"
-        remedy = f"write <{kind}> for each in its place, or choose markers='text' if it is text"
-        raise Refusal("ambiguous_media", f"{fault}; {remedy}")
+        fault = f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of its column"
+        raise Refusal("ambiguous_media", f"{fault}; write <{kind}> for each, or choose markers='text'")
 
 
 def _refuse_marker(kind: str, count: int, feature: Mapping[str, Any]) -> None:
@@ -662,15 +658,16 @@ def _column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...
     """Return the media of the column for a kind: `images` or `image`, `videos` or `video`, `audios` or `audio`."""
     item, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
     if item is not None and many is not None:
-        raise Refusal("ambiguous_media", f"the sample has both a column {kind} and a column {kind}s; keep one of them")
+        raise Refusal("ambiguous_media", f"it has both a column {kind} and a column {kind}s; keep one of them")
     value = item if many is None else many
     if is_empty(value):
         return ()
     if not isinstance(value, list | tuple) or (many is None and _is_one(value[0], kind)):
         value = [value]
     if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
-        found = "an empty text" if value[nothing] == "" else "None"
-        raise Refusal(f"{kind}_missing", f"{kind} {nothing} of the {len(value)} in its column is {found}; give it")
+        raise Refusal(
+            f"{kind}_missing", f"{kind} {nothing} of the {len(value)} in its column is {value[nothing]!r}; give it"
+        )
     return tuple(_medium(item, kind) or MediaRef(source=item) for item in value)
 
 
@@ -723,9 +720,9 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
         source = source["url"]
     # `Dataset.map` stores a PIL image nested in messages as JSON of its attributes, without the pixels
     if isinstance(source, Mapping) and {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
-        fault = f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores an"
-        remedy = "make them as samples are read (dataset.with_transform), or give images a column of their own"
-        raise Refusal(f"{kind}_source", f"{fault} image inside messages; {remedy}")
+        fault = f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores it"
+        remedy = "make images when samples are read (dataset.with_transform), or put them in a column"
+        raise Refusal(f"{kind}_source", f"{fault}; {remedy}")
     return MediaRef(source=source, options=_keys_beside(item))
 
 
@@ -735,8 +732,7 @@ def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in item.items() if name not in known and value is not None}
     for name in options:
         if key := misspelt_key(str(name)):
-            fault = f"beside an image or video stands the key {name!r}, which is not known; did you mean {key!r}?"
-            raise Refusal("vision_key", fault)
+            raise Refusal("vision_key", f"the key {name!r} beside an image or video is unknown; did you mean {key!r}?")
     return options
 
 
@@ -759,9 +755,9 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
-            fault = "which says what is trained on: give each message its `weight`; preferences are not trained on"
+            fault = "which weights samples or lists preferences: give each message its `weight`"
         elif not has_media and (looks := _looks_like(name.lower(), value)):
-            fault = f"which looks like its {looks}, and it has no other; rename it so, or leave it out if it needs none"
+            fault = f"which looks like its {looks}, and it has no other; rename or remove it"
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
             fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
         if fault:
@@ -807,10 +803,10 @@ def _no_columns(feature: Mapping[str, Any]) -> Refusal:
     if near:
         remedy = f"{' '.join(near)} Rename the column"
     elif {"chosen", "rejected"} <= feature.keys():
-        remedy = "A pair of answers is for PackedDPOTrainer of vlmpack.trainer.trl; to learn the chosen ones alone: "
+        remedy = "PackedDPOTrainer of vlmpack.trainer.trl trains on pairs of answers; to train on the chosen ones: "
         remedy += "open_dataset(..., columns={'chosen': 'completion'})"
     elif "prompt" in feature or "completion" in feature:
-        remedy = "A prompt comes with its completion: give both, or write them as messages"
+        remedy = "A prompt needs its completion: give both, or write messages"
     elif any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT):
         remedy = "Rename the column with the conversation to messages, or make messages of your columns"
     else:

@@ -91,14 +91,14 @@ def open_dataset(
     check_choice("branches", branches, get_args(Branches))
     described = described_in(source)
     if described is not None and columns is not None:
-        raise ConfigError(f"columns= is given, and {source} describes its columns itself; leave one of them out")
+        raise ConfigError(f"{source} describes its own columns; leave columns= out")
     if described is not None:
         source, split, named = described.source, described.split or split, described.columns
     else:
         named = ColumnMap() if columns is None else read_columns(columns, source)
     root = named.folder if image_root is None else Path(image_root).expanduser().absolute()
     if root is not None and not root.is_dir():
-        raise ConfigError(f"image_root={str(image_root)!r} is no folder; give the one at which images' paths start")
+        raise ConfigError(f"image_root={str(image_root)!r} is not a folder; give the root of the images' paths")
     dataset = replace(find_source(source, split), columns=named)
     if root is not None:
         dataset = replace(dataset, folders=(root,) * len(dataset.files))
@@ -124,7 +124,7 @@ def find_source(source: Source, split: str) -> OpenDataset:
         )
     names = [os.fspath(name) for name in ([source] if is_name else source)]  # pyright: ignore
     if split != "train" and all(Path(name).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
-        fault = f"split {split!r} of {', '.join(names[:3])}: a file that is named is one split, whatever it is called"
+        fault = f"split {split!r} of {', '.join(names[:3])}: a file given by name is one split"
         raise ConfigError(f"{fault}; leave the split out, or give the folder of the files")
     name = names[0] if is_name else f"{len(names)} files"
     try:
@@ -133,13 +133,15 @@ def find_source(source: Source, split: str) -> OpenDataset:
             found = folder_rows(paths[0], split)
         elif is_name and not paths[0].exists() and not paths[0].name.endswith((".parquet", ".tar")):
             if not isinstance(source, str) or not _HUB_ID.fullmatch(source) or paths[0].suffix in JSON_FILES:
-                fault = f"{name!r} is no file or folder here and no hub id; give a folder or file that is there"
-                raise ConfigError(f"{fault}, or an id such as 'naver-clova-ix/cord-v2'")
+                fault = (
+                    f"{name!r} is no file or folder here and no hub id such as 'naver-clova-ix/cord-v2'; check the path"
+                )
+                raise ConfigError(fault)
             found = [(hub_rows(name, split), None)]
         else:
             found = files_rows(paths)
     except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error}; check that this user may read it, and all of it") from error
+        raise ConfigError(f"{name} cannot be read: {error}; check the permissions") from error
     rows, folders = zip(*found, strict=True)
     return OpenDataset(files=rows, folders=folders, name=name)
 
@@ -218,7 +220,7 @@ class OpenDataset(SampleDataset):
         try:
             index = as_int(index)
         except TypeError:
-            fault = f"samples are taken by their place, dataset[0] or dataset[0:2], not by {index!r}; of a column:"
+            fault = f"index samples by position, dataset[0] or dataset[0:2], not by {index!r}; for a column:"
             raise TypeError(f"{fault} [sample['id'] for sample in dataset]") from None
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} in {self.name}")
@@ -232,7 +234,7 @@ class OpenDataset(SampleDataset):
             branches = branch_turns(self.row(record, index=at), branches=self.branches)
             turn = at - int(self.first_turns[record])
             if turn >= len(branches):
-                message = f"its record {record} had more questions when it was opened; open the data set again"
+                message = f"its record {record} had more questions when it was opened; open the dataset again"
                 raise SampleError(message, index=at, reason="row_unreadable")
             sample = branches[turn]
         has_name = sample.get("id") is not None or sample.get("sample_id") is not None
@@ -358,6 +360,6 @@ def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
             except ValueError:  # the row is refused when it is indexed
                 counts.append(0)
     if not any(counts):
-        fault = f"branches={branches!r} makes a sample of each answer of a conversation, and {dataset.name} holds none"
-        raise ConfigError(f"{fault} of {', '.join(TURNS[:3])}; leave branches out")
+        fault = f"branches={branches!r} splits conversations, but {dataset.name} holds none of {', '.join(TURNS[:3])}"
+        raise ConfigError(f"{fault}; leave branches out")
     return np.append(0, np.cumsum(np.maximum(counts, 1)))

@@ -140,10 +140,9 @@ def _array_spans(path: Path) -> np.ndarray:
         text = data.decode("utf-8-sig")
         edges = np.asarray(_item_edges(text), np.int64)
     except RecursionError as error:
-        message = f"{path} holds a sample that is nested too deeply to be read; write a sample a line, or leave it out"
-        raise ConfigError(message) from error
+        raise ConfigError(f"{path} holds a sample that is nested too deeply to be read; leave it out") from error
     except ValueError as error:
-        raise ConfigError(f"{path} begins like a JSON array and is none ({error}); write it again") from error
+        raise ConfigError(f"{path} begins like a JSON array but is not one ({error}); write it again") from error
     if not text.isascii():  # characters -> bytes
         pieces = (text[a:b] for a, b in zip([0, *edges[:-1]], edges, strict=True))
         edges = np.cumsum([len(piece.encode()) for piece in pieces], dtype=np.int64)
@@ -271,7 +270,7 @@ def _table(source: str, read: Any, fault: str) -> Any:
 
 
 def _parquet_rows(paths: Sequence[Path]) -> StoredRows:
-    fault = f"{paths[0]} cannot be read as parquet (download it again), or not be copied into the cache of datasets"
+    fault = f"{paths[0]} cannot be read as parquet, or not be copied into the cache of datasets"
     names = [str(path) for path in paths]
     table = _table(f"parquet file {paths[0]}", lambda datasets: datasets.Dataset.from_parquet(names), fault)
     return StoredRows(table=table.with_format("arrow"))
@@ -386,14 +385,14 @@ def _shard_spans(path: Path) -> np.ndarray:
                 key = _key(member)
                 if key is not None:
                     if key in spans and key != last:
-                        fault = f"{path} holds files of {key!r} in two places; those of a sample follow each other:"
-                        raise ConfigError(f"{fault} write it again with `tar --sort=name`")
+                        fault = f"{path} holds files of {key!r} in two places"
+                        raise ConfigError(f"{fault}; write it with `tar --sort=name`")
                     stop = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                     spans.setdefault(key, [member.offset, stop])[1] = stop
                 last = key
     except tarfile.TarError as error:
-        fault = f"{path} cannot be read as a tar file that is not compressed: {error}; unpack `.gz` and the like with"
-        raise ConfigError(f"{fault} gunzip, or download it again") from error
+        fault = f"{path} is not an uncompressed tar file: {error}; unpack it with gunzip, or download it again"
+        raise ConfigError(fault) from error
     if not spans:
         raise ConfigError(f"{path} holds no samples: files such as 0001.jpg and 0001.json, named alike up to a dot")
     return np.asarray(list(spans.values()), np.int64)
@@ -505,9 +504,8 @@ def files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[
     if absent := [str(path) for path in paths if not path.is_file()] or ["the list is empty"] * (not paths):
         raise ConfigError(f"no such file: {', '.join(absent[:6])}; check the path")
     if foreign := next((path for path, kind in kinds.items() if not kind), None):
-        fault = f"{foreign} is a {foreign.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked; CSV,"
-        remedy = "text and Arrow: datasets.load_dataset('csv', data_files=...)['train'].to_parquet(...), and columns="
-        raise ConfigError(f"{fault} {remedy}")
+        fault = f"{foreign} is a {foreign.suffix} file; give {', '.join(JSON_FILES)}, .parquet or .tar, unpacked"
+        raise ConfigError(f"{fault} (datasets.load_dataset('csv', data_files=...)['train'].to_parquet(...))")
     if kinds[paths[0]] == "JSON":
         return [(json_rows(path), folder or path.parent) for path in paths]
     read = _shard_rows if kinds[paths[0]] == "tar" else _parquet_rows
@@ -529,8 +527,8 @@ def folder_rows(folder: Path, split: str) -> list[tuple[Rows, Path | None]]:
         ConfigError: there are no such rows, or it is ambiguous which files are meant.
     """
     if (folder / ".nv-meta").is_dir():
-        fault = f"{folder} was prepared by Energon, whose splits and fields are not read here: write JSONL or"
-        raise ConfigError(f"{fault} WebDataset shards with Energon's own loader, or name the shards in a list")
+        fault = f"{folder} was prepared by Energon, whose splits and fields are not read here"
+        raise ConfigError(f"{fault}; write JSONL or WebDataset with Energon's own loader, or list the shards")
     files = [path for path in sorted(folder.rglob("*")) if not _is_hidden(path.relative_to(folder))]
     described = any((folder / name).is_file() for name in (INFO, "dataset_dict.json", "state.json"))
     of_kind = {kind: [path for path in files if path.suffix and _kind_of(path) == kind] for kind in _KINDS}
@@ -543,8 +541,8 @@ def folder_rows(folder: Path, split: str) -> list[tuple[Rows, Path | None]]:
             chosen = _of_split(of_kind[kind], folder, split, kind)
             return files_rows(chosen, None if kind == "JSON" else folder)
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
-    fault = f"{folder} holds no table for split {split!r} (it holds: {content}); expected a dataset saved by datasets,"
-    raise ConfigError(f"{fault} {split}-*.parquet files or tar shards")
+    fault = f"{folder} holds no table for split {split!r} (it holds: {content})"
+    raise ConfigError(f"{fault}; expected a dataset saved by datasets, {split}-*.parquet files or tar shards")
 
 
 def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> list[Path]:
@@ -553,18 +551,18 @@ def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> lis
     unnamed = [path for path in files if splits[path] is None] if wanted == "train" else []
     if chosen and unnamed:
         fault = f"{folder} holds {_some(chosen, folder)}, named after split 'train', and {_some(unnamed, folder)},"
-        raise ConfigError(f"{fault} named after no split; give a list of the files of this split")
+        raise ConfigError(f"{fault} named after no split; list the files of this split")
     if not (chosen or unnamed):
         names = ", ".join(sorted({repr(name or "train") for name in splits.values()}))
-        fault = f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)};"
-        raise ConfigError(f"{fault} pass one of these as split, or give the files themselves")
+        fault = f"no {kind} file of split {split!r} under {folder}; its files are of {names}: {_some(files, folder)}"
+        raise ConfigError(f"{fault}; pass one of these as split, or list the files")
     if kind == "JSON":
         return chosen or unnamed
     # An object in a JSON file beside them describes the dataset; lines or a list may be the samples.
     beside = sorted({path for file in chosen or unnamed for path in file.parent.iterdir() if path.suffix in JSON_FILES})
     if beside := [path for path in beside if path.suffix != ".json" or is_array(path)]:
-        fault = f"{folder} holds {kind} files and {_some(beside, folder)}: which of them are samples is not known; give"
-        raise ConfigError(f"{fault} a list of the {kind} files, or of the files of JSON")
+        fault = f"{folder} holds {kind} files and {_some(beside, folder)}, and either may be the samples"
+        raise ConfigError(f"{fault}; list the files that are")
     return chosen or unnamed
 
 
