@@ -133,13 +133,6 @@ def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(family
     assert added["labels"].equal(plain["labels"])
 
 
-def test_what_is_cut_off_takes_its_end_with_it():
-    processor = tiny_processor("glm4v")
-    one = VLMCollator(processor)([{"messages": TALK[:2]}])["input_ids"].shape[1]
-    cut = VLMCollator(processor, add_stop="<|user|>", max_length=one, overlength="truncate")([{"messages": TALK}])
-    assert learnt(processor, cut["labels"]) == "It is 4"
-
-
 @needs("llava")
 def test_a_stop_has_to_be_a_special_token():
     with pytest.raises(ConfigError, match=r"add_stop='<stop>' is no special token .* as '<eos>' is"):

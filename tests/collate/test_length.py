@@ -13,7 +13,8 @@ from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import check_sample, fit
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import Refusal
+from vlmpack.errors import Refusal, SampleError
+from vlmpack.layout import SlotRule
 from vlmpack.testing import tiny_processor
 
 HOLE = {"type": "image"}
@@ -141,3 +142,41 @@ def test_what_was_tokenized_before_is_cut_as_its_messages_are(family):
         for name, value in collator([feature]).items():
             other = collator([tokens])[name]
             assert other.equal(value) if hasattr(value, "equal") else name == "vlmpack"
+
+
+# ---------------------------------------------------------------------- what a stream is told
+
+SAMPLE = chat("Which is larger?", "The second", picture(40, 99), picture(120, 70))
+LONG = chat("why?", "because " * 40)
+BROKEN = {"messages": [user("?")], "id": "broken"}
+
+
+def packing(**settings):
+    return VLMCollator(processor_of(), layout="packed", **settings)
+
+
+@pytest.mark.parametrize("sample", [SAMPLE, LONG])
+@pytest.mark.parametrize("multiple", [1, 7])
+@pytest.mark.parametrize("cut", [{}, {"max_length": 35, "overlength": "truncate", "train_on": "all"}])
+def test_a_length_is_the_room_that_the_sample_takes_up_in_a_row(sample, multiple: int, cut):
+    collator = packing(slots=SlotRule(multiple=multiple), **cut)
+    row = collator.collate([sample])
+    assert collator.length(sample) == row.segments.total
+    assert collator.skip_log.received == 1, "a length is not counted"
+
+
+def test_a_sample_that_cannot_be_used_is_refused_where_the_collator_raises():
+    with pytest.raises(SampleError, match=r"sample 'broken': .*none of its") as caught:
+        packing().length(BROKEN)
+    assert caught.value.reason == "no_targets"
+
+
+@pytest.mark.parametrize(
+    ("sample", "settings"), [(BROKEN, {"on_bad": "skip"}), (LONG, {"max_length": 9, "overlength": "drop"})]
+)
+def test_a_sample_that_is_left_out_takes_up_one_slot_and_is_counted_by_collate(sample, settings):
+    collator = packing(slots=SlotRule(multiple=4), **settings)
+    assert collator.length(sample) == 4
+    assert collator.skip_log.received == 0
+    collator.collate([sample])
+    assert collator.skip_log.refused == 1

@@ -155,14 +155,6 @@ def test_a_processor_that_does_not_resize_takes_only_what_it_can_cut(width: int,
 # ---------------------------------------------------------------------- a processor with a rule of its own
 
 
-class RoundsUp(Qwen2VLImageProcessorPil):
-    """Resizes to the next multiple above, whatever the bounds."""
-
-    def resize(self, image: Any, size: Any, resample: Any, factor: int, **kwargs: Any) -> Any:
-        height, width = (-(-side // factor) * factor for side in image.shape[-2:])
-        return np.zeros((3, height, width), image.dtype)
-
-
 class ShrinksOtherwise(Qwen2VLImageProcessorPil):
     """Keeps to the rule but for images that are too large, which it brings to one token."""
 
@@ -172,12 +164,11 @@ class ShrinksOtherwise(Qwen2VLImageProcessorPil):
         return super().resize(image, size=size, resample=resample, factor=factor, **kwargs)
 
 
-@pytest.mark.parametrize("odd", [RoundsUp, ShrinksOtherwise])
-def test_a_processor_with_a_rule_of_its_own_is_not_trusted(odd: Any) -> None:
+def test_a_processor_with_a_rule_of_its_own_is_not_trusted() -> None:
     processor = tiny_processor()
-    processor.image_processor = odd(patch_size=16, max_pixels=10**6)
+    processor.image_processor = ShrinksOtherwise(patch_size=16, max_pixels=10**6)
     collator = VLMCollator(processor)
-    with pytest.raises(ConfigError, match=f"{odd.__name__}.*where Qwen's rule gives"):
+    with pytest.raises(ConfigError, match=r"ShrinksOtherwise.*where Qwen's rule gives"):
         collator.measure(chat("?", "a", picture()))
     assert collator.measure(chat("?", "a")).num_tokens
 
@@ -294,15 +285,6 @@ def test_an_image_keeps_its_number_when_truncation_removes_those_before_it(tmp_p
     sources[1].unlink()
     with pytest.raises(SampleError, match=r"image 1: there is no image file"):
         collator.decode([outline])
-
-
-def test_a_video_that_lost_frames_since_is_refused() -> None:
-    collator, frames = VLMCollator(processor_of()), [picture(64, 40, seed=seed) for seed in range(4)]
-    outline = collator.measure({"messages": [user([{"type": "video", "video": frames}]), says("a")]})
-    del frames[2:]
-    with pytest.raises(SampleError) as caught:
-        collator.decode([outline])
-    assert caught.value.reason == "video_changed"
 
 
 def test_damage_behind_a_header_is_found_when_it_is_cut_and_counted(tmp_path: Path) -> None:

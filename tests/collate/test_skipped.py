@@ -23,15 +23,6 @@ def bad(reason="no_targets", index=0, sample_id=None):
     return SampleError("nothing to learn", index=index, reason=reason, sample_id=sample_id)
 
 
-def test_counts_add_up_by_reason():
-    skip_log = SkipLog(limit=SkipLimit(max_consecutive_bad=9))
-    for reason in (None, "a", "b", None, "a"):
-        skip_log.use() if reason is None else skip_log.refuse(bad(reason))
-    skip_log.note(bad("overlength"))
-    assert (skip_log.received, skip_log.used, skip_log.refused) == (6, 2, 4)
-    assert skip_log.reasons == {"a": 2, "b": 1, "overlength": 1}
-
-
 def test_each_refusal_is_one_line_of_json(tmp_path):
     path = tmp_path / "new" / "skip_log.jsonl"
     skip_log = SkipLog(path)
@@ -181,32 +172,13 @@ def test_a_worker_that_was_killed_blocks_nobody():
     assert skip_log.received == 1
 
 
-def test_no_other_process_counts_in_between():
-    skip_log = SkipLog()
-    worker = multiprocessing.get_context("fork").Process(target=skip_log.use)
-    with skip_log.at_once():
-        skip_log.use()
-        worker.start()
-        worker.join(0.5)  # it waits for the end of this block; if it did not, its sample would be lost now
-    worker.join()
-    assert skip_log.used == 2
-
-
-def test_a_column_that_another_process_has_named_is_not_named_again():
-    skip_log = SkipLog()
-    worker = multiprocessing.get_context("fork").Process(target=skip_log.name_unread, args=[("note",)])
-    worker.start()
-    worker.join()
-    assert skip_log.name_unread(("note", "remark")) == ("remark",)
-    assert skip_log.unread == ("note", "remark")
-
-
 def test_without_a_file_to_share_the_counts_are_those_of_the_process(monkeypatch):
     monkeypatch.setattr(shared, "fcntl", None)
     skip_log = SkipLog()
     skip_log.use()
     skip_log.refuse(bad())
     assert (skip_log.received, pickle.loads(pickle.dumps(skip_log)).received) == (2, 2)
+    assert [skip_log.name_unread(("note",)), skip_log.name_unread(("note", "remark"))] == [("note",), ("remark",)]
 
 
 def test_a_skip_log_that_cannot_be_written_says_so(tmp_path):

@@ -123,18 +123,6 @@ def test_patches_equal_the_plain_loop(frames, down, across, depth):
     np.testing.assert_allclose(patches.numpy(), naive_patches(video.numpy(), s), rtol=0, atol=1e-6)
 
 
-def test_an_odd_number_of_frames_repeats_the_last():
-    frames = noise_frames(3)
-    odd, even = (
-        load_video({"video": video}, settings=_settings_of(image_processor()))
-        for video in (frames, [*frames, frames[-1]])
-    )
-    assert odd.grid == even.grid
-    assert odd.grid[0] == 2
-    assert torch.equal(odd.pixels, even.pixels)
-    assert odd.timestamps == even.timestamps
-
-
 # ---------------------------------------------------------------- sizes
 
 

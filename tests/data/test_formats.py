@@ -269,22 +269,11 @@ class TestColumns:
         for columns in (names, json.dumps(names)):
             assert read(open_dataset(path, columns=columns)[0]) == (chat(f"{IMAGE}2 + 2?", "4"), 1)
 
-    def test_files_of_a_list_have_the_same_names(self, tmp_path: Path) -> None:
-        paths = [written([{"q": str(at), "a": "4", "pic": "0.png"}], tmp_path / str(at)) for at in range(2)]
-        samples = open_dataset(paths, columns={"q": "query", "a": "response", "pic": "image"})
-        assert [sample["image"] for sample in samples] == [str(path.parent / "0.png") for path in paths]
-        assert [sample["messages"][0]["content"] for sample in samples] == ["0", "1"]
-
     def test_an_image_folders_metadata(self, tmp_path: Path) -> None:
         """The `metadata.jsonl` of `datasets`' ImageFolder, with captions."""
         path = written([{"file_name": "0.png", "text": "This is a golden retriever"}], tmp_path, "metadata.jsonl")
         sample = open_dataset(path, columns={"file_name": "image", "text": "response"})[0]
         assert read(sample) == (chat(IMAGE, "This is a golden retriever"), 1)
-
-    def test_questions_of_foreign_conversations_are_told_apart(self, tmp_path: Path) -> None:
-        rows = [{"talk": [{"human": "1", "assistant": "2"}, {"human": "3", "assistant": "4"}]}] * 2
-        samples = open_dataset(written(rows, tmp_path), columns={"talk": "conversation"}, branches="turns")
-        assert len(samples) == 4
 
     def test_chosen_answers_are_learnt_without_the_rejected_ones(self, tmp_path: Path) -> None:
         question, chosen, rejected = user("2 + 2?"), [says("4")], [says("5")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader
 from vlmpack.collate import VLMCollator
 from vlmpack.data import mix_datasets
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.loading import PackedStream, RowSettings
 
 
 def samples(name: str, num: int) -> list[dict[str, Any]]:
@@ -77,22 +75,6 @@ def test_epochs_are_pieces_of_one_endless_mix() -> None:
     pieces = mix_datasets(DATASETS, weights, num=17)
     ids = [sample["id"] for epoch in range(40) for sample in pieces.at_epoch(epoch)]
     assert ids == [sample["id"] for sample in whole]
-
-
-def test_a_stream_of_a_mix_goes_on_where_it_stopped() -> None:
-    lengths = {name: [{"input_ids": [1] * (1 + at % 9)} for at in range(len(DATASETS[name]))] for name in DATASETS}
-    mix = mix_datasets(lengths, {"many": 2, "few": 1}, num=30)
-
-    def stream() -> PackedStream:
-        return PackedStream(mix, RowSettings(capacity=32))
-
-    whole = [[sample["id"] for sample in row] for row in stream()]
-    begun = stream()
-    first = [[sample["id"] for sample in row] for row in islice(begun, 2)]
-    rest = stream()
-    rest.load_state_dict(begun.state_dict())
-    assert first + [[sample["id"] for sample in row] for row in rest] == whole
-    assert sorted(name for row in whole for name in row) == sorted(sample["id"] for sample in mix)
 
 
 class Broken(list[Any]):
