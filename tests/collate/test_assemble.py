@@ -48,10 +48,7 @@ def sample(seed, words, images=(), videos=(), sample_id=None):
 SIZES = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 4)), max_size=3)
 SAMPLES = st.lists(st.builds(sample, st.integers(0, 99), st.integers(1, 11), SIZES, SIZES), min_size=1, max_size=6)
 RULES = st.builds(
-    SlotRule,
-    multiple=st.integers(1, 9),
-    row_multiple=st.sampled_from([1, 16]),
-    max_segments=st.sampled_from([None, 7]),
+    SlotRule, multiple=st.integers(1, 9), row_multiple=st.sampled_from([1, 16]), max_segments=st.sampled_from([None, 7])
 )
 
 

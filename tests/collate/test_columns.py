@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import chat, picture, processor_of
+from chats import chat, picture, processor_of, says
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data.messages import check_unread, read_conversation
@@ -69,25 +69,17 @@ def test_a_note_about_an_image_is_none(name: str) -> None:
     assert check_unread(chat(**notes), has_media=False, texts=[]) == (name, "file_name")
 
 
-@pytest.mark.parametrize(
-    ("more", "is_refused"),
-    [
-        ({"rejected_response": "no"}, True),
-        ({"chosen": [{"role": "assistant", "content": "yes"}]}, True),
-        ({"rejected_images": ["a.jpg"]}, True),
-        ({"label": False}, True),
-        ({"loss_scale": [1.0, 0.5]}, True),
-        ({"sample_weight": np.array([0.0, 1.0])}, True),
-        ({"label": 3}, False),
-        ({"loss_scale": 1.0}, False),
-        ({"loss_scale": [1, 1]}, False),
-        ({"weight": 80}, False),
-    ],
-    ids=str,
+WEIGHING = (
+    *({"rejected_response": "no"}, {"chosen": [says("yes")]}, {"rejected_images": ["a.jpg"]}, {"label": False}),
+    *({"loss_scale": [1.0, 0.5]}, {"sample_weight": np.array([0.0, 1.0])}),
 )
-def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any], is_refused: bool) -> None:
+NOTES = ({"label": 3}, {"loss_scale": 1.0}, {"loss_scale": [1, 1]}, {"weight": 80})
+
+
+@pytest.mark.parametrize("more", [*WEIGHING, *NOTES], ids=str)
+def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any]) -> None:
     (name,) = more
-    if not is_refused:
+    if more in NOTES:
         assert check_unread(chat(**more), has_media=True, texts=[]) == (name,)
         return
     with pytest.raises(Refusal, match=f"it has a column {name}, which weights samples or") as caught:

@@ -17,6 +17,7 @@ from vlmpack.errors import Refusal, SampleError
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
 HOLE, FILM = {"type": "image"}, {"type": "video"}
 SYSTEM = {"role": "system", "content": "Be short."}
+CALL = {"name": "t"}
 
 
 def asked(content: Any, **columns: Any) -> dict[str, Any]:
@@ -70,6 +71,18 @@ def test_every_shape_gives_the_same_conversation(feature: dict[str, Any]) -> Non
     assert not any(isinstance(value, Image.Image) for part in row.messages[0]["content"] for value in part.values())
 
 
+PLAIN = {
+    "conversations with roles": ({"conversations": [user("hi")]}, [user("hi")]),
+    "a prompt beside messages is a note": ({"messages": [user("hi")], "prompt": "ho"}, [user("hi")]),
+    "a column of empty media": (asked("2 + 2?", image="", videos=[NONE]), [user("2 + 2?"), says("5")]),
+    "empty keys": ({"messages": [user([text("?", image=NONE)], images=[])]}, [user([text("?")], images=[])]),
+    "an answer that speaks of markers": ({"messages": [says("<image>")]}, [says("<image>")]),
+    "a call without content": ({"messages": [says(None, tool_calls=[CALL])]}, [says("", tool_calls=[CALL])]),
+    "a thought without content": ({"messages": [says(None, reasoning_content="x")]}, [says("", reasoning_content="x")]),
+    "a system column": ({"system": "Be short.", **asked("?")}, [SYSTEM, user("?"), says("5")]),
+    "the same in messages": ({"system": "Be short.", "messages": [SYSTEM, user("?")]}, [SYSTEM, user("?")]),
+    "an empty system column": ({"system": "", "messages": [user("?")]}, [user("?")]),
+}
 READ = {
     "markers are placeholders, and the text around them stays as it is": (
         {"images": [A, B], "videos": ["a.mp4"], "messages": [SYSTEM, user("<image>\nand <video> or <image>? ")]},
@@ -77,15 +90,8 @@ READ = {
         ([A, B], ["a.mp4"]),
     ),
     "Qwen's rows strip the text between markers": (
-        {
-            "image": [A, B],
-            "conversations": [
-                {"from": "system", "value": "Be short."},
-                human("<image>\nand <image> Same?\n"),
-                gpt(" No.\n"),
-            ],
-        },
-        [SYSTEM, user([HOLE, text("and"), HOLE, text("Same?")]), says(" No.\n")],
+        {"image": [A, B], "conversations": [human("<image>\nand <image> Same?\n"), gpt(" No.\n")]},
+        [user([HOLE, text("and"), HOLE, text("Same?")]), says(" No.\n")],
         ([A, B], []),
     ),
     "Qwen's rows hold videos too, and paths": (
@@ -93,7 +99,6 @@ READ = {
         [user([FILM, text("or"), HOLE, text("?")])],
         (["a.jpg"], [["1.png"]]),
     ),
-    "conversations with roles": ({"conversations": [user("hi")]}, [user("hi")], ([], [])),
     "images of several turns in the order of their placeholders": (
         {"images": [B], "messages": [user([{"type": "image", "image": A}]), user([HOLE, {"image": C}])]},
         [user([HOLE]), user([HOLE, HOLE])],
@@ -109,31 +114,7 @@ READ = {
         [user([HOLE, text("?")])],
         ([{"bytes": b"x", "path": None}], []),
     ),
-    "a prompt beside messages is a note": ({"messages": [user("hi")], "prompt": "ho"}, [user("hi")], ([], [])),
-    "a column of empty media": (asked("2 + 2?", image="", videos=[NONE]), [user("2 + 2?"), says("5")], ([], [])),
-    "empty keys": (
-        {"messages": [user([{**text("?"), "image": NONE}], images=[])]},
-        [user([text("?")], images=[])],
-        ([], []),
-    ),
-    "an answer that speaks of markers": ({"messages": [says("<image>")]}, [says("<image>")], ([], [])),
-    "a call without content": (
-        {"messages": [says(None, tool_calls=[{"name": "t"}])]},
-        [says("", tool_calls=[{"name": "t"}])],
-        ([], []),
-    ),
-    "a thought without content": (
-        {"messages": [says(None, reasoning_content="x")]},
-        [says("", reasoning_content="x")],
-        ([], []),
-    ),
-    "a system column": ({"system": "Be short.", **asked("?")}, [SYSTEM, user("?"), says("5")], ([], [])),
-    "a system column that messages repeat": (
-        {"system": "Be short.", "messages": [SYSTEM, user("?")]},
-        [SYSTEM, user("?")],
-        ([], []),
-    ),
-    "an empty system column": ({"system": "", "messages": [user("?")]}, [user("?")], ([], [])),
+    **{name: (*row, ([], [])) for name, row in PLAIN.items()},
 }
 
 
@@ -243,6 +224,10 @@ BAD_ROWS = {
     "a system column of messages": ({"system": [SYSTEM], "messages": [user("?")]}, "the column system must be a"),
     "written twice": (asked("?", conversations=[human("ha")]), TWICE),
     "written twice, as a pair": (asked("?", prompt="a", completion="b"), TWICE),
+    "tools twice": (
+        asked("?", tools=[CALL], chat_template_kwargs={"tools": [CALL]}),
+        "it has tools in a column and in",
+    ),
     "sounds": (asked("?", audio={"path": "a.wav"}), "it has audio, which these models do not take"),
     "a column of None": ({"messages": None, "images": []}, "its messages is None"),
     "columns of None": ({"input_ids": None, "conversations": None}, "its input_ids and conversations is"),

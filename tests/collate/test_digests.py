@@ -18,7 +18,7 @@ from PIL import ExifTags, Image
 from stores import asked
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.digests import differences, fingerprint, sample_digest, sample_key, settings_key
+from vlmpack.collate.digests import sample_digest, sample_key, settings_key
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.testing import tiny_processor
@@ -174,15 +174,6 @@ def test_settings_that_do_not_decide_lengths_are_no_part_of_the_key(tmp_path: Pa
     other = VLMCollator(tiny_processor(), layout="packed", on_bad="skip", skip_log=tmp_path / "bad.jsonl")
     other.processor.tokenizer("some text", truncation=True, max_length=1)  # which the tokenizer remembers
     assert settings_key(other) == settings_key(COLLATOR)
-
-
-@pytest.mark.filterwarnings("ignore:Passing .min_pixels. and .max_pixels.:FutureWarning")
-def test_bounds_that_are_set_on_the_processor_later_are_another_processor() -> None:
-    collator = VLMCollator(tiny_processor())
-    before = fingerprint(collator)
-    collator.processor.image_processor.min_pixels, collator.processor.image_processor.max_pixels = 9216, 36_864
-    lines = list(differences(before, fingerprint(collator)))
-    assert [line.split(" ")[0] for line in lines] == ["images.max_pixels", "images.min_pixels"]
 
 
 # ---------------------------------------------------------------------- the digest of a sample

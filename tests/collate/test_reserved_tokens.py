@@ -111,13 +111,3 @@ def test_a_completion_may_hold_the_model_s_own_marks():
     batch = VLMCollator(processor)([{"prompt": "<image>\nRead.", "completion": completion, "images": [picture()]}])
     assert learnt(processor, batch["labels"]) == f"{completion}<eos>"
     refused(processor, {"prompt": "<image>\nRead.", "completion": "An <image>", "images": [picture()]})
-
-
-@pytest.mark.parametrize(("family", "end"), [("gemma3", "<eos>"), ("qwen3_vl", "<|im_end|>")])
-def test_a_completion_may_hold_its_end_and_gets_no_second_one(family, end):
-    processor = tiny_processor(family)
-    one, other = (
-        VLMCollator(processor)([{"prompt": "Hi ", "completion": text}])["input_ids"].tolist()
-        for text in ("Hello", f"Hello{end}")
-    )
-    assert one == other

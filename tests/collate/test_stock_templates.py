@@ -19,7 +19,6 @@ SPECIAL = re.compile(r"<[|｜][^<>\s'\"]{1,40}?[|｜]>|<\|turn>|<turn\|>|\[gMASK
 ASK, ASK_AGAIN = user("2 + 2?"), user("3 + 3?")
 FOUR, SIX = says("It is 4."), says("It is 6.")
 TALK = [ASK, FOUR, ASK_AGAIN, SIX]
-SAID = FOUR["content"], SIX["content"]
 
 
 def thinking(key):

@@ -206,23 +206,12 @@ def test_arguments_and_results_may_be_written_as_json_or_python_has_them(written
     assert "look" in collated([ASK, says("", tool_calls=calls)], template)[1]
 
 
-@pytest.mark.parametrize(
-    ("part", "key"),
-    [
-        (text("2 + 2?", language="en"), "language"),
-        (text("2 + 2?", trained=False), "trained"),
-        ({"type": "image", "image": picture(), "caption": "A receipt"}, "caption"),
-    ],
-)
-def test_a_key_beside_a_text_or_an_image_is_refused_too(part, key):
-    messages = [user([part]), SAY]
-    assert f"messages[0].content[0] has '{key}' beside its" in refusal(messages, reason="bad_row")
-    plain = {name: value for name, value in part.items() if name != key}
-    ours, theirs = (
-        VLMCollator(processor_of(), ignored_keys=keys)([{"messages": [user([one]), SAY]}])
-        for keys, one in (((key,), part), ((), plain))
-    )
-    assert ours["input_ids"].equal(theirs["input_ids"])
+@pytest.mark.parametrize("part", [text("2 + 2?"), {"type": "image", "image": picture()}])
+def test_a_key_beside_a_text_or_an_image_is_refused_too(part):
+    noted = [user([{**part, "note": "A receipt"}]), SAY]
+    assert "messages[0].content[0] has 'note' beside its" in refusal(noted, reason="bad_row")
+    ours = VLMCollator(processor_of(), ignored_keys=("note",))([{"messages": noted}])
+    assert ours["input_ids"].equal(VLMCollator(processor_of())([{"messages": [user([part]), SAY]}])["input_ids"])
 
 
 @pytest.mark.parametrize("keys", ["id", [1], ("content",), ("from",)])

@@ -19,14 +19,7 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.collate.video import (
-    VideoSettings,
-    frame_timestamps,
-    load_video,
-    patchify,
-    read_frames,
-    resize_frames,
-)
+from vlmpack.collate.video import VideoSettings, frame_timestamps, load_video, patchify, read_frames, resize_frames
 from vlmpack.data.images import ImageError, load_image
 
 needs_qwen = pytest.mark.skipif(

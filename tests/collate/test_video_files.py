@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import math
 import pickle
 import subprocess
@@ -16,22 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat, fast_and_slow, needs_torchvision, picture, processor_of, says, text, user
+from chats import chat, fast_and_slow, processor_of, says, text, user
 from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoProcessor
-from transformers.video_utils import load_video
 
 from vlmpack import PackedStep, VLMCollator
 from vlmpack.collate import FrameSampling
 from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of, sample_frames
 from vlmpack.collate.video import load_video as load_clip
-from vlmpack.data import ImageError, VideoLimits, save_processor
+from vlmpack.data import ImageError, VideoLimits
 from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
-from vlmpack.testing import tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import tiny_model
 
 REFERENCE = Path(__file__).parents[1] / "transformers_videos.py"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -203,49 +200,6 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
         assert video.seconds == measured.seconds == expected["seconds"]
         assert list(video.timestamps) == list(measured.timestamps) == expected["timestamps"]
         torch.testing.assert_close(video.pixels, expected["pixels"], rtol=0, atol=1e-6)
-
-
-@needs_torchvision
-@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen2_5_vl", "qwen3_vl"]))
-def test_a_sample_with_a_file_and_an_image_is_what_the_whole_processor_makes(family: str, tmp_path: Path) -> None:
-    """Of other pixels than images: by the settings of the video processor, which AutoProcessor loads."""
-    processor = tiny_processor(family)
-    tiny_config(family, processor=processor).save_pretrained(tmp_path)
-    save_processor(processor, tmp_path)
-    is_per_clip = family.startswith("qwen3")
-    settings = {
-        "video_processor_type": "Qwen3VLVideoProcessor" if is_per_clip else "Qwen2VLVideoProcessor",
-        "patch_size": processor.image_processor.patch_size,
-        "size": {"shortest_edge": 3136, "longest_edge": 31360},
-        "image_mean": [0.3, 0.4, 0.5],
-        "image_std": [0.5, 0.6, 0.7],
-        "fps": 2,
-    }
-    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(settings))
-    processor = AutoProcessor.from_pretrained(tmp_path)
-    write_clip(tmp_path / "clip.mp4", num_frames=37, fps=12)
-    sample = asked(str(tmp_path / "clip.mp4"))
-    sample["messages"][0]["content"].insert(1, {"type": "image", "image": picture(90, 61)})
-    frames, metadata = load_video(str(tmp_path / "clip.mp4"), backend="pyav")
-    whole = processor(
-        text=[processor.apply_chat_template(sample["messages"], tokenize=False)],
-        images=[[picture(90, 61)]],
-        videos=[frames],
-        video_metadata=[metadata],
-        do_sample_frames=True,
-        fps=2,
-        return_tensors="pt",
-    )
-    collator = VLMCollator(processor)
-    batch = collator([sample])
-    assert len(collator.measure(sample).input_ids) == batch["input_ids"].shape[1]
-    assert set(batch) - set(whole) == {"labels", "vlmpack"}
-    assert whole.keys() <= batch.keys()
-    for name in whole.keys() - {"pixel_values_videos", "second_per_grid_ts"}:
-        assert torch.equal(batch[name], whole[name]), name
-    torch.testing.assert_close(batch["pixel_values_videos"], whole["pixel_values_videos"], rtol=0, atol=1e-6)
-    if "second_per_grid_ts" in whole:
-        assert list(batch["second_per_grid_ts"]) == list(whole["second_per_grid_ts"])
 
 
 # ---------------------------------------------------------------- in samples

@@ -36,18 +36,10 @@ dicts = st.deferred(lambda: st.dictionaries(keys, values, min_size=1, max_size=4
 values = texts | st.lists(texts, min_size=2, max_size=3) | dicts | st.lists(dicts, min_size=2, max_size=3)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ({"text_sequence": "plain"}, "plain"),
-        ({"text_sequence": "x", "a": "1"}, "<s_text_sequence>x</s_text_sequence><s_a>1</s_a>"),
-        ({"a": 3, "b": None, "c": [1.5, True]}, "<s_c>1.5<sep/>True</s_c><s_b>None</s_b><s_a>3</s_a>"),
-        ({}, ""),
-        ([], ""),
-    ],
-)
-def test_other_values_are_written_as_python_writes_them(value: Any, text: str) -> None:
-    assert json2token(value) == text
+def test_other_values_are_written_as_python_writes_them() -> None:
+    assert json2token({"text_sequence": "x", "a": "1"}) == "<s_text_sequence>x</s_text_sequence><s_a>1</s_a>"
+    assert json2token({"a": 3, "b": None, "c": [1.5, True]}) == "<s_c>1.5<sep/>True</s_c><s_b>None</s_b><s_a>3</s_a>"
+    assert [json2token(value) for value in ({"text_sequence": "plain"}, {}, [])] == ["plain", "", ""]
 
 
 @settings(max_examples=40)

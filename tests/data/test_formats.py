@@ -364,15 +364,6 @@ class TestDatasetInfo:
         assert [message["role"] for message in sample["messages"]] == ["user", "function_call", "tool", "assistant"]
         assert read_tools(sample["tools"]) == [{"name": "sum"}]
 
-    def test_images_start_at_its_folder(self, tmp_path: Path) -> None:
-        written([], tmp_path)  # pictures
-        path = tmp_path / "sub" / "data.json"
-        path.parent.mkdir()
-        path.write_text(json.dumps([ALPACA]))
-        columns = {"prompt": "instruction", "response": "output", "images": "images"}
-        info = self.info(tmp_path, file_name="sub/data.json", columns=columns)
-        assert open_dataset(path, columns=info)[0]["images"] == [str(tmp_path / "x.jpg")]
-
     def test_it_is_a_data_set_by_itself(self, tmp_path: Path) -> None:
         """Its names are listed, and one is chosen; `columns=` is not needed."""
         written([ALPACA], tmp_path, "data.json")

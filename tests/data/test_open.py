@@ -166,10 +166,6 @@ class TestPaths:
         }
         assert open_dataset(written(tmp_path, [row]))[0] == {**row, "id": 0}
 
-    def test_a_collator_finds_the_image(self, tmp_path: Path) -> None:
-        sample = open_dataset(written(tmp_path, [{"messages": [*SEEN, CHAT[1]]}]))[0]
-        assert len(VLMCollator(tiny_processor())([sample])["image_grid_thw"]) == 1
-
     def test_they_may_start_elsewhere(self, tmp_path: Path) -> None:
         path = written(tmp_path, [{"messages": SEEN, "image": "0.png"}, {"messages": CHAT, "image": "/1.png"}])
         (root := tmp_path / "coco").mkdir()

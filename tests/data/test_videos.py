@@ -215,16 +215,6 @@ def test_damage_is_refused_or_leaves_a_video_of_that_length(name: str, tmp_path:
     assert outcomes.count("refused") >= 10
 
 
-def test_damaged_frames_are_found_by_decoding(clip: bytes) -> None:
-    middle = clip.index(b"mdat") + 1900
-    data = bytearray(clip)
-    data[middle : middle + 700] = bytes(700)
-    assert read_video_header(bytes(data)).num_frames == 20
-    with pytest.raises(ImageError, match=r"the video cannot be decoded: .* write the file again or drop") as caught:
-        list(decode_frames(bytes(data), range(20)))
-    assert caught.value.reason == "video_undecodable"
-
-
 def test_a_file_of_sound_has_no_video(tmp_path: Path) -> None:
     with av.open(str(tmp_path / "a.mp4"), "w") as out:
         stream = out.add_stream("aac", rate=8000, layout="mono")
