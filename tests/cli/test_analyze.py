@@ -104,7 +104,7 @@ def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> 
         (["--strategy", "typo"], "Invalid value for '--strategy'"),
         (["--overlength", "drp"], "Invalid value for '--overlength'"),
         (["--overlength", "drop"], "vlmpack: overlength='drop' needs max_length=, the most tokens"),
-        (["--split", "test"], "is one split, whatever it is called"),
+        (["--split", "test"], "a file given by name is one split"),
         (["--image-root", "nowhere"], "vlmpack: image_root='nowhere' is not a folder"),
         (["--add-stop", "<stop>"], "add_stop='<stop>' is no special token of the tokenizer"),
     ],

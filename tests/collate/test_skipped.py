@@ -66,7 +66,7 @@ def test_a_row_of_bad_samples_reaches_the_skip_limit():
     with pytest.raises(ConfigError) as caught:
         skip_log.refuse(bad("bad_grid", index=5, sample_id="r9"))
     message = str(caught.value)
-    assert message.startswith("3 samples in a row (max_consecutive_bad=3) had to be refused: no_targets 3, bad_grid 2.")
+    assert message.startswith("3 samples in a row (max_consecutive_bad=3) were refused: no_targets 3, bad_grid 2.")
     assert "The last was sample 5 (id 'r9'): nothing to learn. Repair the data, or raise the skip limit" in message
     assert skip_log.received == 6
 
@@ -81,7 +81,7 @@ def test_a_fraction_of_bad_samples_reaches_the_skip_limit_once_enough_were_seen(
     with pytest.raises(ConfigError) as caught:
         skip_log.refuse(bad())
     assert str(caught.value).startswith(
-        f"4 of 8 samples (50.0%, max_bad_fraction=0.25) had to be refused: no_targets 4; each is written down in {path}"
+        f"4 of 8 samples (50.0%, max_bad_fraction=0.25) were refused: no_targets 4; they are listed in {path}"
     )
 
 
@@ -197,5 +197,5 @@ def test_without_a_log_the_first_skipped_sample_is_warned_of_once(has_log, tmp_p
             collator.collate([chat("?", "a"), chat("?", "", id="r7"), chat("?", "")])
     assert [warning.category for warning in said] == [SkippedWarning] * (not has_log)
     assert all(str(w.message).startswith("sample 1 (id 'r7'): its answer is empty") for w in said)
-    assert all("skip_log='refused.jsonl' writes each down" in str(warning.message) for warning in said)
+    assert all("skip_log='refused.jsonl' lists them" in str(warning.message) for warning in said)
     assert collator.skip_log.refused == 4

@@ -67,7 +67,7 @@ def test_an_option_that_is_none_is_absent_as_in_a_table_where_another_row_has_it
 
 @pytest.mark.parametrize("name", ["quite", "uiet", "message", "add_generation_prompt", "raise_exception"])
 def test_an_option_that_is_no_variable_of_the_template_is_refused(name):
-    with pytest.raises(Refusal, match=f"has {name}, which the chat template does not read; it reads quiet: see"):
+    with pytest.raises(Refusal, match=f"has {name}, which the chat template does not read; it reads quiet: correct"):
         written(chat(chat_template_kwargs={name: True}))
 
 

@@ -106,11 +106,11 @@ def test_a_sample_that_cannot_be_read_is_named_by_its_data_set() -> None:
 @pytest.mark.parametrize(
     ("datasets", "settings", "expected"),
     [
-        ({}, {}, "takes data sets by name"),
-        ([[1]], {}, "takes data sets by name"),
+        ({}, {}, "takes datasets by name"),
+        ([[1]], {}, "takes datasets by name"),
         ({"a": []}, {}, "'a' of the mix is a list without samples"),
         ({"a": "a.jsonl"}, {}, "'a' of the mix is a str without samples"),
-        ({"a": [1]}, {"weights": {"b": 1}}, "weights are of b, and the data sets are a"),
+        ({"a": [1]}, {"weights": {"b": 1}}, "weights are of b, but the datasets are a"),
         ({"a": [1]}, {"weights": {"a": 0}}, "the weight of 'a' is 0"),
         ({"a": [1]}, {"num": 0}, "num is 0"),
         ({"a": [1]}, {"stopping_strategy": "never"}, "stopping_strategy"),

@@ -129,16 +129,14 @@ class ChatTemplate:
             ConfigError: the processor has no template.
         """
         if self.processor.chat_template is None:
-            remedy = "load the instruction-tuned model's, set processor.chat_template, or give prompt and completion"
-            raise ConfigError(
-                f"the processor has no chat template, so messages cannot become text; {remedy} as strings"
-            )
+            fault = "the processor has no chat template; load the instruction-tuned model's, set"
+            raise ConfigError(f"{fault} processor.chat_template, or give prompt and completion as strings")
         self._check_options(conversation)
         try:
             text = self._write(self._formed(conversation.messages), **conversation.template_options)
         except Exception as error:  # a template can fail in any way on messages it rejects
-            fault = f"the chat template cannot write its messages ({type(error).__name__}: {error}); compare roles"
-            raise Refusal("template_error", f"{fault} and content with what the template expects") from error
+            fault = f"the chat template cannot write its messages ({type(error).__name__}: {error})"
+            raise Refusal("template_error", f"{fault}; check their roles and contents") from error
         self._check_texts(conversation.messages, conversation.template_options, text)
         return text
 
@@ -165,10 +163,9 @@ class ChatTemplate:
             if len(spans) > len(turns) and not text[spans[at - 1][1] : spans[at][0]].strip():
                 spans[at - 1 : at + 1] = [(spans[at - 1][0], spans[at][1])]
         if len(spans) != len(turns):
-            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages, so"
+            fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages"
             remedy = "repair its {% generation %}, use train_on='all', or give tokenized samples with labels"
-            of_all = not spans
-            raise Refusal("turn_mismatch", f"{fault} it is not known which tokens to learn; {remedy}", of_all=of_all)
+            raise Refusal("turn_mismatch", f"{fault}; {remedy}", of_all=not spans)
         said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
         return [self._with_end(text, span, messages[at + 1 :]) for at, span in said]
 
@@ -202,8 +199,7 @@ class ChatTemplate:
             likely = self._behind("user") or self._tokenizer.eos_token
             warnings.warn(
                 "the chat template writes no special token after an answer, so a model trained on it may never stop: "
-                f"VLMCollator(add_stop={likely!r}) writes one after the last answer of a sample. Choose a token at "
-                "which generation stops. This warning is given once",
+                f"VLMCollator(add_stop={likely!r}) writes one after the last answer of a sample",
                 stacklevel=2,
             )
         return ""
@@ -235,8 +231,8 @@ class ChatTemplate:
             **{**self._tokenizer.special_tokens_map, **conversation.template_options},
         )
         if written != text:
-            fault = "apply_chat_template writes its messages otherwise than the template's {% generation %} marks have"
-            raise Refusal("turn_mismatch", f"{fault} it, so answers are not known; use train_on='all'", of_all=True)
+            fault = "apply_chat_template writes another text than the one with {% generation %} marks"
+            raise Refusal("turn_mismatch", f"{fault}; use train_on='all'", of_all=True)
         return [(int(start), int(stop)) for start, stop in spans]
 
     def _located(self, conversation: Conversation, text: str) -> tuple[Layout, list[int]]:
@@ -448,12 +444,11 @@ class ChatTemplate:
     def _check_options(self, conversation: Conversation) -> None:
         options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
         if "tools" in options and self._leaves_tools_out:
-            fault = "it has tools, which the chat template does not write: the model would learn an answer without them"
-            remedy = "give the processor a chat template that does, or write them into the content"
-            raise Refusal("template_ignores", f"{fault}; {remedy}")
+            fault = "it has tools, which the chat template does not write; give the processor one that does"
+            raise Refusal("template_ignores", fault)
         if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
             fault = f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads"
-            remedy = f"{', '.join(sorted(self._variables)) or 'none'}: see how it is spelt there, or leave it out"
+            remedy = f"{', '.join(sorted(self._variables)) or 'none'}: correct or remove it"
             raise Refusal("template_ignores", f"{fault} {remedy}")
 
     @cached_property

@@ -345,9 +345,8 @@ class VLMCollator:
                     self.skip_log.refuse(outcome)
         if skipped and self.skip_log.path is None and self.skip_log.is_first("skipped"):
             warnings.warn(
-                f"{skipped[0]} ({skipped[0].reason}). It is left out (on_bad='skip'), and so are others like it: their "
-                "number is collator.skip_log.refused, by reason collator.skip_log.reasons, and "
-                "skip_log='refused.jsonl' writes each down; this is said once",
+                f"{skipped[0]} ({skipped[0].reason}). It is left out (on_bad='skip'). collator.skip_log counts such "
+                "samples by reason, and skip_log='refused.jsonl' lists them. This warning is given once",
                 SkippedWarning,
                 stacklevel=4,
             )

@@ -167,10 +167,7 @@ class Encoder:
     def media(self) -> MediaReader:
         """Reads and measures media."""
         return MediaReader(
-            processor=self.processor,
-            metadata=self.metadata,
-            limits=self.limits,
-            file_rules=self.file_rules,
+            processor=self.processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
         )
 
     @cached_property
@@ -237,7 +234,7 @@ class Encoder:
 
     def _warn_of_unread(self, columns: Sequence[str]) -> None:
         if columns and self.name_unread is not None and (new := self.name_unread(columns)):
-            warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}; this is said once", stacklevel=2)
+            warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}", stacklevel=2)
 
     def _tokenized(self, feature: Mapping[str, Any]) -> Encoded:
         """Read a tokenized sample. Token types for experts are computed anew."""

@@ -142,7 +142,7 @@ class SkipLog:
 
     def __repr__(self) -> str:
         why = "".join(f", {reason} {count}" for reason, count in self.reasons.most_common())
-        where = "" if self.path is None else f"; written down in {str(self.path)!r}"
+        where = "" if self.path is None else f"; listed in {str(self.path)!r}"
         cut = f" ({self.truncated} truncated)" if self.truncated else ""
         return f"SkipLog({self.received} received, {self.used} used{cut}, {self.refused} refused{why}{where})"
 
@@ -262,10 +262,9 @@ class SkipLog:
         else:
             return
         why = ", ".join(f"{reason} {count}" for reason, count in self.reasons.most_common())
-        where = "" if self.path is None else f"; each is written down in {self.path}"
-        raise ConfigError(
-            f"{excess} had to be refused: {why}{where}. The last was {error}. Repair the data, or raise the skip limit"
-        ) from error
+        where = "" if self.path is None else f"; they are listed in {self.path}"
+        fault = f"{excess} were refused: {why}{where}. The last was {error}"
+        raise ConfigError(f"{fault}. Repair the data, or raise the skip limit") from error
 
 
 def read_skip_log(path: str | Path) -> list[dict[str, Any]]:

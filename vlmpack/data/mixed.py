@@ -47,7 +47,7 @@ def mix_datasets(
         ConfigError: there is no dataset, a dataset is empty or has no length, or weights, names and `num` do not match.
     """
     if not isinstance(datasets, Mapping) or not datasets:
-        raise ConfigError("mix_datasets takes data sets by name: {'receipts': open_dataset(...), 'chats': ...}")
+        raise ConfigError("mix_datasets takes datasets by name: {'receipts': open_dataset(...), 'chats': ...}")
     check_choice("stopping_strategy", stopping_strategy, get_args(StoppingStrategy))
     sizes = {name: _size(name, dataset) for name, dataset in datasets.items()}
     shares = {name: float(size) for name, size in sizes.items()} if weights is None else _shares(weights, sizes)
@@ -157,21 +157,17 @@ def _size(name: str, dataset: Any) -> int:
     except TypeError:
         size = 0
     if isinstance(dataset, str) or not size:
-        fault = f"the data set {name!r} of the mix is a {type(dataset).__name__} without samples; give a map-style data"
-        raise ConfigError(f"{fault} set, such as vlmpack.data.open_dataset(path), or a list")
+        fault = f"the dataset {name!r} of the mix is a {type(dataset).__name__} without samples"
+        raise ConfigError(f"{fault}; give a map-style dataset, such as open_dataset(path), or a list")
     return size
 
 
 def _shares(weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:
     if set(weights) != set(sizes):
-        raise ConfigError(
-            f"weights are of {', '.join(weights)}, and the data sets are {', '.join(sizes)}; name the same"
-        )
+        raise ConfigError(f"weights are of {', '.join(weights)}, but the datasets are {', '.join(sizes)}")
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ConfigError(
-                f"the weight of {name!r} is {weight!r}; it has to be above 0 (leave the data set out for 0)"
-            )
+            raise ConfigError(f"the weight of {name!r} is {weight!r}; it must be above 0 (or leave the dataset out)")
     return {name: float(weights[name]) for name in sizes}
 
 

@@ -74,7 +74,7 @@ class JsonRows:
             row = json.loads(text)
             fault = None if isinstance(row, dict) else f"is a {type(row).__name__}"
         except OSError as error:
-            message = f"{self.path} cannot be read any more: {error}; put it back, or open the data set again"
+            message = f"{self.path} cannot be read any more: {error}; open the dataset again"
             raise SampleError(message, index=int(index), reason="row_unreadable") from error
         except RecursionError:
             fault = "is nested too deeply to be read"
@@ -208,7 +208,7 @@ class StoredRows:
         try:
             return self._decoded(row)
         except ValueError as error:
-            detail = f"a column of the feature Json cannot be decoded: {error}; write the data set again"
+            detail = f"a column of the feature Json cannot be decoded: {error}; write the dataset again"
             raise SampleError(detail, index=index, reason="row_unreadable") from error
 
     def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[dict[str, Any]]:
