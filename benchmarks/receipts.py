@@ -154,7 +154,7 @@ def receipt_samples(family: Family, config: Any, shapes: ReceiptShapes, *, seed:
         medium = _medium(family, config, round(length * shapes.image_share), room=length - labelled)
         stretches = [0, length - _tokens(config, medium)] if medium else [length]
         number = len(shapes.lengths) * seed + at
-        samples.append(build_sample(config, stretches=stretches, labelled=labelled, seed=number, **medium))
+        samples.append(build_sample(config, stretches=stretches, labeled=labelled, seed=number, **medium))
     return samples
 
 

@@ -105,7 +105,7 @@ def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iter
     prompt = build_sample(config, stretches=stretches, image_grids=grids, seed=seed)
     prompt["labels"] = torch.full_like(prompt["labels"], IGNORE)
     for branch in range(rollouts.samples):
-        own = build_sample(config, stretches=[rollouts.branch], labelled=rollouts.branch, seed=seed + 1 + branch)
+        own = build_sample(config, stretches=[rollouts.branch], labeled=rollouts.branch, seed=seed + 1 + branch)
         yield joined([prompt, own])
 
 

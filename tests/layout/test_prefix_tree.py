@@ -99,8 +99,8 @@ def test_what_is_derived_is_made_once_a_device_and_does_not_travel():
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        ({"parents": (-1, 0, 0, 1, 2)}, "node 3 stands behind its parent 1, but not among its descendants"),
-        ({"parents": (-1, 2, 0, 2, 2)}, "node 1 stands behind its parent 2"),
+        ({"parents": (-1, 0, 0, 1, 2)}, "node 3 comes after its parent 1, but not among its descendants"),
+        ({"parents": (-1, 2, 0, 2, 2)}, "node 1 comes after its parent 2"),
         ({"parents": (), "lengths": ()}, "at least one node"),
         ({"lengths": (1, 1, 1, 1)}, "5 nodes need one length each"),
         ({"lengths": (1, 1, 1, 1, 0)}, "at least 1"),

@@ -130,7 +130,7 @@ def test_the_processor_of_another_model_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen2_5_vl", vocab_size=2000), processor)
     with pytest.raises(ConfigError, match=r"other placeholders than the model: .*give the processor that was saved"):
         vlmpack.probe(tiny_model("qwen3_vl", vocab_size=2000), processor)
-    with pytest.raises(ConfigError, match="the processor is no InternVLProcessor, of which the model takes images"):
+    with pytest.raises(ConfigError, match="the processor is not InternVLProcessor, whose images the model takes"):
         vlmpack.probe(tiny_model("internvl", vocab_size=2000), tiny_processor("llava"))
 
 

@@ -359,8 +359,8 @@ def check_is_batch(batch: Mapping[str, Any]) -> None:
     if batch.get("input_ids") is None:
         columns = ", ".join(map(str, batch)) or "nothing"
         raise LayoutError(
-            f"a batch has input_ids, and this one has {columns}: of samples (messages and images, texts) a collator "
-            "makes batches: VLMCollator(processor, layout='packed')([sample, ...])"
+            f"a batch needs input_ids, but this one has {columns}: a collator makes batches of samples (messages and "
+            "images, texts): VLMCollator(processor, layout='packed')([sample, ...])"
         )
 
 

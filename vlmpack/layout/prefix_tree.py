@@ -194,7 +194,7 @@ def _check_depth_first(parents: Sequence[int]) -> None:
             path.pop()
         if parent != -1 and not path:
             raise LayoutError(
-                f"node {node} stands behind its parent {parent}, but not among its descendants: nodes are in "
+                f"node {node} comes after its parent {parent}, but not among its descendants: nodes are in "
                 "depth-first order, each before its children"
             )
         path.append(node)

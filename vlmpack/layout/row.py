@@ -250,7 +250,7 @@ def _shifted(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | Non
     check_none_on_padding(
         labels,
         segments,
-        "labels of the row hold targets between its samples or behind the last one, which belong to none; set them "
+        "labels of the row hold targets between its samples or behind the last one, in no sample; set them "
         "to -100 there, or give the boundary that is missing in cu_seqlens_q (and, of a row with gaps, "
         "cu_seqlens_q_padded)",
     )

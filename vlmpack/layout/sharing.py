@@ -1,7 +1,7 @@
 """Find the shared prefixes of a row's samples, and keep their media once: `share`, and its inverse `unshare`.
 
-Every token is a symbol: its id, or for a placeholder, a number for the CONTENT of its medium with its grid. Token ids
-alone would merge different images of the same grid. The symbols make a compressed trie, the `PrefixTree`:
+Every token has a number: its id, or for a placeholder, one for the CONTENT of its medium with its grid. Token ids alone
+would merge different images of the same grid. The numbers make a compressed trie, the `PrefixTree`:
 
     samples      a b I I c      a b I I d e      a b J J c          I, J: two images of the same grid
     trie         a b ─┬─ I I ─┬─ c
@@ -71,7 +71,7 @@ def share(
         found = {"images": images, "videos": videos, "audios": audios}
         tree = find_prefix_tree(whole, **found, min_shared=min_shared, groups=groups)
     else:
-        tree = _Symbols.of(whole, (images, videos, audios)).compared(tree)
+        tree = _TokenNumbers.of(whole, (images, videos, audios)).compared(tree)
     if tree is None:
         return row
     chosen, target = {IMAGE: tree.images, VIDEO: tree.videos, AUDIO: tree.audios}, table.in_tree(tree)
@@ -160,12 +160,12 @@ def find_prefix_tree(
         return None
     # two tensors with the same number would not compare as equal
     groups = [group.item() if isinstance(group, torch.Tensor) else group for group in groups]
-    symbols = _Symbols.of(row, (images, videos, audios))
-    trie = compressed_trie(symbols.of_samples, groups, min_shared)
+    numbers = _TokenNumbers.of(row, (images, videos, audios))
+    trie = compressed_trie(numbers.of_samples, groups, min_shared)
     if sum(trie.lengths) == row.segments.total:
         return None
     tree = PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
-    return symbols.with_media(tree)
+    return numbers.with_media(tree)
 
 
 # ---------------------------------------------------------------------- parts of the media tensors
@@ -283,29 +283,29 @@ def take_media(
     return Media.from_hf(taken, names=[name for name in taken if name not in MEDIA_KEYS])
 
 
-# ---------------------------------------------------------------------- symbols
+# ---------------------------------------------------------------------- numbers of tokens
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Symbols:
+class _TokenNumbers:
     """The row as numbers; two numbers are equal if the tokens and the media behind them are equal.
 
-    An atom is a medium with the text between its frames, or a run of tokens that attend to each other in both
-    directions. No branch begins inside an atom, because all its tokens have the number of its whole content.
+    An indivisible run is a medium with the text between its frames, or tokens that attend to each other in both
+    directions. No branch begins inside such a run, because all its tokens have the number of its whole content.
     """
 
     values: np.ndarray
     """int64 [T]: the number of each token."""
-    atoms: np.ndarray
-    """int64 [T]: position in the row where the atom of each token begins; for other tokens, their own position."""
+    run_starts: np.ndarray
+    """int64 [T]: position in the row where the indivisible run of each token begins; for other tokens, their own."""
     segments: Segments
     """The row's boundaries."""
     starts: Sequence[np.ndarray]
     """One int64 array for images, videos and audios: position in the row of the first placeholder of each medium."""
 
     @classmethod
-    def of(cls, row: PackedRow, numbers: Sequence[Sequence[int]]) -> _Symbols:
+    def of(cls, row: PackedRow, numbers: Sequence[Sequence[int]]) -> _TokenNumbers:
         """Check that the row can be shared, and number its tokens.
 
         `numbers`: content numbers of images, of videos and of audios.
@@ -317,23 +317,23 @@ class _Symbols:
         _check_targets(row)
         segments = row.segments
         table = row.known_metadata.media or MediaTable()
-        values, atoms = row.input_ids[0].numpy().copy(), np.arange(segments.total)
+        values, run_starts = row.input_ids[0].numpy().copy(), np.arange(segments.total)
         contents: dict[Hashable, int] = {}
 
         def write(start: int, stop: int, content: Hashable) -> None:
             values[start:stop] = -1 - contents.setdefault(content, len(contents))
-            atoms[start:stop] = start
+            run_starts[start:stop] = start
 
         spans = [table.spans(segments, kind) for kind in KINDS]
         for kind, of_kind, spans_N2 in zip(KINDS, numbers, spans, strict=True):
             for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans_N2.tolist(), strict=True):
                 write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
         for start, stop in _two_way_runs(row, table):
-            begin, last = int(atoms[start]), int(atoms[stop - 1])
-            if begin != last:  # the last atom may extend beyond the run
-                end = last + int(np.count_nonzero(atoms == last))
+            begin, last = int(run_starts[start]), int(run_starts[stop - 1])
+            if begin != last:  # the last run may extend beyond this one
+                end = last + int(np.count_nonzero(run_starts == last))
                 write(begin, end, values[begin:end].tobytes())
-        return cls(values=values, atoms=atoms, segments=segments, starts=[s[:, 0] for s in spans])
+        return cls(values=values, run_starts=run_starts, segments=segments, starts=[s[:, 0] for s in spans])
 
     @property
     def of_samples(self) -> list[np.ndarray]:
@@ -345,7 +345,7 @@ class _Symbols:
 
         Raises:
             LayoutError: the tree belongs to another row, it shares tokens that differ between samples, or a node ends
-                inside an atom.
+                inside an indivisible run.
         """
         if tree.segments != self.segments:
             raise LayoutError(
@@ -354,7 +354,9 @@ class _Symbols:
             )
         first = tree.source().numpy()[tree.place().numpy()]  # position in the row that each token is taken from
         self._require(self.values == self.values[first], "is another one there, or stands for other media")
-        whole = self.atoms[first] == self.atoms[first[self.atoms]]  # from the same sample as the atom's start
+        whole = (
+            self.run_starts[first] == self.run_starts[first[self.run_starts]]
+        )  # from the same sample as the start of its run
         self._require(whole, "is inside an image or video there, or inside tokens that all see each other")
         return self.with_media(tree)
 
@@ -364,7 +366,7 @@ class _Symbols:
             sample = int(self.segments.seq_idx()[place])
             raise LayoutError(
                 f"sample {sample}: the tree takes its token {place - self.segments.stride[sample]} from a sample "
-                f"before it, but it {fault}; leave the tree out, and it is found"
+                f"before it, but it {fault}; leave the tree out: share finds it"
             )
 
     def with_media(self, tree: PrefixTree) -> PrefixTree:

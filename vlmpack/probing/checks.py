@@ -322,7 +322,7 @@ def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
         row = packed.row(samples, metadata)
         if packed.circumstance.shares:
             if row.tree is None:
-                return Check.wrong("packing", "samples that begin alike share nothing")
+                return Check.wrong("packing", "samples with a shared prefix share nothing")
             row = unshare(row, read_media=setup.probed.family.media_reader(setup.probed.config))
         places, media = [torch.arange(*span) for span in segments.spans], media_of(samples).to_hf()
         checks.append(check_tokens(row.input_ids, row.media.to_hf(), media, samples, places, segments.total))

@@ -103,12 +103,12 @@ class _SyncOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if moving.counts_as_device() and _synchronises(func, name, args, kwargs or {}):
+        if moving.counts_as_device() and _synchronizes(func, name, args, kwargs or {}):
             self._syncs.append(_sync_here(name))
         return func(*args, **(kwargs or {}))
 
 
-def _synchronises(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+def _synchronizes(func: Any, name: str, args: Any, kwargs: Any) -> bool:
     if name == "repeat_interleave":  # with a tensor of repeats, their sum is the output size
         return func._overloadname != "self_int" and kwargs.get("output_size") is None
     if name in INDEXED:

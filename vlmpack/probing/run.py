@@ -120,7 +120,7 @@ def _refusal(model: nn.Module, attention: str) -> BackendError | None:
 
     Some reasons, such as a softcap or sinks, show only in a call.
     """
-    sample = build_sample(ProbedModel.of(model).config, stretches=[4], labelled=2)
+    sample = build_sample(ProbedModel.of(model).config, stretches=[4], labeled=2)
     with preserved_state(model), torch.no_grad():
         try:
             PackedStep(model, StepConfig(attention=attention))(pack(padded([sample])))
@@ -176,7 +176,7 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
             has = f"the processor makes token id {highest}, and the model has {vocabulary} of them"
             raise ConfigError(f"{has}; {remedy}")
         if not family.has_grids and (sample.family is None or sample.family.processor != family.processor):
-            raise ConfigError(f"the processor is no {family.processor}, of which the model takes images; {remedy}")
+            raise ConfigError(f"the processor is not {family.processor}, whose images the model takes; {remedy}")
         made = [sample[name].shape[1:] for name in family.pixel_names if patch and name in sample]
         if made and prod(made[0]) != prod(patch):
             patches = f"patches of {prod(made[0])} numbers, and the model takes {prod(patch)}"

@@ -84,7 +84,7 @@ def build_sample(
     seconds: Sequence[float] = (),
     audio_frames: Sequence[int] = (),
     videos_first: bool = False,
-    labelled: int | None = None,
+    labeled: int | None = None,
     several: bool | None = None,
     seed: int = 0,
 ) -> Sample:
@@ -102,7 +102,7 @@ def build_sample(
         seconds: for each video, the seconds from one grid to the next (Qwen2.5-VL, Qwen-Omni).
         audio_frames: log-mel frames of each audio.
         videos_first: put the videos before the images.
-        labelled: number of tokens to label at the end, beside the first token; None: label the first and the last
+        labeled: number of tokens to label at the end, beside the first token; None: label the first and the last
             stretch of text. In families with a prefix (PaliGemma), this is also the length of the suffix; None: half of
             the last stretch.
         several: write images in the form for samples with several images; None: if there are several.
@@ -125,15 +125,15 @@ def build_sample(
     for i, (length, placeholders) in enumerate(zip(stretches, media, strict=True)):
         ids += [*torch.randint(words.start, words.stop, (length,), generator=rng).tolist(), *placeholders]
         targets += [i in (0, len(stretches) - 1)] * length + [False] * len(placeholders)
-    if labelled is not None:
-        targets = [i == 0 or i >= len(ids) - labelled for i in range(len(ids))]
+    if labeled is not None:
+        targets = [i == 0 or i >= len(ids) - labeled for i in range(len(ids))]
     input_ids = torch.tensor(ids)
     sample: dict[str, torch.Tensor] = {"input_ids": input_ids}
     sample |= {"labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
     sample |= family.expert_types_of(input_ids, config)
-    suffix = (stretches[-1] + 1) // 2 if labelled is None else labelled
+    suffix = (stretches[-1] + 1) // 2 if labeled is None else labeled
     for name in family.token_columns:
         sample[name] = (torch.arange(len(ids)) >= len(ids) - suffix).long()
     if tiles or clips:
@@ -236,7 +236,7 @@ def synthetic_samples(config: Any) -> list[Sample]:
     """
     family = family_named(config.model_type)
     if not family.has_vision:
-        return [build_sample(config, stretches=[2 * n], labelled=n, seed=n) for n in (5, 11, 8)]
+        return [build_sample(config, stretches=[2 * n], labeled=n, seed=n) for n in (5, 11, 8)]
     side = family.merge(config)
 
     def grid(rows: int, columns: int, frames: int = 1) -> Grid:
@@ -253,7 +253,7 @@ def synthetic_samples(config: Any) -> list[Sample]:
             audios.append(build_sample(config, stretches=[3] * (len(frames) + 1), audio_frames=frames, seed=6 + at))
     return [
         build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
-        build_sample(config, stretches=[10], labelled=5, seed=2),
+        build_sample(config, stretches=[10], labeled=5, seed=2),
         build_sample(config, stretches=[4, 0, 4], image_grids=[grid(5, 2), grid(1, 3)], seed=3),
         *videos,
         *audios,
@@ -337,7 +337,7 @@ def with_adversarial_lengths(samples: Sequence[Sample], config: Any) -> list[Sam
     Kernels and layouts take other paths for more samples, long samples, and samples of equal length.
     """
     first, second, *others = samples
-    long = build_sample(config, stretches=[LONG_TEXT], labelled=LONG_TEXT // 2, seed=5)
+    long = build_sample(config, stretches=[LONG_TEXT], labeled=LONG_TEXT // 2, seed=5)
     return [first, perturbed(first, config), second, long, *others]
 
 
