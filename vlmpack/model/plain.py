@@ -61,18 +61,27 @@ def find_model(model: nn.Module) -> Any:
         raise FamilyError(
             f"a {type(model).__name__} is no model; load it first: AutoModelForImageTextToText.from_pretrained(...)"
         )
-    if not (models := _models(model)):
+    core = next(_models(model), None)
+    if core is None:
         raise FamilyError(
             f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "
             "AutoModelForImageTextToText (or AutoModelForCausalLM) .from_pretrained returns, or a wrapper around it"
         )
-    return models[0]
+    return core
 
 
-def _models(holder: nn.Module) -> list[nn.Module]:
-    """Return the models with a head, or if there are none, those without."""
-    models = [module for module in holder.modules() if isinstance(module, PreTrainedModel)]
-    return list(filter(_has_head, models)) or list(filter(is_backbone, models))
+def _models(holder: nn.Module) -> Iterator[nn.Module]:
+    """Yield the models with a head, or if there are none, those without."""
+    without_head: list[nn.Module] | None = []
+    for module in holder.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        if _has_head(module):
+            without_head = None
+            yield module
+        elif without_head is not None and is_backbone(module):
+            without_head.append(module)
+    yield from without_head or ()
 
 
 def _has_head(model: nn.Module) -> bool:

@@ -257,6 +257,8 @@ def _callers(model: ModelParts) -> Iterator[tuple[str, Any]]:
             is_caller = "is_causal" in attributes or module in towers
             if is_caller and isinstance(attributes.get("config"), PreTrainedConfig):
                 yield name, module
+                if module not in towers:
+                    continue  # projections, and their adapters
             stack.extend(child for child in module._modules.values() if child is not None)
 
 
