@@ -34,7 +34,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, compare_media, host_grids
 from vlmpack.layout.device import outside_graph, require
 from vlmpack.layout.media import IMAGE, VIDEO, MediaTable, Medium
-from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
+from vlmpack.layout.row import COLUMNS, IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
 
@@ -400,20 +400,14 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored")
     check_unshared(row, "a rank that holds a part of it")
     partition = Partition(segments=row.segments, ranks=ranks, layout=layout)
     partition.check_rank(rank)
-
-    def cut(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else partition.cut(tensor, rank)
-
+    columns = {name: getattr(row, name) for name in COLUMNS}
+    cut: dict[str, Any] = {name: partition.cut(x, rank) for name, x in columns.items() if x is not None}
     table = _table_of(row)
     images, videos = (MediaShare.spread(media, ranks=ranks) for media in (table.images, table.videos))
     return LocalRow(
-        input_ids=partition.cut(row.input_ids, rank),
+        **cut,
         partition=partition,
         rank=rank,
-        shift_labels=cut(row.shift_labels),
-        shift_weights=cut(row.shift_weights),
-        position_ids=cut(row.position_ids),
-        mm_token_type_ids=cut(row.mm_token_type_ids),
         extras={name: partition.cut(tensor, rank) for name, tensor in row.extras.items()},
         media=_media_of(row.media, images, videos, rank),
         images=images,

@@ -24,7 +24,7 @@ from vlmpack.layout.batch import (
     whole_numbers,
 )
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
-from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
+from vlmpack.layout.row import COLUMNS, IGNORE, PackedRow, roll_left, shift_labels
 from vlmpack.layout.segments import Segments, SlotRule, ranges
 
 
@@ -166,8 +166,7 @@ def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
             raise LayoutError(f"{name} is {list(tensor.shape)}, but the row has {row.segments.total} tokens")
         return tensor.index_select(-1, index_on(tensor.device))
 
-    columns = ("input_ids", "shift_labels", "shift_weights", "position_ids", "mm_token_type_ids")
-    given = {name: getattr(row, name) for name in columns}
+    given = {name: getattr(row, name) for name in COLUMNS}
     taken = {name: take(name, tensor) for name, tensor in given.items() if tensor is not None}
     extras = {name: take(name, tensor) for name, tensor in row.extras.items()}
     kept = replace(row, segments=segments, extras=extras, **taken)

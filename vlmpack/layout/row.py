@@ -37,6 +37,8 @@ from vlmpack.layout.segments import Segments, checked_boundaries, ranges
 
 IGNORE = -100
 """The label that cross-entropy ignores."""
+COLUMNS = ("input_ids", "shift_labels", "shift_weights", "position_ids", "mm_token_type_ids")
+"""Fields of `PackedRow` with one entry for each token, along the last axis; `extras` holds further ones."""
 
 
 @final
