@@ -28,6 +28,7 @@ from vlmpack.machine import NEWEST_TESTED
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import Report, probe
+from vlmpack.probing.layers import attention_layers
 from vlmpack.probing.report import Check
 from vlmpack.testing import tiny_model
 
@@ -82,18 +83,40 @@ def test_the_environment_is_versions_devices_and_back_ends(monkeypatch: pytest.M
         "vlmpack doctor --probe",
     ):
         assert text in result.stdout
-    parts = answer(run("--json"))
+    parts = answer(run("tiny:gpt_oss", "--json"))
     check_keys("doctor", parts)
+    assert [(layer["part"], layer["backend"]) for layer in parts["layers"]] == [("text", "sdpa_segments")] * 2
+    assert "window, sinks" in parts["layers"][0]["heads"]
     assert {entry["name"] for entry in parts["versions"]} >= {"python", "torch", "transformers", "torchvision"}
     assert parts["devices"][0]["type"] == "cpu"
     assert {entry["backend"] for entry in parts["attention"] if not entry["reasons"]} >= {"sdpa_segments", "eager_mask"}
 
 
 def test_options_of_a_probe_need_one() -> None:
-    for arguments, names in ((["tiny"], "MODEL"), (["--device", "cpu", "--tiny"], "--device, --tiny")):
+    for arguments, names in (
+        (["tiny", "--attn", "all"], "--attention"),
+        (["--device", "cpu", "--tiny"], "--device, --tiny"),
+    ):
         result = run(*arguments)
         assert result.exit_code == 2
         assert result.stderr == f"vlmpack: {names} only applies to a probe; add --probe, or leave it out\n"
+
+
+KERNELS = {
+    "qwen2_5_vl": {("vision", "torch_varlen", "FlashAttention 2"), ("text", "torch_varlen", "FlashAttention 2")},
+    "gpt_oss": {("text", "torch_varlen", "FlashAttention 2")},
+    "gemma2": {("text", "sdpa_segments", "scores in memory")},  # without flash-attn and Triton
+}
+
+
+@pytest.mark.parametrize("family", KERNELS)
+def test_the_kernel_of_each_layer_is_named(family: str) -> None:
+    """Of a device that this machine does not have, and of each pattern."""
+    found = attention_layers(tiny_model(family, layers=2).config, device="cuda", dtype=torch.bfloat16)
+    assert found.unknown is None
+    assert {(kind.part, kind.backend, kind.kernel) for kind in found.kinds} == KERNELS[family]
+    assert sum(kind.layers for kind in found.kinds if kind.part == "text") == 2
+    assert all(bool(kind.reasons) == (kind.backend == "sdpa_segments") for kind in found.kinds)
 
 
 def test_every_back_end_answers_for_every_device_and_dtype() -> None:

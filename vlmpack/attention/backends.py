@@ -12,8 +12,9 @@ Shapes: T row tokens, T' key tokens, N query heads, K key-value heads (N a multi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
@@ -505,7 +506,7 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
     if mask is not None and pattern.sinks is not None:
         q_nLNH, k_nLKH, v_nLKH, mask = with_sinks(q_nLNH, k_nLKH, v_nLKH, mask, sinks=pattern.sinks, scale=scale)
     q_nNLH, k_nKLH, v_nKLH = (x.transpose(1, 2) for x in (q_nLNH, k_nLKH, v_nLKH))
-    in_flash = mask is None and q_nNLH.dtype != torch.float32 and q_nNLH.shape[3] <= MAX_HEAD_DIM
+    in_flash = mask is None and _fits_flash(q_nNLH.dtype, q_nNLH.shape[3], v_nKLH.shape[3])
     if q_nNLH.device.type == "cuda" and not in_flash:  # the memory-efficient kernel does not group heads
         group = q_nNLH.shape[1] // k_nKLH.shape[1]
         k_nKLH, v_nKLH = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k_nKLH, v_nKLH))
@@ -521,6 +522,11 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
             enable_gqa=q_nNLH.shape[1] != k_nKLH.shape[1],
         )
     return out_nNLH.transpose(1, 2)
+
+
+def _fits_flash(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Return whether PyTorch's attention takes its flash kernel, if it has no mask."""
+    return dtype in (torch.float16, torch.bfloat16) and head_dim == value_dim <= MAX_HEAD_DIM
 
 
 def _one_by_one(
@@ -604,6 +610,54 @@ BACKENDS: dict[str, Backend] = {
 """The back-ends by name, in the order in which "auto" tries them."""
 
 
+@final
+class _Recorder(Backend):
+    """Records calls and computes nothing."""
+
+    name = "recorder"
+    by_mask = True
+
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
+    ) -> Tensor:
+        return q_TNH.new_empty(*q_TNH.shape[:2], v_TKH.shape[2])
+
+
+_RECORDED: ContextVar[list[AttentionCall] | None] = ContextVar("vlmpack_recorded_calls", default=None)
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[AttentionCall]]:
+    """Record attention calls in a `with` block, and return empty tensors: for models on the meta device."""
+    token = _RECORDED.set(calls := [])
+    try:
+        yield calls
+    finally:
+        _RECORDED.reset(token)
+
+
+def kernel_of(call: AttentionCall, name: str) -> str:
+    """Name the kernel with which a back-end serves `call`.
+
+    `sdpa_segments` leaves the choice to PyTorch, by the rules of its kernels. "scores in memory" is PyTorch's own
+    softmax over all scores: its memory grows with the square of a segment's length.
+    """
+    if name == EagerMask.name:
+        return "scores in memory"
+    if name != SdpaSegments.name:
+        return {"flex": "FlexAttention", "efficient": "memory-efficient attention"}.get(name, "FlashAttention 2")
+    if "softcap" in call.pattern:
+        return "scores in memory"
+    if call.device == "cpu":
+        return "PyTorch's CPU attention"
+    value_dim = call.value_dim or call.head_dim
+    if not {"window", "sinks"} & {*call.pattern} and _fits_flash(call.dtype, call.head_dim, value_dim):
+        return "FlashAttention 2"
+    multiple = 4 if call.dtype == torch.float32 else 8
+    is_aligned = call.head_dim % multiple == 0 and value_dim % multiple == 0
+    return "memory-efficient attention" if is_aligned and call.dtype != torch.float64 else "scores in memory"
+
+
 def choose(call: AttentionCall, name: str = AUTO) -> Backend:
     """Choose the back-end for `call`: the named one, or with "auto" the first that can serve it.
 
@@ -611,6 +665,9 @@ def choose(call: AttentionCall, name: str = AUTO) -> Backend:
         BackendError: there is no back-end of that name, or it cannot serve the call; the message gives its reasons. A
             named back-end is never replaced by another one.
     """
+    if (calls := _RECORDED.get()) is not None:
+        calls.append(call)
+        return _Recorder()
     if name == AUTO:
         return next(backend for backend in BACKENDS.values() if not backend.unsupported(call))
     if name not in BACKENDS:

@@ -84,14 +84,15 @@ def doctor(
     model: Annotated[
         str | None,
         typer.Argument(
-            help='Hub id or folder of a model to probe; or "tiny", "tiny:FAMILY": a small random one. By default, a '
-            "small random model of every family."
+            help='Hub id or folder of a model; or "tiny", "tiny:FAMILY": a small random one. Without --probe, name the '
+            "kernel of each of its attention layers. With it, by default a small random model of every family."
         ),
     ] = None,
     probe: Annotated[bool, typer.Option("--probe", help="Compare packed samples with the same samples alone.")] = False,
     device: options.Device = None,
     dtype: Annotated[
-        options.Dtype | None, typer.Option(help="By default float32; for every family on cuda, both.")
+        options.Dtype | None,
+        typer.Option(help="By default float32; for every family on cuda, both. Without --probe, on cuda bfloat16."),
     ] = None,
     attention: Annotated[
         str | None,
@@ -108,7 +109,7 @@ def doctor(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Report versions, devices and attention back-ends; with --probe, compare packed samples with each sample alone.
+    """Report versions, devices and attention back-ends, and which serve MODEL; with --probe, compare packed and alone.
 
     A probe changes one sample and checks that the others stay the same, compares logits, loss and gradients, checks
     each mechanism on its own, counts work, and shows what plain transformers makes of the same row. If the weights do
@@ -124,12 +125,15 @@ def doctor(
         else:
             is_exact = print_reports(reports, console, summarize=model is None or attention == ALL)
     else:
-        values = {"MODEL": model, "--device": device, "--dtype": dtype, "--attention": attention}
+        values = {"--attention": attention} | ({} if model else {"--device": device, "--dtype": dtype})
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
         if unused:
             raise ConfigError(f"{', '.join(unused)} only applies to a probe; add --probe, or leave it out")
         with progress_lines("importing packages", quiet=quiet):
             is_exact, parts = True, environment()
+        if model is not None:
+            with quiet_transformers():
+                parts["layers"] = layers_of(model, device=device, dtype=dtype)
         print_environment(parts, console)
         if as_json:
             answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
@@ -175,11 +179,62 @@ class Serving(NamedTuple):
     """Reasons why it cannot; empty: it can."""
 
 
+class Layer(NamedTuple):
+    """A kind of attention layer of a model, and what computes it."""
+
+    part: str
+    """"text" or "vision"; "unknown": what could not be found out."""
+    layers: int
+    """Number of such layers."""
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """Element type of attention."""
+    heads: str
+    """Numbers of heads and key-value heads, head dimension, and pattern."""
+    backend: str
+    """Name of the back-end."""
+    kernel: str
+    """The kernel that it calls."""
+    reasons: tuple[str, ...]
+    """On CUDA, why no varlen kernel serves it; empty: one does."""
+
+
+def layers_of(model: str, *, device: str | None, dtype: str | None) -> list[Layer]:
+    """Find out which back-end and kernel serve each kind of attention layer of a model, from its configuration.
+
+    Raises:
+        ConfigError: the configuration cannot be read. FamilyError: the family is unknown or cannot be packed.
+    """
+    import torch
+
+    from vlmpack.probing.layers import attention_layers
+    from vlmpack.probing.weights import read_config
+    from vlmpack.testing.models import tiny_model
+
+    family = tiny_family(model)
+    place = options.torch_device(device).type
+    name = dtype or ("bfloat16" if place == "cuda" else "float32")
+    config = read_config(model) if family is None else tiny_model(family).config
+    found = attention_layers(config, device=place, dtype=getattr(torch, name))
+    rows = []
+    for kind in found.kinds:
+        call = kind.call
+        heads = f"heads {call.num_heads}, key-value heads {call.num_kv_heads}, head dimension {call.head_dim}"
+        heads = ", ".join((heads, *call.pattern))
+        rows.append(Layer(kind.part, kind.layers, place, name, heads, kind.backend, kind.kernel, kind.reasons))
+    if found.unknown is not None:
+        why = (f"the model's code reads values, and here are none ({found.unknown}); probe it",)
+        rows.append(Layer("unknown", 0, place, name, "further layers", "", "", why))
+    return rows
+
+
 def environment() -> dict[str, Sequence[Any]]:
     """Collect versions, devices, and which back-ends serve attention and gated delta layers on them."""
     parts: dict[str, Sequence[Any]] = {"versions": versions(), "devices": devices()}
     types = list(dict.fromkeys(device.type for device in parts["devices"]))
-    return {**parts, "attention": attention_serving(types), "gated_delta": gated_delta_serving(types)}
+    serving = {"attention": attention_serving(types), "gated_delta": gated_delta_serving(types)}
+    return {**parts, **serving, "layers": ()}
 
 
 def versions() -> list[Version]:
@@ -272,6 +327,11 @@ def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> N
         lines = ((f"  {name}", *cells) for name, *cells in rows)
         print_table(console, ("", "", "", text_column("")), lines, header=False)
         console.print()
+    if parts["layers"]:
+        console.print("[bold]Attention layers of the model[/]", highlight=False)
+        columns = ("part", *number_columns("layers"), "back-end", "kernel", text_column("of"))
+        print_table(console, columns, map(_layer_row, parts["layers"]))
+        console.print()
     print_text(console, "`vlmpack doctor --probe` checks whether packed samples leak into each other on this machine.")
 
 
@@ -283,6 +343,13 @@ def _version_row(entry: Version) -> tuple[str, ...]:
 def _serving_row(entry: Serving) -> tuple[str, ...]:
     answer = f"[dim]no: {escape('; '.join(entry.reasons))}[/]" if entry.reasons else "[green]yes[/]"
     return entry.device, entry.dtype, entry.backend, answer
+
+
+def _layer_row(entry: Layer) -> tuple[str, ...]:
+    kernel = f"[yellow]{entry.kernel}[/]" if entry.kernel == "scores in memory" else entry.kernel
+    why = f" [dim]({escape('; '.join(entry.reasons))})[/]" if entry.reasons else ""
+    what = f"{entry.dtype} on {entry.device}, {entry.heads}{why}"
+    return entry.part, str(entry.layers or ""), entry.backend, kernel, what
 
 
 # ---------------------------------------------------------------------- probes

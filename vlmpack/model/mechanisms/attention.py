@@ -454,7 +454,7 @@ def _in_autocast(x: torch.Tensor) -> torch.Tensor:
 
     Under autocast the rotary embedding leaves q and k in float32 next to a bfloat16 v, which flash kernels refuse.
     """
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
