@@ -59,7 +59,7 @@ def attention_layers(config: Any, *, device: str, dtype: torch.dtype) -> Layers:
     """
     family = family_named(config.model_type)
     with torch.device("meta"):
-        model = auto_class(family).from_config(config, dtype=dtype)
+        model = auto_class(family).from_config(config, dtype=torch.bfloat16)  # experts take no other type there
     step = PackedStep(model)
     text, unknown = _calls(step, "text", config)
     parts = {"text": text}
@@ -90,9 +90,6 @@ def _serving(part: str, layers: int, call: AttentionCall) -> LayerServing:
     backend = choose(call, AUTO).name
     why = explain(call)
     varlen = ("torch_varlen", "flash_attn", "efficient")
-    reasons = (
-        ()
-        if backend in varlen or call.device != "cuda"
-        else tuple(f"{name}: {'; '.join(why[name])}" for name in varlen)
-    )
+    is_served = backend in varlen or call.device != "cuda"
+    reasons = () if is_served else tuple(f"{name}: {'; '.join(why[name])}" for name in varlen)
     return LayerServing(part, layers, call, backend, kernel_of(call, backend), reasons)
