@@ -1,4 +1,4 @@
-"""The state folder: locked, recognised, and its folders whole or not there."""
+"""The state folder: locked, recognized, and its folders whole or not there."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_load_goes_back_and_drops_the_gradient(tmp_path: Path, engine: Engine) -
     assert equal(weights(engine), forward)
 
 
-def test_without_its_optimiser_training_starts_anew(tmp_path: Path, engine: Engine) -> None:
+def test_without_its_optimizer_training_starts_anew(tmp_path: Path, engine: Engine) -> None:
     train(engine, "a", range(2))
     engine.save("a", tmp_path, optimizer=True)
     engine.load("a", tmp_path, optimizer=False)
@@ -197,7 +197,7 @@ def test_an_adapter_and_a_whole_model_are_not_exchanged(tmp_path: Path, engine: 
 def tensor_bytes(engine: Engine, name: str) -> int:
     """Every tensor that a client's model holds beside the base model."""
     client = engine.client(name)
-    state = [t for moments in client.optimizer_state().values() for t in moments.values()]
+    state = [t for moments in client.optimizer.state.values() for t in moments.values()]
     return sum(
         t.numel() * t.element_size() for t in (*client.parameters, *(client.gradients or ()), *state) if t is not None
     )

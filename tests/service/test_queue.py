@@ -105,7 +105,7 @@ def test_other_content_under_a_used_number_is_refused(client: Client, model: str
         optim_step(model, 1),
         create(model.split(":")[0], 0, seed=7),
     ):
-        with pytest.raises(Rejected, match="a number is used once") as refusal:
+        with pytest.raises(Rejected, match="use a number once") as refusal:
             client.post(other)
         assert refusal.value.status == 400
 
@@ -138,9 +138,9 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
         assert client.queue.stats()["queued_requests"] == 0
         assert is_failure(client.outcome(name), "datum 3", "user")
         client.call(optim_step(model, 3))
-        with pytest.raises(Rejected, match="a number is used once"):
+        with pytest.raises(Rejected, match="use a number once"):
             client.post(forward_backward(model, 2))
-        with pytest.raises(Rejected, match="a number is used once"):
+        with pytest.raises(Rejected, match="use a number once"):
             client.queue.refuse(model, 1, "damaged")
         assert steps(engine) == [("group", (1,)), ("step", ())]
     with served(tmp_path) as (client, _):
@@ -150,8 +150,8 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
 
 def test_creations_and_samples_are_refused_in_their_futures_too(client: Client) -> None:
     session = client.queue.create_session()
-    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimiser", is_creation=True)
-    assert is_failure(client.outcome(name), "no such optimiser")
+    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimizer", is_creation=True)
+    assert is_failure(client.outcome(name), "no such optimizer")
     assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
     sampler = client.sampler(session)
     assert is_failure(client.outcome(client.queue.refuse(sampler, 0, "pointers are not fetched")), "pointers")
@@ -188,10 +188,10 @@ def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_
         assert steps(engine) == []
         assert client.call(forward_backward(model, 6)).metrics
         late = client.post(forward_backward(model, 1))
-        assert is_failure(client.outcome(late), "given up")
+        assert is_failure(client.outcome(late), "came too late")
         assert steps(engine) == [("group", (6,))]
     with served(tmp_path) as (client, _):
-        assert is_failure(client.call(forward_backward(model, 4)), "given up")
+        assert is_failure(client.call(forward_backward(model, 4)), "came too late")
         assert client.call(forward_backward(model, 7)).metrics
 
 
@@ -703,9 +703,9 @@ def test_an_expired_checkpoint_stays_while_a_load_waits_or_a_sampling_session_ha
         assert client.call(sample(sampler, 0)).sequences
 
 
-def test_a_snapshot_to_sample_from_has_no_optimiser_to_load(client: Client, engine: FakeEngine, model: str) -> None:
+def test_a_snapshot_to_sample_from_has_no_optimizer_to_load(client: Client, engine: FakeEngine, model: str) -> None:
     path = client.call(save_for_sampler(model, 1, "a")).path
-    assert is_failure(client.call(load(model, 2, path, optimizer=True)), "no optimiser")
+    assert is_failure(client.call(load(model, 2, path, optimizer=True)), "no optimizer")
     saved = engine.all[model].weights
     client.call(forward_backward(model, 3))
     client.call(optim_step(model, 4))

@@ -216,7 +216,7 @@ def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, 
         logits = plain(input_ids=torch.tensor([TEXT])).logits[0].log_softmax(-1)
     targets = torch.tensor(text_datum().loss_fn_inputs["target_tokens"].data)
     np.testing.assert_allclose(logits.gather(1, targets[:, None])[:, 0].numpy(), logprobs, atol=1e-4)
-    with pytest.raises(tinker.RequestFailedError, match="is to be downloaded"):
+    with pytest.raises(tinker.RequestFailedError, match="is for download only"):
         model.load_state(path).result(WAIT)
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
     begin = time.monotonic()

@@ -170,7 +170,7 @@ def test_numbers_that_json_does_not_have() -> None:
             wire.decode("OptimStep", body.encode())
 
 
-def test_other_optimisers() -> None:
+def test_other_optimizers() -> None:
     with pytest.raises(RequestError, match=r"dimuon.*does not have it; this service has AdamW alone"):
         decode("OptimStep", model_id=MODEL, seq_id=2, optimizer_params={"type": "dimuon"})
     fields = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "dimuon"}}

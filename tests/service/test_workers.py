@@ -76,7 +76,7 @@ def trained(server: Server, *network: str, client: Path | None = None) -> dict[s
 
 
 def checkpoint(server: Server, path: str) -> dict[str, np.ndarray]:
-    """Tensors of a checkpoint, its optimiser's too."""
+    """Tensors of a checkpoint, its optimizer's too."""
     abouts = {about: json.loads(about.read_text()) for about in server.state.glob("weights/*/vlmpack_checkpoint.json")}
     (found,) = [
         f for f, about in abouts.items() if path == f"tinker://{about['model']}/{about['kind']}/{about['name']}"

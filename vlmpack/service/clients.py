@@ -363,7 +363,8 @@ class ClientModel:
         """The trained parameters, in the order of `names`."""
         self.gradients: Gradients | None = None
         """The accumulated gradient; None: there is none."""
-        self._optimizer = self._new_optimizer()
+        self.optimizer = self._new_optimizer()
+        """AdamW with step count and moments of the parameters that have taken a step."""
 
     @property
     def lora(self) -> LoraConfig | None:
@@ -414,18 +415,14 @@ class ClientModel:
         self._apply(gradients, adam)
         return OptimStepResult(metrics={"grad_norm:mean": norm.item()})
 
-    def optimizer_state(self) -> Mapping[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """Return step count and moments of the parameters that have taken a step."""
-        return self._optimizer.state
-
     def _apply(self, gradients: Gradients, adam: AdamParams) -> None:
-        self._optimizer.param_groups[0].update(
+        self.optimizer.param_groups[0].update(
             lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
         )
         try:
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
                 parameter.grad = gradient
-            self._optimizer.step()
+            self.optimizer.step()
         finally:
             for parameter in self.parameters:
                 parameter.grad = None
@@ -458,18 +455,18 @@ class ClientModel:
         else:
             self.adapter.load(folder)
         self.gradients = None
-        self._optimizer = self._new_optimizer()
+        self.optimizer = self._new_optimizer()
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if f"{_STEP}.{name}" in state:
                 moments = {key: state[f"{key}.{name}"].to(parameter) for key in _MOMENTS}
                 step = state[f"{_STEP}.{name}"]
                 on = parameter.device if parameter.is_cuda else step.device
-                self._optimizer.state[parameter] = {_STEP: step.to(on), **moments}
+                self.optimizer.state[parameter] = {_STEP: step.to(on), **moments}
 
     def _state(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self.optimizer_state().get(parameter, {}).items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
         return tensors
 
@@ -479,8 +476,8 @@ class ClientModel:
             kind, _, name = key.partition(".")
             if name not in shapes or (kind in _MOMENTS and tensor.shape != shapes[name]):
                 raise RequestError(
-                    f"the checkpoint's optimiser state ({key}) belongs to an adapter of another rank or other targets; "
-                    "create the model with the checkpoint's, or load without the optimiser"
+                    f"the checkpoint's optimizer state ({key}) belongs to an adapter of another rank or other targets; "
+                    "create the model with the checkpoint's, or load without the optimizer"
                 )
         return tensors
 

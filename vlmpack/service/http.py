@@ -74,7 +74,7 @@ NOT_SERVED = {
     "copy_weights": "checkpoints are not copied; load them by their path",
     "create_custom_loss": "custom losses are computed in the client",
     "retrieve_futures": "results are fetched one by one, with retrieve_future",
-    "cancel_future": "sampling requests are not cancelled",
+    "cancel_future": "sampling requests are not canceled",
     "join_sampling_session": "a clone of a sampling client chooses its own numbers",
     "unload_model": "a model is freed when its session is finished",
     "token": "the key is sent as it is",
@@ -430,7 +430,7 @@ class Endpoints:
         """Return a signed URL for each file of external weights."""
         row = await run_in_threadpool(self.queue.checkpoint, _path(request))
         if row.kind != "external_weights":
-            raise RequestError(f"{row.path} is not to be downloaded: save it with save_weights_external")
+            raise RequestError(f"{row.path} is not for download: save with save_weights_external")
         files = await run_in_threadpool(self.queue.files, row)
         expires = int(time.time()) + SIGNED_SECONDS
         begin = f"{str(request.base_url).rstrip('/')}{DOWNLOADS}{expires}"

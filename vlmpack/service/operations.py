@@ -137,11 +137,11 @@ class Operations:
 
     def _training_folder(self, checkpoint: CheckpointRow, *, optimizer: bool) -> Path:
         if checkpoint.kind == "external_weights":
-            raise RequestError(f"{checkpoint.path} is to be downloaded, not loaded: load one of save_state")
+            raise RequestError(f"{checkpoint.path} is for download only: load a checkpoint of save_state")
         if optimizer and checkpoint.kind != "weights":
             raise RequestError(
-                f"{checkpoint.name!r} of {checkpoint.model} is for sampling and has no optimiser state: load one of "
-                "save_state, or load it without the optimiser"
+                f"{checkpoint.name!r} of {checkpoint.model} is for sampling and has no optimizer state: load one of "
+                "save_state, or load it without the optimizer"
             )
         return self._state.folder(checkpoint.folder)
 

@@ -206,7 +206,7 @@ class RequestQueue:
 
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._ledger.sessions:
-            raise Rejected(f"there is no session {session_id}, or it has ended: begin another", status=410)
+            raise Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
 
     def _touch(self, session_id: str) -> None:
         if session_id in self._ledger.sessions:
@@ -227,7 +227,9 @@ class RequestQueue:
         """
         name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
         if base_model != self._base_name and (path is None or base_model is not None):
-            message = f"base_model {base_model!r}: this service has {self._base_name!r} alone; send it, or a model_path"
+            message = (
+                f"base_model {base_model!r}: this service has only {self._base_name!r}; send that, or a model_path"
+            )
             raise Rejected(message, status=400)
         with self._beginning:
             with ledger.lock:
@@ -235,7 +237,7 @@ class RequestQueue:
                 self._check_session(session_id)
             known = self._journal.row(SamplingRow, id=name)
             if known is not None and (known.path != path or known.model is not None):
-                raise Rejected(f"the sampling session {name} was begun with another model", status=400)
+                raise Rejected(f"the sampling session {name} was created for another model", status=400)
             if known is not None:
                 return name
             opened = self._journal.rows(SamplingRow, session=session_id)
@@ -453,9 +455,8 @@ class RequestQueue:
             if (used := self._journal.request(*key)) is None:
                 if key[0] not in self._ledger.lanes and self._journal.row(SamplingRow, id=key[0]) is None:
                     raise Rejected(
-                        f"there is no model or sampling session {key[0]}: it was never made, or, if an unnamed save, "
-                        f"{self._ledger.limits.unnamed_saves} later ones of its model took its place (save under a "
-                        "name)",
+                        f"there is no model or sampling session {key[0]}: it was never created, or was an unnamed save "
+                        f"and {self._ledger.limits.unnamed_saves} later ones took its place (save under a name)",
                         status=404,
                     )
                 self._journal.add_request(entry.row, body=body, now=time.time())
@@ -488,12 +489,14 @@ class RequestQueue:
         if lane is not None and lane.is_used(row.seq):
             return  # a repetition
         if self._is_draining:
-            raise self._busy("the server is going down")
+            raise self._busy("the server is stopping")
         if lane is not None:
             if row.seq == lane.missing:
                 return  # later requests wait for it, so rejecting it could block them forever
             if row.seq > lane.missing + limits.numbers_ahead:
-                raise Rejected(f"request {row.seq} of {row.owner}, which is at {lane.missing}", status=400)
+                raise Rejected(
+                    f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number", status=400
+                )
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         if row.kind == Sample.__name__:
             full |= ledger.waiting_samples >= limits.queued_samples
@@ -608,42 +611,38 @@ class RequestQueue:
             self._fail_gap(lane, missing, early)
 
     def _fail_gap(self, lane: Lane, missing: int, early: list[Entry]) -> None:
-        message = f"request {missing} of {lane.id} never arrived: this one, which comes after it, was not carried out"
-        reply, absent = self._failed(message), []
-        given_up = self._failed(f"this request of {lane.id} arrived after those behind it had been given up")
-        with self._ledger.lock:
+        message = f"request {missing} of {lane.id} never arrived, so this one, which comes after it, did not run"
+        late = f"this request of {lane.id} came too late: those after it have already failed"
+        journal, ledger, absent = self._journal, self._ledger, []
+        with ledger.lock:
             for number in range(missing, early[-1].row.seq):
-                if number not in lane.entries and not lane.is_used(number):
+                if ledger.find(lane.id, number) is None and not lane.is_used(number):
                     row = RequestRow(
                         owner=lane.id, seq=number, session=lane.session, kind=MISSING, digest=b"", state="failed"
                     )
                     absent.append(Entry(row=row))
-                    self._ledger.add(absent[-1])  # a request that arrives now is a repetition
+                    ledger.add(absent[-1])  # a request that arrives now is a repetition
+        failed = [(early, self._failed(message)), (absent, self._failed(late))]
         try:
-            self._commit_gap(absent, early, given_up, reply)
-        except BaseException:
-            with self._ledger.lock:
+            with journal.transaction():
                 for entry in absent:
-                    self._ledger.remove(entry)
+                    journal.add_request(entry.row, body=None, now=time.time())
+                for entry, reply in [(entry, reply) for entries, reply in failed for entry in entries]:
+                    owner, seq = entry.row.owner, entry.row.seq
+                    journal.finish_request(owner, seq, state="failed", reply=reply, keep_body=False)
+        except BaseException:
+            with ledger.lock:
+                for entry in absent:
+                    ledger.remove(entry)
             raise
         finally:
             for entry in absent:
                 entry.journaled.set()
-        with self._ledger.lock:
+        with ledger.lock:
             for entry in absent:
-                self._ledger.arrive(entry)
-                self._ledger.done(entry, "failed")
-            for entry in early:
-                self._ledger.done(entry, "failed")
-
-    def _commit_gap(self, absent: list[Entry], early: list[Entry], given_up: Reply, reply: Reply) -> None:
-        journal = self._journal
-        with journal.transaction():
-            for entry in absent:
-                journal.add_request(entry.row, body=None, now=time.time())
-                journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=given_up, keep_body=False)
-            for entry in early:
-                journal.finish_request(entry.row.owner, entry.row.seq, state="failed", reply=reply, keep_body=False)
+                ledger.arrive(entry)
+            for entry in (*absent, *early):
+                ledger.done(entry, "failed")
 
     def _end_silent_sessions(self) -> None:
         for session in self._ledger.silent(self._ledger.limits.idle_seconds):
@@ -677,9 +676,7 @@ def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
 def _check_same(known: RequestRow, row: RequestRow) -> None:
     """Check that a repeated request is the one that has its number."""
     if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
-        raise Rejected(
-            f"number {row.seq} of {row.owner} was a {known.kind} of other content: a number is used once", status=400
-        )
+        raise Rejected(f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400)
 
 
 def _session_of(owner: str) -> str:
