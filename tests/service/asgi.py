@@ -83,16 +83,11 @@ class Client:
         sent = {**({} if key is None else {"x-api-key": key}), **(headers or {})}
         scope = {
             "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
             "method": method,
             "path": path,
-            "raw_path": path.encode(),
-            "root_path": "",
             "scheme": "http",
             "query_string": "&".join(f"{name}={value}" for name, value in (parameters or {}).items()).encode(),
             "headers": [(name.encode(), value.encode("latin-1")) for name, value in sent.items()],
-            "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 8000),
         }
         return asyncio.run(_exchange(self.app, scope, pieces, leaves=leaves))

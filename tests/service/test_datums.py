@@ -123,10 +123,7 @@ BAD = {
     "a target that does not exist": (datum(text(5), target_tokens=np.array([2**40])), f"holds the id {2**40}"),
     "the placeholder of an image in text": (datum(text(5, IMAGE_ID)), "the placeholder of an image, in its text"),
     "the placeholder of a video in text": (datum(text(5, VIDEO_ID)), "the placeholder of a video, in its text"),
-    "targets of the text alone": (
-        datum(text(5), image(), tokens=1),
-        "target_tokens has shape [1], but the datum has 5",
-    ),
+    "targets of the text alone": (datum(text(5), image(), tokens=1), "has shape [1], but the datum has 5"),
     "another count": (datum(text(5), image(expected_tokens=5), tokens=5), "4 tokens by the model's own processor"),
     "no image": (datum(text(5), image(b"hello"), tokens=5), "chunk 1: 5 bytes starting with b'hello'"),
     "an empty image": (datum(text(5), image(b""), tokens=5), "the image is empty"),
@@ -136,10 +133,7 @@ BAD = {
     "a large file": (datum(text(5), image(bytes(200_001)), tokens=5), "200001 bytes"),
     "a narrow image": (datum(text(5), image(saved((3, 900), "PNG")), tokens=5), "aspect ratio"),
     "another format by name": (datum(text(5), image(format="webp"), tokens=5), "format 'webp'; send png or jpeg"),
-    "another format by content": (
-        datum(text(5), image(saved((64, 64), "GIF")), tokens=5),
-        "not an image of the formats",
-    ),
+    "another format by content": (datum(text(5), image(saved((64, 64), "GIF")), tokens=5), "not an image of the"),
     "two images without text between": (datum(text(5), image(), text(), image(), tokens=9), "right after another one"),
     "more tokens than the context": (datum(text(*[5] * 201)), "201 tokens, but the context here is 200"),
     "more tokens with its image": (datum(text(*[5] * 197), image(), tokens=201), "201 tokens, but the context here is"),

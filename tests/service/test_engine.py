@@ -376,12 +376,15 @@ def test_full_fine_tuning_can_be_switched_off() -> None:
         engine_with(lora_only=True).create("full", None)
 
 
-def test_families_whose_images_are_no_grids_are_refused_by_name() -> None:
-    with pytest.raises(FamilyError, match="llava: the service does not encode its images"):
-        Engine(tiny_model("llava"), None, name="m", tokenizer_id="t")
-
-
-@pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")
-def test_families_that_count_places_from_padding_are_refused_by_name() -> None:
-    with pytest.raises(FamilyError, match="llama4_text: it scales queries by places"):
-        Engine(tiny_model("llama4_text"), None, name="m", tokenizer_id="t")
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("llava", "llava: the service does not encode its images"),
+        ("llama4_text", "llama4_text: it scales queries by places"),
+    ],
+)
+def test_families_that_cannot_be_served_are_refused_by_name(family: str, message: str) -> None:
+    if family == "llama4_text" and "llama4" not in FAMILIES:
+        pytest.skip("this transformers has another Llama 4")
+    with pytest.raises(FamilyError, match=message):
+        Engine(tiny_model(family), None, name="m", tokenizer_id="t")

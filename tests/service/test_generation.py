@@ -153,15 +153,6 @@ def growing(prompt, tokens: list[int]) -> Growing:
     return sequence
 
 
-def test_a_block_at_the_end_of_the_context_is_shorter(engine: Engine) -> None:
-    reader = Reader(model_of(engine), rounding=0, block=8)
-    longest = model_of(engine).config.text_config.max_position_embeddings
-    prompt = prompt_of(engine, np.random.default_rng(0), length=longest - 3)
-    row, start = reader.canonical_row(growing(prompt, [30, 31, 32, 33]))
-    assert (row.length, start) == (longest, 0)
-    assert row.input_ids[-4:].tolist() == [int(prompt.input_ids[-1]), 30, 31, 32]
-
-
 def test_a_prompt_of_one_token(engine: Engine) -> None:
     prompt = prompt_of(engine, np.random.default_rng(0), length=1)
     result = run_one(sampler_of(engine), prompt, sample(prompt_logprobs=True, temperature=0.0))

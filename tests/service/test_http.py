@@ -161,13 +161,6 @@ def test_a_bad_training_request_fails_in_its_future_and_uses_its_number_up(
         assert message in error_of(client, f"{model_id}:1")
 
 
-def test_a_refused_operation_fails_in_the_future(client: Client) -> None:
-    model_id = client.model()
-    adam = {**ADAM, "learning_rate": None}
-    posted = client.post("optim_step", model_id=model_id, seq_id=1, adam_params=adam)
-    assert "learning_rate" in error_of(client, posted.json()["request_id"])
-
-
 def test_another_base_model_fails_in_the_future(client: Client) -> None:
     session_id = client.session()
     posted = client.post(

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from vlmpack.service.journal import CheckpointRow, Journal, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
-from vlmpack.service.messages import LoraConfig, Reply
+from vlmpack.service.journal import Journal, JournalError, ModelRow, RequestRow, SessionRow
+from vlmpack.service.messages import Reply
 
 MODEL = "s:train:0"
-LORA = LoraConfig(rank=4, seed=2**31 - 1, train_mlp=False)
 
 
 @pytest.fixture
@@ -20,17 +19,8 @@ def journal(tmp_path: Path) -> Journal:
     return Journal(tmp_path / "journal.sqlite3", base_model="b")
 
 
-def again(journal: Journal) -> Journal:
-    """The journal as the next server reads it."""
-    return Journal(journal.path, base_model="b")
-
-
 def request(seq: int, owner: str = MODEL) -> RequestRow:
     return RequestRow(owner=owner, seq=seq, session="s", kind="OptimStep", digest=b"d")
-
-
-def model(**changes) -> ModelRow:
-    return ModelRow(id=MODEL, session="s", created=1.0, last_request=1.0, base_model="b", lora=LORA, **changes)
 
 
 def test_a_transaction_that_fails_leaves_nothing(journal: Journal) -> None:
@@ -39,29 +29,11 @@ def test_a_transaction_that_fails_leaves_nothing(journal: Journal) -> None:
         with journal.transaction():
             journal.add_request(request(2), body=b"x", now=0.0)
         raise KeyError
-    assert again(journal).requests() == []
+    assert Journal(journal.path, base_model="b").requests() == []
     with pytest.raises(JournalError, match="make room"):
         journal._write("INSERT INTO nowhere VALUES (1)")
     journal.add_request(request(1), body=b"x", now=0.0)
-    assert len(again(journal).requests()) == 1
-
-
-def test_an_ended_session_keeps_its_checkpoints_alone(journal: Journal) -> None:
-    for session in ("s", "other"):
-        journal.put(SessionRow(id=session, created=0.0))
-    journal.put(model(snapshot="f"))
-    journal.add_request(request(1), body=b"x", now=0.0)
-    journal.put(SamplingRow(id="s:sample:0", session="s", created=0.0, folder="g"))
-    journal.put(SamplingRow(id="other:sample:0", session="other", created=0.0, folder="h"))
-    journal.put(
-        CheckpointRow(model=MODEL, kind="weights", name="n", folder="k", created=0.0, size=1, base_model="b", lora=LORA)
-    )
-    journal.end_session("s", now=7.0)
-    assert journal.folders() == {"h", "k"}
-    assert journal.requests() == []
-    assert [session.ended for session in journal.rows(SessionRow)] == [7.0, None]
-    journal.cover(MODEL, snapshot="late", covered=1)  # the engine was just writing it
-    assert journal.folders() == {"h", "k"}
+    assert len(journal.requests()) == 1
 
 
 def bodies(path: Path) -> list[tuple[str, int, bytes]]:
@@ -73,7 +45,7 @@ def test_bodies_go_with_what_needs_them(journal: Journal) -> None:
     """When a request is done that is not replayed, when a snapshot covers it, and with the request itself."""
     reply = Reply(content_type="application/json", body=b"{}")
     journal.put(SessionRow(id="s", created=1.0, sdk_version="0.38.0"))
-    journal.put(model())
+    journal.put(ModelRow(id=MODEL, session="s", created=1.0, last_request=1.0, base_model="b", lora=None))
     for seq in range(1, 5):
         journal.add_request(request(seq), body=bytes([seq]), now=1.0)
     journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)

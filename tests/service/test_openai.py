@@ -13,12 +13,13 @@ import httpx
 import pytest
 import torch
 from PIL import Image
-from service.test_server import KEY, NAME, TEXT, WAIT, Running, png, pytestmark, serving, tinker
+from service.test_server import KEY, NAME, TEXT, WAIT, Running, pytestmark, serving, tinker
+from step_service import png
 
 from vlmpack.service import ServiceLimits
 
 assert pytestmark  # those of the client
-URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+URL = f"data:image/png;base64,{base64.b64encode(png(64, 64)).decode()}"
 
 
 @pytest.fixture(name="running", scope="module")
@@ -87,7 +88,7 @@ def test_a_chat_with_an_image_is_what_the_model_generates_after_its_template(run
     content: list[Any] = [{"type": "text", "text": "what"}, {"type": "image"}, {"type": "text", "text": "is it"}]
     processor = running.base.processor
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = processor(text=[text], images=[Image.open(io.BytesIO(png()))], return_tensors="pt")
+    inputs = processor(text=[text], images=[Image.open(io.BytesIO(png(64, 64)))], return_tensors="pt")
     new, logprobs = generated(running, 4, **inputs)
     content[1] = {"type": "image_url", "image_url": {"url": URL}}
     messages = [{"role": "user", "content": content}]
@@ -130,6 +131,14 @@ def test_a_checkpoint_is_a_model(running: Running) -> None:
     client.close("success").result(WAIT)
 
 
+def saying(**message: Any) -> dict[str, Any]:
+    """A chat of one message."""
+    return {"messages": [{"role": "user", **message}]}
+
+
+REMOTE = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -141,24 +150,12 @@ def test_a_checkpoint_is_a_model(running: Running) -> None:
         ("completions", {}, "prompt: absent"),
         ("completions", {"prompt": "a", "stop": [""]}, "stop: an empty text"),
         ("completions", {"prompt": "a", "model": "gpt"}, "model 'gpt': this service has"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools .*system message"),
+        ("chat/completions", {**saying(content="a"), "tools": [{}]}, "tools .*system message"),
         ("chat/completions", {"messages": []}, "messages: none"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, r"messages\[0\].content: absent"),
-        (
-            "chat/completions",
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}
-                ]
-            },
-            "nothing is fetched here: send data:",
-        ),
-        ("chat/completions", {"messages": [{"role": "user", "content": "<|image_pad|>"}]}, "0 images, but 1 times"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": "a", "name": "b"}]},
-            r"\[0\].name: not a setting",
-        ),
+        ("chat/completions", saying(), r"messages\[0\].content: absent"),
+        ("chat/completions", saying(content=[REMOTE]), "nothing is fetched here: send data:"),
+        ("chat/completions", saying(content="<|image_pad|>"), "0 images, but 1 times"),
+        ("chat/completions", saying(content="a", name="b"), r"\[0\].name: not a setting"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(running: Running, path: str, body: dict[str, Any], message: str) -> None:

@@ -437,14 +437,15 @@ def test_a_finished_session_gives_everything_back_but_its_checkpoints(tmp_path: 
         assert status(client.queue.heartbeat, session) == 410
 
 
-def test_a_silent_session_ends_and_heartbeats_keep_one(tmp_path: Path) -> None:
+def test_a_silent_session_ends_and_heartbeats_or_polls_keep_one(tmp_path: Path) -> None:
     with served(tmp_path, limits=ServiceLimits(idle_seconds=1.0)) as (client, engine):
-        silent, kept = client.model(), client.model()
+        silent, kept, polled = (client.model() for _ in range(3))
         end = time.monotonic() + 20
         while silent in engine.models() and time.monotonic() < end:
             client.queue.heartbeat(kept.split(":")[0])
+            client.reply(f"{polled}:1", 0.0)
             time.sleep(0.02)
-        assert engine.models() == (kept,)
+        assert engine.models() == (kept, polled)
         assert status(client.queue.heartbeat, silent.split(":")[0]) == 410
 
 
@@ -470,15 +471,6 @@ def test_the_longest_silent_session_gives_its_place_to_a_new_one(tmp_path: Path)
         new = client.queue.create_session()
         assert client.queue.sessions() == [new, kept]
         assert status(client.queue.heartbeat, silent) == 410
-
-
-def test_a_poll_keeps_a_session(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(idle_seconds=1.0)) as (client, _):
-        model = client.model()
-        for _ in range(15):
-            client.reply(f"{model}:1", 0.0)
-            time.sleep(0.1)
-        assert client.call(optim_step(model, 1))
 
 
 def test_a_session_lists_its_models_and_samplers(client: Client) -> None:

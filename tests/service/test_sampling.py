@@ -259,12 +259,6 @@ def test_prompts_that_differ_in_a_token_or_a_pixel_are_others(base: Engine) -> N
     assert len({prompt.digest, *(other.digest for other in others)}) == 5
 
 
-def test_without_a_seed_each_request_is_another(base: Engine) -> None:
-    prompt = prompts_of(base, count=1)[0]
-    drawn = [tokens_of(run_one(sampler_of(base), prompt, sample(seed=None)))[0] for _ in range(2)]
-    assert drawn[0] != drawn[1]
-
-
 # ---------------------------------------------------------------------- endings
 
 

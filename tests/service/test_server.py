@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import os
 import socket
 import sqlite3
@@ -20,9 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from step_service import png
 
-from vlmpack.errors import ConfigError
 from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, bind
 from vlmpack.service.server import make_key, read_key
 from vlmpack.testing import tiny_model, tiny_processor
@@ -95,13 +93,6 @@ def _model(client: Any) -> Any:
     return client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
 
 
-def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
-
-
 def tensor(values: Any, dtype: Any) -> Any:
     return types.TensorData.from_numpy(np.array(values, dtype))
 
@@ -133,7 +124,7 @@ def image_datum(running: Running, image: bytes, *, count: int = 4) -> Any:
 
 def test_a_call_of_many_requests_is_one_sum(running: Running, model: Any) -> None:
     """The client cuts it by size, posts number 1 last, and puts the answers together."""
-    datums = [image_datum(running, png(seed=seed)) for seed in range(6)]
+    datums = [image_datum(running, png(64, 64, seed=seed)) for seed in range(6)]
     done = running.service.queue.stats
     before = done()["requests_total"].get("ForwardBackward", 0)
     result = model.forward_backward(datums, "cross_entropy").result(WAIT)
@@ -321,14 +312,6 @@ def test_pages_without_a_key(running: Running) -> None:
         patch.setattr(running.service.state.journal, "_failed", (time.monotonic(), "the disk is full: make room"))
         assert "\nvlmpack_up 0\n" in httpx.get(f"{running.address}/metrics").text
         assert "the disk is full: make room" in httpx.get(running.address).text
-
-
-def test_a_port_that_is_taken() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(ConfigError, match="cannot be served"):
-            bind("127.0.0.1", taken.getsockname()[1])
 
 
 def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:

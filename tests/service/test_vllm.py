@@ -223,14 +223,6 @@ def run(
     return dict(found)
 
 
-def test_the_model_is_loaded_with_what_the_service_promises() -> None:
-    arguments = open_vllm("some/model", max_context=100, limits=ServiceLimits(rank=32), max_loras=9).arguments
-    assert arguments["model"] == "some/model"
-    assert arguments["max_model_len"] > 100
-    assert (arguments["enable_lora"], arguments["max_lora_rank"], arguments["max_loras"]) == (True, 32, 9)
-    assert arguments["logprobs_mode"] == "raw_logprobs"
-
-
 def test_an_engine_samples_as_it_is_told() -> None:
     engine = tiny_engine()
     for kind in SAMPLERS:
@@ -318,6 +310,8 @@ def test_adapters_and_images_have_the_limits_of_the_service(rank: int, expected:
     assert isinstance(engine.sampler, VllmSampling)
     arguments = engine.sampler._llm.arguments
     assert (arguments["max_lora_rank"], arguments["max_loras"], arguments["max_cpu_loras"]) == (expected, 3, 3)
+    assert arguments["max_model_len"] > engine.base.max_context
+    assert (arguments["enable_lora"], arguments["logprobs_mode"]) == (True, "raw_logprobs")
     assert engine.sampler._image_limits.max_pixels == 10**9
 
 
