@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from step_service import processor_for
 
 from vlmpack.families import family_named
 from vlmpack.service.datums import EncodedImage, EncodedSequence
 from vlmpack.service.engine import Engine
 from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
-from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel, SamplingSettings
+from vlmpack.service.sampling import BatchedSampling, Finished, SamplingSettings
 
 NOTHING: Mapping[str, Any] = {}
 SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())
@@ -22,9 +22,8 @@ SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())
 
 
 def sampler_of(engine: Engine, *, context: int = 512, **settings: Any) -> BatchedSampling:
-    decode = processor_for(engine.base.arch).tokenizer.decode
-    model = SampledModel(max_context=context, eos_token_ids=engine.base.eos, decode=decode)
-    return BatchedSampling(engine.open_weights, model, SamplingSettings(**settings))
+    base = replace(engine.base, max_context=context)
+    return BatchedSampling(engine.open_weights, base, SamplingSettings(**settings))
 
 
 def prompts_of(engine: Engine, *, count: int = 16, seed: int = 0) -> list[EncodedSequence]:

@@ -22,7 +22,9 @@ from vlmpack.service.queue import RequestQueue
 
 BASE = FakeBase().name
 KEY = "tml-a-key-of-the-tests"
-MODEL = BaseModel(name=BASE, arch="fake", tokenizer_id="/nowhere", max_context=4096, is_vision=False, eos=())
+MODEL = BaseModel(
+    name=BASE, arch="fake", tokenizer_id="/nowhere", max_context=4096, is_vision=False, eos=(), decode=str
+)
 
 
 @dataclass

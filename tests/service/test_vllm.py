@@ -22,7 +22,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.service.engine import Engine
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Chunk, Failure, ImageChunk, Sample, SampleResult, SamplingParams
-from vlmpack.service.sampling import BatchedSampling, Finished, SampledModel
+from vlmpack.service.sampling import BatchedSampling, Finished
 from vlmpack.service.vllm import SAMPLERS, VllmSampling, open_vllm, set_sampler
 
 VOCABULARY, EOS = 1000, 7
@@ -182,10 +182,10 @@ def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
     llm = open_vllm("model", max_context=200, limits=ServiceLimits(), enforce_eager=True)
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
-    model = SampledModel(max_context=200, eos_token_ids=(eos,), decode=lambda ids: "".join(map(letter, ids)))
+    base = replace(engine.base, max_context=200, eos=(eos,), decode=lambda ids: "".join(map(letter, ids)))
     return VllmSampling(
         llm,
-        model,
+        base,
         image_token_id=config.image_token_id,
         image_limits=engine.config.limits.image_limits,
         forbidden=(config.image_token_id,),

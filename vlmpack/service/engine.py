@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +30,7 @@ from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, LoraConfig, OptimStepResult
 from vlmpack.service.ranks import Ranks, Sharding
 from vlmpack.service.rows import RowSettings, RowWork, WorkCount
-from vlmpack.service.sampling import BatchedSampling, SampledModel, SamplingSettings
+from vlmpack.service.sampling import BatchedSampling, SamplingSettings
 
 if TYPE_CHECKING:
     from vlmpack.service.vllm import VllmSampling
@@ -56,7 +56,7 @@ class EngineConfig:
 @final
 @dataclass(frozen=True, kw_only=True)
 class BaseModel:
-    """The base model as clients see it."""
+    """The base model as clients and sampling engines see it."""
 
     name: str
     """Name of the model."""
@@ -69,7 +69,9 @@ class BaseModel:
     is_vision: bool
     """Whether the model takes images."""
     eos: tuple[int, ...]
-    """Ids that end a sequence."""
+    """Ids that end a sequence, unless a request has an empty `stop` list."""
+    decode: Callable[[Sequence[int]], str]
+    """Converts token ids to text, special tokens included."""
 
 
 @final
@@ -159,13 +161,9 @@ class Engine:
             max_context=context,
             is_vision=self.family.has_vision,
             eos=_eos(self.model, parts.tokenizer),
-        )
-        self.sampled = SampledModel(
-            max_context=context,
-            eos_token_ids=self.base.eos,
             decode=partial(parts.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
-        """The model as sampling engines see it."""
+        """The base model as clients and sampling engines see it."""
         self.sampler: BatchedSampling | VllmSampling = self.new_sampling()
         """The sampling engine; it may be replaced by another one."""
         encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
@@ -282,7 +280,7 @@ class Engine:
         """Make the built-in sampling engine on this engine's models; for `rounding` see `SamplingSettings`."""
         settings = SamplingSettings(rounding=rounding, max_snapshots=self.config.limits.samplers_open)
         agree = itself if self.sharding is None or self.ranks is None else self.ranks.spread
-        return BatchedSampling(self.open_weights, self.sampled, settings, agree=agree)
+        return BatchedSampling(self.open_weights, self.base, settings, agree=agree)
 
     def open_weights(self, folder: Path | None) -> Weights:
         """Load weights to sample from: a saved model, or the base model (None).

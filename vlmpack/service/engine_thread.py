@@ -66,7 +66,6 @@ class SampleLane:
         """Snapshots that the sampling engine has read."""
         self._running: dict[str, tuple[Path | None, Entry]] = {}
         """Snapshot and request, by the name in the sampling engine; None: the base model."""
-        self._count = 0
 
     @property
     def has_work(self) -> bool:
@@ -95,8 +94,7 @@ class SampleLane:
             prompt = encoded.result()
             request = self._parse(entry)
             folder = self._folder_of(entry)
-            self._count += 1
-            name = f"{entry.row.owner}:{entry.row.seq}#{self._count}"
+            name = f"{entry.row.owner}:{entry.row.seq}"
             self._sampler.add(name, folder, prompt, request)
         except Exception as error:
             if not isinstance(error, RequestError):

@@ -26,20 +26,7 @@ from vlmpack.service.generation import Agree, Batch, Ending, Growing, Prefilled,
 from vlmpack.service.messages import Failure, PromptScores, Sample, SampleResult
 
 if TYPE_CHECKING:
-    from vlmpack.service.engine import Weights
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class SampledModel:
-    """Properties of the model that sampling engines need besides its weights."""
-
-    max_context: int
-    """Maximum length of a sequence that the model reads."""
-    eos_token_ids: tuple[int, ...]
-    """Ids that end a sequence, unless the request has an empty `stop` list."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """Converts token ids to text, special tokens included; None: stop strings are refused."""
+    from vlmpack.service.engine import BaseModel, Weights
 
 
 @final
@@ -107,7 +94,7 @@ class Job:
         return SampleResult(sequences=results, scores=self.scores, prompt_cache_hit_tokens=hits)
 
 
-def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> Ending:
+def ending_of(prompt: EncodedSequence, request: Sample, base: BaseModel) -> Ending:
     """Return when sequences of a request end.
 
     Raises:
@@ -120,24 +107,20 @@ def ending_of(prompt: EncodedSequence, request: Sample, model: SampledModel) -> 
             f"target_prompt_logprobs has shape {list(ids.shape)}; the prompt has {prompt.length} tokens, so send "
             f"[{prompt.length - 1}, K]"
         )
-    params, room = request.params, model.max_context - prompt.length + 1  # the last token is not read again
+    params, room = request.params, base.max_context - prompt.length + 1  # the last token is not read again
     if room < 1:
-        raise RequestError(
-            f"the prompt has {prompt.length} tokens, but the model reads {model.max_context}; shorten it"
-        )
+        raise RequestError(f"the prompt has {prompt.length} tokens, but the model reads {base.max_context}; shorten it")
     if params.max_tokens is not None and params.max_tokens > room:
         raise RequestError(
             f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}, but the model reads "
-            f"{model.max_context} tokens; leave max_tokens out, or set it to {room} at most"
+            f"{base.max_context} tokens; leave max_tokens out, or set it to {room} at most"
         )
     ids = [token for token in params.stop or () if isinstance(token, int)]
-    if params.stop_strings and model.decode is None:
-        raise RequestError("this server has no tokenizer for stop strings; give the ids of tokens in stop")
     return Ending(
-        stop_tokens=frozenset(() if params.stop == () else (*model.eos_token_ids, *ids)),
+        stop_tokens=frozenset(() if params.stop == () else (*base.eos, *ids)),
         stop_strings=params.stop_strings,
         max_tokens=params.max_tokens or max(room - 1, 1),
-        decode=model.decode,
+        decode=base.decode,
     )
 
 
@@ -254,7 +237,7 @@ class BatchedSampling:
     def __init__(
         self,
         open_weights: Callable[[Path | None], Weights],
-        model: SampledModel,
+        base: BaseModel,
         settings: SamplingSettings | None = None,
         *,
         agree: Agree = itself,
@@ -263,13 +246,13 @@ class BatchedSampling:
 
         Args:
             open_weights: loads the weights from a snapshot's folder; with None, the base model's.
-            model: properties of the model.
+            base: the base model.
             settings: None: the defaults.
             agree: called with each list of choices; returns the choices that count. If the base model is sharded, every
                 rank makes the same calls, and rounding must not lead ranks to different choices.
         """
         self._open_weights = open_weights
-        self._model = model
+        self._base = base
         self._settings = settings or SamplingSettings()
         self._agree = agree
         self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one has the next turn
@@ -308,7 +291,7 @@ class BatchedSampling:
         """
         job = Job(key=key, folder=folder, prompt=prompt, request=request)
         try:
-            ending = ending_of(prompt, request, self._model)
+            ending = ending_of(prompt, request, self._base)
         except RequestError as error:
             self._finished.append((key, Failure(message=str(error), category="user")))
             return

@@ -36,10 +36,10 @@ from vlmpack.service.messages import (
     TextChunk,
     TopTokens,
 )
-from vlmpack.service.sampling import CLOSED, Finished, SampledModel, ending_of
+from vlmpack.service.sampling import CLOSED, Finished, ending_of
 
 if TYPE_CHECKING:
-    from vlmpack.service.engine import Engine
+    from vlmpack.service.engine import BaseModel, Engine
 
 ADAPTER = "adapter_config.json"
 """File that marks a folder as an adapter."""
@@ -110,7 +110,7 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
     config, limits, is_vision = engine.model.config, engine.config.limits, engine.base.is_vision
     engine.sampler = VllmSampling(
         open_vllm(source, max_context=engine.base.max_context, limits=limits),
-        engine.sampled,
+        engine.base,
         image_token_id=config.image_token_id if is_vision else None,
         image_limits=limits.image_limits,
         forbidden=(config.image_token_id, config.video_token_id) if is_vision else (),
@@ -143,7 +143,7 @@ class VllmSampling:
     def __init__(
         self,
         llm: Any,
-        model: SampledModel,
+        base: BaseModel,
         *,
         image_token_id: int | None,
         image_limits: ImageLimits,
@@ -153,13 +153,13 @@ class VllmSampling:
 
         Args:
             llm: result of `open_vllm`.
-            model: properties of the model.
+            base: the base model.
             image_token_id: the image placeholder, which vLLM repeats as often as it needs; None: a text model.
             image_limits: limits of images, those that prompts were encoded with.
             forbidden: ids that are never sampled, e.g. placeholders.
         """
         self._llm = llm
-        self._model = model
+        self._base = base
         self._image_token_id = image_token_id
         self._image_limits = image_limits
         self._forbidden = tuple(forbidden)
@@ -191,7 +191,7 @@ class VllmSampling:
             for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
                 if getattr(request, name):
                     raise RequestError(f"{name}: vLLM does not compute it; start the server with another --sampler")
-            ending = ending_of(prompt, request, self._model)
+            ending = ending_of(prompt, request, self._base)
             if folder is not None and not (folder / ADAPTER).is_file():
                 raise RequestError(
                     f"the snapshot {folder.name!r} is not there, or is not an adapter; vLLM samples from adapters and "
