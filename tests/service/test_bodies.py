@@ -11,8 +11,6 @@ from vlmpack.service.bodies import BodyReader
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Rejected
 
-TEXT = b"receipts " * 5000
-
 
 def read(pieces: list[bytes], *, encoding: str = "", most: int = 10**6, reader: BodyReader | None = None) -> bytes:
     async def stream() -> AsyncIterator[bytes]:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from sampled import (
-    finish,
     model_of,
     plain_distribution,
     plain_greedy,
@@ -213,13 +212,3 @@ def test_a_cache_that_sequences_cannot_leave_is_refused_by_name() -> None:
         caches.check_cache(StaticCache(config=config, max_cache_len=8))
     with pytest.raises(FamilyError, match="caches in NoneType"):
         caches.check_cache(None)
-
-
-def test_nothing_is_left_of_finished_sequences() -> None:
-    sampler = sampler_of(tiny_engine())
-    for i, prompt in enumerate(prompts_of(tiny_engine(), count=3)):
-        sampler.add(str(i), None, prompt, sample())
-    assert len(finish(sampler)) == 3
-    assert sampler.step() == []
-    assert not sampler._lanes
-    assert not sampler._jobs

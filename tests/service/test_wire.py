@@ -118,6 +118,7 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"rank": 2.5}, "lora_config.rank: 2.5"),
         ({"rank": True}, "lora_config.rank: True"),
         ({"rank": 8, "alpha": 16}, "lora_config.alpha: not a setting"),
+        ({"rank": 0, "train_mlp": False}, "rank 0 trains all weights; leave train_unembed"),
         ({"rank": 8, "seed": 2**63}, "lora_config.seed"),
         ({"rank": 8, "train_mlp": "no"}, "lora_config.train_mlp: 'no'; true or false"),
         ({"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}, "no part of the model"),

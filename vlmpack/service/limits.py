@@ -111,7 +111,7 @@ class ServiceLimits:
     encode_threads: int = 2
     """Number of threads that check requests and decode images."""
     samplers_open: int = 16
-    """Number of snapshots that the sampling engine tries to hold at most; it exceeds this only if it has no choice."""
+    """Maximum number of snapshots in the memory of the sampling engine; the least recently used one is dropped."""
     snapshot_share: float = 0.1
     """Share of the time of a model's operations that writing its state may take."""
     replayed_bytes: int = 512 * 2**20
