@@ -112,7 +112,7 @@ def test_a_result_that_is_not_there_yet(tmp_path: Path) -> None:
         assert (reply.status, reply.json()) == (408, pending)
 
         async def paused(request_id: str, timeout: float) -> Pending:
-            return Pending(state="paused_capacity", reason="busy")
+            return Pending(reason="busy")
 
         client.queue.reply = paused
         pending |= {"queue_state": "paused_capacity", "queue_state_reason": "busy"}

@@ -182,8 +182,10 @@ class EngineThread:
         """Why the thread ended; None: it has not failed."""
         self.is_restored = False
         """Whether the journal's models are in the engine."""
-        self.counts: Counter[str] = Counter()
-        """Number of rows and snapshots, and of requests by kind and state."""
+        self.counts: dict[State, Counter[str]] = {"done": Counter(), "failed": Counter()}
+        """Number of requests by outcome and kind."""
+        self.snapshots = 0
+        """Number of snapshots written."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds in the engine, by use."""
 
@@ -389,7 +391,6 @@ class EngineThread:
         try:
             if work.rows_left:
                 work.run_row()
-                self.counts["rows"] += 1
             if work.rows_left:
                 return
             outcomes = work.results()
@@ -473,7 +474,7 @@ class EngineThread:
             lane.seconds = 0.0  # retry after as much work as would pay for it
             log.exception("the state of %s could not be written; the one before it stays", lane.id)
         else:
-            self.counts["snapshots"] += 1
+            self.snapshots += 1
             self.seconds["snapshots"] += lane.snapshot_seconds or 0.0
             self._ledger.is_swept = False
 
@@ -522,7 +523,7 @@ class EngineThread:
 
         self._commit(write)
         for entry, state, _ in replies:
-            self.counts[f"{entry.row.kind}.{state}"] += 1
+            self.counts[state][entry.row.kind] += 1
             self._ledger.done(entry, state)
 
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:

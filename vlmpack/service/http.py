@@ -387,9 +387,10 @@ class Endpoints:
         if reply is None:
             return _lost(request_id)
         if isinstance(reply, Pending):
-            pending = {"type": "try_again", "request_id": request_id, "queue_state": reply.state}
-            reason = {} if reply.reason is None else {"queue_state_reason": reply.reason}
-            return answer({**pending, **reason}, status=408)
+            is_paused = reply.reason is not None
+            state = {"queue_state": "paused_capacity" if is_paused else "active"}
+            reason = {"queue_state_reason": reply.reason} if is_paused else {}
+            return answer({"type": "try_again", "request_id": request_id, **state, **reason}, status=408)
         return Response(reply.body, media_type=reply.content_type)
 
     # ------------------------------------------------------------------ lists

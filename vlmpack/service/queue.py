@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.service import wire
 from vlmpack.service.checkpoints import ABOUT, StateFolder
@@ -81,10 +81,8 @@ class SessionInfo:
 class Pending:
     """The reply is not available yet."""
 
-    state: Literal["active", "paused_capacity", "paused_rate_limit"] = "active"
-    """State of the queue."""
     reason: str | None = None
-    """Why the queue is paused."""
+    """Why the queue is paused, e.g. by a full disk; None: it is not."""
 
 
 @final
@@ -535,8 +533,7 @@ class RequestQueue:
                 with self._ledger.lock, suppress(ValueError):
                     entry.waiters.remove(waiter)
             if not entry.is_done:
-                paused = self._journal.fault or self._thread.fault
-                return Pending() if paused is None else Pending(state="paused_capacity", reason=paused)
+                return Pending(reason=self.fault)
         reply = await asyncio.to_thread(self._journal.reply, *key)
         if reply is not None:
             with self._ledger.lock:
@@ -557,7 +554,6 @@ class RequestQueue:
         """Return the queue's metrics by name (see `status.METRICS`)."""
         ledger, thread, numbers = self._ledger, self._thread, self._journal.counts()
         with ledger.lock:
-            counts = dict(thread.counts)
             return {
                 **numbers,
                 "uptime_seconds": time.monotonic() - self._began,
@@ -565,10 +561,10 @@ class RequestQueue:
                 "queued_requests": ledger.waiting,
                 "queued_bytes": ledger.waiting_bytes,
                 "queued_samples": ledger.waiting_samples,
-                "requests_total": _by_kind(counts, ".done"),
-                "requests_failed_total": _by_kind(counts, ".failed"),
+                "requests_total": dict(thread.counts["done"]),
+                "requests_failed_total": dict(thread.counts["failed"]),
                 "engine_seconds_total": dict(thread.seconds),
-                "snapshots_total": counts.get("snapshots", 0),
+                "snapshots_total": thread.snapshots,
             }
 
     # ------------------------------------------------------------------ what runs out, in the engine thread
@@ -667,10 +663,6 @@ class RequestQueue:
             kinds = {entry.row.kind for entry in self._ledger.entries()}
         if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self._journal.drop_expired(now=time.time()):
             self._ledger.is_swept = False
-
-
-def _by_kind(counts: dict[str, int], suffix: str) -> dict[str, int]:
-    return {name.removesuffix(suffix): count for name, count in counts.items() if name.endswith(suffix)}
 
 
 def _check_same(known: RequestRow, row: RequestRow) -> None:
