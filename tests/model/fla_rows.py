@@ -5,8 +5,7 @@ which stand-ins in plain PyTorch (`stand_ins`) for fla and causal-conv1d are on 
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -26,7 +25,7 @@ from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing
 from vlmpack.model.mechanisms import gated_delta, gated_delta_states
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
-from vlmpack.model.mechanisms.recurrent_rows import ConvLayout, LayerState
+from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
@@ -172,50 +171,3 @@ def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_sam
     row, result = of_tree(model, branches)
     assert result.work.delta_tokens > row.segments.num_tokens > row.tree.num_tokens
     check(branches, model, result)
-
-
-@contextmanager
-def no_states() -> Iterator[None]:
-    """Every node starts from nothing."""
-    honest = LayerState.update_recurrent_state
-
-    def update(self: LayerState, state: torch.Tensor, *place: Any, **kwargs: Any) -> None:
-        honest(self, 0 * state, *place, **kwargs)
-
-    with mock.patch.object(LayerState, "update_recurrent_state", update):
-        yield
-
-
-@contextmanager
-def no_taps() -> Iterator[None]:
-    """What a convolution reads of a node's path is zero."""
-    honest = ConvLayout.split
-
-    def split(self: ConvLayout, tree_1tD: torch.Tensor) -> list[torch.Tensor]:
-        (laid,) = honest(self, tree_1tD)
-        places = self._places(laid.device)
-        return [torch.zeros_like(laid).index_copy(1, places, laid.index_select(1, places))]
-
-    with mock.patch.object(ConvLayout, "split", split):
-        yield
-
-
-@contextmanager
-def behind_their_taps() -> Iterator[None]:
-    """A node's recurrence runs over the tokens before it as well."""
-
-    def cut(self: ConvLayout) -> Any:
-        leads = (self.lead, *(self.taps,) * (len(self.nodes) - 1))
-        return tuple(map(sum, zip(leads, self.lengths, strict=True))), tuple(range(len(self.nodes)))
-
-    with mock.patch.object(ConvLayout, "_cut", property(cut)):
-        yield
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("damage", [nullcontext, no_states, no_taps, behind_their_taps])
-def test_a_tree_is_wrong_without(model: Any, branches: Alone, damage: Callable[[], Any]) -> None:
-    """States are handed on without trying that out, which would see what is broken."""
-    with damage(), mock.patch.object(gated_delta, "supports_initial_state", return_value=True), torch.no_grad():
-        _, result = of_tree(model, branches)
-    assert (furthest(result, branches) > 0.01) == (damage is not nullcontext)

@@ -101,8 +101,8 @@ def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
 def test_a_compiled_step_is_the_step_and_rows_of_other_lengths_and_gaps_are_not_compiled_anew():
     """Nothing is compiled after one row without gaps and one with, and one of another length of each."""
     config = StepConfig(z_loss_coef=0.25)
-    model, plain = (small("qwen3_vl_moe", layers=1) for _ in range(2))
-    step, reference = PackedStep(torch.compile(model, backend="aot_eager"), config), PackedStep(plain, config)
+    model, plain = (small("qwen3_moe", layers=1) for _ in range(2))
+    step, reference = PackedStep(torch.compile(model, backend="eager"), config), PackedStep(plain, config)
     graphs = []
     for seed, multiple in ((1, 1), (2, 8), (3, 1), (4, 8), (5, 16)):
         row = row_of(model, seed=seed, kinds=("text",) * 3, multiple=multiple)

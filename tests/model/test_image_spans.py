@@ -6,22 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow
 from equality import alone_through, check_outputs, check_packed, limits_of
 from parts import parts_of
 from transformers.models.gemma3 import modeling_gemma3
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.spans import ImageSpans, media_runs
+from vlmpack.families.spans import ImageSpans, Prefix, media_runs
 from vlmpack.layout import MediaTable, Medium, PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
 from vlmpack.model.mechanisms.upstream import check_spans
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
-
-each_family = pytest.mark.parametrize("family", ["gemma3", "gemma4", *slow("gemma4_unified")])
 
 
 def fresh(family: str, **sizes: Any) -> Any:
@@ -73,22 +70,22 @@ def test_a_gemma_4_without_spans_has_none() -> None:
     assert result.work.attended_pairs == row.segments.attended_pairs
 
 
-@each_family
-@pytest.mark.parametrize(
-    "wrong",
-    [None, ImageSpans(), ImageSpans(layers="sliding"), ImageSpans(beyond_window=True)],
-    ids=["none", "all", "sliding", "beyond"],
-)
-def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(
-    family: str, wrong: ImageSpans | None
-) -> None:
+IMAGES = [None, ImageSpans(), ImageSpans(layers="sliding"), ImageSpans(beyond_window=True)]
+WRONG = {
+    "gemma3": [wrong for wrong in IMAGES if wrong != ImageSpans()],
+    "gemma4": [wrong for wrong in IMAGES if wrong != ImageSpans(layers="sliding")],
+    "paligemma": [None, ImageSpans(), Prefix(beyond_window=False)],
+}
+
+
+@pytest.mark.parametrize(("family", "wrong"), [(family, wrong) for family in WRONG for wrong in WRONG[family]])
+def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(family: str, wrong: Any) -> None:
     parts = parts_of(fresh(family))
-    windows, right = layer_masks(parts), bidirectional_spans(parts)
-    check_spans(parts, windows, right)
-    assert isinstance(right, ImageSpans)
-    if wrong is not None and (wrong.layers, wrong.beyond_window) == (right.layers, right.beyond_window):
-        return
-    with pytest.raises(FamilyError, match=r"layer \d: as gemma\w+ is described, token \d of a sample with images"):
+    windows = layer_masks(parts)
+    check_spans(parts, windows, bidirectional_spans(parts))
+    with pytest.raises(
+        FamilyError, match=rf"layer \d: as {family} is described, token \d of a sample with (images|a pre)"
+    ):
         check_spans(parts, windows, wrong)
 
 

@@ -88,21 +88,6 @@ def test_positions_of_the_padded_batch_are_accepted_whatever_stands_at_pads(fami
     assert torch.equal(case.model(**batch, position_ids=given).loss, case.model(**batch).loss)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-@each_family
-def test_a_row_more_says_the_place_in_the_sample_on_a_padded_batch_too(family, side):
-    """Four rows of a vision family; a text family's one row may have its own dimension."""
-    case = case_of(family)
-    batch = case.batch(side).to_hf()
-    places = batch["attention_mask"].cumsum(-1)[None] - 1
-    given = torch.cat([places, case.on_batch(side)]) if case.has_vision else places
-    assert given.ndim == 3
-    assert torch.equal(case.model(**batch, position_ids=given).loss, case.model(**batch).loss)
-    given[0, 2] += 1
-    with pytest.raises(LayoutError, match=r"sample 2 has \[1.* at its token 0, where \[0.* is right"):
-        case.model(**batch, position_ids=given)
-
-
 @pytest.mark.parametrize("rule", [None, GAPS], ids=["no gaps", "gaps"])
 @each_family
 def test_positions_of_a_row_are_accepted_whatever_stands_in_gaps(family, rule):
@@ -244,15 +229,6 @@ ROW = Segments.from_boundaries([0, 3, 8, 10], [0, 4, 12, 16], total=20)
 def test_restarts_that_cannot_be_are_named(boundaries, message):
     with pytest.raises(LayoutError, match=rf"rope_cu_seqlens (has )?{message}"):
         rope_segments(boundaries, ROW)
-
-
-def test_empty_samples_and_fixed_widths_need_no_restart_of_their_own():
-    row = Segments.from_lengths([3, 0, 4], SlotRule(multiple=4, pad_to=32, max_segments=5))
-    assert rope_segments(row.cu_seqlens(), row) is None
-    assert rope_segments(row.cu_seqlens_padded(), row) is None
-    assert rope_segments([0, 3, 5, 7], row).lengths == (3, 0, 2, 2, 0, 0)
-    nothing = Segments.from_lengths([0], SlotRule(pad_to=8))
-    assert rope_segments([0, 0], nothing) is None
 
 
 @pytest.mark.parametrize("given", ["padded", "row"])

@@ -14,13 +14,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError, FamilyError, LayoutError, SampleError
-from vlmpack.families.spans import ImageSpans, Prefix, prefixes_of_row
+from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.families.spans import prefixes_of_row
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
-from vlmpack.model.mechanisms.upstream import check_spans
+from vlmpack.model.mechanisms.attention import layer_masks
 from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model, tiny_processor
 from vlmpack.testing.samples import sample_like
 
@@ -67,19 +66,6 @@ def test_packed_equals_alone(text_type: str) -> None:
     assert max((column == 0).sum() for column in columns) > 2 * 5
     assert model.model.language_model.layers[0].self_attn.is_causal is False  # its own code always passes a mask
     check_packed(own, model, limits=LIMITS)
-
-
-WRONG = [None, ImageSpans(), Prefix(beyond_window=False)]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=["none", "images", "within the window"])
-def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(wrong: Any) -> None:
-    parts = parts_of(fresh())
-    windows, right = layer_masks(parts), bidirectional_spans(parts)
-    assert right == Prefix()
-    check_spans(parts, windows, right)
-    with pytest.raises(FamilyError, match=r"as paligemma is described, token \d of a sample with a prefix \(pppppps"):
-        check_spans(parts, windows, wrong)
 
 
 def batch_with(column: Any) -> dict[str, Any]:
