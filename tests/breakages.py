@@ -305,7 +305,7 @@ def conv_runs_on(family: str, patch: Patch) -> None:
     """Their recurrence starts anew in every sample, their convolution does not."""
     pieces = uncut_pieces(patch)
 
-    @replaces(modelling_of(family), "torch_chunk_gated_delta_rule")
+    @replaces(modeling_of(family), "torch_chunk_gated_delta_rule")
     def piecewise(original: Any, *qkv: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **settings: Any) -> Any:
         cut = [x.split(pieces(x.shape[1]), dim=1) for x in (*qkv, g, beta)]
         found = [original(*part[:3], g=part[3], beta=part[4], **settings)[0] for part in zip(*cut, strict=True)]
@@ -318,15 +318,15 @@ def state_runs_on(family: str, patch: Patch) -> None:
     """Their convolution starts anew in every sample, their recurrence does not."""
     pieces = uncut_pieces(patch)
 
-    @replaces(modelling_of(family), "causal_conv1d_fn")
+    @replaces(modeling_of(family), "causal_conv1d_fn")
     def piecewise(original: Any, x: torch.Tensor, *args: Any, **settings: Any) -> torch.Tensor:
         return torch.cat([original(part, *args, **settings) for part in x.split(pieces(x.shape[2]), dim=2)], dim=2)
 
     piecewise(family, patch)
 
 
-def modelling_of(family: str) -> Any:
-    return import_module(FAMILIES[family].modelling)
+def modeling_of(family: str) -> Any:
+    return import_module(FAMILIES[family].modeling)
 
 
 def uncut_pieces(patch: Patch) -> Callable[[int], list[int]]:

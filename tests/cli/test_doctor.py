@@ -157,7 +157,7 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
         """A function of fla."""
 
     rule.__module__ = "fla.ops.gated_delta_rule"
-    monkeypatch.setattr(import_module(family_named("qwen3_5").modelling), "torch_chunk_gated_delta_rule", rule)
+    monkeypatch.setattr(import_module(family_named("qwen3_5").modeling), "torch_chunk_gated_delta_rule", rule)
     call = FlaCall(device="cuda", chip=9, fla=version, triton="3.7.1", tilelang=False, training=True)
     monkeypatch.setattr(FlaCall, "of", lambda device, training: call)
     (entry,) = gated_delta_serving(["cuda"])

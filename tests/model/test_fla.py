@@ -152,14 +152,14 @@ NOT_FOUND = {
 @pytest.mark.parametrize("function", FOUND.values(), ids=FOUND)
 @pytest.mark.parametrize("family", GATED)
 def test_fla_is_found_behind_every_wrapper(monkeypatch: pytest.MonkeyPatch, family: str, function: Any) -> None:
-    monkeypatch.setattr(import_module(family_named(family).modelling), "torch_chunk_gated_delta_rule", function)
+    monkeypatch.setattr(import_module(family_named(family).modeling), "torch_chunk_gated_delta_rule", function)
     assert uses_fla(family_named(family))
 
 
 @pytest.mark.parametrize("function", NOT_FOUND.values(), ids=NOT_FOUND)
 def test_anything_else_is_not_taken_for_fla(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     family = "qwen3_5"
-    monkeypatch.setattr(import_module(family_named(family).modelling), "torch_chunk_gated_delta_rule", function)
+    monkeypatch.setattr(import_module(family_named(family).modeling), "torch_chunk_gated_delta_rule", function)
     assert not uses_fla(family_named(family))
 
 

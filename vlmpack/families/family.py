@@ -146,7 +146,7 @@ class Family:
     """The backbone's media tensors by name, and how the tensors of several samples are joined."""
 
     @property
-    def modelling(self) -> str:
+    def modeling(self) -> str:
         """Name of the transformers module that defines its layers and the functions that they call."""
         name = self.text_type or self.model_type
         return f"transformers.models.{name}.modeling_{name}"

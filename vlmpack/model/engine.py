@@ -28,7 +28,7 @@ from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.plain import check_unchanged
 from vlmpack.model.positions import positions_of_row
-from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
+from vlmpack.model.result import StepResult, Work, target_sums
 from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
 
 
@@ -365,8 +365,8 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
             at = int(odd.argmax())
             raise LayoutError(
                 f"place {at} of the row: {name} is {values[at]}, but this model's ids go from 0 to {size - 1}"
-                f"{'' if name == 'input_ids' else f', and what is not learnt is {IGNORE}'}; use the tokenizer that "
-                "belongs to the model"
+                f"{'' if name == 'input_ids' else f' ({IGNORE}: not trained on)'}; use the tokenizer that belongs to "
+                "the model"
             )
 
 
@@ -417,10 +417,8 @@ def _result(
     predicting = part.with_predecessor(hidden)
     scores = score_targets(predicting, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
     logprobs, *entropies = (part.gather_targets(score, targets_of_part) for score in scores)
-    losses = weighted(-logprobs, row, index)
-    loss_sum = losses.sum()
-    sums, counts = sums_by_sample(losses, index, row.segments)
-    targets = index.numel()
+    sums = target_sums(logprobs, row, index)
+    loss_sum, targets = sums["loss_sum"], sums["num_targets"]
     items = divisor(num_items_in_batch, targets)
     # If no row of the whole training step has targets, the loss is 0, not 0 / 0. In evaluation, a batch without targets
     # has no mean: a 0 would count in HF Trainer's eval_loss, which skips NaN.
@@ -429,15 +427,9 @@ def _result(
     if routers is not None and (targets if part.piece is None else part.piece.has_targets):
         loss = loss + routers.added.to(loss.device)
     return StepResult(
+        **sums,
         loss=loss,
-        loss_sum=loss_sum,
-        num_targets=targets,
-        sample_loss_sums=sums,
-        sample_targets=counts,
-        target_logprobs=logprobs,
         target_entropies=entropies[0] if entropies else None,
-        target_index=index,
-        segments=row.segments,
         work=work,
         row_logits=part.gather(head(hidden)[0])[None] if logits else None,
         routers=routers,

@@ -50,11 +50,11 @@ def target_positions(shift_labels: torch.Tensor, num_targets: int | None) -> tor
     Raises:
         LayoutError: the count is wrong (on an accelerator a device-side assertion fails instead, without a sync).
     """
-    labelled = shift_labels[0] != IGNORE
+    labeled = shift_labels[0] != IGNORE
     if num_targets is None:
-        return labelled.nonzero()[:, 0]
-    require(labelled.sum() == num_targets, _MISCOUNTED.format(num_targets), LayoutError)
-    return torch.nonzero_static(labelled, size=num_targets)[:, 0]
+        return labeled.nonzero()[:, 0]
+    require(labeled.sum() == num_targets, _MISCOUNTED.format(num_targets), LayoutError)
+    return torch.nonzero_static(labeled, size=num_targets)[:, 0]
 
 
 _MISCOUNTED = (

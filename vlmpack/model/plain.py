@@ -131,7 +131,7 @@ def _check_head_unchanged(core: Any, family: Family) -> None:
     if getattr(core, "_loss_function", None) is not None:
         raise ConfigError(
             f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
-            "take cross-entropy of the labelled positions. Compute yours from PackedStep's target_logprobs "
+            "take cross-entropy of the labeled positions. Compute yours from PackedStep's target_logprobs "
             "or row_logits, and `del model._loss_function`"
         )
     upstream = family.upstream_class(core)
@@ -145,7 +145,7 @@ def _check_head_unchanged(core: Any, family: Family) -> None:
 
 _WITHOUT_LIGERS_LOSS = (
     "Liger: apply_liger_kernel_to_...(fused_linear_cross_entropy=False) keeps its other kernels, and the head of "
-    "vlmpack computes labelled positions alone, in chunks."
+    "vlmpack computes labeled positions alone, in chunks."
 )
 
 
@@ -295,7 +295,6 @@ def check_not_bypassed(kwargs: dict[str, Any]) -> None:
 
     Raises:
         ConfigError: boundaries are among the keywords.
-        ConfigError: there are some.
     """
     if kwargs.get(METADATA_KEY) is not None or kwargs.get("cu_seqlens_q") is not None:
         raise ConfigError(

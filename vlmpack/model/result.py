@@ -177,6 +177,21 @@ def weighted(losses_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor) -> t
     return losses_L if row.shift_weights is None else losses_L * row.shift_weights[0].float().index_select(0, index_L)
 
 
+def target_sums(logprobs_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor) -> dict[str, Any]:
+    """Return the fields of a `StepResult` that follow from the log-probabilities of the targets at `index_L`."""
+    losses_L = weighted(-logprobs_L, row, index_L)
+    sums, counts = sums_by_sample(losses_L, index_L, row.segments)
+    return {
+        "loss_sum": losses_L.sum(),
+        "num_targets": index_L.numel(),
+        "sample_loss_sums": sums,
+        "sample_targets": counts,
+        "target_logprobs": logprobs_L,
+        "target_index": index_L,
+        "segments": row.segments,
+    }
+
+
 def sums_by_sample(
     losses_L: torch.Tensor, index_L: torch.Tensor, segments: Segments
 ) -> tuple[torch.Tensor, torch.Tensor]:

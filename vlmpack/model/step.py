@@ -51,7 +51,7 @@ from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.plain import find_model
 from vlmpack.model.positions import positions_of_row, rope_segments
-from vlmpack.model.result import StepResult, Work, sums_by_sample, weighted
+from vlmpack.model.result import StepResult, Work, target_sums
 
 
 @final
@@ -525,19 +525,12 @@ class ThdStep:
         output, aux_loss = _main_output(output, inputs, labels)
         logits = output if output.ndim == 3 else None
         losses = _target_losses(output, inputs, labels, index)
-        weighted_losses = weighted(losses, row, index)
-        loss_sum, targets = weighted_losses.sum(), index.numel()
-        sums, counts = sums_by_sample(weighted_losses, index, row.segments)
+        sums = target_sums(-losses, row, index)
+        loss_sum, targets = sums["loss_sum"], sums["num_targets"]
         loss = loss_sum / divisor(num_items_in_batch, targets) if targets else loss_sum
         return StepResult(
+            **sums,
             loss=loss if aux_loss is None else loss + torch.as_tensor(aux_loss).to(loss.device).reshape(()),
-            loss_sum=loss_sum,
-            num_targets=targets,
-            sample_loss_sums=sums,
-            sample_targets=counts,
-            target_logprobs=-losses,
-            target_index=index,
-            segments=row.segments,
             work=_work(inputs),
             row_logits=logits if inputs.part is None else None,
         )

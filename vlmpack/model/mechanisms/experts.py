@@ -47,7 +47,7 @@ def puts_aux_loss_first(family: Family) -> bool:
 
     This inspects the output class, because Qwen3-VL-MoE's changed between transformers 5.17 and 5.23.
     """
-    file = vars(import_module(family.modelling))
+    file = vars(import_module(family.modeling))
     of_vision = f"{family.model_class.removesuffix('ForConditionalGeneration')}CausalLMOutputWithPast"
     output_class = file.get(of_vision) or file.get("MoeCausalLMOutputWithPast")
     names = [] if output_class is None else [field.name for field in fields(output_class)]
@@ -82,13 +82,13 @@ def coefficient(model: nn.Module, text_config: Any) -> float:
 
 def has_balance(family: Family) -> bool:
     """Return whether models of this family compute a load-balancing loss. Models that choose by a bias do not."""
-    return hasattr(import_module(family.modelling), "load_balancing_loss_func")
+    return hasattr(import_module(family.modeling), "load_balancing_loss_func")
 
 
 def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: Any) -> torch.Tensor:
     """Compute the family's own load-balancing loss (scalar) from `router_logits`, [R, E] for each layer."""
     first = router_logits[0]
-    return import_module(family.modelling).load_balancing_loss_func(
+    return import_module(family.modeling).load_balancing_loss_func(
         tuple(router_logits),
         first.shape[-1],
         text_config.num_experts_per_tok,

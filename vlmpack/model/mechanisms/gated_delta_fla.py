@@ -40,7 +40,7 @@ def uses_fla(family: Family) -> bool:
     This is decided when the family's module is imported. Any other implementation (PyTorch, a hub kernel) gets whole
     sequences, so it needs no support for boundaries.
     """
-    rule = _wrapped(getattr(import_module(family.modelling), "torch_chunk_gated_delta_rule", None))
+    rule = _wrapped(getattr(import_module(family.modeling), "torch_chunk_gated_delta_rule", None))
     return str(getattr(rule, "__module__", "")).split(".")[0] == "fla"
 
 

@@ -238,11 +238,11 @@ def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirec
     types = torch.tensor([kinds], device="cpu")
     inputs = {column: types, "position_ids": family.rotary_ids(positions)}
     found = copied.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
-    spans = (
-        None
-        if bidirectional is None
-        else Spans(runs=_runs_of(bidirectional, types[0]), beyond_window=bidirectional.beyond_window)
-    )
+    spans = None
+    if bidirectional is not None:
+        columns = {column: types[0]} if isinstance(bidirectional, Prefix) else {}
+        runs = bidirectional.of_sample(columns, types[0])
+        spans = Spans(runs=runs, beyond_window=bidirectional.beyond_window)
     for layer, (mask, _) in found.items():
         if layer not in layer_masks:
             continue
@@ -258,13 +258,6 @@ def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirec
                 f"{contents} ({''.join(letters[kind] for kind in kinds)}) {shown} to token {key}, but in the model's "
                 "own code it is the other way round; train this model without packing"
             )
-
-
-def _runs_of(bidirectional: Bidirectional, types_L: torch.Tensor) -> Any:
-    """Return the runs of a sample with these token types (or, for a prefix, these values in its column)."""
-    return bidirectional.of_sample(
-        {bidirectional.column: types_L} if isinstance(bidirectional, Prefix) else {}, types_L
-    )
 
 
 def _shallow_copy(module: nn.Module, parts: Mapping[str, nn.Module], **attributes: Any) -> Any:
