@@ -21,7 +21,7 @@ from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.families import Family, family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, Segments
-from vlmpack.model import engine, head
+from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import attention, audio, experts, vision
 from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
@@ -263,7 +263,7 @@ def last_chunk_lost(original: Any, *args: Any, chunk: int, **settings: Any) -> t
     return logprobs * (torch.arange(len(logprobs)) < max(len(logprobs) // chunk, 1) * chunk)
 
 
-@replaces(engine, "sums_by_sample")
+@replaces(result, "sums_by_sample")
 def another_target_each(original: Any, *args: Any, **settings: Any) -> Any:
     """Each sample is said to have one target more."""
     sums, counts = original(*args, **settings)

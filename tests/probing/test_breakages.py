@@ -221,7 +221,7 @@ FAST = {
         breaks=wrapped(engine, "divisor", lambda x, given, targets: targets), causes=("loss count",), shown=LOSSES
     ),
     "losses of each other": Broken(
-        breaks=wrapped(engine, "sums_by_sample", lambda x, *_, **__: tuple(each.flip(0) for each in x)),
+        breaks=wrapped(result, "sums_by_sample", lambda x, *_, **__: tuple(each.flip(0) for each in x)),
         causes=("sample results",),
         shown=frozenset({"gaps: sample losses", "row: sample losses"}),
     ),
