@@ -48,25 +48,21 @@ def said_once(collator, feature):
 # ---------------------------------------------------------------------- the next turn
 
 
-def test_the_user_s_next_turn_ends_an_answer():
-    assert targets(glm_tokenizer(), TALK) == "It is 4<|user|>It is 6"
+CALL = says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}])
+TOOL = {"role": "tool", "content": "4"}
+FOLLOWED = {
+    "the user's next turn": (TALK, "It is 4<|user|>It is 6"),
+    "what a tool answers": ([ASK, CALL, TOOL, FOUR], "<tool_call>add<arg>a=1</arg></tool_call><|observation|>It is 4"),
+    "after an empty answer": ([ASK, says(""), ASK_AGAIN, SIX], "<|user|>It is 6"),
+    # generation stops where a user or a tool speaks: `<|system|>` and `<|assistant|>` stop nothing
+    "nothing before a system turn": ([ASK, FOUR, {"role": "system", "content": "?"}, ASK_AGAIN, SIX], "It is 4It is 6"),
+    "nothing before an answer": ([ASK, FOUR, says("Or IV"), ASK_AGAIN, SIX], "It is 4Or IV<|user|>It is 6"),
+}
 
 
-def test_what_a_tool_answers_ends_a_call():
-    call = says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}])
-    messages = [ASK, call, {"role": "tool", "content": "4"}, FOUR]
-    assert targets(glm_tokenizer(), messages) == "<tool_call>add<arg>a=1</arg></tool_call><|observation|>It is 4"
-
-
-def test_an_empty_answer_ends_too():
-    assert targets(glm_tokenizer(), [ASK, {**FOUR, "content": ""}, ASK_AGAIN, SIX]) == "<|user|>It is 6"
-
-
-@pytest.mark.parametrize("between", [{"role": "system", "content": "Be short."}, {**FOUR, "content": "Or IV"}])
-def test_a_turn_of_nobody_who_answers_ends_none(between):
-    """Generation stops where a user or a tool speaks: `<|system|>` and `<|assistant|>` stop nothing."""
-    said = targets(glm_tokenizer(), [ASK, FOUR, between, ASK_AGAIN, SIX])
-    assert said == {"system": "It is 4It is 6", "assistant": "It is 4Or IV<|user|>It is 6"}[between["role"]]
+@pytest.mark.parametrize(("messages", "said"), FOLLOWED.values(), ids=FOLLOWED)
+def test_the_turn_of_whoever_answers_ends_an_answer(messages, said):
+    assert targets(glm_tokenizer(), messages) == said
 
 
 def test_a_token_that_begins_in_an_answer_and_says_who_speaks_next_is_not_learnt():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from chats import chat, learnt, picture, processor_of
+from chats import chat, gpt, human, learnt, picture, processor_of
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.collate.encoded import Encoded
@@ -43,27 +43,27 @@ EXPECTED = [
 ]
 
 
-def test_each_question_has_the_images_of_the_first_and_its_own():
-    assert written(INLINE) == EXPECTED
+PAIRS = [{"user": f"Q{i}", "assistant": f"A{i}", "source": "x"} for i in range(2)]
+COLUMN = dialogue([image(), say("Q0")], "A0", "Q1", "A1", [say("Q2"), image()], "A2", images=[FIRST, SECOND])
+BRANCHED = {
+    "images of the first question and its own": (INLINE, EXPECTED),
+    "images of a column at their placeholders": (COLUMN, EXPECTED),
+    "an image of a column without placeholders": (dialogue("Q0", "A0", "Q1", "A1", image=FIRST), EXPECTED[:2]),
+    "markers": (
+        {"conversations": [human("<image>\nQ0"), gpt("A0"), human("Q1"), gpt("A1")], "image": FIRST},
+        EXPECTED[:2],
+    ),
+    "pairs": ({"texts": PAIRS, "images": [FIRST]}, EXPECTED[:2]),
+    "a first question as it is written": (
+        dialogue([say("Q0"), image(FIRST)], "A0", "Q1", "A1"),
+        [([[say("Q0"), image()], "A0"], [FIRST]), EXPECTED[1]],
+    ),
+}
 
 
-def test_images_of_a_column_go_where_their_placeholders_are():
-    column = dialogue([image(), say("Q0")], "A0", "Q1", "A1", [say("Q2"), image()], "A2", images=[FIRST, SECOND])
-    assert written(column) == EXPECTED
-    assert written(dialogue("Q0", "A0", "Q1", "A1", image=FIRST)) == EXPECTED[:2]
-
-
-def test_markers_of_qwen_and_pairs_of_cauldron_are_read():
-    turns = [("human", "<image>\nQ0"), ("gpt", "A0"), ("human", "Q1"), ("gpt", "A1")]
-    qwen = {"conversations": [{"from": role, "value": text} for role, text in turns], "image": FIRST}
-    pairs = {"texts": [{"user": f"Q{i}", "assistant": f"A{i}", "source": "x"} for i in range(2)], "images": [FIRST]}
-    assert written(qwen) == written(pairs) == EXPECTED[:2]
-    assert len(read_conversation(pairs).messages) == 4
-
-
-def test_a_first_question_stays_as_it_is_written():
-    record = dialogue([say("Q0"), image(FIRST)], "A0", "Q1", "A1")
-    assert written(record) == [([[say("Q0"), image()], "A0"], [FIRST]), EXPECTED[1]]
+@pytest.mark.parametrize(("record", "branches"), BRANCHED.values(), ids=BRANCHED)
+def test_each_question_is_a_sample_with_its_images(record, branches):
+    assert written(record) == branches
 
 
 def test_system_messages_and_their_images_stand_in_front_of_all():

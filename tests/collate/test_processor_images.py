@@ -132,26 +132,29 @@ def refusal(feature, *, family="internvl", **settings):
     return caught.value
 
 
-def test_a_video_is_refused_by_name():
-    film = {"type": "video", "video": [picture(), picture()]}
-    messages = [user([film]), says("A cat")]
-    error = refusal({"messages": messages})
-    assert error.reason == "no_video"
-    assert "video 0: a InternVLProcessor reads images alone; give frames as images" in str(error)
+REFUSED = {
+    "no_video": (
+        {"messages": [user([{"type": "video", "video": [picture(), picture()]}]), says("A cat")]},
+        "video 0: a InternVLProcessor reads images alone; give frames as images",
+    ),
+    "vision_key": (
+        chat("?", "A cat", {"image": picture(), "max_pixels": 4096}),
+        "image 0: it has max_pixels beside it; a InternVLProcessor sizes all images alike: leave them out",
+    ),
+}
 
 
-def test_keys_that_size_one_image_are_refused_by_name():
-    parts = [{"type": "image", "image": picture(), "max_pixels": 4096}]
-    error = refusal({"messages": [user(parts), says("A cat")]})
-    assert error.reason == "vision_key"
-    assert "image 0: it has max_pixels beside it" in str(error)
-    assert "sizes all images alike: leave them out" in str(error)
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_its_processor_does_not_read_is_refused_by_name(reason):
+    feature, seen = REFUSED[reason]
+    error = refusal(feature)
+    assert error.reason == reason
+    assert seen in str(error)
 
 
 def test_a_tokenized_sample_with_pixels_is_refused():
     feature = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "pixel_values": torch.zeros(1, 3, 28, 28)}
-    error = refusal(feature)
-    assert "but no grids of its images; give messages and images" in str(error)
+    assert "but no grids of its images; give messages and images" in str(refusal(feature))
 
 
 # ---------------------------------------------------------------------- skipping
