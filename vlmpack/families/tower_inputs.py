@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import vision_utils
 
 ROTARY, BOUNDARIES, WINDOWS, INTERPOLATION = "rotary", "boundaries", "windows", "interpolation"
 
@@ -30,27 +29,29 @@ def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[str]) -> di
         grid_thw: int64 [n, 3] on the host, the grids of one call.
         names: what it computes, of the table above.
     """
+    from transformers import vision_utils
+
     grids = grid_thw.cpu()
-    return {key: value for name in names for key, value in _COMPUTED[name](tower, grids).items()}
+    return {key: value for name in names for key, value in _COMPUTED[name](vision_utils, tower, grids).items()}
 
 
-def _rotary(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+def _rotary(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
     return {"position_ids": vision_utils.get_vision_position_ids(grids, tower.spatial_merge_size)}
 
 
-def _boundaries(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+def _boundaries(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
     cu_seqlens = vision_utils.get_vision_cu_seqlens(grids)
     return {"cu_seqlens": cu_seqlens, "max_seqlen": _longest(cu_seqlens)}
 
 
-def _windows(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+def _windows(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
     index, cu_seqlens = vision_utils.get_vision_window_index(
         grids, spatial_merge_size=tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
     )
     return {"window_index": index, "cu_window_seqlens": cu_seqlens, "max_window_seqlen": _longest(cu_seqlens)}
 
 
-def _interpolation(tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+def _interpolation(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         grids,
         num_grid_per_side=tower.num_grid_per_side,
@@ -65,7 +66,7 @@ def _longest(cu_seqlens: torch.Tensor) -> int:
     return int(cu_seqlens.diff().max())
 
 
-_COMPUTED: Mapping[str, Callable[[Any, torch.Tensor], dict[str, Any]]] = {
+_COMPUTED: Mapping[str, Callable[[Any, Any, torch.Tensor], dict[str, Any]]] = {
     ROTARY: _rotary,
     BOUNDARIES: _boundaries,
     WINDOWS: _windows,
