@@ -10,9 +10,11 @@ from equality import alone_through, check_gradients, gradients
 from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 
+from benchmarks.flops import count_flops
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, unshare
+from vlmpack.machine import peak_bytes
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.plain import find_model
 from vlmpack.testing import alone
@@ -83,11 +85,39 @@ def test_each_piece_may_have_a_loss_of_its_own():
     weights, whole, model = torch.tensor([1.0, -2.0, 0.25]), fresh("qwen3"), fresh("qwen3")
     (PackedStep(whole)(shared(samples)).logprobs * weights[:, None]).sum().backward()
     group = PackedStep(model).group(shared(samples), capacity=12)
-    result = group.backward(lambda piece: (piece.result.logprobs * weights[list(piece.samples), None]).sum())
+    result = group.backward(lambda piece: (piece.result.logprobs * weights[piece.samples, None]).sum())
     for (name, ours), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
         assert (ours.grad - expected.grad).abs().max() <= 1e-5 * expected.grad.abs().max(), name
     assert torch.allclose(result.logprobs, PackedStep(whole)(shared(samples)).logprobs, atol=5e-6)
     assert torch.allclose(group.forward().logprobs, result.logprobs, atol=0)
+
+
+PREFIX, BRANCH, CAPACITY = 256, 32, 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_group_costs_what_its_tree_costs_and_takes_the_memory_of_one_path(checkpointed):
+    """64 samples of 256 + 32 tokens in rows of 256: against the whole tree, and against the tree of one piece."""
+    model = fresh("qwen3", hidden=96)
+    if checkpointed:
+        model = CIRCUMSTANCES["checkpointing"](model)
+    step = PackedStep(model)
+    whole, one_piece = (
+        shared(samples_of(model.config, rollouts(*[BRANCH] * samples, prefix=PREFIX, images=0), masked=(PREFIX,)))
+        for samples in (64, CAPACITY // BRANCH)
+    )
+    runs = {
+        "group": lambda: step.group(whole, capacity=CAPACITY).backward(),
+        "tree": lambda: step(whole).loss.backward(),
+        "path": lambda: step(one_piece).loss.backward(),
+    }
+    assert count_flops(runs["group"]) <= 1.01 * count_flops(runs["tree"])
+    held = [x for p in model.parameters() for x in (p, p.grad)] + [whole.input_ids, whole.shift_labels]
+    peaks = {name: peak_bytes(runs[name], held=held) - sum(x.nbytes for x in held) for name in ("group", "path")}
+    config = model.config
+    kept = config.num_hidden_layers * PREFIX * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert peaks["group"] <= 1.1 * peaks["path"] + kept
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", *slow("qwen3_moe", "qwen3_5_moe", "gpt_oss")])

@@ -48,22 +48,33 @@ class GroupPiece:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CutGroup:
     """A group cut into pieces."""
 
+    group: PackedRow
+    """The row of the whole group, with its tree."""
+    table: MediaTable
+    """Its media, with their entries counted."""
     tree: PrefixTree
     """The group's tree, with nodes longer than a row cut in several."""
     pieces: tuple[GroupPiece, ...]
     """The pieces in depth-first order."""
-    rows: tuple[PackedRow, ...]
-    """The row of each piece. Its tree begins with the kept tokens, as one node. Targets are those that the piece
-    computes; media are those that go through the towers with it."""
 
-    def index(self, piece: int) -> np.ndarray:
-        """int64 [T of the piece]: the position in the group's row of each token of a piece's row."""
-        starts = np.asarray(self.tree.segments.stride, np.int64)[list(self.pieces[piece].samples)]
-        return ranges(starts, np.asarray(self.rows[piece].segments.lengths, np.int64))
+    def row(self, piece: GroupPiece) -> PackedRow:
+        """Return the row of a piece. Its tree begins with the kept tokens, as one node. Targets are those that the
+        piece computes; media are those that go through the towers with it."""
+        return _row(self, piece)
+
+    def lengths(self, piece: GroupPiece) -> np.ndarray:
+        """int64 [B of the piece]: number of tokens of each sample in a piece's row."""
+        whole = np.asarray(self.tree.segments.lengths, np.int64)[list(piece.samples)]
+        return np.full_like(whole, piece.kept + self.tree.lengths[piece.nodes[0]]) if piece.is_kept else whole
+
+    def index(self, piece: GroupPiece) -> np.ndarray:
+        """int64 [T of the piece]: position in the group's row of each token of a piece's row."""
+        starts = np.asarray(self.tree.segments.stride, np.int64)[list(piece.samples)]
+        return ranges(starts, self.lengths(piece))
 
 
 @outside_graph
@@ -76,8 +87,9 @@ def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = N
         read_media: see `share`.
 
     Raises:
-        LayoutError: the row is on a device or has padding; or an image, a video, an audio or a run of tokens that
-            attend to each other in both directions is longer than `capacity`.
+        LayoutError: the row is on a device or has padding; an image, a video, an audio or a run of tokens that attend
+            to each other in both directions is longer than `capacity`; or the images of a sample, which the model
+            counts, are in several pieces.
         ConfigError: `capacity` is not a whole number of at least 1.
     """
     check_whole_number("capacity", capacity)
@@ -87,8 +99,11 @@ def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = N
         row = with_tree(row, _roots(row.segments, table))
     assert row.tree is not None
     tree = _split_nodes(row.tree, indivisible_runs(row, table), capacity)
-    pieces = tuple(_pieces(tree, capacity))
-    return CutGroup(tree=tree, pieces=pieces, rows=tuple(_row(row, table, tree, piece) for piece in pieces))
+    cut = CutGroup(group=row, table=table, tree=tree, pieces=tuple(_pieces(tree, capacity)))
+    if table.image_counts is not None:
+        for piece in cut.pieces:
+            cut.row(piece)  # raises for images that are counted
+    return cut
 
 
 def _roots(segments: Segments, table: MediaTable) -> PrefixTree:
@@ -184,18 +199,15 @@ def _first_fit(nodes: Sequence[int], totals: Sequence[int], capacity: int) -> li
 # ---------------------------------------------------------------------- the row of a piece
 
 
-def _row(row: PackedRow, table: MediaTable, tree: PrefixTree, piece: GroupPiece) -> PackedRow:
-    """Cut out a piece's row. `tree`: the group's, with its nodes cut."""
-    first, samples = int(piece.kept > 0), np.asarray(piece.samples)
+def _row(cut: CutGroup, piece: GroupPiece) -> PackedRow:
+    row, table, tree = cut.group, cut.table, cut.tree
+    first, lengths = int(piece.kept > 0), cut.lengths(piece)
     number = {node: first + at for at, node in enumerate(piece.nodes)}
     leaves = [number.get(tree.leaves[sample], first) for sample in piece.samples]  # samples go on behind a kept piece
     parents = [number.get(tree.parents[node], first - 1) for node in piece.nodes]
     own = [tree.lengths[node] for node in piece.nodes]
-    lengths = np.asarray(row.segments.lengths, np.int64)[samples]
-    if piece.is_kept:
-        lengths = np.full_like(lengths, piece.kept + own[0])
     segments = Segments.from_lengths(lengths.tolist())
-    index = torch.from_numpy(ranges(np.asarray(row.segments.stride, np.int64)[samples], lengths))
+    index = torch.from_numpy(cut.index(piece))
     part = PrefixTree(
         segments=segments,
         parents=(*[-1] * first, *parents),
@@ -224,7 +236,7 @@ def _row(row: PackedRow, table: MediaTable, tree: PrefixTree, piece: GroupPiece)
     assert row.tree is not None
     held, computed = table.in_tree(row.tree), own_table.in_tree(part)
     _check_counts(computed, piece)
-    cut = PackedRow(
+    part_row = PackedRow(
         input_ids=row.input_ids[:, index],
         segments=segments,
         shift_labels=labels,
@@ -235,7 +247,7 @@ def _row(row: PackedRow, table: MediaTable, tree: PrefixTree, piece: GroupPiece)
         extras={name: column[..., index] for name, column in row.extras.items()},
         metadata=metadata,
     )
-    return with_tree(cut, part)
+    return with_tree(part_row, part)
 
 
 def _check_counts(computed: MediaTable, piece: GroupPiece) -> None:

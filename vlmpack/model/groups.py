@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import to_device
 from vlmpack.layout.pieces import CutGroup, GroupPiece
-from vlmpack.layout.row import PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.model.engine import PackingState, packing_state
 from vlmpack.model.kept import KeptPrefix, PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts
@@ -40,14 +40,15 @@ Run = Callable[[PackedRow, PieceOfGroup, "torch.Tensor | int"], StepResult]
 class Piece:
     """One piece of a group, after its forward pass."""
 
-    def __init__(self, row: PackedRow, samples: tuple[int, ...], result: StepResult, kept: KeptPrefix | None) -> None:
+    def __init__(self, row: PackedRow, samples: list[int], result: StepResult, kept: KeptPrefix | None) -> None:
         self.row = row
         """The piece's row, on the host: its samples from their first token on. Targets are those of this piece."""
         self.samples = samples
         """The samples of the group that are in the row."""
         self.result = result
-        """The result. Position s of sample b of `result.logprobs` is position s of sample `samples[b]` of the group, 0
-        where another piece computes the target."""
+        """The result. `result.logprobs` are [b, S] for b samples in the piece and S tokens in the group's longest sample,
+        and 0 where another piece computes the target: of [B, S] weights of the group, `weights[piece.samples]` belong
+        to them."""
         self.is_done = False
         """Whether `backward` was called."""
         self._kept, self._loss = kept, result.loss
@@ -86,7 +87,8 @@ class GroupStep:
     def __init__(self, cut: CutGroup, run: Run, *, num_items_in_batch: torch.Tensor | int | None) -> None:
         self.cut = cut
         """The pieces and their rows."""
-        self.num_targets = sum(row.known_metadata.num_targets or 0 for row in cut.rows)
+        labels = cut.group.shift_labels
+        self.num_targets = 0 if labels is None else int((labels != IGNORE).sum())
         """Number of targets of all samples."""
         self._run, self._items = run, self.num_targets if num_items_in_batch is None else num_items_in_batch
         self._results: list[StepResult] = []
@@ -103,13 +105,15 @@ class GroupStep:
         self._results = []
         open_pieces: list[tuple[int, Piece, KeptPrefix]] = []
         is_training = torch.is_grad_enabled()
-        for number, (cut, row) in enumerate(zip(self.cut.pieces, self.cut.rows, strict=True)):
+        for number, cut in enumerate(self.cut.pieces):
             while open_pieces and open_pieces[-1][0] != cut.parent:
                 _close(open_pieces.pop()[1], is_training)
             before = open_pieces[-1][2] if open_pieces else None
             kept = KeptPrefix(before, is_training=is_training) if cut.is_kept else None
+            row = self.cut.row(cut)
             result = self._run(row, self._place(cut, row, before, kept), self._items)
-            piece = Piece(row, cut.samples, result, kept)
+            result = replace(result, width=max(self.cut.tree.segments.lengths))
+            piece = Piece(row, [*cut.samples], result, kept)
             self._results.append(_detached(result))
             yield piece
             if is_training and not piece.is_done:
@@ -171,8 +175,8 @@ class GroupStep:
         segments, device = self.cut.tree.segments, results[0].loss.device
         samples = [torch.tensor(piece.samples, device=device) for piece in self.cut.pieces]
         places = [
-            to_device(self.cut.index(number), device).index_select(0, result.target_index)
-            for number, result in enumerate(results)
+            to_device(self.cut.index(piece), device).index_select(0, result.target_index)
+            for piece, result in zip(self.cut.pieces, results, strict=True)
         ]
         index, order = torch.cat(places).sort()
 
