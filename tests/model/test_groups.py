@@ -8,6 +8,7 @@ import torch
 from cases import one_of_each, slow
 from equality import alone_through, check_gradients, gradients
 from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
+from torch.nn.parallel import DistributedDataParallel
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 
 from benchmarks.flops import count_flops
@@ -96,12 +97,9 @@ PREFIX, BRANCH, CAPACITY = 256, 32, 256
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_group_costs_what_its_tree_costs_and_takes_the_memory_of_one_path(checkpointed):
+def test_a_group_costs_what_its_tree_costs_and_takes_the_memory_of_one_path():
     """64 samples of 256 + 32 tokens in rows of 256: against the whole tree, and against the tree of one piece."""
     model = fresh("qwen3", hidden=96)
-    if checkpointed:
-        model = CIRCUMSTANCES["checkpointing"](model)
     step = PackedStep(model)
     whole, one_piece = (
         shared(samples_of(model.config, rollouts(*[BRANCH] * samples, prefix=PREFIX, images=0), masked=(PREFIX,)))
@@ -188,3 +186,22 @@ def test_a_piece_without_its_backward_pass_is_not_passed_over():
         list(group)
     with pytest.raises(ConfigError, match="1 of 2 pieces"):
         _ = group.result
+
+
+def test_data_parallelism_takes_groups_whose_gradients_stay_on_the_rank(mesh):
+    plain, model = fresh("qwen3"), DistributedDataParallel(fresh("qwen3"))
+    row = shared(samples_of(plain.config, rollouts(4, 6)))
+    PackedStep(plain).group(row, capacity=12).backward()
+    step = PackedStep(model)
+    with pytest.raises(ConfigError, match=r"model.no_sync\(\)"):
+        step.group(row, capacity=12)
+    with model.no_sync():
+        group = step.group(row, capacity=12)
+    with pytest.raises(ConfigError, match=r"model.no_sync\(\)"):
+        group.backward()
+    with model.no_sync():
+        group.backward()
+    assert all(
+        torch.equal(ours.grad, expected.grad)
+        for ours, expected in zip(model.module.parameters(), plain.parameters(), strict=True)
+    )

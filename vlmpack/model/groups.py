@@ -46,9 +46,9 @@ class Piece:
         self.samples = samples
         """The samples of the group that are in the row."""
         self.result = result
-        """The result. `result.logprobs` are [b, S] for b samples in the piece and S tokens in the group's longest sample,
-        and 0 where another piece computes the target: of [B, S] weights of the group, `weights[piece.samples]` belong
-        to them."""
+        """The result. `result.logprobs` are [b, S] for b samples in the piece and S tokens of the group's longest
+        sample, and 0 where another piece computes the target. Of [B, S] weights, `weights[piece.samples]` are theirs.
+        """
         self.is_done = False
         """Whether `backward` was called."""
         self._kept, self._loss = kept, result.loss
@@ -84,7 +84,17 @@ class GroupStep:
     Every piece needs its `backward` before the next one; without gradients (`torch.no_grad()`) it is not called.
     """
 
-    def __init__(self, cut: CutGroup, run: Run, *, num_items_in_batch: torch.Tensor | int | None) -> None:
+    def __init__(
+        self,
+        cut: CutGroup,
+        run: Run,
+        *,
+        check: Callable[[], None],
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> None:
+        """`check` raises if the model cannot compute groups in pieces; it is called again before each iteration."""
+        check()
+        self._check = check
         self.cut = cut
         """The pieces and their rows."""
         labels = cut.group.shift_labels
@@ -100,8 +110,9 @@ class GroupStep:
         """Run the pieces.
 
         Raises:
-            ConfigError: the last piece had no backward pass.
+            ConfigError: the last piece had no backward pass; or the model has changed, and cannot compute groups.
         """
+        self._check()
         self._results = []
         open_pieces: list[tuple[int, Piece, KeptPrefix]] = []
         is_training = torch.is_grad_enabled()

@@ -13,6 +13,7 @@ each padded to a multiple of 4:
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,10 +172,12 @@ class PackedStep:
             assert call.result is not None
             return _with_hooks(call.result, output)
 
-        check_groups(self.model, output_router_logits)
+        check = functools.partial(check_groups, self.model, output_router_logits)
         core = find_model(self.model)
         reader = family_of(core).media_reader(core.config)
-        return GroupStep(cut_group(row, capacity, read_media=reader), run, num_items_in_batch=num_items_in_batch)
+        return GroupStep(
+            cut_group(row, capacity, read_media=reader), run, check=check, num_items_in_batch=num_items_in_batch
+        )
 
 
 def _with_hooks(result: StepResult, output: Any) -> StepResult:
