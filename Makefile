@@ -22,9 +22,10 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile
 
 # The tests that run with the oldest and the newest supported transformers: every family, each mechanism, calls that
 # are passed through, HF Trainer.
-CORE := tests/families tests/test_traps.py \
-  $(addprefix tests/model/test_,attach.py balance.py delta.py equality.py experts.py passed_on.py as_plain.py) \
-  $(addprefix tests/trainer/test_,end_to_end.py evaluate.py loss.py) -m "not dist and not slow"
+CORE := tests/families tests/test_traps.py tests/oracle/test_trainers.py \
+  tests/model/test_attach.py tests/model/test_balance.py tests/model/test_delta.py tests/model/test_equality.py \
+  tests/model/test_experts.py tests/model/test_passed_on.py tests/model/test_as_plain.py \
+  tests/trainer/test_evaluate.py tests/trainer/test_loss.py -m "not dist and not slow"
 
 # Tests start hundreds of processes. Without cached bytecode each would compile everything again.
 unexport PYTHONDONTWRITEBYTECODE

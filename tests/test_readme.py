@@ -121,11 +121,13 @@ def test_an_example_that_is_not_run_says_why_and_is_valid_python() -> None:
         ast.parse(example.code)
 
 
-def test_every_make_command_in_the_readme_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+def test_every_make_command_in_the_readme_exists_and_every_file_that_the_makefile_names() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bmake ([a-z-]+)", README.read_text(encoding="utf-8")))
-    assert {"demo", "test"} <= named
-    assert named <= targets
+    assert {"demo", "test"} <= named <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    files = set(re.findall(r"\btests/[\w/.]+", makefile))
+    assert {"tests/families", "tests/test_traps.py"} <= files
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_every_reason_in_the_table_of_bad_samples_is_one_that_the_collator_gives() -> None:
