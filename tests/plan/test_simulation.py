@@ -11,22 +11,14 @@ from hypothesis import strategies as st
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import LengthTable, PaddedRecipe, Simulation, simulate
+from vlmpack.plan.length_table import COLUMNS
 
 
 def table_of(lengths: list[int], patches: list[int] | None = None, sample_ids: list[int] | None = None) -> LengthTable:
     """Text samples of these lengths."""
-    text, zeros = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
-    ids = np.arange(len(lengths)) if sample_ids is None else np.array(sample_ids, np.int64)
-    return LengthTable(
-        sample_ids=ids,
-        text_tokens=text,
-        image_tokens=zeros,
-        video_tokens=zeros,
-        images=zeros,
-        videos=zeros,
-        patches=zeros if patches is None else np.array(patches, np.int64),
-        targets=text,
-    )
+    columns = (sample_ids or range(len(lengths)), lengths, patches or [0] * len(lengths))
+    rows = [{"sample_ids": at, "text_tokens": n, "targets": n, "patches": p} for at, n, p in zip(*columns, strict=True)]
+    return LengthTable.from_rows([{**dict.fromkeys(COLUMNS, 0), **row} for row in rows])
 
 
 def simulation(*, world_size: int = 1, per_device_batch: int = 1, accumulation: int = 1, **given: Any) -> Simulation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
@@ -25,18 +25,8 @@ Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill", "next_fi
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
-SAMPLES, ROWS = "Samples", "Rows"
-"""Headings in the help of a verb."""
-
-
-def of_samples(*names: str, help: str, **settings: Any) -> Any:
-    """Make an option under the heading "Samples"."""
-    return typer.Option(*names, help=help, rich_help_panel=SAMPLES, **settings)
-
-
-def of_rows(*names: str, help: str, **settings: Any) -> Any:
-    """Make an option under the heading "Rows"."""
-    return typer.Option(*names, help=help, rich_help_panel=ROWS, **settings)
+of_samples, of_rows = (partial(typer.Option, rich_help_panel=panel) for panel in ("Samples", "Rows"))
+"""Make an option under one of these headings."""
 
 
 @final
