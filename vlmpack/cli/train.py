@@ -359,12 +359,15 @@ class Run:
         Returns:
             Losses and answers before and after, and the folders of the weights, for JSON.
         """
+        from transformers import set_seed
+
         from vlmpack.context_parallel.mesh import Parallel
         from vlmpack.model.enable import enable_packing
         from vlmpack.trainer.check import check_trainer
         from vlmpack.trainer.packed_trainer import PackedTrainer
 
         processor = self.collator.processor
+        set_seed(self.args.seed)  # for the adapters' initial weights
         trainer = PackedTrainer(
             enable_packing(make_model(self.keys, processor), parallel=Parallel()), self.args, self.collator,
             self.train_set, self.eval_set, processing_class=processor, plan=self.plan, eval_plan=self.eval_plan,
