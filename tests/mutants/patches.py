@@ -38,6 +38,7 @@ MUTANTS: list[Mutant] = []
 EQUAL = "oracle/test_packed_equals_alone.py"
 ROWS = "oracle/test_rows.py"
 TREE = "model/test_prefix_tree.py"
+GROUPS = "model/test_groups.py -k 'alone and (qwen3 or gemma3)'"
 """Layers are tried with handed states first. If that gives other numbers they are computed another way, which is equal,
 and computes more tokens."""
 TOWER = "families/test_vision_segments.py"
@@ -235,7 +236,7 @@ def a_recurrent_state_goes_on_into_the_next_sample(original, plain_forward, laye
 
 
 @breaks("vlmpack.model.mechanisms.short_conv.packed_short_conv", tests="model -k 'short_conv or lfm2'")
-def a_convolution_reads_the_sample_before(original, layer, hidden, row):
+def a_convolution_reads_the_sample_before(original, layer, hidden, row, module):
     return layer(hidden)
 
 
@@ -324,6 +325,17 @@ def a_shared_target_counts_once(original, part, scores, targets):
     counted = original(part, scores, targets)
     first = torch.zeros_like(counted).index_fill(0, torch.unique(targets.entries), 1)
     return counted * first
+
+
+@breaks("vlmpack.model.kept.KeptPrefix.keep", tests=GROUPS)
+def gradients_of_a_kept_prefix_are_lost(original, prefix, name, out, *tensors):
+    original(prefix, name, out, *tensors)
+    return out
+
+
+@breaks("vlmpack.model.row.PrefixTreeRow.with_predecessor", tests=GROUPS)
+def a_branch_behind_a_kept_prefix_is_predicted_by_itself(original, part, hidden):
+    return torch.cat([hidden[:, :1], hidden], 1) if part.kept else original(part, hidden)
 
 
 @breaks("vlmpack.layout.trie.compressed_trie", tests=f"layout {ROWS} {EQUAL}")
