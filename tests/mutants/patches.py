@@ -235,12 +235,12 @@ def a_recurrent_state_goes_on_into_the_next_sample(original, plain_forward, laye
     return plain_forward(layer, hidden, **kwargs)
 
 
-@breaks("vlmpack.model.mechanisms.short_conv.packed_short_conv", tests="model -k 'short_conv or lfm2'")
+@breaks("vlmpack.model.mechanisms.short_conv.packed_short_conv", tests="model/test_short_conv.py")
 def a_convolution_reads_the_sample_before(original, layer, hidden, row, module):
     return layer(hidden)
 
 
-@breaks("vlmpack.model.mechanisms.per_sample.run_per_sample", tests="model -k 'per_sample or qwen4'")
+@breaks("vlmpack.model.mechanisms.per_sample.run_per_sample", tests="model/test_qwen4_exp.py")
 def layers_that_know_no_boundaries_get_the_whole_row(original, layer, row, hidden, *beside):
     return layer(hidden, *beside)
 
@@ -295,12 +295,12 @@ def the_load_balancing_loss_has_no_coefficient(original, model, text_config):
     return 1.0
 
 
-@breaks("vlmpack.model.mechanisms.experts.balance_sums", tests="model -k 'balance or router or expert'")
+@breaks("vlmpack.model.mechanisms.experts.balance_sums", tests="model/test_balance.py")
 def a_sample_counts_its_neighbors_tokens(original, logits, config, *, sample_R, samples):
     return original(logits, config, sample_R=(sample_R + 1) % samples, samples=samples)
 
 
-@breaks("vlmpack.model.row.PrefixTreeRow.for_each_sample", tests="model -k 'tree or shared'")
+@breaks("vlmpack.model.row.PrefixTreeRow.for_each_sample", tests="model/test_prefix_tree.py -k routers")
 def a_shared_token_is_routed_once_for_all_its_samples(original, part, tokens):
     return tokens
 
