@@ -39,6 +39,7 @@ from vlmpack.model.forward import (
     row_of,
     unpackable,
 )
+from vlmpack.model.known_ids import for_compiler, with_plain_ids
 from vlmpack.model.mechanisms import RowSetup, subclass
 from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
@@ -95,7 +96,7 @@ def packed_backbone(base: Any) -> type[nn.Module]:
         hooks, inputs = _BackboneHooks(self, None, None), LOOKED_AT | given
         if (reason := hooks.unpackable(inputs, state)) is not None:
             return plain_forward(self, plain, given, reason)
-        packed = hooks.packed(inputs)
+        packed = for_compiler(hooks.packed(inputs))
         return hooks.after(self, (), packed, plain(**packed))
 
     return subclass(base, {**of_an_object(base), "forward": around_graph(forward)}, packed_backbone)
@@ -122,7 +123,7 @@ class _BackboneHooks:
         if (reason := self.unpackable(inputs, state)) is not None:
             warn_of_padding(inputs["attention_mask"], reason)
             return None
-        return (), self.packed(inputs)
+        return (), with_plain_ids(self.packed(inputs))  # inside a hook, nothing tells whether the backbone is compiled
 
     def unpackable(self, inputs: dict[str, Any], state: PackingState) -> str | None:
         """Return why a call is not packed; None: it is packed."""

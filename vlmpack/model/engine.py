@@ -23,6 +23,7 @@ from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Scoring, score_targets, target_positions
 from vlmpack.model.kept import PieceOfGroup
+from vlmpack.model.known_ids import for_compiler
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
@@ -177,7 +178,7 @@ def run_row(
     if hidden_states:
         inputs.update(output_hidden_states=hidden_states, return_dict=True)
     with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
-        output = family.backbone(core)(**inputs)
+        output = family.backbone(core)(**for_compiler(inputs))
     hidden = output[0]  # a tuple if the configuration says return_dict=False
     work = finish(setup, state.mechanisms, inputs[CONTEXT].entries)
     routers = None

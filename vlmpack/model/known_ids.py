@@ -19,8 +19,9 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from vlmpack.layout.device import host_values, to_device
+from vlmpack.layout.device import around_graph, host_values, to_device
 
 
 @final
@@ -72,6 +73,17 @@ def known_ids(input_ids: Tensor, masks: Mapping[int, np.ndarray]) -> KnownIds:
     ids = input_ids.as_subclass(KnownIds)
     ids.masks = masks
     return ids
+
+
+def with_plain_ids(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's inputs with plain ids: compilers cannot trace ours."""
+    return {name: x.as_subclass(Tensor) if isinstance(x, KnownIds) else x for name, x in inputs.items()}
+
+
+@around_graph
+def for_compiler(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's inputs, with plain ids if `torch.compile` compiles what the caller calls next."""
+    return with_plain_ids(inputs) if callable(get_eval_frame_callback()) else inputs
 
 
 # ---------------------------------------------------------------------- what is replaced
