@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze import analysis_of, histogram_bars, print_analysis, row_numbers
+from vlmpack.cli.analyze import analysis_of, print_analysis, row_numbers
 from vlmpack.collate.encoded import Encoded
 from vlmpack.layout import PrefixTree, Segments
 from vlmpack.plan import LengthTable, PaddedRecipe
@@ -146,23 +146,6 @@ def test_refused_samples_are_counted_and_the_first_are_listed() -> None:
         f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
     ]
     assert "  and 3 more (`vlmpack analyze --json` lists all)" in told
-
-
-@pytest.mark.parametrize("ascii_only", [False, True])
-def test_the_longest_bar_is_full_and_a_single_sample_can_be_seen(ascii_only: bool) -> None:
-    file, bars = (
-        io.StringIO(),
-        histogram_bars("tokens", np.array([10] * 400 + [11] * 100 + [12]), ascii_only=ascii_only),
-    )
-    Console(file=file, width=60).print(bars)
-    block, eighth = "##" if ascii_only else "█▏"
-    assert [line.rstrip() for line in file.getvalue().splitlines()] == [
-        "tokens",
-        f"10  {20 * block} 400",
-        f"11  {5 * block}                100",
-        f"12+ {eighth}                    1",
-        "",
-    ]
 
 
 # ---------------------------------------------------------------------- shared prefixes

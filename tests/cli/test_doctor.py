@@ -29,7 +29,7 @@ from vlmpack.model.mechanisms.gated_delta_fla import FlaCall
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import Report, probe
 from vlmpack.probing.layers import attention_layers
-from vlmpack.probing.report import Check
+from vlmpack.probing.report import Baseline, Check
 from vlmpack.testing import tiny_model
 
 FEW = ("qwen3_vl", "qwen3")
@@ -365,6 +365,12 @@ def test_every_group_of_parameters_has_a_line_of_its_own_on_80_columns() -> None
     assert len(groups) > 10
     assert not any("…" in line for line in lines)
     assert {group for group in groups if len(group) < 50} <= seen
+
+
+def test_the_page_lists_the_keys_of_probes() -> None:
+    checked = report_of(Check(part="work", name="pairs", finding="ok", value=9, allowed=9))
+    report = replace(checked, circumstances={"row": "a packed row"}, plain=(Baseline(name="padded", verdict="fails"),))
+    check_keys("probe", {"probes": [report.to_dict()], "complete": True, "healthy": True})
 
 
 def test_infinite_errors_and_brackets_are_printed_as_they_are() -> None:

@@ -13,7 +13,6 @@ from vlmpack.cli import app
 from vlmpack.cli.inputs import (
     Inputs,
     columns_by_source,
-    mix_numbers,
     mixed_sources,
     named_processor,
     open_inputs,
@@ -142,13 +141,6 @@ def test_packed_samples_are_those_of_the_same_mix_in_python(files: dict[str, Pat
         assert "is packed already" in " ".join(done.stderr.split())
 
 
-def test_without_weights_every_sample_comes_once(files: dict[str, Path]) -> None:
-    inputs = opened(str(files["receipts"]), processor="tiny", mix=[str(files["chats"]), "synthetic"])
-    numbers = mix_numbers(inputs.dataset)
-    assert numbers is not None and list(numbers) == ["receipts", "chats", "synthetic"]
-    assert {of["passes"] for of in numbers.values()} == {1.0}
-
-
 def test_names_are_the_ends_of_paths_that_differ() -> None:
     assert short_names(["a/train.jsonl", "naver/cord-v2", "chats.v2.jsonl.gz"]) == ["train", "cord-v2", "chats"]
     assert short_names(["x/a/train.jsonl", "x/b/train.jsonl"]) == ["a/train", "b/train"]
@@ -202,16 +194,6 @@ def test_each_data_set_of_a_mix_has_names_of_its_own(tmp_path: Path, monkeypatch
     others = [f"asked={QUESTIONS}", CAPTIONS]  # that of all others
     inputs = opened("asked.jsonl", processor="tiny:qwen3", columns=others, mix=["said.jsonl=2"])
     assert {sample["messages"][-1]["content"] for sample in inputs.dataset} == {"9", "a receipt"}
-
-
-def test_maps_are_dealt_out_by_names() -> None:
-    sources = ["a/asked.jsonl", "hub/said", "known.jsonl"]
-    of = columns_by_source
-    assert of([], sources) == dict.fromkeys(sources)
-    assert of([QUESTIONS], sources) == dict.fromkeys(sources, QUESTIONS)
-    assert [*of([f"asked={QUESTIONS}"], sources).values()] == [QUESTIONS, None, None]
-    assert [*of([f"hub/said={CAPTIONS}", "info.json"], sources).values()] == ["info.json", CAPTIONS, "info.json"]
-    assert of(['{"a=b": "query"}'], ["a"]) == {"a": '{"a=b": "query"}'}  # JSON names no data set
 
 
 @pytest.mark.parametrize(

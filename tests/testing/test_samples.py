@@ -12,57 +12,22 @@ from vlmpack.families import family_named
 from vlmpack.testing import (
     branches_of,
     mixed_samples,
-    padded,
     processed_samples,
     synthetic_samples,
     tiny_config,
     tiny_processor,
 )
 from vlmpack.testing.samples import (
-    KINDS,
     VISION,
-    Kind,
     grids_of,
     kind_of,
-    kinds_of,
     num_targets,
     perturbed,
-    random_sample,
     with_adversarial_lengths,
     word_ids,
 )
 
 every_family = pytest.mark.parametrize("name", families(lambda family: family.model_type in QWEN, ["qwen3"]))
-
-
-@pytest.mark.parametrize("name", [name for name in VISION if name in QWEN])
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_grids_and_pixels_of_a_sample_agree(name: str, kind: Kind) -> None:
-    config = tiny_config(name, patch_size=4)
-    for seed in range(5):
-        sample = random_sample(config, kind, seed=seed)
-        for modality, token, code in (("image", config.image_token_id, 1), ("video", config.video_token_id, 2)):
-            grids = sample.get(f"{modality}_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-            pixels = sample.get("pixel_values" if code == 1 else "pixel_values_videos", torch.zeros(0, 96))
-            assert pixels.shape == (int(grids.prod(1).sum()), 96)
-            assert int((sample["input_ids"] == token).sum()) * 4 == len(pixels)
-            assert torch.equal(sample["input_ids"] == token, sample["mm_token_type_ids"] == code)
-        media = sample["mm_token_type_ids"] != 0
-        assert (sample["labels"][media] == -100).all()
-        assert (sample["labels"][1:] != -100).any()
-        assert media.any() == (kind != "text")
-
-
-@every_family
-def test_left_and_right_padding_hold_the_same_tokens(name: str) -> None:
-    config = tiny_config(name, patch_size=4)
-    samples = mixed_samples(config, kinds=kinds_of(config) * 2)
-    left, right = padded(samples, "left"), padded(samples, "right")
-    assert not torch.equal(left.attention_mask, right.attention_mask)
-    for field in ("input_ids", "labels", *(("mm_token_type_ids",) if name in VISION else ())):
-        tensors = (left.to_hf()[field][left.attention_mask.bool()], right.to_hf()[field][right.attention_mask.bool()])
-        assert torch.equal(*tensors)
-        assert torch.equal(tensors[0], torch.cat([sample[field] for sample in samples]))
 
 
 @every_family

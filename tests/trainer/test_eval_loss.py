@@ -12,7 +12,7 @@ import torch
 from chats import chat, processor_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
-from training import LAYOUTS, Samples, arguments, collator, loss_sums, losses_alone, receipts, trainer
+from training import LAYOUTS, Samples, arguments, collator, losses_alone, receipts, trainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 from vlmpack.collate import VLMCollator
@@ -142,30 +142,6 @@ def test_disabling_forgets_the_metrics_and_other_settings_do_not(tmp_path):
     enable_packing(disable_packing(model))
     with pytest.raises(ConfigError, match=REFUSAL):
         run.evaluate()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_best_model_is_that_of_the_smallest_mean_over_targets(layout, tmp_path):
-    """Not that of the smallest mean of batches' means, which was at another step."""
-    model = small()
-    samples = unlike_samples(model, seed=26)
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    settings |= {"learning_rate": 2.0, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
-    settings |= {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential"}
-    metrics = loss_metrics(enable_packing(model))
-    run = plain(model, samples[2:], tmp_path, layout, metrics, **settings)
-    run.train_dataset = Samples(samples[:3])
-    run.train()
-
-    checkpoints = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 3)]
-    with torch.no_grad():
-        losses = [loss_sums(small().from_pretrained(path), samples[2:]) for path in checkpoints]
-    exact = [float(sums.sum() / counts.sum()) for sums, counts in losses]
-    pieces = [zip(sums.split(2), counts.split(2), strict=True) for sums, counts in losses]
-    means = [sum(float(s.sum() / n.sum()) * len(n) for s, n in batches) for batches in pieces]
-    assert exact.index(min(exact)) != means.index(min(means)), "the choices do not differ: nothing was tested"
-    assert run.state.best_model_checkpoint == str(checkpoints[exact.index(min(exact))])
-    assert run.state.best_metric == pytest.approx(min(exact), rel=1e-5)
 
 
 @pytest.mark.parametrize("without", ["prediction_loss_only", "compute_metrics"])

@@ -21,7 +21,6 @@ from training import (
     logged,
     loss_alone,
     receipts,
-    train,
     weighing,
 )
 from transformers import Trainer
@@ -107,18 +106,6 @@ def test_weights_are_never_ignored(tmp_path):
         model(**{**row, "shift_weights": None, "loss_weights": row["shift_weights"]})
     with pytest.raises(LayoutError, match=r"loss_weights must be floats .*, one for each label, got torch\.int64"):
         model(**{**batch, "loss_weights": batch["labels"]})
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_cache_that_the_text_model_is_configured_with_changes_nothing(layout, tmp_path):
-    """Trainer switches the cache off on the outer configuration only; the text model reads its own."""
-    losses = []
-    for use_cache in (True, False):
-        model = enable_packing(tiny_model())
-        model.config.text_config.use_cache = use_cache
-        losses.append(train(model, receipts(model), tmp_path, layout).losses)
-        assert model.config.text_config.use_cache is use_cache
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

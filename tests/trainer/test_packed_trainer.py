@@ -305,20 +305,6 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
 # ---------------------------------------------------------------------- beside other subclasses
 
 
-class Fussy(Trainer):
-    """As a trainer of another package: a loss of its own in training, and more in a log."""
-
-    losses = 0
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        self.losses += 1
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        assert "labels" in inputs
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-
-
 def test_a_prediction_step_that_goes_past_it_is_refused_and_not_an_empty_result(tmp_path):
     class Past(PackedTrainer):
         prediction_step = Trainer.prediction_step
@@ -328,25 +314,6 @@ def test_a_prediction_step_that_goes_past_it_is_refused_and_not_an_empty_result(
     run = Past(model, arguments(tmp_path), collator("packed"), eval_dataset=Samples(samples), eval_plan=plan)
     with pytest.raises(ConfigError, match="are missing: prediction_step was replaced"):
         run.evaluate()
-
-
-def test_it_goes_before_another_subclass_of_trainer(tmp_path):
-    class PackedFussy(PackedTrainer, Fussy):
-        pass
-
-    model, samples, sums, counts = evaluation_set()
-    run = PackedFussy(
-        model,
-        arguments(tmp_path, max_steps=-1, num_train_epochs=1),
-        collator("packed"),
-        Samples(samples),
-        Samples(samples),
-        plan=plan_bins(lengths_of(samples), max(lengths_of(samples))),
-    )
-    run.eval_plan = run.plan
-    assert run.evaluate()["eval_token_loss"] == pytest.approx(float(sums.sum() / counts.sum()), rel=1e-6)
-    run.train()
-    assert run.losses == 2 * len(run.plan)
 
 
 def test_rows_that_share_prefixes_need_a_collator_that_does(tmp_path):
