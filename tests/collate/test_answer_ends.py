@@ -74,6 +74,14 @@ def test_a_token_that_begins_in_an_answer_and_says_who_speaks_next_is_not_learnt
     assert learnt(processor, batch["labels"]) == "It is 4It is 6 "
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl", "internvl"])
+def test_a_token_that_begins_in_the_header_is_not_learnt(family):
+    processor = tiny_processor(family)
+    processor.tokenizer.add_tokens(["\n\n"])
+    batch = VLMCollator(processor)([{"messages": [ASK, says("\n\n4")]}])
+    assert learnt(processor, batch["labels"]) == "\n4<|im_end|>"
+
+
 # ---------------------------------------------------------------------- the last answer
 
 ENDLESS = {"glm4v": "<|user|>", "llava": "<eos>"}

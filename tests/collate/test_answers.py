@@ -155,17 +155,3 @@ def test_a_template_that_marks_other_turns_than_answers_is_refused():
         "{% generation %}{{ message['content'] }}{% endgeneration %}{% endfor %}"
     )
     assert "marks 2 answers of its 1 assistant messages" in refusal([ASK, say("4")], marks_all)
-
-
-# ---------------------------------------------------------------------- text models without ChatML
-
-
-def test_a_tokenizer_without_chatml_learns_its_answers():
-    processor = tiny_processor("gemma3")
-    tokenizer = processor.tokenizer
-    tokenizer.chat_template = processor.chat_template
-    batch = VLMCollator(tokenizer)([{"messages": [ASK, say("75,000 Rp."), ASK, say("4")]}])
-    labels = [i for i in batch["labels"][0].tolist() if i != -100]
-    assert tokenizer.decode(labels) == "75,000 Rp.<end_of_turn>4<end_of_turn>"
-    truth = tokenizer.apply_chat_template([ASK, say("75,000 Rp."), ASK, say("4")], tokenize=True, return_dict=True)
-    assert batch["input_ids"][0].tolist() == truth["input_ids"]

@@ -25,8 +25,7 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PaddedBatch, pack
 from vlmpack.layout.media import AUDIO
 from vlmpack.lengths import measure_lengths
-from vlmpack.model import PackedStep
-from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.testing import tiny_processor
 
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 RATE = 16_000
@@ -110,7 +109,7 @@ def test_measured_and_tokenized_samples_are_the_same_batch(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [CONVOLVED, *slow(POOLED)])
-def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_model(family: str) -> None:
+def test_a_row_of_the_collator_is_its_padded_batch_packed(family: str) -> None:
     processor = processor_of(family)
     clip = {"type": "video", "video": [picture()] * 4, "sample_fps": 1.0}
     features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3), clip, clip)}]
@@ -119,12 +118,6 @@ def test_a_row_of_the_collator_is_its_padded_batch_packed_and_goes_through_the_m
     assert isinstance(batch, PaddedBatch)
     for name, tensor in pack(batch).media.to_hf().items():
         assert torch.equal(row.media.to_hf()[name], tensor)
-    model = tiny_model(family, processor=processor)
-    alone = [VLMCollator(processor).collate([feature]).to_hf() for feature in features]
-    losses = [
-        model(**{n: x for n, x in each.items() if n not in ("vlmpack", "mm_token_type_ids")}).loss for each in alone
-    ]
-    torch.testing.assert_close(PackedStep(model)(row).sample_losses, torch.stack(losses).detach(), rtol=1e-5, atol=0)
 
 
 @each_family

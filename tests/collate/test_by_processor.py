@@ -4,16 +4,13 @@ from functools import lru_cache
 
 import pytest
 import torch
-from cases import pairs, slow
+from cases import slow
 from chats import CHATTING, SHOWN, fast_and_slow, needs, needs_torchvision, picture, says, text, user
 from chats import FAMILIES as QWEN
 from fixtures.processors import tile_sizes
 from transformers import AutoImageProcessor
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.encode import Encoder
-from vlmpack.collate.processor_metadata import metadata_of, processor_settings, read_processor
-from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout.media import IMAGE
@@ -165,47 +162,3 @@ def test_no_tokens_of_an_image_are_learnt(family):
         image.tokens for image in batch["vlmpack"].media.images
     )
     assert text.replace("\n", "").replace(" ", "") == without.replace("\n", "").replace(" ", "")
-
-
-# ---------------------------------------------------------------------- Qwen by either path
-
-
-QWEN_FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5")
-
-
-def by_either_path(family, feature, **settings):
-    """A Qwen sample by today's path, and by the processor as a whole."""
-    processor = tiny_processor(family)
-    processor.tokenizer.add_tokens(["\n\n"])  # as larger vocabularies have: one token of the header and of its answer
-    settings = {"train_on": "assistant", "limits": ImageLimits(), **settings}
-    quick = Encoder(processor=processor, metadata=read_processor(processor), **settings)
-    whole = Encoder(processor=processor, metadata=metadata_of(processor, processor_settings(processor)), **settings)
-    assert not quick.metadata.by_processor
-    assert whole.metadata.by_processor
-    return quick, whole
-
-
-@pairs(family=QWEN_FAMILIES, train_on=["assistant", "all"], count=[0, 2])
-def test_both_paths_encode_a_qwen_sample_alike(family, train_on, count):
-    feature = conversation(count, turns=3)
-    feature["messages"].insert(0, {"role": "system", "content": "Be short."})
-    feature["messages"][2]["content"] = "\n\nThe total\n is 75,000.  "
-    feature["messages"][4]["weight"] = 0
-    if train_on == "assistant":
-        texts = [text("It is", weight=0.5), text(" 4. ", weight=2)]
-        feature["messages"][6]["content"] = texts
-    paths = by_either_path(family, feature, train_on=train_on)
-    quick, whole = (path.encode(feature) for path in paths)
-    assert quick.input_ids.tolist() == whole.input_ids.tolist()
-    assert quick.labels.tolist() == whole.labels.tolist()
-    if train_on == "assistant":
-        assert quick.weights.tolist() == whole.weights.tolist()
-        assert {0.5, 2} < {*quick.weights[quick.labels >= 0].tolist()}
-    assert quick.types.tolist() == whole.types.tolist()
-    assert [image.grid for image in quick.images] == [image.grid for image in whole.images]
-    assert len(whole.images) == count
-    for ours, theirs in zip(quick.images, whole.images, strict=True):
-        assert torch.equal(ours.pixels, theirs.pixels)
-    measured = [path.measure(feature) for path in paths]
-    assert measured[0].input_ids.tolist() == measured[1].input_ids.tolist() == quick.input_ids.tolist()
-    assert measured[0].labels.tolist() == measured[1].labels.tolist() == quick.labels.tolist()

@@ -14,7 +14,7 @@ from vlmpack.collate import SkipLimit, VLMCollator
 from vlmpack.collate.skipped import read_skip_log
 from vlmpack.data.messages import READ_COLUMNS
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import METADATA_KEY, PackedRow, PaddedBatch, SlotRule, pack
+from vlmpack.layout import METADATA_KEY, SlotRule
 
 BROKEN = {"messages": [user("?")]}
 """Nothing to learn."""
@@ -40,22 +40,6 @@ def tensors(batch):
 
 
 # ---------------------------------------------------------------------- both layouts
-
-
-@pytest.mark.parametrize("multiple", [1, 8])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_row_is_the_padded_batch_packed(family, multiple):
-    processor, features, rule = processor_of(family), mixed(family), SlotRule(multiple=multiple)
-    padded = VLMCollator(processor).collate(features)
-    row = VLMCollator(processor, layout="packed", slots=rule).collate(features)
-    assert isinstance(padded, PaddedBatch) and isinstance(row, PackedRow)
-    truth = pack(padded, rule=rule, pad_token_id=processor.tokenizer.pad_token_id)
-    packed, expected = row.to_hf(), truth.to_hf()
-    assert packed.keys() == expected.keys()
-    assert len(packed) >= 8
-    assert packed[METADATA_KEY] == expected[METADATA_KEY]
-    for name, value in tensors(expected).items():
-        assert torch.equal(packed[name], value), name
 
 
 def test_samples_are_named_by_their_id_or_else_by_their_place():

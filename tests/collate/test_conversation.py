@@ -470,18 +470,16 @@ WEIGHED = {
 }
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_vl", "padded"), ("qwen3_vl", "packed"), ("internvl", "packed")])
 @pytest.mark.parametrize(("answer", "expected"), WEIGHED.values(), ids=WEIGHED)
-def test_a_weight_comes_with_each_label(answer: dict[str, Any], expected: list[Any], layout: str) -> None:
-    batch = VLMCollator(processor_of(), layout=layout)([{"messages": [user("2 + 2?"), answer]}])
+def test_a_weight_comes_with_each_label(answer: dict[str, Any], expected: list[Any], family: str, layout: str) -> None:
+    batch = VLMCollator(processor_of(family), layout=layout)([{"messages": [user("2 + 2?"), answer]}])
     labels, weights = batch["labels"][0], batch.get("loss_weights")
     if weights is None:  # of a row, as its targets
         weights = batch["shift_weights"].roll(1, -1)
     runs = groupby(zip(labels.tolist(), weights[0].tolist(), strict=True), key=lambda pair: (pair[0] >= 0, pair[1]))
-    read = [
-        (processor_of().tokenizer.decode([x for x, _ in run]), weight) for (is_label, weight), run in runs if is_label
-    ]
-    assert read == expected
+    decode = processor_of(family).tokenizer.decode
+    assert [(decode([x for x, _ in run]), weight) for (is_label, weight), run in runs if is_label] == expected
 
 
 def test_a_weight_that_nothing_would_weigh_is_refused() -> None:

@@ -58,9 +58,6 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
     assert (sample.types == 2).sum() == np.prod(video.grid) // 4
 
 
-# ---------------------------------------------------------------------- sizes
-
-
 # ---------------------------------------------------------------------- what is learnt
 
 

@@ -61,17 +61,6 @@ def test_the_refusal_names_tokens_limit_and_remedy(policy):
     assert message.startswith(seen)
 
 
-@pytest.mark.parametrize("train_on", ["assistant", "all"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_sample_that_is_too_long_is_encoded_as_others_are(family, train_on):
-    sample, _ = encoded(dialogue(frames=4), family, train_on)
-    short = VLMCollator(processor_of(family), train_on=train_on).measure(dialogue(frames=4))
-    assert sample.whole
-    assert not short.whole
-    assert sample.input_ids.tolist() == short.input_ids.tolist()
-    assert sample.labels.tolist() == short.labels.tolist()
-
-
 END, START = "truncate", "truncate_start"
 MEDIUM = re.compile(
     r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>|<\|vision_start\|>"

@@ -46,10 +46,6 @@ def cut(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -
     return visual
 
 
-def shape(visual: Visual) -> tuple[Any, ...]:
-    return visual.grid, visual.seconds, visual.timestamps
-
-
 def random_sizes(count: int, unit: int, seed: int) -> list[tuple[int, int]]:
     """Widths and heights: tiny, thin (up to 200 : 1), on the edges where rounding turns, and any others."""
     random = np.random.default_rng(seed)
@@ -121,21 +117,6 @@ def test_an_image_sized_by_keys_is_measured_as_it_is_cut(family: str) -> None:
         assert measured(reader, image, **keys).grid == expected
         grids.add(expected)
     assert len(grids) > 10
-
-
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-@pytest.mark.parametrize("frames", [1, 2, 5])
-def test_a_video_of_frames_is_measured_as_it_is_cut(family: str, frames: int) -> None:
-    reader, video = reader_of(processor_of(family)), [picture(90, 60, seed=seed) for seed in range(frames)]
-    for keys in (
-        {},
-        {"sample_fps": "1", "raw_fps": 24.0},
-        {"max_pixels": 40_000, "min_pixels": 1000, "total_pixels": 9e4},
-    ):
-        visual = measured(reader, video, "video", **keys)
-        assert shape(visual) == shape(cut(reader, video, "video", **keys))
-        assert visual.pixels is None
-        assert visual.grid[0] == -(-frames // 2)
 
 
 @pytest.mark.parametrize(("width", "height", "fits"), [(64, 96, True), (65, 64, False), (48, 48, False)])

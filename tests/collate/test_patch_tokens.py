@@ -10,16 +10,12 @@ from typing import Any
 import pytest
 import torch
 from chats import says, text, user
-from equality import alone_through, check_outputs, limits_of
 from PIL import Image
 from transformers import BaseImageProcessor, BatchFeature, PreTrainedTokenizerFast
 
 from vlmpack.collate import VLMCollator
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import pack
-from vlmpack.model import PackedStep
-from vlmpack.testing import padded, tiny_model, tiny_processor
-from vlmpack.testing.media import Sample
+from vlmpack.testing import tiny_processor
 
 pytestmark = pytest.mark.skipif("llama4" not in FAMILIES, reason="this transformers has another Llama 4")
 
@@ -63,9 +59,6 @@ def test_runs_of_patches_are_counted_and_samples_are_those_of_the_processor() ->
     processor = llama4_processor()
     collator = VLMCollator(processor)
     patch = processor.tokenizer.convert_tokens_to_ids("<|patch|>")
-    model = tiny_model(
-        "llama4", patch_size=PATCH, vocab_size=len(processor.tokenizer), image_token_id=patch, pad_token_id=0
-    )
     chats = [conversation((60, 30)), conversation(), conversation((20, 30), (50, 20))]
     batch = collator.collate(chats)
     placeholders = (batch.input_ids == patch).sum(1).tolist()
@@ -75,13 +68,5 @@ def test_runs_of_patches_are_counted_and_samples_are_those_of_the_processor() ->
     whole = processor(text=[text], images=[[chats[0]["messages"][0]["content"][0]["image"]]], return_tensors="pt")
     real = batch.attention_mask[0].bool()
     assert batch.input_ids[0][real].tolist() == whole["input_ids"][0].tolist()
-
-    pixels = iter(batch.media.pixel_values.split([3, 4]))
-    samples = []
-    for row, count in enumerate(placeholders):
-        is_real = batch.attention_mask[row].bool()
-        sample = {"input_ids": batch.input_ids[row][is_real], "labels": batch.labels[row][is_real]}
-        samples.append(Sample.of({**sample, **({"pixel_values": next(pixels)} if count else {})}, FAMILIES["llama4"]))
-    own = alone_through(model, samples)
-    check_outputs(own, PackedStep(model)(pack(batch), logits=True), limits_of("llama4"))
-    check_outputs(own, PackedStep(model)(pack(padded(samples, metadata=False)), logits=True), limits_of("llama4"))
+    assert torch.equal(batch.media.pixel_values[:3], whole["pixel_values"])
+    assert len(batch.media.pixel_values) == 3 + 4

@@ -20,15 +20,14 @@ from clips import CODECS, clip_bytes, write_clip
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vlmpack import PackedStep, VLMCollator
+from vlmpack import VLMCollator
 from vlmpack.collate import FrameSampling
-from vlmpack.collate.video import FileRules, VideoSettings, file_rules_of, sample_frames
+from vlmpack.collate.video import VideoSettings, file_rules_of, sample_frames
 from vlmpack.collate.video import load_video as load_clip
 from vlmpack.data import ImageError, VideoLimits
 from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
-from vlmpack.testing import tiny_model
 
 REFERENCE = Path(__file__).parents[1] / "transformers_videos.py"
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
@@ -278,36 +277,6 @@ def test_bad_files_are_skipped_and_counted_and_the_others_used(clip: bytes, tmp_
     assert dict(collator.skip_log.reasons) == {**dict.fromkeys(bad, 1), "video_undecodable": 2}
     measured = collator.measure(asked(bytes(damaged)), 0)  # damage behind the header is found by decoding
     assert collator.decode([measured]).metadata.sample_ids == ()
-
-
-@pytest.mark.parametrize("family", fast_and_slow(FAMILIES, ["qwen3_vl"]))
-def test_packed_equals_alone_in_plain_transformers(family: str, clip: bytes) -> None:
-    processor = processor_of(family)
-    model = tiny_model(family, processor=processor).float()
-    small = {"max_pixels": 32 * 32 * 8, "min_pixels": 32 * 32}
-    samples = [asked(clip, **small), chat("2 + 2?", "4"), asked(clip_bytes(num_frames=31), nframes=6, **small)]
-    packed = PackedStep(model)(collator_of(family).collate(samples))
-    assert packed.work.physical_tokens == packed.work.real_tokens
-    padded = VLMCollator(processor)
-    for sample, loss in zip(samples, packed.sample_losses, strict=True):
-        batch = {name: value for name, value in padded([sample]).items() if name != "vlmpack"}
-        torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-5, atol=1e-6)
-
-
-def test_rules_are_read_off_the_video_processor() -> None:
-    values = {"fps": 1, "min_frames": 2, "max_frames": 9, "size": {"shortest_edge": 3, "longest_edge": 7}}
-    videos = SimpleNamespace(to_dict=lambda: values)
-    processor = SimpleNamespace(
-        tokenizer=None, image_processor=None, video_processor=videos, get_attributes=lambda: ["video_processor"]
-    )
-    metadata = SimpleNamespace(frame_timestamps=True, by_processor=False)
-    rules = file_rules_of(processor, metadata, limits=VideoLimits(max_frames=5))
-    assert rules == FileRules(
-        sampling=FrameSampling(fps=1, min_frames=2, max_frames=9),
-        is_per_clip=True,
-        bounds=(3, 7),
-        limits=VideoLimits(max_frames=5),
-    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from cases import slow
 from vlmpack.collate import video as vision_keys
 from vlmpack.collate.video import check_enlarged, has_image_keys, number
 from vlmpack.data.images import ImageError
-from vlmpack.data.messages import misspelt_key
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,
@@ -119,21 +118,6 @@ def test_none_is_absent_and_text_is_a_number():
     assert not has_image_keys(absent)
     assert has_image_keys({"max_pixels": 1})
     assert number({"sample_fps": "1.5"}, "sample_fps", 2.0) == 1.5
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("max_pixel", "max_pixels"),
-        ("maxPixels", "max_pixels"),
-        ("MIN_PIXELS", "min_pixels"),
-        ("total-pixels", "total_pixels"),
-        ("resize_height", "resized_height"),
-        ("nframe", "nframes"),
-    ],
-)
-def test_a_name_that_is_nearly_a_key_is_recognised(name, meant):
-    assert misspelt_key(name) == meant
 
 
 # ---------------------------------------------------------------- refusals

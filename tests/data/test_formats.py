@@ -17,7 +17,7 @@ from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
-from vlmpack.data.formats import as_messages, read_tools
+from vlmpack.data.formats import as_messages
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import PackedRow
 from vlmpack.testing import tiny_processor
@@ -351,18 +351,6 @@ class TestDatasetInfo:
         path = written([{"talk": talk}], tmp_path, "data.json")
         sample = open_dataset(path, columns=self.info(tmp_path, **entry))[0]
         assert read(sample) == (chat("human instruction", "model response"), 0)
-
-    def test_a_function_call_becomes_a_tool_call(self, tmp_path: Path) -> None:
-        asked, answered = turns("human instruction", "model response")
-        call = {"from": "function_call", "value": '{"name": "sum", "arguments": {"a": 1}}'}
-        row = {
-            "conversations": [asked, call, {"from": "observation", "value": "tool result"}, answered],
-            "tools": '[{"name": "sum"}]',
-        }
-        entry = {"file_name": "data.json", "formatting": "sharegpt"}
-        sample = open_dataset(written([row], tmp_path, "data.json"), columns=self.info(tmp_path, **entry))[0]
-        assert [message["role"] for message in sample["messages"]] == ["user", "function_call", "tool", "assistant"]
-        assert read_tools(sample["tools"]) == [{"name": "sum"}]
 
     def test_it_is_a_data_set_by_itself(self, tmp_path: Path) -> None:
         """Its names are listed, and one is chosen; `columns=` is not needed."""

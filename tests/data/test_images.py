@@ -175,31 +175,8 @@ def test_exif_orientation_is_applied_once(fmt, orientation):
 # ---------------------------------------------------------------- colour
 
 
-def palette() -> Image.Image:
-    picture = Image.new("P", (2, 1))
-    picture.putpalette([1, 2, 3, 4, 5, 6])
-    picture.putpixel((1, 0), 1)
-    return picture
-
-
 def gray(values: list[float], dtype: str) -> Image.Image:
     return Image.fromarray(np.array([values]).astype(dtype))
-
-
-@pytest.mark.parametrize(
-    ("picture", "options", "expected"),
-    [
-        # 51/255 = 0.2: 0.2 * 10 + 0.8 * 255 = 206
-        (Image.fromarray(np.uint8([[[10, 20, 30, 0], [10, 20, 30, 51]]])), {}, [[255] * 3, [206, 208, 210]]),
-        (Image.merge("LA", (gray([10, 10], "uint8"), gray([0, 255], "uint8"))), {}, [[255] * 3, [10] * 3]),
-        (palette(), {"transparency": 0}, [[255] * 3, [4, 5, 6]]),
-        (Image.fromarray(np.uint8([[[9, 9, 9], [4, 5, 6]]])), {"transparency": (9, 9, 9)}, [[255] * 3, [4, 5, 6]]),
-        (gray([0, 128, 129, 257, 32768, 65535], "uint16"), {}, [[x] * 3 for x in (0, 0, 1, 1, 128, 255)]),
-    ],
-    ids=["alpha", "gray with alpha", "palette", "one colour", "16 bits"],
-)
-def test_transparency_is_laid_over_white_and_deep_grey_is_scaled(picture, options, expected):
-    assert_pixels(load_image(encoded(picture, **options)), np.uint8([expected]))
 
 
 @pytest.mark.parametrize(

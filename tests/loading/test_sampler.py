@@ -11,7 +11,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.plan import Budget, plan_bins
-from vlmpack.plan.planner import split_rows
 
 LENGTHS = np.random.default_rng(2).integers(1, 50, 101).tolist()
 CAPACITY = 100
@@ -159,15 +158,3 @@ def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
 def test_what_cannot_be_dealt_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         sampler(**settings)
-
-
-@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=40), multiple=st.integers(1, 9))
-def test_split_rows_are_a_multiple_with_the_same_samples_in_the_same_order(lengths, multiple):
-    plan = plan_bins(lengths, 60)
-    wanted = -(-len(plan) // multiple) * multiple
-    if wanted > len(lengths):
-        return
-    split = split_rows(plan, multiple).check()
-    assert len(split) == wanted
-    assert split.sample_ids.tolist() == plan.sample_ids.tolist()
-    assert {*plan.bounds.tolist()} <= {*split.bounds.tolist()}

@@ -89,20 +89,6 @@ def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
     assert len(plan) <= 1.015 * plan.lower_bound
 
 
-def test_waiting_samples_move_to_another_room_and_the_rows_go_on_as_they_were():
-    lengths = LENGTH_SETS["CORD"].lengths(300)
-    here = PackingBuffer(4096)
-    for sample, length in enumerate(lengths[:200].tolist()):
-        here.add(sample, length)
-    for _ in range(20):
-        here.take()
-    there = PackingBuffer(4096)
-    for line in here.buffered:
-        there.add(*line)
-    assert there.tokens == here.tokens > 0
-    assert [there.take() for _ in range(9)] == [here.take() for _ in range(9)]
-
-
 @pytest.mark.parametrize(
     ("sample", "reason"), [((1, 11, 0), "overlength"), ((1, 3, 5), "overlength"), ((1, 0, 0), "empty")]
 )

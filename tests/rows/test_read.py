@@ -108,13 +108,6 @@ def test_truncated_samples_are_stored_as_they_were_cut(tmp_path):
     check_rows(PackedDataset(tmp_path, processor_of()), samples, packing(**cut))
 
 
-def test_rows_of_texts_need_a_tokenizer_only(tmp_path):
-    tokenizer = processor_of().tokenizer
-    tokenizer.chat_template = processor_of().chat_template
-    store(tmp_path, texts(), VLMCollator(tokenizer, layout="packed"))
-    check_rows(PackedDataset(tmp_path, tokenizer), texts(), VLMCollator(tokenizer, layout="packed"))
-
-
 def test_tokenized_samples_keep_their_labels_and_an_end_of_text_that_is_trained_on(tmp_path):
     """Where real lengths are looked up as the last token that is not end-of-text, it is lost."""
     tokenizer = processor_of().tokenizer
