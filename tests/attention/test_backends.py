@@ -29,23 +29,6 @@ def test_each_segment_is_what_it_is_alone(attend, lengths, causal):
     assert_equal(out, torch.cat(truth), *qkv)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("causal", [True, False])
-def test_samples_of_a_length_together_are_what_they_are_one_by_one(causal, dtype, monkeypatch):
-    """To rounding: on some CPUs a product of matrices depends on how many are multiplied at once."""
-    segments = Segments.from_lengths([3, 1, 0, 9, 3, 13, 1, 3, 9])
-    found = []
-    for many in (1, 10):
-        monkeypatch.setattr(backends, "MANY", many)
-        qkv = random_qkv(segments.total, dtype=dtype)
-        out = SdpaSegments()(*qkv, segments, causal=causal, scale=0.3)
-        out.float().sin().sum().backward()
-        found.append([out, *(x.grad for x in qkv)])
-    for together, one_by_one in zip(*found, strict=True):
-        assert together.isfinite().all()
-        torch.testing.assert_close(together, one_by_one)
-
-
 def test_a_row_of_many_samples_takes_a_call_a_length_and_not_a_call_a_sample(monkeypatch):
     calls = []
     monkeypatch.setattr(backends, "AT_ONCE", 150)
@@ -90,18 +73,6 @@ def last_of_each(given_pieces: list[tuple[int, int]]) -> tuple[Segments, Segment
         torch.arange(stop - queries, stop) for (_, stop), (_, queries) in zip(keys.spans, given_pieces, strict=True)
     ]
     return Segments.from_lengths([queries for _, queries in given_pieces]), keys, torch.cat(places)
-
-
-def test_queries_of_many_segments_go_by_their_own_lengths_and_those_of_their_keys(monkeypatch):
-    queries, keys, places = last_of_each([(0, 3), (2, 3), (1, 1), (2, 3), (0, 3), (4, 1)])
-    found = []
-    for many in (1, 10):
-        monkeypatch.setattr(backends, "MANY", many)
-        q, k, v = random_qkv(keys.total)
-        out = SdpaSegments()(q[places], k, v, queries, causal=True, scale=0.3, keys=keys)
-        out.sin().sum().backward()
-        found.append([out, q.grad, k.grad, v.grad])
-    assert all(map(torch.equal, *found))
 
 
 # ---------------------------------------------------------------------- kernels that only a GPU can run

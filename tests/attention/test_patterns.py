@@ -58,15 +58,17 @@ def test_each_segment_is_what_it_is_alone(attend, lengths, pattern, many):
 @given(
     pieces=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4),
     pattern=patterns,
+    many=st.sampled_from([1, 256]),
 )
-def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, pattern):
+def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, pattern, many):
     keys = Segments.from_lengths([before + queries for before, queries in pieces])
     queries = Segments.from_lengths([queries for _, queries in pieces])
     places = [range(stop - n, stop) for (_, stop), (_, n) in zip(keys.spans, pieces, strict=True)]
     q, k, v = random_qkv(keys.total, value_dim=VALUE_DIM)
-    out = attend(
-        q[[at for of in places for at in of]], k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern
-    )
+    asked = q[[at for of in places for at in of]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "MANY", many)
+        out = attend(asked, k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern)
     truth = [
         alone(q[of.start : of.stop], k[start:stop], v[start:stop], pattern)
         for (start, stop), of in zip(keys.spans, places, strict=True)

@@ -9,19 +9,18 @@ import pytest
 import torch
 from cases import one_of_each
 from families.grids import with_grids
-from families.naive import naive_positions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
-from vlmpack.families.media import Placement, run_per_frame, timed_run, token_offsets, truncates_seconds
+from vlmpack.families.media import Placement, timed_run, token_offsets, truncates_seconds
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Media, MediaTable, PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_config, tiny_model
-from vlmpack.testing.samples import grids_of, kinds_of, word_ids
+from vlmpack.testing.samples import kinds_of, word_ids
 
 every_family = pytest.mark.parametrize("name", one_of_each(lambda family: not family.has_audio))
 """(Qwen-Omni asks its own code for positions of videos: tests/model/test_audio.py.)"""
@@ -62,25 +61,6 @@ def by_transformers(model: Any, sample: Sample) -> torch.Tensor:
     return model.model.get_rope_index(**tokens, **grids, **seconds)[0][:, 0]
 
 
-def by_loops(config: Any, sample: Sample, family: Family) -> torch.Tensor:
-    """[4, L]: the naive twin."""
-    image_grids, video_grids = grids_of(sample, "image"), grids_of(sample, "video")
-    intervals = None
-    if family.videos is timed_run:
-        seconds = sample.get("second_per_grid_ts", torch.ones(len(video_grids))).tolist()
-        rate = config.vision_config.tokens_per_second
-        intervals = [rate * (int(s) if truncates_seconds() else s) for s in seconds]
-    found = naive_positions(
-        sample["mm_token_type_ids"].tolist(),
-        merge=config.vision_config.spatial_merge_size,
-        image_grids=image_grids,
-        video_grids=video_grids,
-        frame_intervals=intervals,
-        frames_apart=family.videos is run_per_frame,
-    )
-    return torch.tensor(found).T
-
-
 def check_equal(samples: Sequence[Sample], model: Any, family: Family, *, multiple: int, side: Any = "right") -> None:
     row = pack(padded(samples, side), rule=SlotRule(multiple=multiple, row_multiple=3 * multiple))
     found = positions_of(row, family, model.config)
@@ -89,7 +69,6 @@ def check_equal(samples: Sequence[Sample], model: Any, family: Family, *, multip
     assert row.segments.num_tokens == sum(len(sample["input_ids"]) for sample in samples)
     for sample, (start, stop) in zip(samples, row.segments.spans, strict=True):
         assert torch.equal(found[1:, 0, start:stop], by_transformers(model, sample))
-        assert torch.equal(found[:, 0, start:stop], by_loops(model.config, sample, family))
         assert torch.equal(found[0, 0, start:stop], torch.arange(stop - start))
     assert not found[:, 0, row.segments.padding_mask()].any()
 

@@ -323,13 +323,6 @@ def roll_of_megatron(tensor: torch.Tensor, params: Any, cp_group: Any = None) ->
     return roll_tensor(tensor, shifts=-1, dims=-1, packed_seq_params=params, cp_group=cp_group)[0]
 
 
-@given(lengths=full_lengths)
-def test_its_roll_and_ours_agree_on_rows_without_gaps(lengths):
-    row = row_of(lengths)
-    theirs = roll_of_megatron(row.input_ids, packed_seq_params(row.segments))
-    assert torch.equal(theirs, roll_left(row.input_ids, row.segments, fill=0))
-
-
 @given(lengths=full_lengths, rule=rules, depth=st.integers(1, 3))
 def test_told_slots_alone_it_rolls_targets_right_on_rows_with_gaps(lengths, rule, depth):
     row = row_of(lengths, rule)

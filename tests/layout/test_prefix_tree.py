@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from layout.naive import naive_maps, naive_tree
 
@@ -54,17 +54,6 @@ def test_the_drawing_in_the_docstring():
     assert DRAWN.depths == (0, 1, 1, 2, 2)
     assert DRAWN.path(4) == (0, 2, 4)
     assert repr(DRAWN) == "PrefixTree(3 samples, 8 tokens in 5, 5 nodes, depth 3)"
-
-
-@settings(max_examples=40)
-@given(texts(), st.integers(1, 5), st.data())
-def test_the_trie_is_the_naive_one(samples, min_shared, data):
-    groups = data.draw(st.lists(st.integers(0, 1), min_size=len(samples), max_size=len(samples)))
-    truth = naive_tree(samples, min_shared=min_shared, groups=groups)
-    trie = compressed_trie([np.asarray(sample, np.int64) for sample in samples], groups, min_shared)
-    assert trie.parents == truth.parents
-    assert trie.lengths == [len(node) for node in truth.nodes]
-    assert trie.leaves == [truth.leaves[i] for i in range(len(samples))]
 
 
 @given(texts(), st.integers(1, 5))

@@ -64,15 +64,6 @@ def test_a_step_that_is_told_of_ranks_keeps_the_settings():
     assert result.segments.has_padding
 
 
-def test_enabling_again_replaces_the_settings_and_nests_nothing():
-    model = enable_packing(enable_packing(tiny_model("qwen3_vl")), StepConfig(slots=SlotRule(multiple=8)))
-    batch = padded(mixed_samples(model.config))
-    assert PackedStep(model)(batch).work.physical_tokens % 8 == 0
-    disable_packing(model)
-    assert not is_packing(model)
-    assert disable_packing(model) is model
-
-
 def test_a_class_of_the_users_own_is_found_by_what_it_comes_from():
     model = tiny_model("qwen3_vl")
     own = type("Mine", (type(model),), {})

@@ -1,28 +1,64 @@
-"""Models without a head (embedding models) on packed batches: hidden states, loss and every gradient as alone."""
+"""Backbones on packed batches: of classifiers, embedding models, and trainers that bring a head of their own.
+
+Scores, hidden states, losses and every gradient are those of each sample alone.
+"""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from cases import slow
+from chats import picture, processor_of
 from equality import limits_of, without_zeros
 from torch import nn
-from transformers import AutoModel
+from training import collator, receipts
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from vlmpack import PackedStep, VLMCollator, disable_packing, enable_packing, pack, probe
-from vlmpack.errors import ConfigError, FamilyError
+from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import family_of
 from vlmpack.model.backbone import pack_backbone
-from vlmpack.testing import mixed_samples, padded, receipt_conversations, tiny_config, tiny_processor
+from vlmpack.testing import (
+    Sample,
+    mixed_samples,
+    padded,
+    receipt_conversations,
+    tiny_config,
+    tiny_model,
+    tiny_processor,
+)
 from vlmpack.testing.comparison import distance
 from vlmpack.testing.samples import alone
 
-FAMILIES = [
+CLASSES = 3
+CLASSIFIERS = [
+    *("llama", "qwen3_moe", "gpt_oss", "qwen3_vl", "gemma3"),
+    *slow("gemma2", "qwen3_next", "qwen3_5", "glm4v", "internvl", "llava", "deepseek_v3", "smollm3"),
+]
+EMBEDDERS = [
     *("qwen3", "qwen3_vl", "qwen3_5", "gemma3"),
     *slow("qwen2_5_vl", "qwen3_vl_moe", "qwen3_moe", "qwen4_exp", "lfm2", "gemma4", "gpt_oss", "internvl"),
     *slow("llava", "glm4v", "qwen2_5_omni_thinker", "llama4_text", "paligemma"),
 ]
+HEADS = {
+    "sequence": (AutoModelForSequenceClassification, GenericForSequenceClassification),
+    "token": (AutoModelForTokenClassification, GenericForTokenClassification),
+}
+
+
+def classifier(family: str, head: str = "sequence") -> Any:
+    """A tiny classifier, in eval mode; a class of its own where transformers has none for the family."""
+    config = tiny_config(family)
+    config.num_labels, config.get_text_config().pad_token_id = CLASSES, 0
+    auto, generic = HEADS[head]
+    torch.manual_seed(0)
+    if type(config) in auto._model_mapping:
+        return auto.from_config(config).float().eval()
+    base = next(cls for cls in type(tiny_model(family)).__mro__ if cls.__name__.endswith("PreTrainedModel"))
+    return type(generic.__name__, (generic, base), {})(config).float().eval()
 
 
 def without_head(family: str) -> Any:
@@ -31,13 +67,29 @@ def without_head(family: str) -> Any:
     return AutoModel.from_config(tiny_config(family)).float().eval()
 
 
-def inputs_of(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """What an embedding trainer passes: no labels, and the token types that transformers itself needs."""
+both = pytest.mark.parametrize("make", [classifier, without_head])
+"""A model with a head that is no language model's, and one without."""
+
+
+def single(sample: Sample) -> dict[str, Any]:
+    """A batch of one sample, without padding."""
+    return {**alone(sample), "attention_mask": torch.ones(1, len(sample["input_ids"]), dtype=torch.int64)}
+
+
+def inputs_of(model: Any, batch: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What a trainer passes: no labels of tokens, and the token types that transformers itself needs."""
     family = family_of(model)
     kept = {name: value for name, value in batch.items() if name not in ("labels", "mm_token_type_ids", "vlmpack")}
     if family.token_types is not None:
         kept[family.token_types] = family.media_types(batch["input_ids"], model.config)
-    return kept
+    return {**kept, **more}
+
+
+def classes_of(batch: dict[str, Any], head: str, first: int = 0) -> torch.Tensor:
+    """A class for each sample, counted from `first`, or for each token."""
+    if head == "sequence":
+        return torch.arange(first, first + len(batch["input_ids"])) % CLASSES
+    return (batch["input_ids"] % CLASSES).masked_fill(batch["attention_mask"] == 0, -100)
 
 
 def mean(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -64,25 +116,53 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def tokens_of(model: Any, computed: list[int]) -> Any:
-    return model.get_input_embeddings().register_forward_hook(lambda _, args, __: computed.append(args[0].numel()))
+def check_gradients(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], limit: float) -> None:
+    """Errors are parts of the largest entry; a gradient 1,000 times smaller than others is rounding."""
+    assert found.keys() == expected.keys()
+    least = max(float(gradient.abs().max()) for gradient in expected.values()) * 1e-3
+    for name, gradient in without_zeros(expected).items():
+        assert distance(found[name], gradient, least=least) < limit, name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def tokens_of(model: Any) -> list[int]:
+    """A list that grows by the number of tokens of each call."""
+    computed: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: computed.append(args[0].numel()))
+    return computed
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_each_sample_is_scored_and_learned_from_as_alone(family: str, head: str) -> None:
+    model, limits = classifier(family, head), limits_of(family)
+    samples = mixed_samples(model.config, seed=1)
+    weights = [1 if head == "sequence" else len(sample["input_ids"]) for sample in samples]
+    batches = [single(sample) for sample in samples]
+    singly = [model(**inputs_of(model, x, labels=classes_of(x, head, i))) for i, x in enumerate(batches)]
+    loss = sum(one.loss * weight for one, weight in zip(singly, weights, strict=True)) / sum(weights)
+    expected = gradients(model, loss)
+    computed = tokens_of(enable_packing(model))
+    for side in ("right", "left"):
+        batch = padded(samples, side).to_hf()
+        packed = model(**inputs_of(model, batch, labels=classes_of(batch, head)))
+        for scores, mask, one in zip(packed.logits, batch["attention_mask"], singly, strict=True):
+            own, found = one.logits[0].detach(), scores if head == "sequence" else scores[mask != 0]
+            torch.testing.assert_close(found, own, rtol=0, atol=limits.logits * max(1.0, float(own.abs().max())))
+        torch.testing.assert_close(packed.loss, loss, rtol=1e-5, atol=1e-6)
+        check_gradients(gradients(model, packed.loss), expected, limits.gradient)
+    assert computed == [sum(len(sample["input_ids"]) for sample in samples)] * 2  # no padding was computed
+
+
+@pytest.mark.parametrize("family", EMBEDDERS)
 def test_each_sample_is_embedded_and_learned_from_as_alone(family: str) -> None:
     model, limits = without_head(family), limits_of(family)
     samples = mixed_samples(model.config, seed=1)
-    singly = []
-    for sample in samples:
-        mask = torch.ones(1, len(sample["input_ids"]), dtype=torch.int64)
-        singly.append(model(**inputs_of(model, {**alone(sample), "attention_mask": mask})).last_hidden_state)
+    singly = [model(**inputs_of(model, single(sample))).last_hidden_state for sample in samples]
     pooled = {pool: torch.cat([pool(one, torch.ones(one.shape[:2])) for one in singly]) for pool in (mean, last)}
     largest = [max(1.0, float(one.detach().abs().max())) for one in singly]
     expected_loss = contrastive(pooled[mean]) + contrastive(pooled[last])
     expected = gradients(model, expected_loss)
-
-    computed: list[int] = []
-    tokens_of(enable_packing(model), computed)
+    computed = tokens_of(enable_packing(model))
     for side in ("right", "left"):
         batch = padded(samples, side).to_hf()
         hidden, mask = model(**inputs_of(model, batch)).last_hidden_state, batch["attention_mask"]
@@ -91,11 +171,7 @@ def test_each_sample_is_embedded_and_learned_from_as_alone(family: str) -> None:
             assert not row[~real].any()
         loss = contrastive(mean(hidden, mask)) + contrastive(last(hidden, mask))
         torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
-        found = gradients(model, loss)
-        assert found.keys() == expected.keys()
-        least = max(float(gradient.abs().max()) for gradient in expected.values()) * 1e-3
-        for name, gradient in without_zeros(expected).items():
-            assert distance(found[name], gradient, least=least) < limits.gradient, name
+        check_gradients(gradients(model, loss), expected, limits.gradient)
     assert computed == [sum(len(sample["input_ids"]) for sample in samples)] * 2  # no padding was computed
 
 
@@ -104,6 +180,21 @@ def test_a_row_returns_the_hidden_states_of_its_tokens() -> None:
     samples = mixed_samples(model.config, seed=1)
     row, *singly = (model(**pack(padded(part, "right")).to_hf()).last_hidden_state for part in (samples, *zip(samples)))
     torch.testing.assert_close(row, torch.cat(singly, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_pair_computes_its_prompt_once_and_is_scored_the_same() -> None:
+    model = classifier("qwen3")
+    ids = torch.arange(1, 13).repeat(2, 1)
+    ids[1, 9:] = 20
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
+    plain = model(**inputs)
+    expected = gradients(model, plain.loss)
+    computed: list[int] = []
+    pack_backbone(enable_packing(model), min_shared=4, report=lambda work, _: computed.append(work.physical_tokens))
+    found = model(**inputs)
+    torch.testing.assert_close((found.logits, found.loss), (plain.logits, plain.loss), rtol=1e-5, atol=1e-6)
+    check_gradients(gradients(model, found.loss), expected, 1e-5)
+    assert computed == [9 + 3 + 3]
 
 
 @pytest.mark.parametrize("wrapped", ["peft", "module"])
@@ -122,45 +213,134 @@ def test_a_model_inside_a_wrapper_is_found(wrapped: str) -> None:
     call = model if wrapped == "peft" else core
     expected = call(input_ids=ids, attention_mask=mask).last_hidden_state
     assert enable_packing(model) is model
-    computed: list[int] = []
-    tokens_of(core, computed)
+    computed = tokens_of(core)
     found = call(input_ids=ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(found[mask != 0], expected[mask != 0], rtol=1e-5, atol=1e-5)
     assert computed == [10]
 
 
-def test_a_shared_prompt_is_computed_once() -> None:
-    model = without_head("qwen3")
-    ids = torch.arange(1, 13).repeat(2, 1)
-    ids[1, 9:] = 20
-    expected = model(input_ids=ids).last_hidden_state
-    computed: list[int] = []
-    pack_backbone(enable_packing(model), min_shared=4, report=lambda work, _: computed.append(work.physical_tokens))
-    found = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert computed == [9 + 3 + 3]
-
-
-def test_copies_pack_and_disabling_leaves_the_model_as_it_was() -> None:
-    model = without_head("qwen3")
-    before = type(model)
+@both
+def test_copies_pack_and_disabling_leaves_the_model_as_it_was(make: Any) -> None:
+    model = make("qwen3")
+    before = {name: (type(module), len(module._forward_hooks)) for name, module in model.named_modules()}
     copied = copy.deepcopy(enable_packing(enable_packing(model)))
     assert disable_packing(model) is model
-    assert type(model) is before
-    ids, mask = torch.arange(1, 9).view(2, 4), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
-    computed: list[int] = []
-    tokens_of(copied, computed)
-    packed = copied(input_ids=ids, attention_mask=mask).last_hidden_state
-    plain = model(input_ids=ids, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(packed[mask != 0], plain[mask != 0], rtol=1e-5, atol=1e-5)
+    assert {name: (type(module), len(module._forward_hooks)) for name, module in model.named_modules()} == before
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    ids = torch.arange(1, 9).view(2, 4) * mask
+    computed = tokens_of(copied)
+    packed, plain = (each(input_ids=ids, attention_mask=mask)[0] for each in (copied, model))
+    torch.testing.assert_close(packed[:, :2], plain[:, :2], rtol=1e-5, atol=1e-5)  # of scores, or of tokens of both
     assert computed == [6]
 
 
-def test_what_a_model_without_a_head_cannot_give_is_refused() -> None:
+@both
+def test_what_a_model_without_a_language_models_head_cannot_give_is_refused(make: Any) -> None:
     processor = tiny_processor()
-    model = enable_packing(without_head("qwen3_vl"))
+    model = enable_packing(make("qwen3_vl"))
     row = VLMCollator(processor, layout="packed").collate(list(receipt_conversations(num=2, scale=0.35)))
-    with pytest.raises(ConfigError, match="has no language-model loss for PackedStep"):
-        PackedStep(model)(row)
+    calls = [lambda: PackedStep(model)(row), *([lambda: model(**row.to_hf())] if make is classifier else [])]
+    for call in calls:
+        with pytest.raises(ConfigError, match="has no language-model loss for PackedStep, PackedTrainer or a packed"):
+            call()
     with pytest.raises(FamilyError, match="the probe compares losses of language models"):
         probe(model, processor)
+
+
+def test_hidden_states_of_every_layer_come_from_the_plain_backbone_with_a_warning() -> None:
+    model = enable_packing(classifier("qwen3"))
+    ids = torch.arange(1, 7).repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    with pytest.warns(UnpackedWarning, match="the hidden states of every layer"):
+        output = model(input_ids=ids, attention_mask=mask, output_hidden_states=True)
+    assert len(output.hidden_states) == model.config.num_hidden_layers + 1
+
+
+# ---------------------------------------------------------------------- of a language model, called past its forward
+
+SIZES = {"hidden": 32, "heads": 2, "layers": 2, "vision_depth": 1}
+
+
+def hidden_states(model, batch):
+    """[B, S, D] of the backbone, without labels, as a trainer with a head of its own calls it."""
+    columns = {name: value for name, value in batch.items() if name not in ("labels", "vlmpack")}
+    return model.model(**columns, use_cache=False).last_hidden_state
+
+
+def packing(family="qwen3_vl", **settings):
+    """A model whose backbone packs, and the (work, tokens) of each call."""
+    calls = []
+    model = enable_packing(tiny_model(family, **SIZES))
+    pack_backbone(model, report=lambda *call: calls.append(call), **settings)
+    return model, calls
+
+
+def test_logits_of_routers_come_back_as_the_batch():
+    model, _ = packing("qwen3_vl_moe")
+    batch = padded(receipts(model)).to_hf()
+    columns = {name: value for name, value in batch.items() if name not in ("labels", "vlmpack")}
+    settings = {"use_cache": False, "output_router_logits": True}
+    logits, truth = (m.model(**columns, **settings).router_logits for m in (model, tiny_model("qwen3_vl_moe", **SIZES)))
+    real = batch["attention_mask"].bool().flatten()
+    assert len(logits) == len(truth) == 2
+    for ours, theirs in zip(logits, truth, strict=True):
+        assert torch.allclose(ours[real], theirs.view(real.numel(), -1)[real], atol=1e-5)
+        assert not ours[~real].any()
+
+
+def test_tiles_of_a_padded_batch_are_shared():
+    """[B, N, ...]: samples with fewer tiles than others have padding for tiles, which is no image."""
+    processor, calls = processor_of("idefics3"), []
+    model, plain = (tiny_model("idefics3", processor=processor, **SIZES) for _ in range(2))
+    pack_backbone(enable_packing(model), min_shared=4, report=lambda *call: calls.append(call))
+    first, second = picture(64, 64), picture(64, 64, seed=1)
+    image, beginning = processor.image_token, f"{processor.image_token}What is the total of it? "
+    texts, images = (
+        [beginning + "75", f"{beginning}{image}More", beginning + "nothing"],
+        [[first], [first, second], [first]],
+    )
+    batch = processor(text=texts, images=images, padding=True, return_tensors="pt")
+    assert batch["pixel_values"].shape[0] == 3
+    states, expected = hidden_states(model, batch), hidden_states(plain, batch)
+    real = batch["attention_mask"].bool()
+    assert torch.allclose(states[real], expected[real], atol=1e-5)
+    ((work, tokens),) = calls
+    assert work.physical_tokens < 0.7 * work.real_tokens < tokens == real.numel()
+
+
+def test_the_forward_and_generation_pass_untouched():
+    model, calls = packing()
+    batch = collator("padded")(receipts(model))
+    expected = enable_packing(tiny_model(**SIZES))(**batch).loss.item()
+    assert model(**batch).loss.item() == expected
+    ids = torch.tensor([[5, 6, 7]])
+    drawn = [m.generate(input_ids=ids, max_new_tokens=3, do_sample=False) for m in (model, tiny_model(**SIZES))]
+    assert drawn[0].tolist() == drawn[1].tolist()
+    assert not calls
+
+
+def test_it_is_replaced_copied_and_undone():
+    model, calls = packing()
+    later = []
+    pack_backbone(model, report=lambda *call: later.append(call))
+    batch = padded(receipts(model)).to_hf()
+    states = hidden_states(model, batch)
+    assert (len(calls), len(later)) == (0, 1)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(hidden_states(copied, batch), states)
+        assert len(later) == 1
+    disable_packing(model)
+    assert not model.model._forward_hooks
+    assert not model.model._forward_pre_hooks
+    assert hidden_states(model, batch)[~batch["attention_mask"].bool()].any()  # padding is computed again
+
+
+def test_what_is_refused():
+    with pytest.raises(ConfigError, match="packing is not enabled"):
+        pack_backbone(tiny_model(**SIZES))
+    model, _ = packing()
+    with pytest.raises(ConfigError, match="min_shared"):
+        pack_backbone(model, min_shared=0)
+    with pytest.raises(ConfigError, match="takes no input 'pixel_mask'"):
+        hidden_states(model, {**padded(receipts(model)).to_hf(), "pixel_mask": torch.ones(1)})

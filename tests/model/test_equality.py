@@ -255,23 +255,6 @@ def test_models_that_live_side_by_side_do_not_disturb_each_other(family):
 # ---------------------------------------------------------------------- other ways in, and what comes out
 
 
-@pytest.mark.parametrize("family", one_of_each())
-def test_a_padded_step_is_what_hugging_face_computes_on_the_padded_batch(family):
-    """(GLM-4V's own code takes images or videos; Llama 4's and Qwen3-Omni's read padding.)"""
-    kind = "images" if FAMILIES[family].videos_as_images else MOST[family]
-    own, limits, model = truth(family, kind), limits_of(family), fresh(family)
-    batch = padded(own.samples).to_hf()
-    if (name := FAMILIES[family].token_types) is not None:
-        batch[name] = FAMILIES[family].media_types(batch["input_ids"], model.config)
-    theirs = model(**{name: x for name, x in batch.items() if name != "vlmpack"}, num_items_in_batch=11)
-    enable_packing(model)
-    ours = model(**batch, num_items_in_batch=11, output_logits=True)
-    assert torch.isclose(ours.loss, theirs.loss, rtol=limits.loss, atol=0)
-    real = batch["attention_mask"].bool()
-    assert (ours.logits[real] - theirs.logits[real]).abs().max() <= limits.logits
-    assert (ours.logits[~real] == 0).all()
-
-
 @pytest.mark.parametrize("family", one_of_each(lambda family: not family.token_columns))
 def test_a_row_of_nothing_but_padding_gives_every_parameter_the_gradient_that_other_ranks_wait_for(family):
     model = fresh(family)
@@ -365,29 +348,3 @@ def test_any_batch_is_what_its_samples_are_alone(family, data):
     check_work(own, result, rule.row_multiple, model.config)
     if FAMILIES[family].has("gated_delta"):
         assert sum(own.lengths) <= result.work.delta_tokens <= 1.25 * result.work.physical_tokens
-
-
-@pytest.mark.parametrize(
-    "family", ["qwen3_5", "lfm2", *slow("qwen3_vl_moe", "qwen4_exp", "gemma3", "llama4", "gpt_oss")]
-)
-@settings(max_examples=6)
-@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), data=st.data())
-def test_no_sample_sees_another(family, lengths, data):
-    """Not a bit of the others moves when one sample is exchanged for another of its length; experts, whose tokens are
-    multiplied together, round them otherwise."""
-    model = model_of(family).eval()
-    step = PackedStep(model)
-    texts = [build_sample(model.config, stretches=[n], seed=i) for i, n in enumerate(lengths)]
-    changed = data.draw(st.integers(0, len(lengths) - 1), label="exchanged")
-    other = build_sample(model.config, stretches=[lengths[changed]], seed=1000)
-    with torch.no_grad():
-        before, after = (
-            step(pack(padded(batch)), logits=True).row_logits[0].split(lengths)
-            for batch in (texts, [*texts[:changed], other, *texts[changed + 1 :]])
-        )
-    has_experts = FAMILIES[family].has("experts") or family == "gemma4"  # whose routers have no statistics
-    for i, (first, second) in enumerate(zip(before, after, strict=True)):
-        if i == changed:
-            assert (first - second).abs().max() > 0.1
-        else:
-            assert (first - second).abs().max() <= (limits_of(family).logits if has_experts else 0)

@@ -10,7 +10,7 @@ from equality import alone_through, check_step, limits_of
 from trees import DEEP, STRANGER, rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import LayoutError
 from vlmpack.layout import MediaTable, unshare
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta_states
@@ -84,14 +84,6 @@ def test_ranks_that_share_a_row_refuse_it(monkeypatch):
     monkeypatch.setattr(Parallel, "ranks", 2)
     with pytest.raises(LayoutError, match=r"2 ranks share a row that has a prefix tree.*unshare\(row\)"):
         step(row)
-
-
-def test_a_model_without_packing_refuses_it():
-    model = small()
-    with pytest.raises(ConfigError, match="enable_packing"):
-        model(**shared(samples_of(model.config, rollouts(4, 6, images=0))).to_hf())
-    with pytest.raises(ValueError, match="Image features and image tokens do not match"):  # by transformers itself
-        model(**row_of().to_hf())
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3_next", "qwen4_exp")])

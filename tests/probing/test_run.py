@@ -11,12 +11,11 @@ from peft import LoraConfig, get_peft_model
 
 import vlmpack
 from vlmpack.errors import BackendError, ConfigError, FamilyError
-from vlmpack.layout import pack
 from vlmpack.model import StepConfig
 from vlmpack.probing import Report
-from vlmpack.probing.forward_passes import PlainPaddedPass, rule_with_gaps
+from vlmpack.probing.forward_passes import PlainPaddedPass
 from vlmpack.probing.run import backends_for
-from vlmpack.testing import padded, tiny_model, tiny_processor
+from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.testing.comparison import FLOOR
 
 
@@ -190,16 +189,6 @@ def test_a_padded_batch_that_plain_transformers_cannot_compute_widens_no_limit(m
     assert report.verdict == "exact", report
     assert next(check.allowed for check in report.checks if check.name == "row: logits") == FLOOR.logits
     assert report.plain[-1].detail == "RuntimeError: a mask that this version does not take"
-
-
-@pytest.mark.parametrize("lengths", [(8, 16), (24, 24), (5, 11), (120, 240), (1, 1)])
-def test_a_row_has_gaps_whatever_the_lengths(lengths: tuple[int, ...]) -> None:
-    ids = [torch.arange(10, 10 + n) for n in lengths]
-    samples = [{"input_ids": x, "labels": x} for x in ids]
-    row = pack(padded(samples), rule=rule_with_gaps(samples))
-    gaps = row.segments.padding_mask("cpu")
-    assert gaps[-1] or gaps[: row.segments.stride[-1]].any()
-    assert any(slot > n for slot, n in zip(row.segments.slots, row.segments.lengths, strict=True))
 
 
 def test_a_notebook_shows_the_table() -> None:

@@ -18,7 +18,6 @@ from step_service import (
     lora,
     plain_logprobs,
     plain_model,
-    random_datum,
     run_one,
     served,
     set_adapter,
@@ -239,30 +238,6 @@ def test_a_batch_equals_peft_on_each_datum(family: str, tmp_path: Path) -> None:
     named = {name.replace(".default", ""): p.grad for name, p in peft.named_parameters() if p.grad is not None}
     assert largest_difference(gradients(engine), named) < 1e-5
     assert result.metrics["loss:sum"] == pytest.approx(loss.item(), rel=1e-5)
-
-
-def test_the_base_model_computes_what_it_did() -> None:
-    engine = engine_with()
-    datum = some_data(engine)[1]
-    with engine.open_weights(None).applied() as model:
-        ours = plain_logprobs(model, engine, datum)
-    torch.testing.assert_close(ours, plain_logprobs(plain_model(), engine, datum), atol=1e-5, rtol=0)
-
-
-def test_a_snapshot_is_what_the_model_was(tmp_path: Path) -> None:
-    """Whatever calls the model computes with it, in a padded batch or without packing at all."""
-    engine = engine_with()
-    engine.save("a", tmp_path, optimizer=False)
-    datum = random_datum(np.random.default_rng(0), engine, length=8)
-    expected = run_one(engine, [datum], forward_only=True).logprobs[0]
-    set_adapter(engine, seed=8)
-    snapshot = engine.open_weights(tmp_path)
-    ids = torch.from_numpy(engine.encode_chunks(datum.chunks).input_ids)[None]
-    with snapshot.applied() as model, torch.no_grad():
-        logits = model(input_ids=ids, use_cache=True).logits[0]
-    targets = torch.from_numpy(datum.inputs["target_tokens"])
-    logprobs = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    np.testing.assert_allclose(logprobs.numpy(), expected, atol=1e-5)
 
 
 def test_nothing_of_the_vision_tower_or_the_base_is_trained() -> None:

@@ -164,15 +164,6 @@ def test_several_requests_share_rows_and_get_their_own_results(engine: Engine, d
     assert equal(together, gradients(engine))
 
 
-def test_gradients_add_up_over_requests_until_a_step(engine: Engine, data: list[Datum]) -> None:
-    run_one(engine, data)
-    whole = gradients(engine)
-    engine.client("a").gradients = None
-    for part in (data[:1], data[1:3], data[3:]):
-        run_one(engine, part)
-    assert largest_difference(gradients(engine), whole) < 1e-5
-
-
 def test_forward_only_adds_no_gradient_alone_or_beside_training_and_gives_the_same(
     engine: Engine, data: list[Datum]
 ) -> None:

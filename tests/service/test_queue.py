@@ -148,15 +148,6 @@ def test_a_refused_number_is_used_up_and_its_future_says_why(tmp_path: Path) -> 
         assert client.call(optim_step(model, 4)).metrics
 
 
-def test_creations_and_samples_are_refused_in_their_futures_too(client: Client) -> None:
-    session = client.queue.create_session()
-    name = client.queue.refuse(f"{session}:train:0", 0, "no such optimizer", is_creation=True)
-    assert is_failure(client.outcome(name), "no such optimizer")
-    assert is_failure(client.call(optim_step(f"{session}:train:0", 1)), "was not created")
-    sampler = client.sampler(session)
-    assert is_failure(client.outcome(client.queue.refuse(sampler, 0, "pointers are not fetched")), "pointers")
-
-
 def test_a_datum_that_cannot_be_encoded_fails_its_request_alone(client: Client, engine: FakeEngine, model: str) -> None:
     after = client.post(forward_backward(model, 3))
     bad = client.post(forward_backward(model, 2, datum(1), datum(-1)))
