@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all mutants bench lint pyright mypy format docs wheel wheel-fresh dist test-oldest test-newest \
+.PHONY: help demo test test-all mutants gpu bench lint pyright mypy format docs wheel wheel-fresh dist test-oldest test-newest \
   newest constraints clean
 
 help: ## Show this list
@@ -49,6 +49,9 @@ test-all: $(VENV)/.test ## Run all tests: also the other families, several proce
 
 mutants: $(VENV)/.test ## Break one function at a time and check that tests fail (ARGS="--only expert")
 	$(VENV)/bin/python tests/mutants -j $(JOBS) $(ARGS)
+
+gpu: ## Test and measure the GPU of this machine with the installed PyTorch and transformers; again: go on
+	$(PYTHON) -m benchmarks.gpu --resume $(ARGS)
 
 bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "gpu", "report a.json b.json", "--help")
 	$(VENV)/bin/python -m benchmarks $(ARGS)

@@ -1,5 +1,7 @@
-"""Benchmark one GPU with one command in a fixed time: `python -m benchmarks.gpu --budget 540 --json gpu.json`.
+"""Check and benchmark a GPU with one command: `make gpu`, or `python -m benchmarks.gpu --budget 540 --json gpu.json`.
 
+tests       the tests for a GPU, file by file (`python -m pytest -m gpu`)
+probe       each family in bfloat16, a packed row against samples alone
 ceilings    matrix products with the models' shapes, and a copy: upper bounds for everything else
 step        forward and backward of receipt-like batches on random models of released sizes: padded to the longest (also
             with FlashAttention, if installed), padded to a fixed width, packed, and packed with lengths padded to
@@ -10,11 +12,12 @@ head        labeled rows against all rows
 tree        a step on samples that share a prompt, against the row without sharing
 memory      the largest micro-batch that fits beside AdamW's state, found by doubling
 
-Tests check correctness on a GPU: `python -m pytest -m gpu`. Here, only the losses of all variants must agree.
+In the benchmarks, the losses of all variants must agree.
 
 The complete report is written after every cell. It lists cells that failed, with a traceback, and cells that were
-skipped because the remaining time was too short. After a failed kernel, the process can no longer use the device. A new
-process then continues with the next cell, as `--resume` does. `--device cpu --shapes tiny` runs every part on a CPU.
+skipped because the remaining time was too short: the next run continues with these. After a failed kernel, the process
+can no longer use the device, and a new process continues with the next cell. `--device cpu --shapes tiny` runs every
+part on a CPU, or on the tests' pretend GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ import argparse
 import copy
 import gc
 import os
+import re
+import subprocess
 import sys
 import time
 import traceback
@@ -33,6 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, final
 
+import pytest
 import torch
 import torch.nn.functional as F
 from rich.console import Console
@@ -57,14 +63,16 @@ from benchmarks.measuring import (
     wait,
 )
 from benchmarks.receipts import ReceiptShapes, hf_inputs, receipt_samples
+from vlmpack import probe
 from vlmpack.attention.backends import AttentionCall, EagerMask, explain
 from vlmpack.errors import VlmpackError, check_whole_number
 from vlmpack.families import family_named
+from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
 from vlmpack.machine import peak_bytes, version_of
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.probing.host_syncs import recorded_syncs
-from vlmpack.testing import padded, tiny_config
+from vlmpack.testing import padded, tiny_config, tiny_model
 
 R = TypeVar("R")
 Entries = Iterator[Figure | Skipped]
@@ -72,6 +80,7 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d", "flash-attn", "kernels", "acc
 """Packages that change how a GPU computes a model, if they are installed."""
 LONGEST, FLASH, FIXED, PACKED, SLOTS = "padded to longest", "padded, flash", "padded to width", "packed", "slots of 8"
 PADDED_WAYS, PACKED_WAYS = (LONGEST, FLASH, FIXED), (PACKED, SLOTS)
+TESTS = Path(__file__).parents[1] / "tests"
 LOW = torch.bfloat16
 OPTIMIZER_BYTES = 12
 """Bytes per parameter that are reserved during the search for the largest micro-batch: AdamW's two moments and weights
@@ -98,6 +107,10 @@ class ModelShape:
 class GpuShapes:
     """All sizes of a run."""
 
+    tests: str
+    """The files of tests to run: a pattern of their paths below `tests`."""
+    probed: Sequence[str]
+    """Families to probe."""
     models: Sequence[ModelShape]
     receipts: ReceiptShapes
     """Sizes of a batch; `samples` is replaced by the micro-batch size."""
@@ -138,6 +151,8 @@ QWEN3_5_2B = ModelShape(
 )
 _LANGUAGE, _PATCHES = (ReceiptShapes(longest=longest).lengths for longest in (1792, 4288))
 FULL = GpuShapes(
+    tests="**/test_*.py",
+    probed=tuple(FAMILIES),
     models=(QWEN3_VL_2B, QWEN3_5_2B),
     receipts=ReceiptShapes(longest=1792, ratio=4.0, image_share=0.6, labelled_share=0.3),
     width=2048,
@@ -166,6 +181,8 @@ _TINY = {
     "vocab_size": 131,
 }
 TINY = GpuShapes(
+    tests="layout/test_batches.py",
+    probed=("qwen3",),
     models=(
         ModelShape(family="qwen3_vl", sizes=_TINY, text={}, vision={"intermediate_size": 48}),
         ModelShape(family="qwen3_5", sizes=_TINY, text={"linear_num_value_heads": 2}, vision={}),
@@ -249,7 +266,12 @@ class Cell:
 
 def all_cells(shapes: GpuShapes) -> list[Cell]:
     """List all cells of a run, the most important first. Consecutive cells with one model reuse it on the device."""
-    cells = [Cell(case="ceilings", name="", seconds=20, run=_ceilings)]
+    files = [path for path in sorted(TESTS.glob(shapes.tests)) if "gpu" in path.read_text(encoding="utf-8")]
+    cells = [
+        Cell(case="tests", name=str(path.relative_to(TESTS)), seconds=60, run=lambda lab, path=path: _tests(path))
+        for path in files
+    ]
+    cells.append(Cell(case="ceilings", name="", seconds=20, run=_ceilings))
     for shape in shapes.models:
         cells += [_step_cell(shape, samples, recomputed=False) for samples in shapes.micro_batches[:3]]
         cells.append(Cell(case="syncs", name=shape.family, seconds=15, run=lambda lab, s=shape: _syncs(lab, s)))
@@ -259,6 +281,10 @@ def all_cells(shapes: GpuShapes) -> list[Cell]:
         for site in shapes.sites
     ]
     cells.append(Cell(case="head", name="", seconds=15, run=_head))
+    cells += [
+        Cell(case="probe", name=name, seconds=10, run=lambda lab, name=name: _probe(lab, name))
+        for name in shapes.probed
+    ]
     for shape in shapes.models:
         cells.append(Cell(case="memory", name=shape.family, seconds=40, run=lambda lab, s=shape: _memory(lab, s)))
         cells += [_step_cell(shape, samples, recomputed=True) for samples in shapes.recomputed]
@@ -310,6 +336,28 @@ def run_cells(cells: Sequence[Cell], lab: Lab, report: Report, path: Path, conso
             return report_now, False
         lab.release()
     return save(), True
+
+
+# ---------------------------------------------------------------------- correctness
+
+
+def _tests(path: Path) -> Entries:
+    """Run the tests of a file that need a GPU, in a process."""
+    settings = ("-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", "--tb=short")
+    done = subprocess.run([sys.executable, "-m", "pytest", *settings, str(path)], capture_output=True, text=True)
+    if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise AssertionError(f"{done.stdout[-4000:]}{done.stderr[-1000:]}")
+    passed = re.search(r"(\d+) passed", done.stdout)
+    yield Figure(case="tests", name=path.stem, value=float(passed[1]) if passed else 0.0, unit="passed")
+
+
+def _probe(lab: Lab, family: str) -> Entries:
+    """Probe a tiny model of a family."""
+    started = time.time()
+    report = probe(tiny_model(family, dtype=lab.dtype).to(lab.device))
+    if report.verdict != "exact":
+        raise AssertionError(str(report))
+    yield Figure(case="probe", name=f"{family}, exact", value=time.time() - started, unit="s")
 
 
 # ---------------------------------------------------------------------- ceilings and back-ends
@@ -634,16 +682,17 @@ def main(arguments: Sequence[str] | None = None, console: Console | None = None)
         return 2
     try:
         seed, path = check_whole_number("--seed", chosen.seed, at_least=0), chosen.json
-        report = Report.load(path) if chosen.resume else _new_report(chosen)
+        report = Report.load(path) if chosen.resume and path.exists() else _new_report(chosen)
     except VlmpackError as error:
         console.print(str(error), style="red", markup=False)
         return 2
     shapes = SHAPES[chosen.shapes]
-    lab = Lab(chosen.device, shapes, seed, report.settings["started"] + chosen.budget)
+    report = replace(report, skipped=[entry for entry in report.skipped if not entry.owed])
+    lab = Lab(chosen.device, shapes, seed, time.time() + chosen.budget)
     with new_garbage_only():
         report, works = run_cells(all_cells(shapes), lab, report, path, console)
     if not works:  # replace this process by a new one, which frees the device's memory; the report is on disk
-        again = [*(word for word in arguments if word != "--resume"), "--resume"]
+        again = [*arguments, "--resume", "--budget", str(max(1, round(lab.ends - time.time())))]
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu", *again])
     report.print(console)
@@ -655,19 +704,19 @@ def _new_report(chosen: argparse.Namespace) -> Report:
     if chosen.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         about |= {"memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
-    settings = {"budget": chosen.budget, "seed": chosen.seed, "started": time.time(), "cells": {}}
+    settings = {"seed": chosen.seed, "cells": {}}
     return Report(figures=(), environment=about, settings=settings, shapes={"gpu": asdict(SHAPES[chosen.shapes])})
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure everything about one GPU.")
-    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="for everything (540)")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check and measure one GPU.")
+    parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="time of this run (540)")
     parser.add_argument("--json", type=Path, default=Path("gpu.json"), metavar="FILE", help="the report (gpu.json)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda, or cpu to try it out")
     parser.add_argument("--shapes", default="full", choices=list(SHAPES), help="full, or tiny to try it out")
     parser.add_argument("--seed", type=int, default=0, help="of weights, ids and pixels (0)")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed or skipped")
-    parser.add_argument("--resume", action="store_true", help="go on where the report in --json ends")
+    parser.add_argument("--resume", action="store_true", help="go on where the report in --json ends, if there is one")
     return parser
 
 

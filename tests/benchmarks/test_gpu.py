@@ -1,4 +1,4 @@
-"""The GPU's command, whole, on a CPU and tiny shapes; and what it does where something breaks or time runs out."""
+"""The command for a GPU, whole, with tiny shapes; and what it does where something breaks or time runs out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def figure(name: str) -> Figure:
 
 
 def started(cells: dict[str, float | None] | None = None) -> Report:
-    settings = {"started": time.time(), "cells": cells or {}}
+    settings = {"cells": cells or {}}
     return Report(figures=(), environment={}, settings=settings, shapes={})
 
 
@@ -71,6 +71,17 @@ def test_a_run_resumes_after_its_report_and_a_cell_in_which_the_process_died_has
     assert [each.why for each in report.failed] == why
 
 
+def test_another_run_goes_on_with_what_the_first_had_no_time_for(tmp_path, monkeypatch):
+    cells = [cell("a", figure("1"), seconds=500.0), cell("b", figure("2"))]
+    monkeypatch.setattr(gpu, "all_cells", lambda shapes: cells)
+    words = ["--device", "cpu", "--shapes", "tiny", "--json", str(tmp_path / "gpu.json"), "--resume"]
+    for budget, done in (("100", {"2"}), ("600", {"1", "2"})):
+        gpu.main([*words, "--budget", budget], CONSOLE)
+        report = Report.load(tmp_path / "gpu.json")
+        assert {each.name for each in report.figures} == done
+        assert len(report.skipped) == 2 - len(done)
+
+
 def test_where_the_device_is_lost_the_run_ends_with_the_report_written(tmp_path, monkeypatch):
     monkeypatch.setattr(Lab, "works", lambda lab: False)
     path = tmp_path / "gpu.json"
@@ -91,7 +102,9 @@ def test_a_lost_device_makes_a_new_process_that_resumes(tmp_path, monkeypatch):
     words = ["--device", "cpu", "--shapes", "tiny", "--json", str(tmp_path / "gpu.json")]
     with pytest.raises(SystemExit):
         gpu.main(words, CONSOLE)
-    assert called == [["-m", "benchmarks.gpu", *words, "--resume"]]
+    (again,) = called
+    assert again[:-1] == ["-m", "benchmarks.gpu", *words, "--resume", "--budget"]
+    assert 500 < int(again[-1]) <= 540
 
 
 def test_memory_that_runs_out_is_no_result_and_other_errors_are_raised():
@@ -114,14 +127,15 @@ def test_a_machine_without_a_gpu_is_told_how_to_try_it(monkeypatch):
     assert "--device cpu --shapes tiny runs every part" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_every_part_runs(tmp_path):
     path = tmp_path / "gpu.json"
-    assert gpu.main(["--device", "cpu", "--shapes", "tiny", "--json", str(path)], CONSOLE) == 0
+    assert gpu.main(["--shapes", "tiny", "--json", str(path)], CONSOLE) == 0
     report = json.loads(path.read_text())
     assert report["failed"] == []
-    cases = {"ceilings", "step", "syncs", "tree", "attention", "head", "memory"}
+    cases = {"tests", "probe", "ceilings", "step", "syncs", "tree", "attention", "head", "memory"}
     assert {figure["case"] for figure in report["figures"]} == cases
     syncs = [each["value"] for each in report["figures"] if each["name"].endswith(", of vlmpack") and each["target"]]
     assert syncs == [0] * len(syncs) != []
