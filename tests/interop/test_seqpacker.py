@@ -18,8 +18,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equality import Alone, alone_through, check_gradients, gradients, limits_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from training import Gradients, arguments, logged
 from transformers import Trainer, default_data_collator
@@ -213,48 +211,11 @@ def test_the_columns_are_seqpackers() -> None:
         "seq_lengths": [[3, 1], [2, 4]],
     }
     assert [len(ids) for ids in pack_dataset(IDS, 6, pad_to_capacity=False)["input_ids"]] == [4, 6]
-
-
-def naive_rows(bins, token_ids, labels, capacity, padding: int, label_padding: int) -> dict[str, list[list[int]]]:
-    """Columns of packed rows, by loops over tokens; `capacity` None: rows are not padded."""
-    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
-    for members in bins:
-        row: dict[str, list[int]] = {name: [] for name in columns}
-        for sample in members:
-            for place, (token, label) in enumerate(zip(token_ids[sample], labels[sample], strict=True)):
-                row["input_ids"].append(token)
-                row["labels"].append(label_padding if place == 0 or label == -100 else label)
-                row["position_ids"].append(place)
-        while capacity is not None and len(row["input_ids"]) < capacity:
-            row["input_ids"].append(padding)
-            row["labels"].append(label_padding)
-            row["position_ids"].append(0)
-        for name, values in row.items():
-            columns[name].append(values)
-    return columns
-
-
-@given(
-    lengths=st.lists(st.integers(1, 11), min_size=1, max_size=13),
-    padded=st.booleans(),
-    label_padding_value=st.sampled_from([-100, -7]),
-    seed=st.integers(0, 9),
-)
-@settings(max_examples=40, deadline=None)
-def test_rows_are_those_of_plain_loops(lengths, padded, label_padding_value, seed) -> None:
-    rng = np.random.default_rng(seed)
-    token_ids = [rng.integers(0, 97, n).tolist() for n in lengths]
-    labels = [np.where(rng.random(n) < 0.5, ids, -100).tolist() for n, ids in zip(lengths, token_ids, strict=True)]
-    result = pack_sequences(lengths, 11, "ffs", seed)
-    form: dict[str, Any] = {"padding_value": 3, "label_padding_value": label_padding_value, "labels": labels}
-    rows = pack_dataset_from_result(result, token_ids, **form, pad_to_capacity=padded)
-    expected = naive_rows(result.bins, token_ids, labels, 11 if padded else None, 3, label_padding_value)
-    assert {name: rows[name][:] for name in expected} == expected
-    if padded:
-        batch = pack_result_to_tensors(result.plan, token_ids, **form)
-        assert {name: getattr(batch, name).tolist() for name in expected} == expected
-        assert [cu.tolist() for cu in batch.cu_seqlens] == [[0, *np.cumsum(pack.lengths)] for pack in result.packs]
-        assert batch.max_seqlen == max(lengths)
+    batch = batch_of(padding_value=1, label_padding_value=-7, labels=[[-100, -100, 30], *IDS[1:]])
+    for name in ("input_ids", "position_ids"):
+        assert getattr(batch, name).tolist() == rows[name][:]
+    assert batch.labels.tolist() == [[-7, -7, 30, -7, -7, -7], [-7, 50, -7, 70, 80, 90]]
+    assert ([cu.tolist() for cu in batch.cu_seqlens], batch.max_seqlen) == ([[0, 3, 4], [0, 2, 6]], 4)
 
 
 FORMS = {

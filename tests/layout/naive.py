@@ -66,21 +66,6 @@ def naive_roll(samples: Sequence[Sequence[float]], slots: Sequence[int], *, dept
     return row
 
 
-def naive_buckets(samples: Sequence[Sequence[float]], buckets: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-    """The batches that samples make, given who is in which: each as long as its longest, filled up with last tokens."""
-    out = []
-    for members in buckets:
-        longest = max(len(samples[i]) for i in members)
-        batch = []
-        for i in members:
-            line = list(samples[i])
-            while len(line) < longest:
-                line.append(samples[i][-1])
-            batch.append(line)
-        out.append(batch)
-    return out
-
-
 def naive_cheapest(lengths: Sequence[int], *, call_cost: float, max_stretch: float) -> float:
     """The least that any way to share these samples out among batches costs: all of them are tried.
 

@@ -151,8 +151,6 @@ def word(*values: int) -> list[Item]:
 
 CAT, DOG = Item(IMAGE, content=0), Item(IMAGE, content=1)
 """Two images of one grid: their tokens are the same."""
-FILM_A, FILM_B = Item(VIDEO, time=0), Item(VIDEO, time=1)
-"""One video at two speeds: its pixels are the same, the tokens between its frames are not."""
 
 
 @given(families_of_samples(), st.integers(1, 4), st.data())
@@ -192,7 +190,7 @@ def test_placeholders_alone_would_merge_them(monkeypatch):
 
 
 def test_a_video_at_another_rate_is_another_one():
-    row = row_of([[FILM_A], [FILM_A]])
+    row = row_of([[Item(VIDEO)], [Item(VIDEO)]])
     assert share(row).tree.videos == (0,)
     first, second = row.metadata.media.videos
     table = MediaTable(media=(first, replace(second, seconds=1.0)))

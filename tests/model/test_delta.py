@@ -16,8 +16,8 @@ from vlmpack.testing import build_sample, padded, tiny_model
 
 FREE, DEAR = 0.0, 1e9
 """What a call costs: samples go one by one, or as many together as `recurrent_rows.MAX_OVERHEAD` allows."""
-TAPS, CHUNK = 4, 64
-"""Tokens that a convolution reads, its own included; tokens that the recurrence takes at a time."""
+TAPS = 4
+"""Tokens that a convolution reads, its own included."""
 every_hybrid = pytest.mark.parametrize("family", families(lambda family: family.has("gated_delta")))
 one_hybrid = pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_next")])
 LAYER = 2e-5

@@ -92,6 +92,7 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
         ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
         ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"has 5 grids but image_grid_thw is \[1, 3\]"),
         ({"input_ids": torch.ones(1, 7).long()}, LayoutError, "by its boundaries but input_ids is"),
+        ({"vlmpack": {}}, ConfigError, "vlmpack has to be a HostMetadata, .* leave it out of a batch of your own"),
     ],
 )
 def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
@@ -207,7 +208,7 @@ def test_seconds_of_videos_may_be_a_column():
         ({"aux_loss": "segment"}, r"""aux_loss is 'segment'; it is "row" or "sample\""""),
         ({"z_loss_coef": -0.1}, r"z_loss_coef is -0.1; it is 0 or a positive number"),
         ({"z_loss_coef": float("nan")}, r"z_loss_coef is nan; it is 0 or a positive number"),
-        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, flex, "),
+        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, efficient, flex"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(setting, message):

@@ -168,7 +168,7 @@ def test_these_batches_equal_alone_too(family: str, samples_in: Callable[[Any], 
 
 # ---------------------------------------------------------------------- videos
 
-GLM, TILES, PAIRS, NAVIT = "glm4v", "llava_onevision", "ernie4_5_vl_moe", "minicpmv4_6"
+GLM, TILES, PAIRS = "glm4v", "llava_onevision", "ernie4_5_vl_moe"
 
 
 def videos_of(family: str) -> list[Any]:

@@ -115,7 +115,6 @@ def test_threads_encode_at_a_time(engine: Engine) -> None:
 
 # ---------------------------------------------------------------------- bad ones
 
-MARKED = (text(START), text(END))
 BAD = {
     "a negative token": (datum(text(5, -1)), "holds the id -1 at place 1, outside the model's vocabulary"),
     "a token that does not exist": (datum(text(5, 10**6)), "chunk 0 holds the id 1000000 at place 1"),
