@@ -1,7 +1,13 @@
-"""Runs of TRL's trainers over small conversations about pictures, which never meet a hub."""
+"""Runs of TRL's trainers over small conversations about pictures, which never meet a hub.
+
+As a script: what each of two gloo ranks runs for test_two_ranks.py, both trainers of GRPO under DDP. Rank 0 writes
+losses and weights to FOLDER/TRAINER.pt.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from chats import CHATTING, picture
 from datasets import Dataset
 from training import Gradients, Run, apart, distance, logged, weights
@@ -288,3 +295,23 @@ def compared(
         assert {metric: seen[metric] for metric in expected} == pytest.approx(expected, rel=relative, abs=absolute)
     assert min(entry["packing/computed"] for entry in logs[1]) < 0.9  # padding was skipped
     return runs[1]
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    own = folder / os.environ["RANK"]  # each rank has a policy of its own on disk, of equal weights
+    own.mkdir()
+    settings = {"beta": 0.2, "num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    for trainer in (trl.GRPOTrainer, vlmpack.trainer.trl.PackedGRPOTrainer):
+        run = run_of("GRPO", trainer, saved(own), own, ddp_backend="gloo", **settings)
+        found, weights = finish(run)
+        assert run.model_wrapped is not run.model
+        if torch.distributed.get_rank() == 0:
+            torch.save((found.losses, weights), folder / f"{trainer.__name__}.pt")
+    torch.distributed.barrier()  # no rank leaves while another still communicates
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)  # threads of gloo and of DDP sometimes abort a process that takes itself apart

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -201,68 +196,27 @@ def test_the_page_lists_the_keys_that_train_prints(tmp_path: Path) -> None:
     check_keys("train", json_of("train", *settings))
 
 
-# ---------------------------------------------------------------------- a terminal
-
-SECONDS = 120.0
-WIDTH = 80
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-def at_terminal(
-    arguments: tuple[str, ...], folder: Path, act: Callable[[int, str], bool] | None
-) -> tuple[int, str, str]:
-    """Run the command in a session of its own; status, standard output, and what was drawn.
-
-    `act` gets the process and what is drawn so far, until it returns True.
-    """
-    drawn, terminal = "", pty.openpty()
-    fcntl.ioctl(terminal[1], termios.TIOCSWINSZ, struct.pack("HHHH", 24, WIDTH, 0, 0))
-    environment = {**os.environ, "TERM": "xterm", "VLMPACK_API_KEY": "tml-x", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(
-        [sys.executable, "-m", "vlmpack.cli", *arguments], stdout=subprocess.PIPE,
-        stderr=terminal[1], stdin=subprocess.DEVNULL, text=True, cwd=folder, env=environment, start_new_session=True,
-    ) as process:  # fmt: skip
-        os.close(terminal[1])
-        acted, end = act is None, time.monotonic() + SECONDS
-        while time.monotonic() < end:
-            if not select.select([terminal[0]], [], [], 1.0)[0]:
-                continue
-            try:
-                part = os.read(terminal[0], 65536).decode(errors="replace")
-            except OSError:  # the last process has closed it
-                break
-            drawn += part
-            acted = acted or (act is not None and act(process.pid, CONTROL.sub("", drawn)))
-        else:
-            os.killpg(process.pid, signal.SIGKILL)
-        assert process.stdout is not None
-        printed = process.stdout.read()
-    os.close(terminal[0])
-    assert acted, drawn
-    return process.returncode, printed, CONTROL.sub("", drawn)
+# ---------------------------------------------------------------------- Ctrl-C, and a terminal
 
 
 @pytest.mark.slow
-def test_pack_draws_its_pace_and_goes_on_after_ctrl_c(tmp_path: Path) -> None:
-    arguments = ("pack", "synthetic", "out", "--num", "96", *TINY, "--capacity", "1500", "--shard-rows", "1")
+def test_pack_goes_on_after_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vlmpack.cli", "pack", "synthetic", "out", "--num", "96", *TINY]
+    command += ["--capacity", "1500", "--shard-rows", "1"]
+    settings: dict[str, Any] = {"cwd": tmp_path, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    settings["env"] = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, start_new_session=True, **settings) as process:
+        while not [*tmp_path.rglob("rows-*.parquet")] and process.poll() is None:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == INTERRUPTED and "vlmpack: interrupted; " in said
 
-    def interrupt(process: int, drawn: str) -> bool:
-        if is_writing := re.search(r"writing files[^\r\n]* left", drawn) is not None:
-            os.killpg(process, signal.SIGINT)
-        return is_writing
-
-    status, _, drawn = at_terminal(arguments, tmp_path, interrupt)
-    assert status == INTERRUPTED
-    lines = [line for line in re.split(r"[\r\n]+", drawn.partition("vlmpack: interrupted")[0]) if line.strip()]
-    assert max(map(len, lines)) <= WIDTH
-    paces = [line for line in lines if re.search(r"(/s| s each)  \d+:\d\d:\d\d left$", line.rstrip())]
-    assert {line.split()[0] for line in paces} >= {"measuring", "writing"}
-
-    written = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*.parquet")}
-    status, printed, drawn = at_terminal((*arguments, "--quiet"), tmp_path, None)
-    assert (status, drawn) == (0, "") and "96  of 96" in printed
+    written = {path.name: path.stat().st_mtime_ns for path in tmp_path.rglob("rows-*.parquet")}
+    done = subprocess.run([*command, "--quiet"], check=False, **settings)
+    assert (done.returncode, done.stderr) == (0, "") and "96  of 96" in done.stdout
     files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("rows-*.parquet")}
-    assert written and all(files[path.name] == time for path, time in written.items())
+    assert 0 < len(written) < len(files) and written.items() <= files.items()
 
 
 def test_results_that_are_printed_under_progress_stay_in_their_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

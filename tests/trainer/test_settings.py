@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from cases import slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.utils import counters
 from training import checkpointing, collator, descend, distance, gradients, receipts, train, weights
@@ -119,20 +118,25 @@ def has_gradient(run, part):
     return any(part in name for name in run.gradients[0])
 
 
+TASK = {"task_type": "CAUSAL_LM"}
+
+
 @pytest.mark.parametrize(
-    ("family", "task", "order"),
+    ("family", "settings", "order"),
     [
-        ("qwen2_5_vl", None, "enable, then adapt"),
-        ("qwen3_vl_moe", "CAUSAL_LM", "adapt, then enable"),
-        ("qwen3_5", "CAUSAL_LM", "enable, then adapt"),
+        ("qwen2_5_vl", {}, "enable, then adapt"),
+        ("qwen3_vl_moe", TASK, "adapt, then enable"),
+        ("qwen3_5", TASK, "enable, then adapt"),
+        pytest.param("qwen3_vl", {"use_dora": True}, "adapt, then enable", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", {"use_rslora": True}, "adapt, then enable", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_are_trained_as_by_samples_alone(family, task, order, tmp_path):
-    reference = lora(tiny_model(family), task_type=task)
+def test_adapters_are_trained_as_by_samples_alone_and_survive_saving_and_merging(family, settings, order, tmp_path):
+    reference = lora(tiny_model(family), **settings)
     if order == "enable, then adapt":
-        model = lora(enable_packing(tiny_model(family)), task_type=task)
+        model = lora(enable_packing(tiny_model(family)), **settings)
     else:
-        model = enable_packing(lora(tiny_model(family), task_type=task))
+        model = enable_packing(lora(tiny_model(family), **settings))
     samples = receipts(model.get_base_model())
 
     expected = descend(reference, samples, size=4, steps=2)
@@ -142,6 +146,16 @@ def test_adapters_are_trained_as_by_samples_alone(family, task, order, tmp_path)
     assert has_gradient(run, "visual")
     assert has_gradient(run, "language_model")
     assert all("lora_" in name for name in run.gradients[0])
+
+    row = collator("packed")(samples)
+    loss = model(**row).loss.item()
+    model.save_pretrained(tmp_path / "adapter")
+    assert "vlmpack" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
+    reloaded = PeftModel.from_pretrained(tiny_model(family), tmp_path / "adapter")
+    assert not is_packing(reloaded)
+    for again in (reloaded, model.merge_and_unload()):
+        assert enable_packing(again)(**row).loss.item() == pytest.approx(loss, rel=1e-5)
+    assert weights(disable_packing(again)).keys() == weights(tiny_model(family)).keys()
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning")  # the frozen tower's
@@ -164,27 +178,3 @@ def test_an_adapter_that_is_activated_by_tokens_is_refused(first):
         else:
             model = get_peft_model(enable_packing(tiny_model()), settings)
             model(**collator("packed")(receipts(model)[:2]))
-
-
-def four_steps(model, samples, folder, layout):
-    run = train(model, samples, folder, layout, per_device_train_batch_size=4, max_steps=4)
-    assert len(run.losses) == 4
-    return run
-
-
-@pytest.mark.parametrize("kind", [{}, *slow({"use_dora": True}, {"use_rslora": True})], ids=["lora", "dora", "rslora"])
-def test_steps_equal_the_padded_run_and_survive_saving_and_merging(kind, tmp_path):
-    reference, model = lora(tiny_model(), LANGUAGE, **kind), enable_packing(lora(tiny_model(), LANGUAGE, **kind))
-    samples = receipts(model.get_base_model())[:4]
-    padded, packed = four_steps(reference, samples, tmp_path, "padded"), four_steps(model, samples, tmp_path, "packed")
-    assert packed.losses == pytest.approx(padded.losses, rel=1e-5)
-    assert distance(weights(reference), weights(model)) < 1e-4
-    row = collator("packed")(samples)
-    loss = model(**row).loss.item()
-    model.save_pretrained(tmp_path / "adapter")
-    assert "vlmpack" not in (tmp_path / "adapter" / "adapter_config.json").read_text()
-    reloaded = PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter")
-    assert not is_packing(reloaded)
-    for again in (reloaded, model.merge_and_unload()):
-        assert enable_packing(again)(**row).loss.item() == pytest.approx(loss, rel=1e-5)
-    assert weights(disable_packing(again)).keys() == weights(tiny_model()).keys()

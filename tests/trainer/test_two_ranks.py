@@ -9,8 +9,8 @@ import moe
 import pytest
 import torch
 from ranks import on_ranks
-from trainer.moe_two_ranks import FAMILIES
 from trainer.packed_runs import fingerprint, fresh, planned, scene
+from trainer.two_ranks import EXPERTS
 from training import collator, descend, distance, gradients, lengths_of, loss_alone, losses_alone, receipts
 
 from vlmpack.model import enable_packing
@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def on_two_ranks(script, *arguments):
-    """Run a script of this folder on two gloo ranks, to its end."""
-    on_ranks(Path(__file__).with_name(script), *arguments, DS_ACCELERATOR="cpu")
+    """Run a script, named from this folder, on two gloo ranks, to its end."""
+    on_ranks(Path(__file__).parent / script, *arguments, DS_ACCELERATOR="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -150,18 +150,10 @@ def test_every_sample_is_evaluated_once_and_every_rank_has_the_whole_answer(pack
 # ---------------------------------------------------------------------- experts, TRL, ZeRO
 
 
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    """Where rank 0 left the gradients of every model with experts."""
-    folder = tmp_path_factory.mktemp("experts")
-    on_two_ranks("moe_two_ranks.py", folder)
-    return folder
-
-
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_of_experts_is_that_of_both_halves_in_one_process(experts, family, wrapper, recomputed):
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_step_of_experts_is_that_of_both_halves_in_one_process(folder, family, wrapper, recomputed):
     """Of the unmodified model on padded batches. Gradients are the mean over ranks; targets were counted over both."""
     reference = moe.fresh(family)
     samples = moe.samples_of(reference)
@@ -171,13 +163,13 @@ def test_a_step_of_experts_is_that_of_both_halves_in_one_process(experts, family
         output = reference(**moe.plain_inputs(batch), output_router_logits=True, num_items_in_batch=targets)
         loss = output.loss + 0.25 * moe.naive_z_loss(moe.real_rows(output.router_logits, batch))
         (loss / 2).backward()
-    found = torch.load(experts / f"{family}-{wrapper}-{recomputed}.pt")
+    found = torch.load(folder / f"{family}-{wrapper}-{recomputed}.pt")
     assert distance(gradients(reference), found) <= 1e-5
 
 
 def test_steps_of_grpo_are_those_of_the_padded_trainer(tmp_path):
     pytest.importorskip("trl", reason="needs TRL: pip install trl")
-    on_two_ranks("grpo_two_ranks.py", tmp_path)
+    on_two_ranks("../trl_runs.py", tmp_path)
     (losses, reference), (ours, weights) = (
         torch.load(tmp_path / f"{name}.pt") for name in ("GRPOTrainer", "PackedGRPOTrainer")
     )
