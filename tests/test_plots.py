@@ -224,13 +224,6 @@ def test_positions_and_errors_are_drawn_token_by_token():
     assert edges == [6, 15]
 
 
-def test_a_window_is_seen_from_near():
-    bar, positions = plot_row(ROW, positions=POSITIONS, window=(6, 15)).axes
-    left, right = bar.get_xlim()
-    assert 5.9 < left < 6 < 15 < right < 15.1
-    assert positions.get_ylim()[1] < 9
-
-
 def test_what_does_not_fit_the_row_is_refused():
     with pytest.raises(LayoutError, match="the row has no tree: its samples share nothing"):
         plot_tree(ROW)

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from equality import ATTENTION, DELTA
-from training import KINDS, arguments, collator, receipts
-from transformers import Trainer
+from training import KINDS, receipts
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vlmpack.errors import ConfigError, LayoutError
@@ -24,7 +22,6 @@ from vlmpack.layout import SlotRule, pack
 from vlmpack.model import enable_packing
 from vlmpack.testing import alone, padded, tiny_model
 from vlmpack.testing.comparison import distance, run_alone
-from vlmpack.trainer import check_trainer
 
 LEAK = 0.02
 """Smallest difference of logits that a leak makes, as a part of the largest logit."""
@@ -214,23 +211,3 @@ def test_qwen2_5_vl_without_token_types_forgets_where_images_are() -> None:
     assert lost.abs().max() > LEAK
     enable_packing(case.model)
     assert case.error(**without(case.row, "mm_token_type_ids"), output_logits=True) < case.exact
-
-
-def test_removed_columns_take_the_lengths_along(tmp_path) -> None:
-    """Trainer drops the `length` column before its sampler groups by it, and groups by other lengths."""
-    model = enable_packing(tiny_model())
-    table = Dataset.from_dict({"input_ids": [[7] * 5] * 4, "length": [40, 30, 20, 10]})
-    runs = {
-        remove: Trainer(
-            model,
-            arguments(tmp_path, train_sampling_strategy="group_by_length", remove_unused_columns=remove),
-            collator("packed"),
-            table,
-        )
-        for remove in (True, False)
-    }
-    lengths = {at: list(run._get_train_sampler(run._remove_unused_columns(table)).lengths) for at, run in runs.items()}
-    assert lengths == {True: [5, 5, 5, 5], False: [40, 30, 20, 10]}
-    check_trainer(runs[False])
-    with pytest.raises(ConfigError, match="drops 'length' before group_by_length reads it"):
-        check_trainer(runs[True])

@@ -135,19 +135,6 @@ def test_padded_and_packed_stand_side_by_side() -> None:
     ]
 
 
-def test_refused_samples_are_counted_and_the_first_are_listed() -> None:
-    refused = tuple(
-        Refused(index=at, sample_id=f"r{at}", reason="image_missing", detail="[red] it is lost") for at in range(8)
-    )
-    told = printed(table_of([5], refused), source="[mine].jsonl")
-    assert told.startswith("[mine].jsonl: 1 samples, 5 tokens")
-    assert "8 of 9 samples cannot be used: image_missing 8" in told
-    assert [line for line in told.splitlines() if "it is lost" in line] == [
-        f"  {at} (id 'r{at}'): image_missing: [red] it is lost" for at in range(5)
-    ]
-    assert "  and 3 more (`vlmpack analyze --json` lists all)" in told
-
-
 # ---------------------------------------------------------------------- shared prefixes
 
 

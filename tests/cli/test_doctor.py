@@ -48,7 +48,7 @@ def few_families() -> Iterator[None]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    tiny_model("qwen3_vl").save_pretrained(tmp_path)
     return str(tmp_path)
 
 
@@ -168,14 +168,16 @@ def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: 
 
 
 class Probes:
-    """Takes the place of `probe`: each call notes what standard output holds, and all but those of `raising` report."""
+    """Takes the place of `probe`: notes its arguments and what was printed; all but those of `raising` report."""
 
     def __init__(self) -> None:
         self.raising: dict[str, BaseException] = {}
         self.printed: dict[str, str] = {}
+        self.probed: list[tuple[Any, Any, str]] = []
 
     def __call__(self, model: Any, processor: Any, *, attention: str, **settings: Any) -> Report:
         family = model.config.model_type
+        self.probed.append((model, processor, attention))
         self.printed[family] = sys.stdout.buffer.getvalue().decode()  # pyright: ignore[reportAttributeAccessIssue]
         if error := self.raising.get(family):
             raise error
@@ -240,7 +242,7 @@ def test_an_exact_model_has_exit_status_0_and_tables_of_everything(folder: str) 
     result = run_probe(folder)
     assert result.exit_code == 0, result.output
     for text in (
-        "Qwen2_5_VLForConditionalGeneration (qwen2_5_vl), its own weights",
+        "Qwen3VLForConditionalGeneration (qwen3_vl), its own weights",
         "change sample 4 (2 images)",
         "a left-padded batch",
         "recurrent state absent",
@@ -262,35 +264,22 @@ def test_a_leak_has_exit_status_1_and_a_name(folder: str, monkeypatch: pytest.Mo
     assert result.exit_code == 1
     said = words(result.stdout)
     assert "vision leaks. vision: model.visual.blocks.0.attn.proj gives other numbers of a sample than alone" in said
-    assert "qwen2_5_vl, sdpa_segments: leaks. The cause: vision." in said
+    assert "qwen3_vl, sdpa_segments: leaks. The cause: vision." in said
     assert "Do not train packed rows on this machine" in said
 
 
-def test_a_tiny_copy_is_probed_in_a_precision_by_every_back_end(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    probed: list[Any] = []
-
-    def noted(model: Any, processor: Any, *, attention: str, **settings: Any) -> Report:
-        probed.append((attention, model.dtype))
-        return report_of()
-
-    monkeypatch.setattr("vlmpack.probing.run.probe", noted)
+def test_a_tiny_copy_is_probed_in_a_precision_by_every_back_end(folder: str, probes: Probes) -> None:
     result = run_probe(folder, "--tiny", "--dtype", "bfloat16", "--attention", "all", "--json")
-    assert probed == [(name, torch.bfloat16) for name in ("sdpa_segments", "eager_mask")]
+    seen = [(attention, model.dtype) for model, _, attention in probes.probed]
+    assert seen == [(name, torch.bfloat16) for name in ("sdpa_segments", "eager_mask")]
     assert {each["weights"] for each in answer(result)["probes"]} == {"a tiny copy with random weights: as asked"}
 
 
 @pytest.mark.parametrize(("name", "family"), [("tiny", "qwen3_vl"), ("tiny:qwen3", "qwen3")])
-def test_a_model_can_be_made_here(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    probed: list[Any] = []
-
-    def noted(model: Any, processor: Any, **settings: Any) -> Report:
-        probed.extend((model, processor))
-        return report_of()
-
-    monkeypatch.setattr("vlmpack.probing.run.probe", noted)
+def test_a_model_can_be_made_here(name: str, family: str, probes: Probes) -> None:
     result = run_probe(name, "--json")
     assert result.exit_code == 0
-    model, processor = probed
+    ((model, processor, _),) = probes.probed
     assert model.config.model_type == family
     assert (processor is not None) == (family == "qwen3_vl")
     assert answer(result)["probes"][0]["weights"] == "random weights"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from chats import chat, processor_of
+from datasets import Dataset
 from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
 from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
@@ -264,6 +265,9 @@ def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
                 run.train()
         check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [sample]))
     check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=True), vlm, [tokens]))
+    args = arguments(tmp_path, remove_unused_columns=True, train_sampling_strategy="group_by_length")
+    table = Dataset.from_dict({"input_ids": [[7] * 5] * 2, "labels": [[7] * 5] * 2, "length": [40, 30]})
+    assert "drops 'length' before group_by_length reads it" in refusal(Trainer(model, args, collator("packed"), table))
 
 
 @pytest.mark.parametrize("with_names", [False, True])
