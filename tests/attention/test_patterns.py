@@ -76,20 +76,14 @@ def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, 
     assert_equal(out, torch.cat(truth), q, k, v)
 
 
-@pytest.mark.parametrize("window", [1, 3, 5, 30])
-def test_pairs_of_a_window_are_counted(window):
-    segments = Segments.from_lengths([23, 4, 1])
-    assert attended_pairs(segments, LayerMask(window=window)) == sum(
-        min(at + 1, window) for n in (23, 4, 1) for at in range(n)
-    )
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 23, 30])
+def test_pairs_of_windows_and_chunks_are_counted(size):
+    segments, places = Segments.from_lengths([23, 4, 1]), [at for n in (23, 4, 1) for at in range(n)]
+    for mask in (LayerMask(window=size), LayerMask(chunk=size)):
+        assert attended_pairs(segments, mask) == sum(at + 1 - mask.first_key(at) for at in places)
+    assert attended_pairs(segments, LayerMask(window=size)) == sum(min(at + 1, size) for at in places)
+    assert attended_pairs(segments, LayerMask(chunk=size)) == sum(at % size + 1 for at in places)
     assert attended_pairs(segments) == segments.attended_pairs == 23 * 24 // 2 + 11
-
-
-@pytest.mark.parametrize("chunk", [1, 4, 23, 30])
-def test_pairs_of_chunks_are_counted(chunk):
-    segments, mask = Segments.from_lengths([23, 4, 1]), LayerMask(chunk=chunk)
-    assert attended_pairs(segments, mask) == sum(at % chunk + 1 for n in (23, 4, 1) for at in range(n))
-    assert attended_pairs(segments, mask) == sum(at + 1 - mask.first_key(at) for n in (23, 4, 1) for at in range(n))
 
 
 @pytest.mark.parametrize(

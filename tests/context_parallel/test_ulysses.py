@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.attention.backends import SdpaSegments
-from vlmpack.context_parallel import Parallel, Partition, mesh
+from vlmpack.context_parallel import Parallel, Partition
 from vlmpack.context_parallel.attention import GatheredKV, kv_heads
 from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule, pack
@@ -119,11 +119,3 @@ def test_the_tower_is_called_once_whatever_the_row_holds():
         assert calls == [1]
         assert all(p.grad is not None for p in model.parameters())
         model.zero_grad()
-
-
-def test_gradients_are_sent_together_by_type_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_BUCKET", 10)
-    half, there = torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16, device="meta")
-    numbers = [torch.zeros(n) for n in (6, 4, 3, 20, 1)]
-    assert [len(bucket) for bucket in mesh._buckets([*numbers, half, there])] == [2, 2, 1, 1, 1]
-    assert list(mesh._buckets([])) == []

@@ -60,17 +60,6 @@ def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
 
 
 @given(drawn=rows_and_partitions())
-def test_every_rank_takes_the_pixels_of_its_images_in_row_order(drawn):
-    row, _ = drawn
-    for ranks in (1, 2, 3):
-        share = MediaShare.spread(row.metadata.media.images, ranks=ranks)
-        computed = [share.take(row.media.pixel_values, rank)[::4] for rank in range(ranks)]
-        feature = torch.repeat_interleave(torch.tensor([image.tokens for image in share.media], dtype=torch.long))
-        order = torch.cat([torch.nonzero(torch.isin(feature, torch.tensor(share.items(r)))) for r in range(ranks)])
-        assert torch.equal(torch.cat(computed), row.media.pixel_values[::4][order[:, 0]])
-
-
-@given(drawn=rows_and_partitions())
 def test_one_exchange_puts_every_feature_on_its_token(drawn):
     row, partition = drawn
     share = MediaShare.spread(row.metadata.media.images, ranks=partition.ranks)

@@ -7,23 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from cases import one_of_each
 from families.grids import with_grids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
-from vlmpack.families.media import Placement, timed_run, token_offsets, truncates_seconds
+from vlmpack.families.media import timed_run, truncates_seconds
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Media, MediaTable, PackedRow, Segments, SlotRule, pack
-from vlmpack.layout.device import nothing_on_host
-from vlmpack.probing.host_syncs import recorded_syncs
-from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_config, tiny_model
-from vlmpack.testing.samples import kinds_of, word_ids
+from vlmpack.testing import Sample, build_sample, padded, tiny_config, tiny_model
+from vlmpack.testing.samples import word_ids
 
-every_family = pytest.mark.parametrize("name", one_of_each(lambda family: not family.has_audio))
-"""(Qwen-Omni asks its own code for positions of videos: tests/model/test_audio.py.)"""
 text_alone = pytest.mark.parametrize("name", ["llama", "qwen3_next", "llama4_text"])
 
 
@@ -157,30 +152,6 @@ def test_positions_handed_out_are_not_the_cached_tensor_of_the_segments() -> Non
     segments = Segments.from_lengths([3])
     family.positions(MediaTable(), segments, config=config).zero_()
     assert family.positions(MediaTable(), segments, config=config)[0, 0].tolist() == [0, 1, 2]
-
-
-def test_the_table_lists_offsets_and_one_advance_for_each_item() -> None:
-    offsets = token_offsets([Placement(cells=((2, 1, 2),)), Placement(cells=((1, 3, 1),))])
-    assert offsets.tolist() == [
-        [0, 0, 1, 1, 0, 0, 0],  # time
-        [0, 0, 0, 0, 0, 1, 2],  # height
-        [0, 1, 0, 1, 0, 0, 0],  # width
-        [0, 0, 0, 2, 0, 0, 3],  # advance: max(1, 2) after the first item, whatever its two frames; max(3, 1)
-    ]
-
-
-def row_and_config(name: str) -> tuple[PackedRow, Any]:
-    config = tiny_config(name, patch_size=1)
-    return pack(padded(mixed_samples(config, kinds=kinds_of(config) * 2)), rule=SlotRule(multiple=4)), config
-
-
-@every_family
-def test_no_operation_waits(name: str) -> None:
-    row, config = row_and_config(name)
-    with nothing_on_host(), recorded_syncs(torch.device("cpu")) as waits:
-        found = positions_of(row, FAMILIES[name], config)
-    assert waits == []
-    assert found.shape == (4, 1, row.segments.total)
 
 
 # ---------------------------------------------------------------------- what the host can see to be wrong

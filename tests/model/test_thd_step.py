@@ -53,29 +53,6 @@ def samples(reference: Any) -> list[Any]:
     return mixed_samples(reference.config, seed=1, kinds=("image", "text", "images", "text"))
 
 
-# ---------------------------------------------------------------------- packed == alone
-
-
-FORMS: dict[str, Callable[[list[Any]], Any]] = {
-    "padded on the left": lambda samples: padded(samples, "left"),
-    "without metadata": lambda samples: padded(samples, metadata=False),
-    "a dictionary": lambda samples: padded(samples).to_hf(),
-    "a row": lambda samples: pack(padded(samples), rule=GAPS),
-    "the dictionary of a row": lambda samples: pack(padded(samples), rule=GAPS).to_hf(),
-}
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_every_form_of_a_batch_gives_the_same_losses(
-    example: Any, reference: Any, samples: list[Any], form: Callable[[list[Any]], Any]
-) -> None:
-    step = ThdStep(example.ThdQwen3VLMoe(reference), slots=GAPS, config=reference.config)
-    expected = step(padded(samples))
-    result = step(form(samples))
-    assert torch.equal(result.sample_losses, expected.sample_losses)
-    assert torch.equal(result.loss, expected.loss)
-
-
 # ---------------------------------------------------------------------- what is handed over
 
 

@@ -1,24 +1,22 @@
 """A descriptor is compared with the model's own code: masks of its layers, what it does after its head, positions."""
 
 import copy
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from equality import alone_through
 from parts import parts_of
 from transformers.models.llama import modeling_llama
 
 from vlmpack.attention.patterns import LayerMask, Pattern
-from vlmpack.errors import BackendError, FamilyError
+from vlmpack.errors import FamilyError
 from vlmpack.families.family import plain_logits
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
-from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_masks, with_chunk
 from vlmpack.model.mechanisms.upstream import MaskFunction, check_logits, check_text_positions
 from vlmpack.testing import mixed_samples, padded, tiny_model
@@ -161,19 +159,3 @@ def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, 
     setattr(model.config, setting, 3)
     with pytest.raises(FamilyError, match=rf"{setting} was \d+ and is 3: .* Call enable_packing\(model\) again"):
         step(batch)
-
-
-def fresh(family: str) -> Any:
-    return tiny_model(family, seed=3, layers=2)
-
-
-@functools.cache
-def truth(family: str) -> Any:
-    model = fresh(family)
-    return alone_through(model, mixed_samples(model.config, seed=5, kinds=("text",) * 3, text=(4, 15)))
-
-
-def test_a_kernel_that_cannot_serve_a_pattern_is_refused_by_name() -> None:
-    model = fresh("gpt_oss")
-    with pytest.raises(BackendError, match=r"it computes no sinks, which this layer has"):
-        PackedStep(model, StepConfig(attention="torch_varlen"))(padded(truth("gpt_oss").samples))

@@ -100,12 +100,6 @@ def test_a_seed_and_a_place_give_one_token_whatever_stands_beside(seed: int) -> 
         assert beside[2] == alone
 
 
-def test_seeds_and_places_differ_from_one_another() -> None:
-    logits = logits_of(5000, scale=0.1)
-    tokens = [choose_one(logits, ALL, seed=seed, place=place).token for seed in range(10) for place in range(20)]
-    assert len(set(tokens)) > 185  # 200 draws out of 5000
-
-
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), ALL, *LIMITED], ids=str)
 def test_a_sure_choice_stays_the_same_under_errors_up_to_the_rounding(params: SamplingParams) -> None:
     """Errors at random, and those that are worst: half of the tokens up, half down."""

@@ -184,13 +184,6 @@ def ending(**settings) -> Ending:
     return Ending(**{"stop_tokens": frozenset(), "stop_strings": (), "max_tokens": 9, **settings})
 
 
-def test_a_sequence_ends_at_a_stop_token_or_after_the_most_tokens() -> None:
-    assert ending(stop_tokens=frozenset({7})).reason([1, 2]) is None
-    assert ending(stop_tokens=frozenset({7})).reason([1, 7]) == "stop"
-    assert ending(max_tokens=2).reason([1, 7]) == "length"
-    assert ending(stop_tokens=frozenset({7}), max_tokens=2).reason([1, 7]) == "stop"
-
-
 def test_a_sequence_ends_at_the_token_that_completes_a_stop_string() -> None:
     """In whatever pieces the tokenizer has it, after any text, also where a character takes several tokens."""
     tokenizer = processor_for("qwen3_vl").tokenizer

@@ -163,9 +163,6 @@ def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: An
         sampler.sample(prompt, 1, params, include_prompt_logprobs=True, prompt_logprobs_last_n=6).result(WAIT)
 
 
-# ---------------------------------------------------------------------- refusals
-
-
 # ---------------------------------------------------------------------- lists and pages
 
 

@@ -228,6 +228,3 @@ def test_a_metric_that_is_not_finite_is_left_out() -> None:
 def test_notes_are_short() -> None:
     with pytest.raises(RequestError, match="more than 16384 characters"):
         decode("SaveWeights", model_id=MODEL, path="a", seq_id=5, user_metadata={"a": "b" * 20_000})
-
-
-# ---------------------------------------------------------------------- outcomes
