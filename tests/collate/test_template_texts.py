@@ -1,7 +1,7 @@
 """Every text and every key of every message is in what the chat template writes, or the sample is refused by name."""
 
 import pytest
-from chats import human, learnt, picture, processor_of, says, text, user
+from chats import chat, human, learnt, picture, processor_of, says, text, user
 from fixtures.templates import GLM_TEMPLATE
 
 from vlmpack.collate import VLMCollator
@@ -249,3 +249,56 @@ def test_thoughts_of_the_last_answer_that_are_left_out_are_refused(think):
     assert message.startswith(
         ("messages[1] (assistant) has reasoning_content, which", "messages[1] (assistant) thinks 'Then.', which")
     )
+
+
+# ---------------------------------------------------------------------- tools and options
+
+
+def written(template, **columns):
+    processor = tiny_processor(chat_template=template)
+    return processor.tokenizer.decode(VLMCollator(processor).collate([chat(**columns)]).input_ids[0])
+
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}
+QUIET = "{%- if quiet -%}{{- 'hush' -}}{%- endif -%}" + CHAT_TEMPLATE
+
+
+def test_tools_that_the_template_never_writes_are_refused():
+    with pytest.raises(SampleError, match=r"has tools[\w.\[\]]*, which the chat template does not write") as caught:
+        written(CHAT_TEMPLATE, tools=[TOOL])
+    assert caught.value.reason == "template_ignores"
+
+
+def test_a_template_that_fails_on_what_is_tried_is_given_the_benefit_of_the_doubt():
+    strict = "{%- if messages[0].content[0].text == '?' -%}{{- raise_exception('no') -}}{%- endif -%}" + CHAT_TEMPLATE
+    assert "75,000" in written(strict, tools=[TOOL])
+
+
+def test_an_option_that_is_none_is_absent_as_in_a_table_where_another_row_has_it():
+    assert written(QUIET, chat_template_kwargs={"quiet": None, "of_another_row": None}) == written(QUIET)
+
+
+@pytest.mark.parametrize("name", ["quite", "uiet", "message", "add_generation_prompt", "raise_exception"])
+def test_an_option_that_is_no_variable_of_the_template_is_refused(name):
+    with pytest.raises(SampleError, match=f"has {name}, which the chat template does not read; it reads quiet: corr"):
+        written(QUIET, chat_template_kwargs={name: True})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{%- set mode = mode | default('on') -%}{{- mode -}}" + CHAT_TEMPLATE,
+        "{%- if mode is defined and mode is false -%}{{- 'off' -}}{%- endif -%}" + CHAT_TEMPLATE,
+        "{%- generation -%}{{- mode -}}{%- endgeneration -%}{%- for m in messages -%}{%- break -%}{%- endfor -%}"
+        + CHAT_TEMPLATE,
+        {"default": CHAT_TEMPLATE + "{{- mode -}}", "tool_use": CHAT_TEMPLATE},
+    ],
+)
+def test_a_variable_is_found_wherever_a_template_reads_it(template):
+    options = {"mode": False, "add_generation_prompt": False}
+    VLMCollator(tiny_processor(chat_template=template)).collate([chat(chat_template_kwargs=options)])
+
+
+def test_a_template_that_is_none_is_a_mistake_of_the_setup():
+    with pytest.raises(ConfigError, match=r"chat template cannot be read \(TemplateSyntaxError: Expected"):
+        written("{% if %}", chat_template_kwargs={"mode": False})

@@ -56,34 +56,35 @@ def streams(draw: Any) -> list[Sample]:
 @given(samples=streams(), buffered=st.sampled_from([0, 40, 200]))
 def test_each_sample_comes_out_once_and_rows_compute_no_more_than_they_may(samples, buffered):
     stream = packer(buffer_tokens=buffered)
-    rows = []
-    for each in samples:
-        stream.add(each)
-        rows += stream.rows()
-    rows += stream.flush()
+    rows = rows_of(stream, samples) + stream.flush()
     assert sorted(each["id"] for row in rows for each in row) == list(range(len(samples)))
     assert all(0 < computed(row) <= CAPACITY for row in rows)
     assert (len(stream), stream.tokens) == (0, 0)
 
 
-@given(samples=streams(), cut=st.integers(0, 60))
-def test_a_stream_continues_where_it_was_left(samples, cut):
-    def rows_of(stream: StreamPacker[Sample], part: list[Sample]) -> list[list[Sample]]:
-        rows = []
-        for each in part:
-            stream.add(each)
-            rows += stream.rows()
-        return rows
+def rows_of(stream: StreamPacker[Sample], samples: list[Sample]) -> list[list[Sample]]:
+    rows = []
+    for each in samples:
+        stream.add(each)
+        rows += stream.rows()
+    return rows
 
-    first = packer(buffer_tokens=40)
+
+@given(
+    samples=streams(),
+    cut=st.integers(0, 60),
+    min_fill=st.sampled_from([0.0, 0.7]),
+    prefix=st.sampled_from([None, prefix_of]),
+)
+def test_a_stream_continues_where_it_was_left(samples, cut, min_fill, prefix):
+    settings = RowSettings(capacity=25, min_fill=min_fill, buffer_tokens=40, oversize="own_row")
+    whole, first, again = (StreamPacker[Sample](settings, prefix=prefix) for _ in range(3))
     before = rows_of(first, samples[:cut])
-    state = json.loads(json.dumps(first.state_dict()))
-    again = packer(buffer_tokens=40)
-    again.load_state_dict(state, first.buffered)
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())), first.buffered)
     assert again.tokens == first.tokens
     assert again.state_dict() == first.state_dict()
-    rest, whole = rows_of(again, samples[cut:]) + again.flush(), packer(buffer_tokens=40)
-    assert before + rest == rows_of(whole, samples) + whole.flush()
+    after = rows_of(again, samples[cut:]) + again.pack([]) + again.flush()
+    assert before + after == rows_of(whole, samples) + whole.pack([]) + whole.flush()
 
 
 def test_a_group_shares_a_row_with_others_and_its_prefix_counts_once():

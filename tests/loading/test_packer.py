@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from vlmpack.loading import RowSettings, StreamPacker
 from vlmpack.loading.stream_packer import token_count
 
 MAKERS = (list, np.array, torch.tensor)
-lengths_lists = st.lists(st.integers(1, 20), max_size=60)
 
 
 def samples(lengths):
@@ -110,26 +107,6 @@ def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
     assert ids(alone.flush()) == [["long"]]
     assert len(alone) == 0
     assert ids(packed(alone, [5, 30, 5])) == [[1], [0, 2]]
-
-
-@given(lengths=lengths_lists, cut=st.integers(0, 60), min_fill=st.sampled_from([0.0, 0.7]))
-def test_a_stream_continues_elsewhere_bit_for_bit(lengths, cut, min_fill):
-    settings = RowSettings(capacity=20, min_fill=min_fill, buffer_tokens=50, oversize="own_row")
-    here, there = StreamPacker(settings), StreamPacker(settings)
-    stream = samples(lengths)
-    for sample in stream[:cut]:
-        here.add(sample)
-        [*here.rows()]
-    there.load_state_dict(pickle.loads(pickle.dumps(here.state_dict())), here.buffered)
-    for sample in stream[cut:]:
-        rows = []
-        for packer in (here, there):
-            packer.add(sample)
-            rows.append(ids(packer.rows()))
-        assert rows[0] == rows[1]
-    assert ids(here.pack([])) == ids(there.pack([]))
-    assert ids(here.flush()) == ids(there.flush())
-    assert here.state_dict() == there.state_dict()
 
 
 @pytest.mark.parametrize("other", [{"capacity": 60}, {"min_fill": 0.5}, {"buffer_tokens": 9}, {"drop_last": True}])

@@ -1,9 +1,13 @@
-"""PackedStream and StreamLoader: every sample measured once, as many rows on every rank, an exact continuation."""
+"""PackedStream and StreamLoader: every sample measured once, as many rows on every rank, an exact continuation.
+
+A stream that was stopped goes on as the unbroken one, in all passes to come, whatever its source does then.
+"""
 
 from __future__ import annotations
 
 import pickle
 from itertools import islice
+from random import Random
 
 import datasets
 import pytest
@@ -12,7 +16,6 @@ from cases import slow, slow_cases
 from datasets.distributed import split_dataset_by_node
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loading.test_place import CountsAtTheEnd
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -21,6 +24,8 @@ from vlmpack.errors import ConfigError
 from vlmpack.loading import PackedStream, RowSettings, StreamLoader
 
 LENGTHS = LENGTH_SETS["CORD"].lengths(203).tolist()
+SHORT = [204 * (1 + at % 7) for at in range(60)]
+"""Of a pass of about twelve rows."""
 SETTINGS = RowSettings(capacity=4096)
 
 
@@ -72,9 +77,9 @@ class ResumableStream(IterableDataset):
         self.start = state_dict["at"]
 
 
-def hub_stream(shards=4):
+def hub_stream(shards=4, lengths=LENGTHS):
     """An iterable data set of `datasets`."""
-    rows = {"id": list(range(len(LENGTHS))), "length": LENGTHS}
+    rows = {"id": list(range(len(lengths))), "length": lengths}
     return datasets.Dataset.from_dict(rows).to_iterable_dataset(num_shards=shards)
 
 
@@ -83,12 +88,94 @@ def hub_stream_in_three():
     return hub_stream(3)
 
 
+def short_hub_stream():
+    return hub_stream(12, SHORT)
+
+
 def shuffled_hub_stream():
     """With a shuffle buffer, which is no part of its state."""
     return hub_stream().shuffle(seed=1, buffer_size=16)
 
 
+class CountsAtTheEnd(IterableDataset):
+    """Another order in every pass; at the end of one it stands at the start of the next."""
+
+    def __init__(self):
+        self.passes, self.at, self.start = 0, 0, 0
+
+    def __iter__(self):
+        self.at, self.start = self.start, 0
+        yield from self.rest()
+        self.passes, self.at = self.passes + 1, 0
+
+    def rest(self):
+        order = [*range(len(SHORT))]
+        Random(self.passes).shuffle(order)
+        while self.at < len(order):
+            self.at += 1
+            yield {"id": order[self.at - 1], "length": SHORT[order[self.at - 1]]}
+
+    def state_dict(self):
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state_dict):
+        self.start, self.passes = state_dict["at"], state_dict["passes"]
+
+
+class CountsAtTheStart(CountsAtTheEnd):
+    """Another order in every pass; at the end of one it stands there until it is asked again."""
+
+    def __init__(self):
+        self.passes, self.at, self.start = -1, 0, None
+
+    def __iter__(self):
+        if self.start is None:
+            self.passes += 1
+        self.at, self.start = self.start or 0, None
+        yield from self.rest()
+
+    def load_state_dict(self, state_dict):
+        self.passes = state_dict["passes"]
+        self.start = None if self.passes < 0 else state_dict["at"]
+
+
+class CountsForAnother(IterableDataset):
+    """Tells a data set of `datasets` which pass it is."""
+
+    def __init__(self):
+        self.hub, self.passes = short_hub_stream(), 0
+
+    def __iter__(self):
+        self.hub.set_epoch(self.passes)
+        yield from self.hub
+        self.passes += 1
+
+    def state_dict(self):
+        return {"hub": self.hub.state_dict(), "passes": self.passes}
+
+    def load_state_dict(self, state_dict):
+        self.hub.load_state_dict(state_dict["hub"])
+        self.passes = state_dict["passes"]
+
+
+class Around(IterableDataset):
+    """Hands everything on to a data set of `datasets`, which starts ever after where it was told to."""
+
+    def __init__(self):
+        self.hub = short_hub_stream()
+
+    def __iter__(self):
+        return iter(self.hub)
+
+    def state_dict(self):
+        return self.hub.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.hub.load_state_dict(state_dict)
+
+
 SOURCES = (Samples, Stream, ResumableStream, hub_stream, hub_stream_in_three)
+SHORT_SOURCES = (CountsAtTheEnd, CountsAtTheStart, CountsForAnother, Around, short_hub_stream)
 
 
 def ids(rows):
@@ -140,21 +227,50 @@ def test_every_sample_is_given_out_once_or_counted(lengths, ranks):
 # ---------------------------------------------------------------------- to continue
 
 
-@pytest.mark.parametrize("source", SOURCES)
-@pytest.mark.parametrize("done", [0, 1, 17, "all"])
-def test_a_stream_continues_bit_for_bit_its_buffer_included(source, done):
-    def make():
-        return PackedStream(source(), SETTINGS, ranks=2, rank=1)
+def stopped(stream, rows):
+    """(the ids of so many rows of a stream, its state after them)."""
+    left = iter(stream)
+    seen = ids(islice(left, rows))
+    return seen, pickle.loads(pickle.dumps(stream.state_dict()))
 
-    rows = ids(make())
-    done = len(rows) if done == "all" else done
-    half = make()
-    list(islice(half, done))
-    state = pickle.loads(pickle.dumps(half.state_dict()))
-    resumed = make()
-    resumed.load_state_dict(state)
-    assert ids(resumed) == rows[done:]
-    assert ids(resumed) == rows  # the next epoch is whole
+
+def resumed_from(state, source, **settings):
+    stream = PackedStream(source(), SETTINGS, **settings)
+    stream.load_state_dict(state)
+    return stream
+
+
+@pytest.mark.parametrize("source", SHORT_SOURCES)
+def test_stopped_after_any_row_all_passes_to_come_are_those_of_the_unbroken_stream(source):
+    whole = ids(islice(PackedStream(source(), SETTINGS, repeat=True), 60))
+    ended = 0
+    for done in range(0, 36, 2):
+        seen, state = stopped(PackedStream(source(), SETTINGS, repeat=True), done)
+        ended += state["ended"]
+        assert seen + ids(islice(resumed_from(state, source, repeat=True), 60 - done)) == whole, done
+    assert 3 <= ended < 12  # the guard: some stops are at the end of a pass, others are not
+
+
+@pytest.mark.parametrize("source", [*SOURCES, *SHORT_SOURCES])
+def test_a_stream_continues_bit_for_bit_its_buffer_included_and_then_the_next_epochs(source):
+    one = {"ranks": 2, "rank": 1}
+    whole = PackedStream(source(), SETTINGS, **one)
+    epochs = [ids(whole) for _ in range(3)]
+    for done in (0, 1, len(epochs[0]) // 2, len(epochs[0]) - 1, len(epochs[0])):
+        seen, state = stopped(PackedStream(source(), SETTINGS, **one), done)
+        stream = resumed_from(state, source, **one)
+        assert seen + ids(stream) == epochs[0]
+        assert [ids(stream), ids(stream)] == epochs[1:]
+
+
+@pytest.mark.parametrize("source", [Around, short_hub_stream])
+def test_an_epoch_after_one_that_was_given_up_is_whole(source):
+    once = ids(PackedStream(source(), SETTINGS))
+    for rows in (0, 1, 3):
+        _, state = stopped(PackedStream(source(), SETTINGS), 4)
+        stream = resumed_from(state, source)
+        assert ids(islice(stream, rows)) == once[4 : 4 + rows]
+        assert ids(stream) == (once if rows else once[4:])  # nobody began the one that was loaded: it is still to come
 
 
 def test_a_source_whose_state_is_no_place_is_read_again_from_the_start_of_the_pass():
@@ -214,7 +330,7 @@ def test_a_loader_goes_on_to_the_next_pass_of_a_source_that_counts_them(workers)
     """The source's state goes to the workers of the next epoch, and an epoch that was given up is begun anew."""
 
     def make():
-        return StreamLoader(PackedStream(CountsAtTheEnd(), RowSettings(capacity=20)), num_workers=workers)
+        return StreamLoader(PackedStream(CountsAtTheEnd(), SETTINGS), num_workers=workers)
 
     loader, half, ended, resumed = (make() for _ in range(4))
     epochs = [ids(loader) for _ in range(3)]
