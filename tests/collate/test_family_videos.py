@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from chats import picture, says, text
+from clips import write_clip
 from transformers_videos import is_installed
 
 from vlmpack import VLMCollator
@@ -63,16 +64,9 @@ def processor_with_videos(family: str) -> Any:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two seconds, 24 frames."""
-    av = pytest.importorskip("av")
-    path = str(tmp_path_factory.mktemp("clip") / "clip.mp4")
-    with av.open(path, "w") as out:
-        stream = out.add_stream("libx264", rate=12)
-        stream.width, stream.height, stream.pix_fmt = 96, 64, "yuv420p"
-        for index in range(24):
-            frame = np.asarray(picture(96, 64, seed=index)) // 2 + 4 * index
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(frame.astype(np.uint8), format="rgb24")))
-        out.mux(stream.encode())
-    return path
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    write_clip(path, num_frames=24, fps=12)
+    return str(path)
 
 
 def asked(video: Any, **keys: Any) -> dict[str, Any]:

@@ -1,11 +1,11 @@
 """Images by a family's own processor: measured as they are made, compared with the whole processor, refused by name."""
 
-import io
 import re
 
 import pytest
 import torch
 from chats import BEYOND, SHOWN, chat, fast_and_slow, needs, of_family, picture, says, text, user
+from stores import encoded
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.media import TRIALS
@@ -21,12 +21,6 @@ SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
 
 def feature_of(family, *images, answer="75,000"):
     return of_family(family, "Total?", answer, *images)
-
-
-def encoded(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def media_of(batch):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenized
+from stores import encoded
 
 from vlmpack.collate import SharePrefixes, SkipLog, VLMCollator
 from vlmpack.collate.encoded import Visual
@@ -27,12 +27,6 @@ TURNS = (
 
 def collator(**settings) -> VLMCollator:
     return VLMCollator(processor_of(), **{"layout": "packed", "share_prefixes": LOW, **settings})
-
-
-def encoded(image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def questions(*sources) -> list[dict]:

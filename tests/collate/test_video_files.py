@@ -123,6 +123,8 @@ def test_frames_are_those_that_transformers_takes(
         ({"raw_fps": "30"}, "raw_fps='30' is the rate of frames in a list"),
         ({"video_start": 1.5, "video_end": 1.0}, "between video_start=1.5 and video_end=1 seconds lie fewer than 2"),
         ({"video_start": -1}, "video_start=-1 must be a number, finite and not negative"),
+        ({"timestamps": [0.5, 4]}, "timestamps=[0.5, 4] beside it is not read: a file's frames have their times in it"),
+        ({"frames_indices": [0, 30]}, "frames_indices=[0, 30] beside it is not read: a file's frames have their times"),
         ({"n_frames": 4}, "the key 'n_frames' beside an image or video is unknown; did you mean 'nframes'?"),
     ],
 )
@@ -130,6 +132,11 @@ def test_keys_that_mean_nothing_are_refused_by_name(keys: dict[str, Any], fault:
     error = refusal(asked(clip, **keys))
     assert error.reason in ("vision_key", "video_frames")
     assert fault in str(error)
+
+
+def test_metadata_of_a_file_in_a_column_are_refused_by_name(clip: bytes) -> None:
+    sample = {**chat("What happens?", "It counts."), "videos": [{"video": clip, "video_metadata": {"fps": 9}}]}
+    assert "video_metadata={'fps': 9} beside it is not read: a file's frames have" in str(refusal(sample))
 
 
 def test_a_video_of_one_frame_is_refused() -> None:
@@ -277,11 +284,3 @@ def test_bad_files_are_skipped_and_counted_and_the_others_used(clip: bytes, tmp_
     assert dict(collator.skip_log.reasons) == {**dict.fromkeys(bad, 1), "video_undecodable": 2}
     measured = collator.measure(asked(bytes(damaged)), 0)  # damage behind the header is found by decoding
     assert collator.decode([measured]).metadata.sample_ids == ()
-
-
-@pytest.mark.parametrize(
-    "keys", [{"timestamps": [0.5, 4]}, {"frames_indices": [0, 30]}, {"video_metadata": {"fps": 9}}]
-)
-def test_keys_that_say_when_a_files_frames_are_are_refused_by_name(keys: dict[str, Any], clip: bytes) -> None:
-    with pytest.raises(SampleError, match=f"{next(iter(keys))}=.* is not read: a file's frames have their times in it"):
-        collator_of("qwen3_vl").measure({**chat("What happens?", "It counts."), "videos": [{"video": clip, **keys}]})

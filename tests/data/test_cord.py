@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from stores import encoded
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data.cord import DEEPEST, json2token, load_cord, to_conversation, token2json
@@ -132,12 +132,6 @@ RECORDS = list(SyntheticReceipts(num=5, scale=0.25))
 """What is stored in every form below."""
 
 
-def png(image: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def pixels_and_truths(records: Any) -> list[Any]:
     return [(record["image"].tobytes(), record["ground_truth"]) for record in records]
 
@@ -145,7 +139,7 @@ def pixels_and_truths(records: Any) -> list[Any]:
 def receipts_in(folder: Path, *more: str) -> Path:
     """A file of JSON beside its images."""
     for at, record in enumerate(RECORDS):
-        (folder / f"{at}.png").write_bytes(png(record["image"]))
+        (folder / f"{at}.png").write_bytes(encoded(record["image"]))
     rows = [{"image": f"{at}.png", "ground_truth": record["ground_truth"]} for at, record in enumerate(RECORDS)]
     (folder / "receipts.jsonl").write_text("\n".join([*map(json.dumps, rows), *more]))
     return folder / "receipts.jsonl"

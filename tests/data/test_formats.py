@@ -6,14 +6,13 @@ Each example is written down as in the documentation of the library that is name
 from __future__ import annotations
 
 import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chats import gpt, human, says, text, user
-from PIL import Image
+from measured import encoded
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
@@ -26,18 +25,12 @@ PROCESSOR = tiny_processor()
 COLLATOR = VLMCollator(PROCESSOR, layout="packed")
 
 
-def png(colour: str = "red") -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64), colour).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def written(rows: Any, folder: Path, name: str = "data.jsonl") -> Path:
     """The rows in a file, with the pictures that examples name beside it."""
     for picture in ("0.png", "x.jpg", "x.png", "images/1.jpg", "GCC_train_002582585.jpg"):
         path = folder / picture
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(png())
+        path.write_bytes(encoded(64, 64, "PNG"))
     is_list = name.endswith(".json")
     (folder / name).write_text(json.dumps(rows) if is_list else "".join(json.dumps(row) + "\n" for row in rows))
     return folder / name
@@ -61,7 +54,7 @@ def chat(*turns: str) -> str:
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SYSTEM = "<|im_start|>system\n<system><|im_end|>\n"
-PNG = base64.b64encode(png()).decode()
+PNG = base64.b64encode(encoded(64, 64, "PNG")).decode()
 FOUR = SYSTEM + chat("<query1>", "<response1>", "<query2>", "<response2>")
 ALPACA = {"instruction": "human instruction", "input": "human input", "output": "model response", "images": ["x.jpg"]}
 
@@ -390,7 +383,7 @@ def test_bytes_in_parquet_under_other_names(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    table = pyarrow.table({"jpeg": [png()], "question": ["2 + 2?"], "answer": ["4"]})
+    table = pyarrow.table({"jpeg": [encoded(64, 64, "PNG")], "question": ["2 + 2?"], "answer": ["4"]})
     parquet.write_table(table, tmp_path / "data.parquet")
     columns = {"jpeg": "image", "question": "query", "answer": "response"}
     samples = open_dataset(tmp_path / "data.parquet", columns=columns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from measured import encoded
 from PIL import Image
 from torch.utils.data import DataLoader
 
@@ -28,12 +28,6 @@ SEEN = [{"role": "user", "content": [{"type": "image", "image": "pictures/0.png"
 ROWS = [{"id": "a", "messages": CHAT}, {"id": "ä ✓", "messages": CHAT}, {"id": "c", "messages": SEEN}]
 
 
-def png(side: int = 40) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, side), "red").save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def lines(rows: list[dict[str, Any]], *, ascii_only: bool = False, end: str = "\n") -> bytes:
     return "".join(json.dumps(row, ensure_ascii=ascii_only) + end for row in rows).encode()
 
@@ -43,7 +37,7 @@ def written(tmp_path: Path, data: bytes | list[dict[str, Any]], name: str = "row
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     (path.parent / "pictures").mkdir(exist_ok=True)
-    (path.parent / "pictures" / "0.png").write_bytes(png())
+    (path.parent / "pictures" / "0.png").write_bytes(encoded(40, 40, "PNG"))
     path.write_bytes(data if isinstance(data, bytes) else lines(data))
     return path
 
@@ -218,7 +212,7 @@ class TestSeveralFiles:
 
 class TestTables:
     def test_no_image_is_decoded_however_deep_it_lies(self, datasets: Any, tmp_path: Path) -> None:
-        text, image = datasets.Value("string"), {"bytes": png(), "path": None}
+        text, image = datasets.Value("string"), {"bytes": encoded(40, 40, "PNG"), "path": None}
         messages = [{"role": text, "content": [{"type": text, "image": datasets.Image(), "text": text}]}]
         features = datasets.Features({"messages": messages, "images": [datasets.Image()]})
         said = [{"role": "user", "content": [{"type": "image", "image": image, "text": None}]}]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chats import gpt, human, says, text, user
-from PIL import Image
+from measured import encoded
 
 from vlmpack.data import open_dataset
 from vlmpack.data.images import load_image
@@ -22,9 +22,7 @@ TURNS = [human("<image>\nWhat is it?"), gpt("A kitten.")]
 
 
 def picture(side: int = 40) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (side, 40), "red").save(buffer, "PNG")
-    return buffer.getvalue()
+    return encoded(side, 40, "PNG")
 
 
 def shard(path: Path, files: dict[str, Any], *, mode: Any = "w") -> Path:
