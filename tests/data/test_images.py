@@ -15,7 +15,7 @@ import pytest
 from PIL import ExifTags, Image, ImageFile
 
 from vlmpack.data import images
-from vlmpack.data.images import ImageError, ImageLimits, load_image
+from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
 
 UPRIGHT = {  # EXIF orientation -> what brings the stored array upright (EXIF 2.32, table "Orientation")
     1: lambda a: a,
@@ -41,10 +41,8 @@ def encoded(image: Image.Image, fmt: str = "PNG", **options) -> bytes:
 
 def png_header(width: int, height: int) -> bytes:
     """A PNG that claims a size and holds no pixels."""
-    ihdr = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = b"IDAT"
-    chunks = (struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in (ihdr, data))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+    ihdr = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", ihdr) + chunk(b"IDAT", b"")
 
 
 def reason_of(source, **options) -> str:
@@ -249,3 +247,79 @@ def test_a_thumbnail_has_an_end_of_its_own():
     whole = encoded(Image.fromarray(noise(97, 61)), "JPEG", exif=exif.tobytes() + small)
     with pytest.raises(ImageError, match="it has no marker of its end"):
         load_image(whole[:-300] + bytes(300))
+
+
+# ---------------------------------------------------------------- sizes, from headers alone
+
+XMP = '<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="{}"/></x:xmpmeta>'
+
+
+def turned(fmt: str) -> bytes:
+    """A file whose picture of 11 x 7 pixels lies on its side."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    return encoded(Image.fromarray(noise()), fmt, exif=exif)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    """Of a PNG."""
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def loaded(source) -> tuple[int, int]:
+    image = load_image(source)
+    return image.height, image.width
+
+
+@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("decoded", [False, True])
+def test_a_pil_image_decoded_or_not(fmt: str, decoded: bool) -> None:
+    image, other = (Image.open(io.BytesIO(turned(fmt))) for _ in range(2))
+    if decoded:
+        image.load()
+    assert read_size(image) == loaded(other) == (11, 7)
+
+
+@pytest.mark.parametrize("compression", [None, "tiff_lzw", "jpeg"])
+@pytest.mark.parametrize("orientation", [1, 3, 6])
+def test_a_tiff_may_tell_its_orientation_in_xmp_alone(orientation: int, compression: str | None) -> None:
+    file = io.BytesIO()
+    xmp = XMP.format(orientation).encode()
+    Image.new("RGB", (11, 7)).save(file, "TIFF", compression=compression, tiffinfo={700: xmp})
+    data = file.getvalue()
+    assert read_size(data) == loaded(data) == ((11, 7) if orientation > 4 else (7, 11))
+    with Image.open(io.BytesIO(data)) as image:
+        assert read_size(image) == loaded(data)
+        image.load()
+        assert read_size(image) == loaded(image) == loaded(data)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "path", "PIL"])
+def test_an_orientation_behind_the_pixels_is_found_in_every_source(tmp_path, kind: str) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    plain = encoded(Image.fromarray(noise()))
+    at = plain.index(b"IEND") - 4
+    data = plain[:at] + chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0")) + plain[at:]
+    path = tmp_path / "turned.png"
+    path.write_bytes(data)
+    if kind == "PIL":
+        with Image.open(path) as image:
+            assert read_size(image) == (11, 7)
+    assert read_size({"bytes": data}.get(kind, path)) == loaded(data) == (11, 7)
+
+
+def test_of_a_file_no_more_is_read_than_its_header(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    class Counted(io.BytesIO):
+        taken = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            Counted.taken += len(data)
+            return data
+
+    path = tmp_path / "large.jpg"
+    path.write_bytes(data := encoded(Image.fromarray(noise(991, 997)), "JPEG"))
+    monkeypatch.setattr(type(path), "open", lambda self, mode: Counted(data))
+    assert read_size(path) == (991, 997)
+    assert 0 < Counted.taken < len(data) / 100

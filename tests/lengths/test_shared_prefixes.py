@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import slow
-from chats import BEYOND, chat, of_family, picture, processor_of, tokenized
+from chats import chat, picture, processor_of, tokenized
 from measured import encoded
 
-from vlmpack.collate import SharePrefixes, VLMCollator
+from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
 from vlmpack.lengths import measure_lengths
-from vlmpack.plan import LengthTable, plan_bins
-from vlmpack.testing import tiny_processor
+from vlmpack.plan import LengthTable
 
 QUESTIONS = ("What is the total of this receipt?", "Who sold it?", "On which day was it paid?")
 
@@ -90,23 +88,3 @@ def test_a_cache_gives_the_same_groups_and_keeps_images_of_one_size_apart(tmp_pa
     assert measured(questions(), None, cache=tmp_path / "cache") == measured(questions(), None)
     swapped = [*questions()[:5], chat(QUESTIONS[2], "answer 2 1", encoded(190, 61, seed=7)), *questions()[6:]]
     assert measured(swapped, cache=tmp_path / "cache").groups.of_samples.tolist() == [0, 0, 0, 1, 1, -1, 2, 2, 2]
-
-
-@pytest.mark.parametrize("family", ["llava_onevision", *slow(*BEYOND[1::2])])
-def test_planned_rows_of_every_family_with_a_processor_have_room_for_what_they_share(family: str) -> None:
-    """Three questions about each of two images, and about both."""
-    first, second = encoded(190, 61, seed=0), encoded(190, 61, seed=1)
-    samples = [
-        of_family(family, q, "5", *images) for images in ((first,), (second,), (first, second)) for q in QUESTIONS
-    ]
-    collator = VLMCollator(tiny_processor(family), layout="packed", share_prefixes=SharePrefixes(min_shared=8))
-    table = measure_lengths(samples, collator, min_shared=8)
-    assert table.groups is not None
-    capacity = int(table.tokens.sum() // 2)
-    rows = [[int(at) for at in row] for row in plan_bins(table, capacity, groups=table.groups)]
-    batches = [collator.collate([samples[at] for at in row]) for row in rows]
-    computed = [row.segments.num_tokens if row.tree is None else row.tree.num_tokens for row in batches]
-    assert max(computed) <= capacity
-    if family != "paligemma":  # its prompts see all of themselves, so that questions about one image share nothing
-        assert table.groups.of_samples.tolist()[:6] == [0, 0, 0, 1, 1, 1]
-        assert sum(computed) < table.tokens.sum()

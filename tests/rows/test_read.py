@@ -89,7 +89,11 @@ def test_rows_of_every_family_with_a_processor_are_stored(tmp_path, family, shar
     total = sum(collator.measure(sample).num_tokens for sample in samples)
     store(tmp_path / "rows", samples, collator, capacity=total * 2 // 3)
     dataset = PackedDataset(tmp_path / "rows", collator.processor)
-    assert [row.tree for row in check_rows(dataset, samples, collator)] == list(map(dataset.tree, range(len(dataset))))
+    rows = check_rows(dataset, samples, collator)
+    assert [row.tree for row in rows] == list(map(dataset.tree, range(len(dataset))))
+    computed = [row.segments.num_tokens if row.tree is None else row.tree.num_tokens for row in rows]
+    assert max(computed) <= total * 2 // 3
+    assert sum(computed) < total if sharing else sum(computed) == total
     collator.processor.image_processor.image_mean = [0.1] * 3
     with pytest.raises(ConfigError, match=r"another processor: images\.settings was"):
         PackedDataset(tmp_path / "rows", collator.processor)
