@@ -3,14 +3,12 @@
 import warnings
 
 import pytest
-import torch
 from chats import learnt, needs, picture, says, user
 from fixtures.templates import LLAVA_TEMPLATE
 
-from vlmpack import enable_packing
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.testing import tiny_model, tiny_processor
+from vlmpack.testing import tiny_processor
 
 ASK, ASK_AGAIN = user("2 + 2?"), user("3 + 3?")
 FOUR, SIX = says("It is 4"), says("It is 6")
@@ -141,21 +139,3 @@ def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(family
 def test_a_stop_has_to_be_a_special_token():
     with pytest.raises(ConfigError, match=r"add_stop='<stop>' is no special token .* as '<eos>' is"):
         VLMCollator(tiny_processor("llava"), add_stop="<stop>")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [1, 3], ids=["a middle answer", "the last answer"])
-def test_a_model_that_has_learnt_its_answers_stops_after_them(at):
-    tokenizer = glm_tokenizer()
-    row = VLMCollator(tokenizer, layout="packed", add_stop="<|user|>")([{"messages": TALK}])
-    model = enable_packing(tiny_model("qwen3", vocab_size=len(tokenizer), seed=1))
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    for _ in range(120):
-        model(**row).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    asked = tokenizer.apply_chat_template(TALK[:at], tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(asked, return_tensors="pt")["input_ids"]
-    stop = tokenizer.convert_tokens_to_ids("<|user|>")
-    said = model.eval().generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=stop, pad_token_id=stop)
-    assert tokenizer.decode(said[0, ids.shape[1] :]) == f"{TALK[at]['content']}<|user|>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import pickle
 import subprocess
@@ -38,19 +37,6 @@ def noise_frames(count: int, height: int = 112, width: int = 168, seed: int = 0)
     return [Image.fromarray(frame) for frame in pixels]
 
 
-def small_settings(**changes) -> VideoSettings:
-    """Co-prime sizes, and a mean and std of their own in every channel: no two axes can be swapped unnoticed."""
-    plain = VideoSettings(
-        patch_size=5,
-        merge_size=3,
-        temporal_patch_size=2,
-        image_mean=(0.5, 0.25, 0.125),
-        image_std=(0.3, 0.7, 0.9),
-        rescale_factor=1 / 255,
-    )
-    return dataclasses.replace(plain, **changes)
-
-
 def naive_patches(frames: np.ndarray, s: VideoSettings) -> np.ndarray:
     """The same as `patchify` in plain loops: one value after the other, in the order in which they must lie."""
     frames = list(frames)  # each [C, H, W]
@@ -83,21 +69,19 @@ def test_a_still_video_equals_the_still_image_bit_for_bit(patch_size, count):
     processor = image_processor(patch_size=patch_size)
     frame = noise_frames(1, 4 * 2 * patch_size, 6 * 2 * patch_size)[0]
     still = processor([frame], return_tensors="pt")
-    video = load_video({"video": [frame] * count, "min_pixels": 4 * 32 * 32 * 4}, settings=_settings_of(processor))
+    video = load_video(
+        {"video": [frame] * count, "min_pixels": 4 * 32 * 32 * 4}, settings=VideoSettings.from_processor(processor)
+    )
     assert video.grid == tuple(still["image_grid_thw"][0].tolist())
     assert video.pixels.dtype == torch.float32
     assert torch.equal(video.pixels, still["pixel_values"])
-
-
-def _settings_of(processor) -> VideoSettings:
-    return VideoSettings.from_processor(processor)
 
 
 @pytest.mark.parametrize("flags", [{"do_rescale": False}, {"do_normalize": False}])
 def test_a_processor_that_leaves_out_a_step_is_followed(flags):
     processor = image_processor(**flags)
     frame = noise_frames(1)[0]
-    patches, _ = patchify(_uint8([frame]), settings=_settings_of(processor))
+    patches, _ = patchify(_uint8([frame]), settings=VideoSettings.from_processor(processor))
     assert torch.equal(patches, processor([frame], return_tensors="pt")["pixel_values"].float())
 
 
@@ -108,7 +92,14 @@ def _uint8(frames: list[Image.Image]) -> torch.Tensor:
 @settings(deadline=None, max_examples=25)
 @given(frames=st.integers(1, 7), down=st.integers(1, 3), across=st.integers(1, 3), depth=st.integers(1, 3))
 def test_patches_equal_the_plain_loop(frames, down, across, depth):
-    s = small_settings(temporal_patch_size=depth)
+    s = VideoSettings(  # co-prime sizes, and a mean and std of their own in every channel
+        patch_size=5,
+        merge_size=3,
+        temporal_patch_size=depth,
+        image_mean=(0.5, 0.25, 0.125),
+        image_std=(0.3, 0.7, 0.9),
+        rescale_factor=1 / 255,
+    )
     video = _uint8(noise_frames(frames, 15 * down, 15 * across, seed=frames))
     patches, grid = patchify(video, settings=s)
     assert grid == (-(-frames // depth), 3 * down, 3 * across)
@@ -129,7 +120,7 @@ def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
         {"patch_size": 16, "element": {"video": noise_frames(5), "total_pixels": 64 * 1024, "raw_fps": 30}},
     ]
     for case, answer in zip(cases, qwen_videos(cases, tmp_path), strict=True):
-        s = _settings_of(image_processor(patch_size=case["patch_size"]))
+        s = VideoSettings.from_processor(image_processor(patch_size=case["patch_size"]))
         frames = case["element"]["video"]
         resized = resize_frames(frames, case["element"], settings=s)
         np.testing.assert_array_equal(resized.numpy(), answer["video"][: len(frames)])
@@ -178,4 +169,4 @@ def test_what_is_no_list_of_frames_is_refused(video):
 def test_frames_of_different_sizes_pass_where_the_keys_make_them_one():
     frames = [*noise_frames(1), *noise_frames(1, 112, 280)]
     element = {"video": frames, "resized_height": 112, "resized_width": 112}
-    assert load_video(element, settings=_settings_of(image_processor())).grid == (1, 8, 8)
+    assert load_video(element, settings=VideoSettings.from_processor(image_processor())).grid == (1, 8, 8)

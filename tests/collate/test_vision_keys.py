@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from cases import slow
 
-from vlmpack.collate import video as vision_keys
-from vlmpack.collate.video import check_enlarged, has_image_keys, number
+from vlmpack.collate.video import check_enlarged, has_image_keys, image_size, number, video_frame_size
 from vlmpack.data.images import ImageError
 
 needs_qwen = pytest.mark.skipif(
@@ -21,17 +20,6 @@ needs_qwen = pytest.mark.skipif(
     reason="waits for qwen-vl-utils (pip install vlmpack[qwen]); torchvision is not needed",
 )
 REFERENCE = Path(__file__).with_name("qwen_reference.py")
-
-
-def image_size(element: dict, *, height: int, width: int, patch_size: int) -> vision_keys.Size:
-    return vision_keys.image_size(element, (height, width), factor=2 * patch_size)
-
-
-def video_frame_size(
-    element: dict, *, num_frames: int, height: int, width: int, patch_size: int, merge_size: int = 2
-) -> vision_keys.Size:
-    factor = patch_size * merge_size
-    return vision_keys.video_frame_size(element, (height, width), num_frames=num_frames, factor=factor)
 
 
 def qwen_sizes(cases: list[dict]) -> list:
@@ -44,9 +32,11 @@ def qwen_sizes(cases: list[dict]) -> list:
 
 
 def our_size(case: dict) -> list:
-    options = {key: case[key] for key in case if key != "element"}
+    size, settings = (case["height"], case["width"]), {"factor": 2 * case["patch_size"]}
     try:
-        return list((video_frame_size if "num_frames" in case else image_size)(case["element"], **options))
+        if "num_frames" in case:
+            return list(video_frame_size(case["element"], size, num_frames=case["num_frames"], **settings))
+        return list(image_size(case["element"], size, **settings))
     except ImageError as error:
         return [error.reason]
 
@@ -113,8 +103,7 @@ def test_random_shapes_get_the_sizes_of_qwen_vl_utils(count):
 
 def test_none_is_absent_and_text_is_a_number():
     absent = {"min_pixels": None, "max_pixels": None, "resized_height": None, "resized_width": None}
-    options = {"height": 100, "width": 200, "patch_size": 14}
-    assert image_size(absent, **options) == image_size({}, **options)
+    assert image_size(absent, (100, 200), factor=28) == image_size({}, (100, 200), factor=28)
     assert not has_image_keys(absent)
     assert has_image_keys({"max_pixels": 1})
     assert number({"sample_fps": "1.5"}, "sample_fps", 2.0) == 1.5
@@ -126,7 +115,7 @@ def test_none_is_absent_and_text_is_a_number():
 @pytest.mark.parametrize("value", ["many", -1, float("nan"), float("inf"), True, [3], "nan", 10**400])
 def test_a_key_must_be_a_number(value):
     with pytest.raises(ImageError, match=r"max_pixels=.* must be a number, finite and not negative") as caught:
-        image_size({"max_pixels": value}, height=9, width=9, patch_size=14)
+        image_size({"max_pixels": value}, (9, 9), factor=28)
     assert caught.value.reason == "vision_key"
 
 
@@ -144,7 +133,7 @@ def test_a_key_must_be_a_number(value):
 )
 def test_a_size_that_cannot_be_made_is_refused_with_what_is_wrong(keys, shape, seen):
     with pytest.raises(ImageError, match=seen):
-        image_size(keys, height=shape[0], width=shape[1], patch_size=14)
+        image_size(keys, shape, factor=28)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""load_image: every way a dataset holds an image, and every way it can be unusable."""
+"""load_image: every way a dataset holds an image, and every way it can be unusable; read_size: the same by headers."""
 
 from __future__ import annotations
 
