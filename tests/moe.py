@@ -26,8 +26,6 @@ BALANCED = tuple(name for name in MOE if has_balance(FAMILIES[name]))
 """Families with a load-balancing loss: others balance their experts by a bias."""
 LAYERS, EXPERTS, TOP_K = 3, 5, 3
 KINDS = ("image", "text", "images", "text")
-SHARES = (0, 20, 68)
-"""Percent of a row that is padding."""
 COEFFICIENT = 0.5
 """Hugging Face's default of 0.001 would hide a wrong load-balancing loss in the rounding of the cross-entropy."""
 

@@ -19,8 +19,10 @@ from benchmarks.cases.step import CompileShapes, check_same_loss
 from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.measuring import BenchSettings, Figure
 from benchmarks.peers import PeerShapes
-from benchmarks.receipts import ReceiptShapes
+from benchmarks.receipts import MEASURED, ReceiptShapes, receipt_batch, receipt_config
 from vlmpack.errors import VlmpackError
+from vlmpack.families import family_named
+from vlmpack.layout import lengths_from_mask
 
 QUICK = BenchSettings(seconds=0.0)
 TINY = ReceiptShapes(
@@ -74,6 +76,25 @@ def test_a_stream_holds_every_sample_and_counts_how_long_one_stays():
     rows, stay = stream(lengths, capacity=100, waiting=4)
     assert rows >= -(-int(lengths.sum()) // 100)
     assert 0 < stay <= 50
+
+
+def test_lengths_reach_from_a_fifth_to_the_longest():
+    assert sorted(TINY.lengths) == [8, 18, 40]
+    assert ReceiptShapes(samples=1).lengths == (ReceiptShapes().longest,)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_every_sample_has_its_length_its_labels_and_about_its_share_of_image(name):
+    family = family_named(name)
+    config = receipt_config(family, TINY)
+    batch = receipt_batch(family, config, TINY)
+    assert batch.metadata is not None
+    assert batch.labels is not None
+    assert batch.metadata.lengths == lengths_from_mask(batch.attention_mask).lengths == TINY.lengths
+    assert batch.metadata.num_targets == int((batch.labels[:, 1:] != -100).sum())
+    if family.has_vision:
+        token = config.audio_token_id if family.has_audio else config.image_token_id
+        assert ((batch.input_ids == token).sum(1) > 0).all()
 
 
 # ---------------------------------------------------------------------- the command

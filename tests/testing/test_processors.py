@@ -4,22 +4,12 @@ import pickle
 
 import numpy as np
 import pytest
-import transformers
 from chats import FAMILIES, picture, processor_of
 
 from vlmpack.errors import ConfigError
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE, SPECIAL_TOKENS
 
-CLASSES = {
-    "qwen2_vl": transformers.Qwen2VLProcessor,
-    "qwen2_5_vl": transformers.Qwen2_5_VLProcessor,
-    "qwen3_vl": transformers.Qwen3VLProcessor,
-    "qwen3_vl_moe": transformers.Qwen3VLProcessor,
-    "qwen3_5": transformers.Qwen3VLProcessor,
-    "qwen3_5_moe": transformers.Qwen3VLProcessor,
-    "qwen4_exp": transformers.Qwen3VLProcessor,
-}
 CLIP = ("qwen2_vl", "qwen2_5_vl")
 """Families whose vision tower has CLIP's patches and colours."""
 MESSAGES = [
