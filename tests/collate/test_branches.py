@@ -1,15 +1,17 @@
-"""One question and its answer out of a conversation, its images with it."""
+"""One question and its answer out of a conversation, its images with it; records of several as one sample for each."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 from chats import chat, gpt, human, learnt, picture, processor_of
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.collate.encoded import Encoded
-from vlmpack.data import branch_turns
+from vlmpack.data import branch_turns, open_dataset
 from vlmpack.data.messages import read_conversation
-from vlmpack.errors import Refusal, SampleError
+from vlmpack.errors import ConfigError, Refusal, SampleError
 
 FIRST, SECOND = picture(), picture(seed=1)
 
@@ -161,3 +163,86 @@ def test_tokenized_samples_have_no_questions_to_tell_apart():
 
 def test_a_column_of_notes_named_texts_is_no_conversation():
     assert read_conversation({**dialogue("Q0", "A0"), "texts": ["a note"]}).messages
+
+
+# ---------------------------------------------------------------------- data sets
+
+RECORDS = [
+    dialogue("Q0", "A0", "Q1", "A1", "Q2", "A2", id="r", image="a.png"),
+    dialogue("Q0", "A0", image="b.png"),
+    dialogue("Q0", "A0", "Q1", "A1", image="c.png"),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, RECORDS)))
+    return path
+
+
+def test_each_question_is_a_sample(file):
+    samples = open_dataset(file, branches="turns")
+    assert len(samples) == 6
+    assert [sample.get("branch_turn") for sample in samples] == [0, 1, 2, None, 0, 1]
+    assert [sample["id"] for sample in samples] == ["r/0", "r/1", "r/2", 3, 4, 5]
+    assert [sample["image"] for sample in samples][:4] == [str(file.parent / f"{name}.png") for name in "aaab"]
+    assert samples[-1] == samples[5]
+    assert [sample["id"] for sample in samples[2:4]] == ["r/2", 3]
+
+
+def test_each_answer_that_is_trained_on_is_a_sample(tmp_path):
+    roles = ("user", "assistant", "user", "function_call", "tool", "assistant", "tool_call")
+    turns = [{"role": role, "content": "{}"} for role in roles]
+    flagged = [*turns[:1], {**turns[1], "weight": 0}, *turns[2:]]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in (turns, flagged, turns[:2])))
+    samples = open_dataset(path, branches="answers")
+    assert [sample.get("answer_turn") for sample in samples] == [0, 1, 2, 1, 2, None]
+
+
+def test_num_counts_questions(file):
+    assert len(open_dataset(file, branches="turns", num=5)) == 5
+    with pytest.raises(ConfigError, match=r"num is 7, but .* holds 6"):
+        open_dataset(file, branches="turns", num=7)
+
+
+def test_of_stored_rows_only_conversations_are_read_to_count(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    pairs = [[{"user": f"Q{i}", "assistant": "A"} for i in range(count)] for count in (2, 1, 3)]
+    datasets.Dataset.from_dict({"texts": pairs, "images": [["a.png"]] * 3}).to_parquet(tmp_path / "train.parquet")
+    samples = open_dataset(tmp_path / "train.parquet", branches="turns")
+    assert [sample.get("branch_turn") for sample in samples] == [0, 1, None, 0, 1, 2]
+    assert samples[5]["images"] == [str(tmp_path / "a.png")]
+    assert len(open_dataset(tmp_path / "train.parquet")) == 3
+
+
+def test_a_record_that_cannot_be_read_is_one_bad_sample(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join([json.dumps(RECORDS[0]), "[1]", json.dumps(RECORDS[2])]))
+    samples = open_dataset(path, branches="turns")
+    assert len(samples) == 6
+    with pytest.raises(SampleError, match="sample 3") as caught:
+        samples[3]
+    assert caught.value.reason == "row_unreadable"
+    path.write_text("\n".join([json.dumps(dialogue("Q0", "A0", id="r", image="a.png" + "x" * 400)), "[1]", "{}"]))
+    with pytest.raises(SampleError):
+        samples[2]
+
+
+def test_sources_without_questions_are_refused(tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text(json.dumps({"input_ids": [1, 2, 3]}))
+    with pytest.raises(ConfigError, match="holds none of messages, conversations, conversation; leave branches"):
+        open_dataset(path, branches="turns")
+    with pytest.raises(ConfigError, match="branches must be one of conversation, turns, answers, got 'turn'"):
+        open_dataset(path, branches="turn")
+
+
+def test_a_record_of_one_question_or_none_stays_as_it_is():
+    for record in (RECORDS[1], {"input_ids": [1]}, {"messages": "text"}, {"messages": None}):
+        assert branch_turns(record) == [record]
+    assert [branch["sample_id"] for branch in branch_turns(dialogue("Q0", "A0", "Q1", "A1", sample_id=7))] == [
+        "7/0",
+        "7/1",
+    ]

@@ -56,8 +56,6 @@ def test_an_answer_that_closes_with_such_a_token_is_not_taken_to_be_ended_by_it(
 
 
 RESERVED = [
-    ("qwen3_vl", "<|image_pad|>"),
-    ("qwen3_vl", "<|im_start|>"),
     ("qwen3_vl", "<|endoftext|>"),
     ("internvl", "<IMG_CONTEXT>"),
     ("internvl", "</img>"),

@@ -71,21 +71,9 @@ def turns(question: str, answer: str) -> list[dict[str, Any]]:
 
 
 DOCUMENTED = {
-    "TRL, dataset formats: vision, prompt and completion": (
-        {
-            "prompt": [user([{"type": "image"}, text("What is it?")])],
-            "completion": [says([text("It is blue.")])],
-            "images": ["0.png"],
-        },
-        chat(f"{IMAGE}What is it?", "It is blue."),
-    ),
     "LLaVA, Finetune_Custom_Data.md": (
         {"id": "997bb945", "image": "x.jpg", "conversations": turns("<image>\nWhat is it?", "Art.")},
         chat(f"{IMAGE}What is it?", "Art."),
-    ),
-    "ms-swift, Custom-dataset.md: multimodal": (
-        {"messages": [user("<image><image>What differs?"), says("The first.")], "images": ["x.jpg", "x.png"]},
-        chat(f"{IMAGE}{IMAGE}What differs?", "The first."),
     ),
     "ms-swift, Custom-dataset.md: ShareGPT": ({"system": "<system>", "conversation": PAIRS}, FOUR),
     "ms-swift, Custom-dataset.md: Query-Response": (

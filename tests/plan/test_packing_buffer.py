@@ -70,11 +70,6 @@ def test_the_limit_with_the_highest_demand_is_filled_exactly():
     assert costs[row].sum(0)[1] == 100
 
 
-def test_what_costs_nothing_of_the_limit_that_binds_is_put_in_as_well():
-    costs = np.asarray([(1, 10)] + [(5, 0)] * 40)  # a row full of patches, and text
-    assert fill_row(costs, np.asarray([1000, 10])) == list(range(41))
-
-
 def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
     """Text with 0 to 6 images a sample, whose patches and images bind as much as its tokens do."""
     random, capacity = np.random.default_rng(0), 16_384

@@ -70,25 +70,6 @@ def test_a_prefix_of_two_samples_is_found_to_within_a_mark(samples):
                 assert outermost[a] == outermost[b] >= 0
 
 
-def test_a_prompt_is_found_to_its_last_token_where_a_turn_ends():
-    prompt = text(0, 203)
-    samples = [prompt + text(1, 50), prompt + text(2, 30), text(3, 300)]
-    exact = groups_of_marks([marks(sample, turns=[203]) for sample in samples], min_shared=64)
-    assert (exact.tokens.tolist(), exact.of_samples.tolist()) == ([203], [0, 0, -1])
-    assert groups_of_marks([marks(sample) for sample in samples], min_shared=64).tokens.tolist() == [192]
-
-
-def test_questions_about_one_image_share_it_and_others_of_its_size_do_not():
-    head, image, other = text(0, 14), [1 << 40] * 256, [1 << 41] * 256
-    media = [(270, 1024)]
-    samples = [
-        marks(head + picture + text(seed, 40), media=media) for seed, picture in enumerate([image, other, image])
-    ]
-    groups = groups_of_marks(samples, min_shared=64)
-    assert groups.of_samples.tolist() == [0, -1, 0]
-    assert [column.tolist() for column in (groups.tokens, groups.patches, groups.images)] == [[270], [1024], [1]]
-
-
 def test_prompts_in_a_system_prompt_are_groups_in_a_group():
     system, prompts = text(0, 100), [text(1, 150), text(2, 150)]
     samples = [system + prompts[at // 2] + text(9 + at, 20) for at in range(4)]
