@@ -20,8 +20,8 @@ def encoder(processor, train_on="assistant"):
     return Encoder(processor=processor, metadata=read_processor(processor), limits=ImageLimits(), train_on=train_on)
 
 
-def encode(feature, family="qwen3_vl", train_on="assistant"):
-    return encoder(processor_of(family), train_on).encode(feature)
+def encode(feature, family="qwen3_vl"):
+    return encoder(processor_of(family)).encode(feature)
 
 
 def refusal(feature, **settings):
@@ -61,23 +61,17 @@ def test_a_video_is_written_as_the_processor_writes_it(family, sample_fps):
 # ---------------------------------------------------------------------- what is learnt
 
 
-PAIR = {"prompt": [user("1"), says("two")], "completion": [says("four")]}
-EVERYTHING = "user\nTotal?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
-
-
 @pytest.mark.parametrize(
-    ("feature", "train_on", "text"),
+    ("feature", "text"),
     [
-        (chat("Total?", "75,000", picture()), "assistant", "75,000<|im_end|>"),
-        (chat("Total?", "5", picture()), "all", EVERYTHING),
-        (PAIR, "assistant", "four<|im_end|>"),
-        ({"prompt": "75,", "completion": "000"}, "assistant", "000<|im_end|>"),
-        ({"prompt": "a", "completion": "b<|im_end|>"}, "assistant", "b<|im_end|>"),  # and no second end
-        ({"prompt": "<image>", "completion": "<image>", "image": picture(64, 64)}, "assistant", "<image><|im_end|>"),
+        ({"prompt": [user("1"), says("two")], "completion": [says("four")]}, "four<|im_end|>"),
+        ({"prompt": "75,", "completion": "000"}, "000<|im_end|>"),
+        ({"prompt": "a", "completion": "b<|im_end|>"}, "b<|im_end|>"),  # and no second end
+        ({"prompt": "<image>", "completion": "<image>", "image": picture(64, 64)}, "<image><|im_end|>"),
     ],
 )
-def test_answers_are_trained_on_with_their_end_or_everything_but_media(feature, train_on, text):
-    assert learnt(processor_of(), encode(feature, train_on=train_on).labels) == text
+def test_completions_are_trained_on_with_their_end(feature, text):
+    assert learnt(processor_of(), encode(feature).labels) == text
 
 
 # ---------------------------------------------------------------------- refusals
