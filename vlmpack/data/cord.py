@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vlmpack.data.images import ImageError, load_image
@@ -85,8 +86,8 @@ def json2token(obj: Any, *, sort_keys_descending: bool = True) -> str:
         if list(obj) == ["text_sequence"]:
             return str(obj["text_sequence"])
         keys = sorted(obj, reverse=True) if sort_keys_descending else list(obj)
-        inner = {key: json2token(obj[key], sort_keys_descending=sort_keys_descending) for key in keys}
-        return "".join(f"<s_{key}>{text}</s_{key}>" for key, text in inner.items())
+        inner = partial(json2token, sort_keys_descending=sort_keys_descending)
+        return "".join(f"<s_{key}>{inner(obj[key])}</s_{key}>" for key in keys)
     if isinstance(obj, list):
         return SEPARATOR.join(json2token(item, sort_keys_descending=sort_keys_descending) for item in obj)
     return str(obj)
@@ -104,9 +105,7 @@ def token2json(text: str) -> dict[str, Any] | list[dict[str, Any]]:
     contain line breaks, and, if the tags balance, a key may occur inside itself.
     """
     items = _read_items(text, depth=0, closing=_matching_end if _balances(text) else _first_end)
-    if not items:
-        return {"text_sequence": text.strip()}
-    return items if len(items) > 1 else items[0]
+    return items if len(items) > 1 else next(iter(items), {"text_sequence": text.strip()})
 
 
 def to_conversation(
@@ -129,14 +128,10 @@ def to_conversation(
         SampleError: a column is missing, or the ground truth cannot be read or holds neither `gt_parse` nor
             `gt_parses`.
     """
-    answer = json2token(parse_of(record, index=index))
+    answer = [{"type": "text", "text": json2token(parse_of(record, index=index))}]
     question = [{"type": "image", "image": record["image"]}, {"type": "text", "text": prompt}]
-    return {
-        "conversation": [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
-        ]
-    }
+    turns = {"user": question, "assistant": answer}
+    return {"conversation": [{"role": role, "content": content} for role, content in turns.items()]}
 
 
 def parse_of(record: Mapping[str, Any], *, index: int = 0) -> dict[str, Any]:

@@ -69,16 +69,14 @@ def to_megatron(row: PackedRow, *, boundaries: Boundaries = "real") -> dict[str,
     batch = row.step_inputs()
     labels = batch.pop("shift_labels")
     targets = {} if labels is None else {"labels": labels, "loss_mask": (labels != IGNORE).float()}
-    for name in ("cu_seqlens_q", "cu_seqlens_q_padded"):
-        del batch[name]
-    device = row.input_ids.device
+    del batch["cu_seqlens_q"], batch["cu_seqlens_q_padded"]
     return {
         "tokens": batch.pop("input_ids"),
         **targets,
         "position_ids": _positions(row),
         "attention_mask": None,
         "padding_mask": batch.pop("moe_padding_mask"),
-        "packed_seq_params": packed_seq_params(row.segments, boundaries=boundaries, device=device),
+        "packed_seq_params": packed_seq_params(row.segments, boundaries=boundaries, device=row.input_ids.device),
         **{name: value for name, value in batch.items() if name != "position_ids"},
     }
 
@@ -98,11 +96,9 @@ def from_megatron(batch: Mapping[str, Any], *, extras: Sequence[str] = ()) -> Pa
         LayoutError: the format is not thd; boundaries are invalid, or contradict the row, its metadata or its padding;
             the loss mask has values other than 0 and 1; or padding has targets.
     """
-    tokens, metadata = batch["tokens"], batch.get(METADATA_KEY)
-    params = batch["packed_seq_params"]
+    tokens, metadata, params = batch["tokens"], batch.get(METADATA_KEY), batch["packed_seq_params"]
     _check_format(params)
-    if metadata is not None and metadata.segments is not None:
-        segments = metadata.segments
+    if metadata is not None and (segments := metadata.segments) is not None:
         _check_metadata(params, segments)
     else:
         segments = _segments(params, batch.get("padding_mask"), total=tokens.shape[-1])
@@ -129,8 +125,7 @@ def packed_seq_params(
     params_class = _params_class()
     values = packed_seq_fields(segments, boundaries=boundaries, device=device)
     accepted = {field.name for field in fields(params_class)}
-    lacking = sorted(values.keys() - accepted - _DISPENSABLE)
-    if lacking:
+    if lacking := sorted(values.keys() - accepted - _DISPENSABLE):
         raise ConfigError(
             f"PackedSeqParams of the installed megatron-core has no {', '.join(lacking)}, without which it would not "
             "keep the samples of this row apart: pip install -U megatron-core"
@@ -192,8 +187,7 @@ def validate(
     else:
         stride = tuple(segments.tolist() if isinstance(segments, torch.Tensor) else segments)
         total = (stride or (0,))[-1] if total is None else total
-    problems = list(_problems(stride, total, rule))
-    if problems:
+    if problems := list(_problems(stride, total, rule)):
         raise LayoutError("ranks cannot share this row:\n- " + "\n- ".join(problems))
 
 

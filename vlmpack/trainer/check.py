@@ -25,7 +25,7 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import PAIRS
 from vlmpack.data.messages import LABEL_COLUMNS, READ_COLUMNS
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.interop.seqpacker import RowCollator
+from vlmpack.interop.row_collator import RowCollator
 from vlmpack.loading.stream import PackedStream
 from vlmpack.model.enable import is_packing
 from vlmpack.model.engine import PackingState, packing_state
