@@ -54,7 +54,7 @@ def drawn(rng: random.Random, mode: str, height: int, width: int) -> Image.Image
         pixels[:] = np.where(np.arange(width)[None, :, None] * 2 < width, pixels[0, 0], 255)
     if mode in ("I;16", "I", "F"):
         dtype = {"I;16": np.uint16, "I": np.int32, "F": np.float32}[mode]
-        return Image.fromarray(pixels[..., 0].astype(dtype) * (1 if mode == "F" else 257))
+        return Image.fromarray((pixels if mode == "F" else pixels.view(np.uint16))[..., 0].astype(dtype))
     if mode in ("LA", "RGBA", "CMYK", "LAB"):
         return Image.merge(mode, [Image.fromarray(pixels[..., band]) for band in range(len(mode))])
     image = Image.fromarray(pixels[..., :3])

@@ -178,6 +178,20 @@ def gray(values: list[float], dtype: str) -> Image.Image:
 
 
 @pytest.mark.parametrize(
+    ("picture", "options", "expected"),
+    [
+        # 51/255 = 0.2: 0.2 * 10 + 0.8 * 255 = 206
+        (Image.fromarray(np.uint8([[[10, 20, 30, 0], [10, 20, 30, 51]]])), {}, [[255] * 3, [206, 208, 210]]),
+        (Image.merge("LA", (gray([10, 10], "uint8"), gray([0, 255], "uint8"))), {}, [[255] * 3, [10] * 3]),
+        (Image.fromarray(np.uint8([[[9, 9, 9], [4, 5, 6]]])), {"transparency": (9, 9, 9)}, [[255] * 3, [4, 5, 6]]),
+    ],
+    ids=["alpha", "gray with alpha", "one colour"],
+)
+def test_transparency_is_laid_over_white(picture, options, expected):
+    assert_pixels(load_image(encoded(picture, **options)), np.uint8([expected]))
+
+
+@pytest.mark.parametrize(
     ("picture", "seen"),
     [
         (gray([-1, 5], "int32"), "from -1 to 5"),
