@@ -31,7 +31,7 @@ LUNCH_TEXT = (
 )
 
 keys = st.sampled_from(["nm", "cnt", "price", "sub", "etc"])
-texts = st.text("ab1,. x\n-", min_size=1, max_size=8).filter(lambda text: text == text.strip())
+texts = st.text("ab1,. x\n-", min_size=1, max_size=8).map(str.strip).filter(bool)
 dicts = st.deferred(lambda: st.dictionaries(keys, values, min_size=1, max_size=4))
 values = texts | st.lists(texts, min_size=2, max_size=3) | dicts | st.lists(dicts, min_size=2, max_size=3)
 

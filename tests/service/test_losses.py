@@ -76,7 +76,7 @@ DEFAULTS = {
     "gspo": {},
 }
 CHANGED = {
-    "gspo": {"clip_low_threshold": 0.9, "clip_high_threshold": 1.3},
+    "gspo": {"clip_low_threshold": 0.93, "clip_high_threshold": 1.27},
     "ppo": {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.7},
