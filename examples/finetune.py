@@ -53,7 +53,6 @@ args = TrainingArguments(  # must come first, because it initializes torch.distr
     num_train_epochs=options.epochs,
     learning_rate=options.learning_rate or (1e-5 if options.full else 1e-4),
     gradient_accumulation_steps=options.accumulation,
-    warmup_steps=0.03,  # a fraction of all steps
     lr_scheduler_type="cosine",
     use_cpu=not on_gpu,
     bf16=on_gpu,

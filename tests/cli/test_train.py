@@ -184,7 +184,7 @@ def loss_alone(model: Any, places: set[int]) -> float:
 )
 def test_text_experts_and_shared_prefixes_are_trained_and_answer(settings: tuple[str, ...], chats: Path) -> None:
     Path("text.jsonl").write_text("".join(f'{{"q": "Say {n}", "a": "number {n}"}}\n' for n in range(9)))
-    told = run(*CHATS, "max_steps=1", "max_new_tokens=3", "learning_rate=1e-2", "warmup_steps=0", *settings)
+    told = run(*CHATS, "max_steps=1", "max_new_tokens=3", "learning_rate=1e-2", *settings)
     assert told["result"]["after"]["loss"] < told["result"]["before"]["loss"] and not told["ignored"]
     assert told["result"]["after"]["answer"]
 

@@ -58,7 +58,6 @@ OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name not in
 DEFAULTS: dict[str, Any] = {
     "output_dir": "results",
     "num_train_epochs": 1.0,
-    "warmup_steps": 0.03,
     "lr_scheduler_type": "cosine",
     "logging_steps": 1,
     "save_strategy": "epoch",
