@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from fixtures.work import work_problems
-from peft import LoraConfig, get_peft_model
 
 from vlmpack.attention.patterns import LayerMask
 from vlmpack.families import family_of
@@ -147,6 +146,8 @@ def checkpointed(model: Any, *, reentrant: bool = False) -> Any:
 
 def adapted(model: Any) -> Any:
     """LoRA on every linear layer but routers and the head, the tower's too."""
+    from peft import LoraConfig, get_peft_model  # tests for a GPU import this file without extras
+
     linear = [name for name, part in model.named_modules() if type(part) is torch.nn.Linear]  # routers return pairs
     settings: dict[str, Any] = {"target_modules": [name for name in linear if not name.endswith("lm_head")]}
     with torch.random.fork_rng(devices=[]):
