@@ -397,7 +397,7 @@ def test_columns_that_contradict_each_other_are_refused(row) -> None:
 
 def test_a_row_that_lost_its_boundaries_on_the_way_is_refused() -> None:
     kept = {name: rows_of()[0][name] for name in ("input_ids", "labels")}
-    with pytest.raises(SampleError, match=r"sample 0: .*cannot be told apart. If a trainer removed them, set remove_"):
+    with pytest.raises(SampleError, match=r"sample 0: .*boundaries are unknown. If a trainer removed"):
         RowCollator()([kept])
 
 

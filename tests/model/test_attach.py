@@ -77,7 +77,7 @@ def test_a_forward_or_a_loss_of_ones_own_is_refused():
     """Packed rows would go past both, and learn something else without a word."""
     model = tiny_model("qwen3_vl")
     model.__class__ = type("Mine", (type(model),), {"forward": lambda self, **inputs: None})
-    with pytest.raises(ConfigError, match=r"Mine has a forward of its own over Qwen3VLForConditionalGeneration's"):
+    with pytest.raises(ConfigError, match=r"Mine overrides the forward of Qwen3VLForConditionalGeneration"):
         enable_packing(model)
     assert not is_packing(model)
     model = enable_packing(tiny_model("qwen3_vl"))

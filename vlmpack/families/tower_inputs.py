@@ -1,7 +1,7 @@
-"""What a vision tower computes from the grids of its images, by transformers' own functions on the host.
+"""Compute a vision tower's inputs from the grids of its images on the host, with transformers' own functions.
 
-Towers of transformers take these values by keyword, and compute those that are missing (`transformers.vision_utils`).
-On a GPU, each of those functions takes one to four host-device syncs.
+transformers' vision towers accept these values as keyword arguments and compute any that are missing
+(`transformers.vision_utils`). On a GPU, each of these functions costs one to four host-device syncs.
 
     rotary           position_ids     int64 [P, 2]
     boundaries       cu_seqlens       int32 [G + 1] of frames, and max_seqlen

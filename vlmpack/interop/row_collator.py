@@ -108,9 +108,9 @@ def read_row(
         raise bad_row(f"the row has {' and '.join(marks)}, and each marks what is trained on; keep one of them", index)
     if bare_row == "refuse" and not {"position_ids", "seq_lengths"} & columns.keys():
         raise bad_row(
-            "the row has neither position_ids nor seq_lengths, so its samples cannot be told apart. If a trainer "
-            "removed them, set remove_unused_columns=False, or, for TRL, pack_dataset(..., seq_lengths=True); if it is "
-            "one sample, RowCollator(bare_row='one_sample')",
+            "the row has neither position_ids nor seq_lengths, so its sample boundaries are unknown. If a trainer "
+            "removed these columns, set remove_unused_columns=False (TRL: pack_dataset(..., seq_lengths=True)). If the "
+            "row is a single sample, use RowCollator(bare_row='one_sample')",
             index,
         )
     labels = columns[marks[0]] if marks else ids

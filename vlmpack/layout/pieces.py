@@ -62,8 +62,8 @@ class CutGroup:
     """The pieces in depth-first order."""
 
     def row(self, piece: GroupPiece) -> PackedRow:
-        """Return the row of a piece. Its tree begins with the kept tokens, as one node. Targets are those that the
-        piece computes; media are those that go through the towers with it."""
+        """Return the row of a piece. The kept tokens are the first node of its tree. It has only the targets that the
+        piece computes, and only the media that the vision and audio towers compute with it."""
         return _row(self, piece)
 
     def lengths(self, piece: GroupPiece) -> np.ndarray:

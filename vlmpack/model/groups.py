@@ -281,7 +281,6 @@ def _problems(
             "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
             'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
         )
-    device = next(model.parameters()).device
     for mechanism in state.mechanisms:
-        if (problem := mechanism.problem_of_groups(parts, device)) is not None:
+        if (problem := mechanism.problem_of_groups(parts)) is not None:
             yield problem

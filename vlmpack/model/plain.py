@@ -158,8 +158,8 @@ def check_forward(core: nn.Module, family: Family) -> None:
     upstream = family.upstream_class(core)
     if type(core).forward is not upstream.forward:
         raise ConfigError(
-            f"{type(core).__name__} has a forward of its own over {upstream.__name__}'s, which packed rows would "
-            f"bypass; enable packing on a {upstream.__name__}, and compute what yours adds from PackedStep's result"
+            f"{type(core).__name__} overrides the forward of {upstream.__name__}, and packed rows would bypass it; "
+            f"enable packing on a {upstream.__name__}, and compute what yours adds from PackedStep's result"
         )
     if "forward" in vars(core):
         raise ConfigError(

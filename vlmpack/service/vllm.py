@@ -155,7 +155,7 @@ class VllmSampling:
             llm: result of `open_vllm`.
             base: the base model.
             image_token_id: the image placeholder, which vLLM repeats as often as it needs; None: a text model.
-            image_limits: limits of images, those that prompts were encoded with.
+            image_limits: the image limits that prompts were encoded with.
             forbidden: ids that are never sampled, e.g. placeholders.
         """
         self._llm = llm

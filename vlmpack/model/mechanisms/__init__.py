@@ -133,7 +133,7 @@ class Mechanism(ABC):
             attached: whether the modules should have been changed already.
         """
 
-    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+    def problem_of_groups(self, model: ModelParts) -> str | None:
         """Return why a group cannot go through these layers piece by piece, and the remedy; None: it can."""
         return None
 

@@ -60,7 +60,7 @@ class GatedDelta(ClassMechanism):
         """Return every gated delta layer. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, gated_delta_class) for layer in model.layer_parts(self.name)]
 
-    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+    def problem_of_groups(self, model: ModelParts) -> str | None:
         """Report layers that cannot start from a kept state."""
         if not (layers := self.find(model)):
             return None

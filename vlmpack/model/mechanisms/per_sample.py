@@ -69,7 +69,7 @@ class PerSample(ClassMechanism):
             )
         return super().problem(model, attached=attached)
 
-    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+    def problem_of_groups(self, model: ModelParts) -> str | None:
         """Report layers that look at whole samples."""
         if not self.find(model):
             return None

@@ -48,7 +48,7 @@ class ShortConv(ClassMechanism):
         """Return every short convolution. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, short_conv_class) for layer in model.layer_parts(self.name)]
 
-    def problem_of_groups(self, model: ModelParts, device: torch.device) -> str | None:
+    def problem_of_groups(self, model: ModelParts) -> str | None:
         """Report layers that run on whole samples."""
         if not any(map(has_bias, self.find(model))):
             return None
