@@ -43,7 +43,7 @@ from vlmpack.model import StepConfig, enable_packing, is_packing, plain
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_config, tiny_model
 from vlmpack.trainer import PackedGRPOTrainer, check_trainer, evaluate
-from vlmpack.trainer.trl import PackedDPOTrainer, PackedRewardTrainer, PackedSFTTrainer
+from vlmpack.trainer.trl import PackedDistillationTrainer, PackedDPOTrainer, PackedRewardTrainer, PackedSFTTrainer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -149,6 +149,19 @@ def test_steps(name, settings, tmp_path):
     run = compared(name, tmp_path, steps=4, **settings)
     assert run.state.log_history[0]["packing/computed"] <= SHARE[name]
     assert name not in ("DPO", "GRPO") or is_packing(run.ref_model)
+
+
+@pytest.mark.slow
+def test_the_teacher_computes_what_the_student_computes_and_no_padding(tmp_path):
+    run = run_of("Distillation", PackedDistillationTrainer, saved(tmp_path), tmp_path, max_steps=1)
+    tokens: dict[str, list[int]] = {"student": [], "teacher": []}
+    for name, model in (("student", run.model), ("teacher", run.teacher_model)):
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, args, __, name=name: tokens[name].append(args[0].numel())
+        )
+    run.train()
+    assert tokens["teacher"] == tokens["student"][-1:]  # the student has also generated
+    assert run.state.log_history[0]["packing/computed"] < 0.9
 
 
 @pytest.mark.slow
