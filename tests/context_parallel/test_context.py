@@ -83,13 +83,13 @@ def test_gradients_add_up_over_ranks_with_images_with_text_alone_and_with_nothin
 
 
 def test_ranks_that_were_given_different_rows_all_say_so(seen: dict[str, Any]) -> None:
-    assert "were given different rows" in seen["refused"]
+    assert seen["refused"].startswith("ranks [0, 1] of one context group were given different rows")
 
 
 @pytest.mark.parametrize("case", tiered(WAIT_CASES, WAIT_CASES[:1]), ids=str)
-def test_the_host_waits_twice_a_step_however_many_layers_there_are(case: Case, seen: dict[str, Any]) -> None:
-    """Once to compare rows, once for the places of targets; recomputed layers do not wait."""
-    assert sorted(seen["waits"][str(case)]) == ["row._check_equal", "row.targets"]
+def test_the_host_waits_once_a_step_however_many_layers_there_are(case: Case, seen: dict[str, Any]) -> None:
+    """For the places of targets; recomputed layers do not wait, nor does the comparison of rows."""
+    assert seen["waits"][str(case)] == ["row.targets"]
 
 
 # ---------------------------------------------------------------------- the formulas
@@ -126,7 +126,7 @@ def expected_bytes(case: Case) -> Counter[str]:
         found["routers"] = 2 * (ranks - 1) * numbers
     # log-probabilities; logits, which the test asks for
     found["loss"] = ranks * (to_each + to_each * text.vocab_size)
-    found["check"] = ranks * (ranks - 1) * 3 * 8
+    found["check"] = ranks * (ranks - 1) * 4 * 8
     return found
 
 

@@ -85,10 +85,26 @@ def random_qkv(tokens: int) -> list[torch.Tensor]:
 # ---------------------------------------------------------------------- Parallel without processes
 
 
-def test_a_mesh_without_a_context_dimension_is_refused():
-    others: Any = SimpleNamespace(mesh_dim_names=("data", "tensor"))
-    with pytest.raises(ConfigError, match=r"no dimension 'context', it has \['data', 'tensor'\]"):
-        Parallel(others)
+@pytest.mark.parametrize(
+    ("names", "context", "message"),
+    [
+        (("data", "sequence"), 1, "has the name 'sequence'; names that say what it is for: replicate, dp_replicate,"),
+        (None, 1, "has the name ''"),
+        (("cp", "context"), 1, "a second context dimension, 'context'"),
+        (("data", "pp"), 1, r"2 pipeline stages \(pp_size\), which cannot be trained"),
+        (("data", "context"), 4, "context=4 does not fit 2 context ranks of the mesh"),
+        (("fsdp", "dp_replicate"), 3, r"3 does not fit .* 4 ranks with rows of their own; sizes that fit: \[2, 4\]"),
+    ],
+)
+def test_a_mesh_that_rows_cannot_be_shared_by_is_refused(names, context, message):
+    mesh: Any = SimpleNamespace(mesh_dim_names=names, shape=(2, 2), ndim=2)
+    with pytest.raises(ConfigError, match=message):
+        Parallel(mesh, context=context)
+
+
+def test_the_ranks_of_a_mesh_that_is_not_found_yet_are_not_known():
+    with pytest.raises(ConfigError, match="call enable_packing"):
+        _ = Parallel().data_ranks
 
 
 def test_a_model_that_talks_to_others_is_copied_but_not_pickled():

@@ -39,6 +39,8 @@ class Collectives:
         """Number of ranks."""
         self.rank = 0 if group is None else dist.get_rank(group)
         """Index of this rank in the group."""
+        self.members = [0] if group is None else dist.get_process_group_ranks(group)
+        """The ranks of the group, counted in the job."""
         self.sent: Counter[str] = Counter()
         """Bytes that this rank sent to others since the counter was created or cleared, by purpose. Ring algorithms are
         assumed: an all-gather sends (R - 1) parts, an all-reduce 2 (R - 1) / R times the tensor."""

@@ -1,50 +1,112 @@
-"""The group of ranks that share a row, and sums over ranks for a training loop without Trainer."""
+"""The ranks that train together, by the dimensions of a mesh, and sums over ranks for a loop without Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from math import lcm
+from math import lcm, prod
 from typing import Any, NoReturn, final
 
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vlmpack.context_parallel.collectives import Collectives
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.layout.device import on_host, require
+from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import SlotRule
+
+NAMES = {
+    "replicate": ("replicate", "dp_replicate"),
+    "data": ("data", "dp", "fsdp", "dp_shard"),
+    "expert": ("expert", "ep"),
+    "context": ("context", "cp", "sp"),
+    "tensor": ("tensor", "tp"),
+    "pipeline": ("pipeline", "pp"),
+}
+"""The dimensions of a mesh, and their names in PyTorch, transformers and accelerate."""
+
+_OWN_ROWS = ("replicate", "data", "expert")
 
 
 @final
 class Parallel:
-    """The ranks that share a packed row; pass it to `enable_packing`.
+    """The ranks that train a model together; pass it to `enable_packing`.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "context"))
         enable_packing(model, parallel=Parallel(mesh))
 
-    All ranks of a context group get the same row, and each computes its part. With or without a context dimension, all
-    ranks of the job call the same modules equally often, whatever their rows contain: a rank without an image runs a
-    blank one through the vision tower and ignores the result.
+    All ranks of a context group get the same row, and each computes its part. All ranks of a tensor group get the same
+    row too, and each computes its part of every layer. Each step checks it. Other ranks have rows of their own, and a
+    sampler counts by `data_rank` and `data_ranks`.
+
+    All ranks of the job call the same modules equally often, whatever their rows contain: a rank without an image runs
+    a blank one through the vision tower and ignores the result.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, *, context: str = "context") -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, *, context: int = 1) -> None:
         """Read the mesh.
 
         Args:
-            mesh: a mesh with a dimension `context`, whose ranks share a row; None: each rank has its own rows.
-            context: name of that dimension.
+            mesh: a mesh of all ranks whose dimensions have names of `NAMES`; None: `enable_packing` finds the mesh of a
+                model that transformers has loaded with `distributed_config=`. If there is none, every rank has rows of
+                its own.
+            context: number of ranks that share a row, for a mesh without a context dimension: consecutive ranks that
+                would have rows of their own.
 
         Raises:
-            ConfigError: the mesh has no dimension of that name.
+            ConfigError: the mesh has another dimension, or pipeline stages; or `context` does not fit it.
         """
-        self.collectives = Collectives(None if mesh is None else _group(mesh, context))
-        """The ranks that share a row."""
+        self.same_calls = True
+        """Whether a rank without an image runs a blank one. False only if `enable_packing` was given no `Parallel` for
+        a model with a mesh, and its ranks need none."""
+        self._context = context
+        self._ranks = None if mesh is None else _Ranks(mesh, context)
 
-    def __repr__(self) -> str:
-        shared = f"{self.ranks} ranks share a row, this is rank {self.collectives.rank}"
-        return f"Parallel({shared if self.ranks > 1 else 'each rank has rows of its own'})"
+    def find_mesh(self, model: Any) -> None:
+        """Read the mesh on a model, unless a mesh was given.
+
+        Raises:
+            ConfigError: as for a given mesh; or the model is on a mesh with other tensor ranks.
+        """
+        found = mesh_of(model)
+        if self._ranks is None:
+            self._ranks = _Ranks(found, self._context)
+        elif found is not None and (its := _sizes(found)["tensor"]) != (size := self.sizes["tensor"]):
+            raise ConfigError(
+                f"Parallel has {size} tensor ranks, but this {type(model).__name__} was loaded on {its}: leave the "
+                "mesh out, so that it is found on the model, and make a Parallel for each model"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of ranks along each dimension of `NAMES`. The experts of transformers' meshes have no ranks of their
+        own: the data and tensor ranks share them."""
+        return self._known.sizes
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh; with `context=`, one with dimensions "data", "context" and "tensor"; None: there was none."""
+        return self._known.mesh
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks with rows of their own, where those that get the same row count once: `num_replicas` of a
+        sampler."""
+        return self._known.data_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's rows among those of all `data_ranks`: `rank` of a sampler."""
+        return self._known.data_rank
+
+    @property
+    def collectives(self) -> Collectives:
+        """The ranks that share a row."""
+        return self._known.same_row["context"]
 
     @property
     def ranks(self) -> int:
@@ -56,9 +118,33 @@ class Parallel:
         """Bytes that this rank sent to the others of its context group, by purpose."""
         return dict(self.collectives.sent)
 
+    def __repr__(self) -> str:
+        if self._ranks is None:
+            return "Parallel(the mesh of the model)"
+        sizes = [f"{size} {name}" for name, size in self.sizes.items() if size > 1]
+        return f"Parallel({' x '.join(sizes) or 1} ranks, this is data rank {self.data_rank})"
+
     def slots(self, rule: SlotRule) -> SlotRule:
-        """Return `rule` with a row width that can be split into equal parts, one for each rank."""
+        """Return `rule` with a row width that can be split into equal parts, one for each context rank."""
         return replace(rule, row_multiple=lcm(rule.row_multiple, self.ranks))
+
+    def check_same_row(self, row: PackedRow) -> None:
+        """Check that the ranks of each context and tensor group have the same row, by a digest of four numbers.
+
+        With different rows they would deadlock, or exchange wrong data. On an accelerator this is an asynchronous
+        assertion that fails before the row's first exchange, and the host does not wait.
+
+        Raises:
+            LayoutError: they have different rows. Names the ranks.
+        """
+        for name, group in self._known.same_row.items():
+            if group.size > 1:
+                all_RX = group.all_gather_equal(_digest(row)[None], "check")
+                same_R = (all_RX == all_RX[:1]).all(1)
+                ranks = group.members
+                if on_host(same_R):
+                    ranks = [ranks[0], *(rank for rank, same in zip(ranks, same_R.tolist(), strict=True) if not same)]
+                require(same_R.all(), _DIFFERENT.format(ranks=ranks, name=name), LayoutError)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         """Return `self`: process groups cannot be copied, so the copy of a model uses the same ones."""
@@ -70,15 +156,123 @@ class Parallel:
             "weights (save_pretrained, state_dict), or call disable_packing first"
         )
 
+    @property
+    def _known(self) -> _Ranks:
+        if self._ranks is None:
+            raise ConfigError(
+                "Parallel() finds the mesh on a model: call enable_packing(model, parallel=...) before you read its "
+                "ranks"
+            )
+        return self._ranks
 
-def _group(mesh: DeviceMesh, context: str) -> Any:
-    names = mesh.mesh_dim_names or ()
-    if context not in names:
+
+_DIFFERENT = (
+    "ranks {ranks} of one {name} group were given different rows; give all of them the same batch: let the sampler "
+    "count num_replicas=parallel.data_ranks, rank=parallel.data_rank"
+)
+
+
+@final
+class _Ranks:
+    """A mesh as packing reads it; None: every rank has rows of its own."""
+
+    def __init__(self, mesh: DeviceMesh | None, context: int) -> None:
+        sizes = _sizes(mesh)
+        if context > 1 and sizes["context"] != context:
+            mesh = _with_context(mesh, context, sizes)
+            sizes = _sizes(mesh)
+        self.mesh, self.sizes = mesh, sizes
+        self.data_rank, self.data_ranks = 0, 1
+        groups: dict[str, Any] = dict.fromkeys(("context", "tensor"))
+        if mesh is None and dist.is_available() and dist.is_initialized():
+            self.data_rank, self.data_ranks = dist.get_rank(), dist.get_world_size()
+            sizes["data"] = self.data_ranks
+        for name, kind, size in _dimensions(mesh):
+            assert mesh is not None
+            if kind in groups and size > 1:
+                groups[kind] = mesh.get_group(name)
+            elif kind in _OWN_ROWS:
+                self.data_rank = self.data_rank * size + mesh.get_local_rank(name)
+                self.data_ranks *= size
+        self.same_row = {kind: Collectives(group) for kind, group in groups.items()}
+        """The ranks that get the same row as this one, by dimension."""
+
+
+def mesh_of(model: Any) -> DeviceMesh | None:
+    """Return the mesh that transformers stored on a model; None: it was loaded without one."""
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is not None:
+        return manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
+    return getattr(model, "_device_mesh", None)
+
+
+def _with_context(mesh: DeviceMesh | None, context: int, sizes: dict[str, int]) -> DeviceMesh:
+    """Return a mesh ("data", "context", "tensor") of the same ranks, where consecutive data ranks share a row."""
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = world if mesh is None else prod(sizes[kind] for kind in _OWN_ROWS)
+    if ranks % context or sizes["context"] > 1:
+        fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
         raise ConfigError(
-            f"the mesh has no dimension {context!r}, it has {list(names)}: name the one whose ranks share a row with "
-            "Parallel(mesh, context=...), or leave the mesh out if none do"
+            f"context={context} does not fit {sizes['context']} context ranks of the mesh and {ranks} ranks with rows "
+            f"of their own; {f'sizes that fit: {fitting}' if sizes['context'] == 1 else 'leave it out'}"
         )
-    return mesh.get_group(context)
+    if mesh is None:
+        device = "cpu" if dist.get_backend() == "gloo" else str(torch.accelerator.current_accelerator())
+        ranks_of = torch.arange(world)
+    else:
+        device, kinds = mesh.device_type, [kind for _, kind, _ in _dimensions(mesh)]
+        ranks_of = mesh.mesh.permute(sorted(range(mesh.ndim), key=lambda dim: kinds[dim] not in _OWN_ROWS))
+    ranks_DCT = ranks_of.reshape(ranks // context, context, sizes["tensor"])
+    return DeviceMesh(device, ranks_DCT, mesh_dim_names=("data", "context", "tensor"))
+
+
+def _sizes(mesh: DeviceMesh | None) -> dict[str, int]:
+    """Return the number of ranks along each dimension of `NAMES`.
+
+    Raises:
+        ConfigError: the mesh has pipeline stages, or two tensor or context dimensions.
+    """
+    sizes = dict.fromkeys(NAMES, 1)
+    for name, kind, size in _dimensions(mesh):
+        if kind not in _OWN_ROWS and min(size, sizes[kind]) > 1:
+            raise ConfigError(f"the mesh has a second {kind} dimension, {name!r}; rows are shared along one")
+        sizes[kind] *= size
+    if sizes["pipeline"] > 1:
+        raise ConfigError(
+            f"the mesh has {sizes['pipeline']} pipeline stages (pp_size), which cannot be trained: those of "
+            "transformers send no gradients back. Divide the model over fsdp, tensor or expert ranks instead"
+        )
+    return sizes
+
+
+def _dimensions(mesh: DeviceMesh | None) -> list[tuple[str, str, int]]:
+    """Return (name, kind, size) of each dimension.
+
+    Raises:
+        ConfigError: a name is not known.
+    """
+    found: list[tuple[str, str, int]] = []
+    if mesh is None:
+        return found
+    for name, size in zip(mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.shape, strict=True):
+        kind = next((kind for kind, names in NAMES.items() if name in names), None)
+        if kind is None:
+            names = ", ".join(name for names in NAMES.values() for name in names)
+            raise ConfigError(f"a dimension of the mesh has the name {name!r}; names that say what it is for: {names}")
+        found.append((name, kind, size))
+    return found
+
+
+def _digest(row: PackedRow) -> torch.Tensor:
+    """Return int64 [4] of a row's boundaries, ids, labels and media, which other rows have only by chance."""
+    ids = row.input_ids
+    labels = ids if row.shift_labels is None else row.shift_labels
+    weights = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    boundaries = hash((row.segments.lengths, row.segments.slots, row.segments.total)) % 2**62
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    media = [x for x in row.media.to_hf().values() if x.device == ids.device]
+    pixels = sum((x.contiguous().view(bits[x.element_size()]).sum() for x in media), ids.new_zeros(()))
+    return torch.stack([ids.new_full((), boundaries), (ids * weights).sum(), (labels * weights).sum(), pixels])
 
 
 _BUCKET = 1 << 25

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from vlmpack.context_parallel.mesh import Parallel
+from vlmpack.context_parallel.mesh import Parallel, mesh_of
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
@@ -77,8 +77,8 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
             that holds one (a `PeftModel`, a `SentenceTransformer`). On any device: weights are not read, so the model
             may be on the meta device and be loaded afterwards.
         config: settings; None: the defaults.
-        parallel: how ranks work together (one row split across several ranks, or the same calls on all of them);
-            None: each rank works by itself.
+        parallel: how ranks train together (one row split across several ranks, or the same calls on all of them);
+            None: as the mesh says with which transformers loaded the model, or each rank by itself.
 
     Returns:
         The same object. Enabling packing again replaces the settings.
@@ -92,15 +92,17 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     core = find_model(model)
     check_is_only_one(model)
     family = family_of(core)
+    parallel = _on_mesh(core, parallel, family)
     check_parts(family, core)
-    if parallel is not None:
-        _check_over_ranks(family)
     config = config or StepConfig()
     check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
     if config.z_loss_coef and not family.has("experts"):
         raise ConfigError(f"z_loss_coef is {config.z_loss_coef}, but {family.model_type} has no experts; leave it out")
     before = stored_state(core)
-    if before is not None and (before.parallel is None) != (parallel is None):
+    mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
+    loss_count = None if before is None else before.loss_count
+    state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
+    if before is not None and before.parts_of(core).shares_rows != state.parts_of(core).shares_rows:
         disable_packing(core)  # the two modes change different layers
         before = None
     has_loss = has_lm_head(core)
@@ -111,9 +113,6 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         )
     if before is None and has_loss:
         check_forward(core, family)
-    mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
-    loss_count = None if before is None else before.loss_count
-    state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
     state.check(core, attached=False)  # check everything before changing anything
     parts = state.parts_of(core)
     with torch.device("cpu"):  # the model, and the default device, may be an accelerator or meta
@@ -134,13 +133,26 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     return model
 
 
-def _check_over_ranks(family: Family) -> None:
-    if family.has_vision and not (family.has_grids and family.media_over_ranks):
-        media = "images, videos and audio" if family.has_audio else "the images"
-        raise ConfigError(
-            f"{media} of {family.model_type} cannot be computed by several ranks together: leave parallel= out, and "
-            "give each rank rows of its own"
-        )
+def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Parallel | None:
+    """Return the ranks that train together: as given, or as the model's mesh says.
+
+    Raises:
+        ConfigError: the mesh cannot train packed rows, or the family's images cannot be computed by ranks together.
+    """
+    over_ranks = not family.has_vision or (family.has_grids and family.media_over_ranks)
+    if parallel is None and mesh_of(core) is not None:
+        parallel = Parallel()
+        parallel.find_mesh(core)
+        parallel.same_calls = over_ranks and parallel.data_ranks > 1
+    elif parallel is not None:
+        parallel.find_mesh(core)
+        if not over_ranks:
+            media = "images, videos and audio" if family.has_audio else "the images"
+            raise ConfigError(
+                f"{media} of {family.model_type} cannot be computed by several ranks together: leave parallel= out, "
+                "and give each rank rows of its own"
+            )
+    return parallel
 
 
 def disable_packing(model: Model) -> Model:

@@ -76,7 +76,7 @@ class PackingState:
     config: StepConfig
     """The settings."""
     parallel: Parallel | None
-    """The ranks that work together on rows; None: each rank works by itself."""
+    """The ranks that train together; None: each rank works by itself."""
     mechanisms: tuple[Mechanism, ...]
     """The mechanisms of the family."""
     loss_count: LossCount | None = None
@@ -84,7 +84,7 @@ class PackingState:
 
     def parts_of(self, core: nn.Module) -> ModelParts:
         """Return the enabled model and its parts."""
-        return ModelParts(family=self.family, core=core, shares_rows=self.parallel is not None)
+        return ModelParts(family=self.family, core=core, shares_rows=_computes_together(self.parallel))
 
     @property
     def slots(self) -> SlotRule:
@@ -115,6 +115,10 @@ class PackingState:
         for mechanism in self.mechanisms:
             if (problem := mechanism.problem(parts, attached=attached)) is not None:
                 raise ConfigError(problem)
+
+
+def _computes_together(parallel: Parallel | None) -> bool:
+    return parallel is not None and parallel.same_calls
 
 
 def stored_state(core: nn.Module) -> PackingState | None:
@@ -256,8 +260,11 @@ def setup_row(
         piece: see `run_row`.
 
     Raises:
-        LayoutError: media or token ids do not match the row or the model.
+        LayoutError: media or token ids do not match the row or the model; or ranks that should have the same row have
+            others.
     """
+    if parallel is not None:
+        parallel.check_same_row(row)
     family, media, config = model.family, row.media, model.core.config
     family.check_floats(media)
     if family.audio is not None:
@@ -277,8 +284,8 @@ def part_of(row: PackedRow, parallel: Parallel | None, piece: PieceOfGroup | Non
     """Return the part of a row that goes through the model on this rank.
 
     Raises:
-        LayoutError: the row cannot be split evenly across the ranks; other ranks have a row of another size; its prefix
-            tree does not match the row; or ranks share a row that has a prefix tree.
+        LayoutError: the row cannot be split evenly across the ranks; its prefix tree does not match the row; or ranks
+            share a row that has a prefix tree.
     """
     if row.tree is not None:
         if parallel is not None and parallel.ranks > 1:
@@ -287,7 +294,9 @@ def part_of(row: PackedRow, parallel: Parallel | None, piece: PieceOfGroup | Non
                 "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
             )
         return PrefixTreeRow(row, row.tree, piece)
-    return RowPart(row.segments) if parallel is None else ContextParallelRow(row, parallel)
+    if parallel is None or not parallel.same_calls:
+        return RowPart(row.segments)
+    return ContextParallelRow(row, parallel)
 
 
 @outside_graph
