@@ -49,7 +49,7 @@ model, optimizer = accelerator.prepare(model, optimizer)
 
 samples = receipt_conversations(num=24, scale=0.35) if args.data == "synthetic" else open_dataset(args.data)
 collator = VLMCollator(processor, layout="packed")
-plan = plan_bins(measure_lengths(samples, collator), args.capacity, oversize="drop")
+plan = plan_bins(measure_lengths(samples, collator), args.capacity, overlength="drop")
 sampler = PackedBatchSampler(plan, ranks=ranks, rank=accelerator.process_index, accumulation=args.accumulation)
 accelerator.register_for_checkpointing(sampler)
 checkpoint = args.output / "checkpoint"

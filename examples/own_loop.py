@@ -63,7 +63,7 @@ held_out = max(1, len(samples) // 10)
 training, evaluation = (Subset(samples, range(*ends)) for ends in ((held_out, len(samples)), (0, held_out)))
 collator = VLMCollator(processor, layout="packed")
 table = measure_lengths(training, collator, workers=2)
-plan = plan_bins(table, args.capacity, oversize="drop")
+plan = plan_bins(table, args.capacity, overlength="drop")
 if rank == 0 and len(plan.dropped):
     refused = "".join(f"\n  {each.index}: {each.detail}" for each in table.refused)
     print(f"left out {len(plan.dropped)} of {len(training)} samples: those below, and any longer than a row{refused}")

@@ -75,7 +75,7 @@ def test_curves_that_agree_both_stay_visible_and_their_differences_have_a_log_ax
 
 
 def test_every_row_is_in_one_bar_and_the_mean_is_marked():
-    plans = {"in order": plan_bins(SIZES, 1000, strategy="next_fit"), "exact": plan_bins(SIZES, 1000)}
+    plans = {"in order": plan_bins(SIZES, 1000, strategy="rolling_fill"), "exact": plan_bins(SIZES, 1000)}
     for axes, (name, plan) in zip(plot_fill(plans).axes, plans.items(), strict=True):
         bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
         assert sum(heights(axes)) == len(plan)

@@ -73,14 +73,14 @@ from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
 from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
-from vlmpack.plan.lengths import OVERSIZE, Budget, Oversize, check_seed, divided_up, round_up
+from vlmpack.plan.lengths import OVERLENGTH, Budget, Overlength, check_overlength, check_seed, divided_up, round_up
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import STRATEGIES, plan_bins, split_rows
 from vlmpack.workers import Executor, in_order
 
 __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
 
-FORMAT, VERSION = "vlmpack.rows", 5
+FORMAT, VERSION = "vlmpack.rows", 6
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files besides the shards."""
 WORK, UNFINISHED = ".work", "unfinished"
@@ -120,7 +120,7 @@ class StoreSettings:
     """Maximum images and videos of a row; None: no limit."""
     strategy: str = "exact_fill"
     """Bin packing strategy, see `plan_bins`."""
-    oversize: Oversize = "error"
+    overlength: Overlength = "error"
     """What to do with a sample that is too large for a row: "error", "drop" (and list it) or "own_row"."""
     seed: int | None = None
     """Seed that shuffles samples and rows; None: samples keep their order."""
@@ -135,7 +135,7 @@ class StoreSettings:
             check_whole_number(f"StoreSettings.{name}", getattr(self, name))
         check_seed(self.seed)
         check_choice("strategy", self.strategy, STRATEGIES)
-        check_choice("oversize", self.oversize, OVERSIZE)
+        check_overlength(self.overlength)
 
 
 @final
@@ -469,7 +469,7 @@ def write_rows(
 
     Raises:
         SampleError: a sample cannot be used and the collator's `on_bad` is "raise", or a sample is too large for a row
-            and `oversize` is "error".
+            and `overlength` is "error".
         ConfigError: an argument has the wrong type (a path, a processor), settings contradict each other or the
             existing folder, samples changed since they were packed, finished rows have lost a file, too many samples
             are bad, the disk is full, a worker died, or an optional dependency is missing.
@@ -767,7 +767,7 @@ def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dat
     read only for the id of a sample that is refused.
 
     Raises:
-        SampleError: samples are too large for a row, and `oversize` is "error"; lists their indices.
+        SampleError: samples are too large for a row, and `overlength` is "error"; lists their indices.
         ConfigError: all samples are too large, or there are too few for `rows_multiple`.
     """
     budgets = table.budgets(patches=settings.max_patches, images=settings.max_images)
@@ -775,7 +775,7 @@ def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dat
         each = np.ones(len(table), np.int64)
         budgets = (*budgets, Budget(name="samples", costs=each, limit=slots.max_segments))
     gaps = round_up(table.tokens, slots.multiple) - table.tokens
-    chosen = {"strategy": settings.strategy, "oversize": settings.oversize, "seed": settings.seed}
+    chosen = {"strategy": settings.strategy, "overlength": settings.overlength, "seed": settings.seed}
     try:
         slotted = replace(table, text_tokens=table.text_tokens + gaps)
         plan = plan_bins(slotted, settings.capacity, budgets=budgets, groups=table.groups, **chosen)
@@ -821,8 +821,8 @@ def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[st
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in set(plan.dropped.tolist()) - entries.keys():
         over = [f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most]
-        remedy = "raise the limit, or choose oversize='own_row'"
-        fault = {"reason": "oversize", "detail": f"it exceeds a row by itself: {', '.join(over)}; {remedy}"}
+        remedy = "raise the limit, or choose overlength='own_row'"
+        fault = {"reason": OVERLENGTH, "detail": f"it exceeds a row by itself: {', '.join(over)}; {remedy}"}
         entries[at] = {"index": at, "sample_id": sample_id_of(sample_at(dataset, at)), **fault}
     return [entries[at] for at in sorted(entries)]
 
@@ -1007,7 +1007,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"{fault}: set pad_to_max_length=True")
         if pad_to_max_length and sizes.longest_row > capacity:
             fault = f"pad_to_max_length=True pads rows to {capacity} tokens, but the longest has {sizes.longest_row}"
-            raise ConfigError(f"{fault} (oversize='own_row'). Pack again with oversize='drop', or a larger capacity")
+            raise ConfigError(f"{fault} (overlength='own_row'). Pack again with overlength='drop' or more capacity")
         fixed = {"pad_to": capacity if pad_to_max_length else None}
         fixed["max_segments"] = sizes.most_segments if pad_cu_seqlens else None
         return SlotRule(**{**self.manifest.settings["collator"]["slots"], **fixed})

@@ -78,7 +78,7 @@ def test_json_is_one_object_of_all_numbers(chats: str) -> None:
     assert found["columns"]["image"]["total"] == 8  # 128 x 64 pixels, 32 x 32 a token
     assert found["columns"]["patches"]["total"] == 32
     assert [(one["capacity"], one["rows"]) for one in found["packed"]] == [(100, 1), (500, 1)]
-    assert [one["sample"] for one in found["packed"][0]["oversize"]] == [1]
+    assert [one["sample"] for one in found["packed"][0]["dropped"]] == [1]
     assert found["padded"]["samples_per_update"] == 16
     found = numbers(chats, "--world-size", 2, "--per-device-batch", 4, "--samples-per-update", 32)
     assert found["padded"]["accumulation"] == 4
@@ -89,7 +89,7 @@ def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> 
     answers, everything = (numbers(chats, "--train-on", train_on) for train_on in ("assistant", "all"))
     totals = [each["columns"]["targets"]["total"] for each in (answers, everything)]
     assert 0 < totals[0] < totals[1] <= everything["columns"]["text"]["total"]
-    assert numbers(chats, "--strategy", "next_fit")["packed"][0]["strategy"] == "next_fit"
+    assert numbers(chats, "--strategy", "rolling_fill")["packed"][0]["strategy"] == "rolling_fill"
     assert numbers(chats, "--max-length", 100)["refused"]["reasons"]["overlength"] == 1
     assert numbers(chats, "--cache", tmp_path / "lengths") == numbers(chats, "--cache", tmp_path / "lengths")
     assert (tmp_path / "lengths").stat().st_size > 0
@@ -103,7 +103,8 @@ def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> 
     [
         (["--strategy", "typo"], "Invalid value for '--strategy'"),
         (["--overlength", "drp"], "Invalid value for '--overlength'"),
-        (["--overlength", "drop"], "vlmpack: overlength='drop' needs max_length=, the most tokens"),
+        (["--overlength", "truncate"], "vlmpack: overlength='truncate' needs max_length=, the most tokens"),
+        (["--overlength", "own_row", "--max-length", "9"], "vlmpack: --overlength own_row keeps samples whole"),
         (["--split", "test"], "a file given by name is one split"),
         (["--image-root", "nowhere"], "vlmpack: image_root='nowhere' is not a folder"),
         (["--add-stop", "<stop>"], "add_stop='<stop>' is no special token of the tokenizer"),

@@ -46,7 +46,7 @@ def test_help_names_every_verb_in_paragraphs_without_the_line_ends_of_the_source
 def test_the_words_of_options_are_those_of_the_library() -> None:
     from vlmpack.collate import collator
     from vlmpack.data import open
-    from vlmpack.plan import lengths, planner
+    from vlmpack.plan import planner
 
     annotations = {name: get_args(option.annotation)[0] for name, option in signature(pack).parameters.items()}
     words = {name: get_args(each) for name, each in annotations.items() if get_origin(each) is Literal}
@@ -56,7 +56,6 @@ def test_the_words_of_options_are_those_of_the_library() -> None:
         "on_bad": get_args(collator.OnBad),
         "branches": get_args(open.Branches),
         "strategy": tuple(planner.STRATEGIES),
-        "oversize": lengths.OVERSIZE,
     }
 
 
@@ -181,10 +180,10 @@ def test_the_page_lists_the_keys_that_analyze_and_pack_print(tmp_path: Path) -> 
     data = (tmp_path / "chats.jsonl", *TINY, "--mix", "synthetic=1", "--num", 8, "--min-shared", 16, "--capacity", 500)
     printed = json_of("analyze", *data, "--rows", 1)
     check_keys("analyze", printed)
-    left_out = ("--on-bad", "skip", "--max-bad-fraction", 1, "--oversize", "drop")
+    left_out = ("--on-bad", "skip", "--max-bad-fraction", 1, "--overlength", "drop")
     packed = json_of("pack", data[0], tmp_path / "rows", *data[1:], *left_out)
     check_keys("pack", packed)
-    assert set(packed["reasons"]) == {"row_unreadable", "oversize"} and Path(packed["left_out"]).is_file()
+    assert set(packed["reasons"]) == {"row_unreadable", "overlength"} and Path(packed["left_out"]).is_file()
     with pytest.raises(AssertionError):
         check_keys("analyze", {**printed, "more": 1})
     with pytest.raises(AssertionError):

@@ -45,7 +45,7 @@ def pack(*arguments: Any) -> Result:
     return CliRunner().invoke(app, ["pack", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-GOOD = ("--processor", "tiny", "--capacity", 64, "--on-bad", "skip", "--max-bad-fraction", 0.5, "--oversize", "drop")
+GOOD = ("--processor", "tiny", "--capacity", 64, "--on-bad", "skip", "--max-bad-fraction", 0.5, "--overlength", "drop")
 
 
 def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path) -> None:
@@ -60,13 +60,13 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     assert format_bytes(manifest.bytes) in told["written"]
     for name in ("longest row", "longest segment", "most segments", "most images", "most patches"):
         assert f" {manifest.sizes.__dict__[name.replace(' ', '_')]} " in told[name]
-    assert "no_targets 1, oversize 1" in done.output
+    assert "no_targets 1, overlength 1" in done.output
     assert "sample 6 (id 's6'): none of its" in done.output
     assert "sample 7 (id 's7'): it exceeds a row by itself" in done.output
 
 
 def test_smaller_pictures_and_another_strategy_are_written_down(source: Path, tmp_path: Path) -> None:
-    smaller = ("--max-pixels", 4096, "--strategy", "next_fit")
+    smaller = ("--max-pixels", 4096, "--strategy", "rolling_fill")
     shutil.copy(source, tmp_path / source.name)
     for n in range(8):
         (tmp_path / f"{n}.png").write_bytes(encoded(picture(90 + n, 90, seed=n)))
@@ -75,10 +75,20 @@ def test_smaller_pictures_and_another_strategy_are_written_down(source: Path, tm
     assert [each.exit_code for each in done] == [0, 0], done[1].output
     large, small = (Manifest.load(tmp_path / name) for name in "ab")
     assert 0 < small.counts.patches < large.counts.patches
-    assert (large.settings["strategy"], small.settings["strategy"]) == ("exact_fill", "next_fit")
+    assert (large.settings["strategy"], small.settings["strategy"]) == ("exact_fill", "rolling_fill")
     with pytest.raises(ConfigError, match="max_pixels"):
         PackedDataset(tmp_path / "b", processor_of())
     assert PackedDataset(tmp_path / "b", limit_pixels(processor_of(), 4096))[0]["input_ids"].shape[0] == 1
+
+
+@pytest.mark.parametrize("overlength", ["truncate_start", "own_row"])
+def test_a_sample_that_is_too_long_may_lose_its_start_or_have_its_own_row(
+    source: Path, tmp_path: Path, overlength: str
+) -> None:
+    assert pack(source, tmp_path / "rows", *GOOD[:-1], overlength).exit_code == 0
+    manifest = Manifest.load(tmp_path / "rows")
+    assert (manifest.counts.samples, manifest.counts.dropped) == (7, 0)
+    assert (manifest.sizes.longest_row > 64) == (overlength == "own_row")
 
 
 def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: Path) -> None:
@@ -93,7 +103,7 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
     ("change", "told"),
     [
         (("--on-bad", "raise"), "vlmpack: sample 6 (id 's6'): none of its"),
-        (("--oversize", "error"), "vlmpack: sample 7 (id 's7'): does not fit a row of 64 tokens"),
+        (("--overlength", "error"), "vlmpack: sample 7 (id 's7'): does not fit a row of 64 tokens"),
         (("--max-pixels", 9), "vlmpack: --max-pixels 9: the processor enlarges images to"),
         (("--pad-seq-to-mult", 7), "vlmpack: a capacity of 64 tokens is no multiple of 7"),
         (("--processor", "nowhere"), "vlmpack: --processor nowhere"),

@@ -109,7 +109,7 @@ def test_a_dry_run_prints_the_rows_that_the_library_plans_and_what_is_trained_on
 
     told = run(*CHATS, "val_size=0", "--dry-run")
     table = measure_lengths(open_dataset("chats.jsonl"), VLMCollator(tiny_processor(), max_length=300))
-    plan = plan_bins(table, 300, oversize="drop")
+    plan = plan_bins(table, 300, overlength="drop")
     assert (told["rows"], told["samples"], told["left_out"]) == (len(plan), len(table), len(table.refused))
     assert told["targets"] == table.targets.sum() and told["fill"] == pytest.approx(plan.fill)
     printed = CliRunner().invoke(app, ["train", *CHATS, "val_size=0", "--dry-run"]).stdout

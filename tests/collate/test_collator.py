@@ -181,7 +181,8 @@ def test_an_error_in_a_worker_still_says_which_sample_and_what_to_do():
     ("settings", "message"),
     [
         ({"layout": "flat"}, "layout must be one of padded, packed, got 'flat'"),
-        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, truncate_start, got 'cut'"),
+        ({"overlength": "cut"}, "overlength must be one of error, drop, truncate, truncate_start, own_row, got 'cut'"),
+        ({"overlength": "own_row"}, "overlength='own_row' is for rows: plan_bins, RowSettings"),
         ({"train_on": "user"}, "train_on must be one of assistant, last, all, got 'user'"),
         ({"on_bad": "ignore"}, "on_bad must be one of raise, skip, got 'ignore'"),
         ({"slots": SlotRule()}, "slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to"),

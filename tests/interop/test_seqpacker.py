@@ -156,7 +156,7 @@ def test_a_seed_reaches_the_shuffling_strategy_alone() -> None:
     assert bins("ffs", 1) != bins("ffs", 2)
     assert bins("ffs", None) == bins("ffs", 42)
     assert bins("nf", 1) == bins("nf", 2) == bins("nf", None)
-    assert bins("next_fit", 1) != bins("next_fit", 2)  # under our own name it is our own seed
+    assert bins("exact_fill", 1) != bins("exact_fill", 2)  # under our own name it is our own seed
 
 
 @pytest.mark.parametrize("changed", [{"capacity": 0}, {"capacity": 2**40}, {"strategy": "best"}, {"seed": -1}])
@@ -167,7 +167,7 @@ def test_a_bad_setting_is_refused_when_the_packer_is_made(changed) -> None:
         StreamPacker(10, strategy="obfd")
 
 
-@pytest.mark.parametrize("strategy", ["nf", "hk", "NextFit", "next_fit", "harmonic"])
+@pytest.mark.parametrize("strategy", ["nf", "hk", "NextFit", "harmonic"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stream_has_the_rows_of_all_lengths_at_once(strategy: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -249,7 +249,7 @@ def test_rows_do_not_depend_on_how_tokens_come_in(form: str) -> None:
         ([[1], [1, 2]], {"labels": [[1]]}, "labels of 1 samples, but token ids of 2"),
         (5, {}, "one list, vector or tensor for each sample"),
         ("text", {}, "one list, vector or tensor for each sample"),
-        ([[1]], {"oversize": "truncate"}, "oversize"),
+        ([[1]], {"overlength": "truncate"}, "overlength"),
         ([[1]], {"label_padding_value": 0}, "label_padding_value is 0, which may be a label"),
     ],
 )
@@ -265,11 +265,14 @@ def test_a_result_of_other_samples_is_refused() -> None:
 
 
 def test_samples_above_the_capacity_can_be_left_out() -> None:
-    assert pack_dataset(IDS, 3, oversize="drop", pad_to_capacity=False)["input_ids"][:] == [[10, 20, 30], [40, 50, 100]]
+    assert pack_dataset(IDS, 3, overlength="drop", pad_to_capacity=False)["input_ids"][:] == [
+        [10, 20, 30],
+        [40, 50, 100],
+    ]
     for ids in ([], [[1] * 9]):
-        rows = pack_dataset(ids, 6, oversize="drop")
+        rows = pack_dataset(ids, 6, overlength="drop")
         assert (len(rows), rows.features) == (0, pack_dataset(IDS, 6).features)
-    batch = packed_collate_fn(2, oversize="drop")([[1, 2, 3]])
+    batch = packed_collate_fn(2, overlength="drop")([[1, 2, 3]])
     assert batch.input_ids.shape == (0, 2)
     with pytest.raises(ConfigError, match=r"no sample: each exceeds the capacity of 2 tokens.*raise the capacity"):
         batch.to_hf()

@@ -77,7 +77,7 @@ def rows_of(stream: StreamPacker[Sample], samples: list[Sample]) -> list[list[Sa
     prefix=st.sampled_from([None, prefix_of]),
 )
 def test_a_stream_continues_where_it_was_left(samples, cut, min_fill, prefix):
-    settings = RowSettings(capacity=15, min_fill=min_fill, buffer_tokens=40, oversize="own_row")
+    settings = RowSettings(capacity=15, min_fill=min_fill, buffer_tokens=40, overlength="own_row")
     whole, first, again = (StreamPacker[Sample](settings, prefix=prefix) for _ in range(3))
     before = first.pack(samples[:cut])
     for each in samples[cut : cut + 1]:

@@ -106,10 +106,10 @@ def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out(leng
 def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
     with pytest.raises(SampleError, match="sample 1: has 30 tokens"):
         packed(StreamPacker(RowSettings(capacity=10)), [5, 30, 5])
-    dropping = StreamPacker(RowSettings(capacity=10, oversize="drop"))
+    dropping = StreamPacker(RowSettings(capacity=10, overlength="drop"))
     assert ids(packed(dropping, [5, 30, 5])) == [[0, 2]]
     assert dropping.dropped == 1
-    alone = StreamPacker(RowSettings(capacity=10, oversize="own_row"))
+    alone = StreamPacker(RowSettings(capacity=10, overlength="own_row"))
     alone.add({"id": "long", "length": 30})
     assert len(alone) == 1  # whoever flushes only while somebody waits loses nobody
     assert ids(alone.flush()) == [["long"]]
@@ -165,7 +165,8 @@ def test_ids_that_are_not_those_of_one_sample_are_refused_by_name(ids, told):
         ({"capacity": 5, "buffer_tokens": -1}, "buffer_tokens must be at least 0"),
         ({"capacity": 5, "buffer_tokens": float("nan")}, "buffer_tokens must be at least 0"),
         ({"capacity": 5, "min_fill": 1.1}, "min_fill must lie between 0 and 1"),
-        ({"capacity": 5, "oversize": "cut"}, "oversize must be one of error, drop, own_row"),
+        ({"capacity": 5, "overlength": "cut"}, "overlength must be one of error, drop, truncate"),
+        ({"capacity": 5, "overlength": "truncate"}, "so the collator has to truncate: VLMCollator"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
@@ -173,10 +174,10 @@ def test_settings_that_make_no_sense_are_refused(settings, message):
         RowSettings(**settings)
 
 
-@pytest.mark.parametrize("oversize", ["error", "drop", "own_row"])
+@pytest.mark.parametrize("overlength", ["error", "drop", "own_row"])
 @pytest.mark.parametrize("length", [2.5, 10.5, float("nan"), float("inf"), None, "3"])
-def test_a_length_that_is_no_whole_number_names_its_sample(length, oversize):
-    packer = StreamPacker(RowSettings(capacity=10, oversize=oversize), length=lambda sample: sample)
+def test_a_length_that_is_no_whole_number_names_its_sample(length, overlength):
+    packer = StreamPacker(RowSettings(capacity=10, overlength=overlength), length=lambda sample: sample)
     packer.add(4)
     with pytest.raises(SampleError, match=r"sample 1: has a length and costs of .* must be whole numbers") as caught:
         packer.add(length)

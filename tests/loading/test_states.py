@@ -18,7 +18,7 @@ from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, Strea
 from vlmpack.loading.resumable import digest_of
 from vlmpack.plan import plan_bins
 
-SETTINGS = RowSettings(capacity=64, oversize="own_row")
+SETTINGS = RowSettings(capacity=64, overlength="own_row")
 LENGTHS = [1 + at * 7 % 40 + 60 * (at % 17 == 16) for at in range(200)]
 
 

@@ -216,7 +216,7 @@ def test_ranks_and_workers_share_every_sample_out_once(source, ranks, workers):
 )
 @settings(max_examples=60)
 def test_every_sample_is_given_out_once_or_counted(lengths, ranks):
-    dropping = RowSettings(capacity=20, oversize="drop", min_fill=0.5, drop_last=True)
+    dropping = RowSettings(capacity=20, overlength="drop", min_fill=0.5, drop_last=True)
     streams = [PackedStream(Stream(lengths), dropping, ranks=ranks, rank=rank) for rank in range(ranks)]
     out = numbers([row for stream in streams for row in stream])
     assert len(out) == len(set(out))

@@ -31,16 +31,6 @@ def naive_best_sum(lengths: Sequence[int], room: int) -> int:
     return max(sums)
 
 
-def naive_next_fit(lengths: Sequence[int], capacity: int) -> Bins:
-    """The last bin, or a new one."""
-    bins: Bins = []
-    for sample, length in enumerate(lengths):
-        if not bins or sum(lengths[other] for other in bins[-1]) + length > capacity:
-            bins.append([])
-        bins[-1].append(sample)
-    return bins
-
-
 def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
     """The bound L2, threshold by threshold, and the bound by parts of a bin."""
     bounds = [-(-sum(((parts + 1) * n - 1) // capacity for n in lengths) // parts) for parts in range(2, 17)]

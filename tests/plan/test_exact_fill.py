@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.naive import Bins, naive_best_fit, naive_best_sum, naive_lower_bound, naive_next_fit
+from plan.naive import Bins, naive_best_fit, naive_best_sum, naive_lower_bound
 
 from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.plan.exact_fill import (
@@ -15,7 +15,6 @@ from vlmpack.plan.exact_fill import (
     best_subset,
     exact_fill,
     lower_bound,
-    next_fit,
 )
 
 repeated = st.lists(st.sampled_from([2, 3, 3, 5, 8, 13]), max_size=24)
@@ -99,8 +98,3 @@ def test_bins_have_the_loads_that_a_plain_loop_gives(lengths):
     bins = bins_of(best_fit_decreasing(np.asarray(lengths), WIDTH))
     truth = naive_best_fit(lengths, WIDTH)
     assert sorted(sum(held) for held in contents(bins, lengths)) == sorted(map(sum, contents(truth, lengths)))
-
-
-@given(lengths=lengths_lists)
-def test_next_fit_cuts_where_the_plain_loop_cuts(lengths):
-    assert bins_of(next_fit(np.asarray(lengths), WIDTH)) == naive_next_fit(lengths, WIDTH)

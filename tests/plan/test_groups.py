@@ -45,7 +45,7 @@ def flat(of_samples: list[int], tokens: list[int], **columns: Any) -> PrefixGrou
 @given(samples=grouped_lengths(), strategy=st.sampled_from([*STRATEGIES]), seed=st.none() | st.integers(0, 5))
 def test_each_sample_is_in_one_row_and_no_row_computes_more_than_it_may(samples, strategy, seed):
     lengths, groups = samples
-    plan = plan_bins(lengths, CAPACITY, strategy=strategy, groups=groups, oversize="drop", seed=seed).check()
+    plan = plan_bins(lengths, CAPACITY, strategy=strategy, groups=groups, overlength="drop", seed=seed).check()
     planned = [sample for row in plan.bins for sample in row]
     too_long = [sample for sample, n in enumerate(lengths) if n > CAPACITY]
     assert sorted([*planned, *too_long]) == list(range(len(lengths)))
@@ -76,7 +76,7 @@ def test_no_row_exceeds_a_budget_whose_prefix_counts_once(samples, data):
         prefix[group] = (prefix[parent] if parent >= 0 else 0) + data.draw(st.integers(0, 3))
     costs = [(prefix[g] if g >= 0 else 0) + data.draw(st.integers(0, 3)) for g in groups.of_samples.tolist()]
     budget = Budget(name="patches", costs=np.array(costs), limit=8, shared=np.array(prefix, np.int64))
-    plan = plan_bins(lengths, CAPACITY, groups=groups, budgets=[budget], oversize="drop").check()
+    plan = plan_bins(lengths, CAPACITY, groups=groups, budgets=[budget], overlength="drop").check()
     for row in plan.bins:
         held = {int(groups.of_samples[sample]) for sample in row} - {-1}
         while more := {int(groups.parents[group]) for group in held} - held - {-1}:

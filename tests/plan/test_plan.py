@@ -28,7 +28,7 @@ def small_plan(**changes) -> Plan:
 def with_patches() -> Plan:
     """A plan with everything that can be saved: a budget, dropped samples, a seed."""
     budget = Budget(name="patches", costs=np.asarray([4, 0, 8, 30, 0, 12]), limit=16)
-    return plan_bins([5, 3, 4, 2, 6, 7], 10, budgets=[budget], oversize="drop", seed=3)
+    return plan_bins([5, 3, 4, 2, 6, 7], 10, budgets=[budget], overlength="drop", seed=3)
 
 
 def test_a_plan_reads_like_a_list_of_rows():
@@ -53,7 +53,7 @@ def test_a_plan_says_how_good_it_is():
 
 
 def test_a_row_above_the_capacity_counts_as_full():
-    plan = plan_bins([30, 5], 10, oversize="own_row").check()
+    plan = plan_bins([30, 5], 10, overlength="own_row").check()
     assert plan.bins == ((0,), (1,))
     assert plan.fill == pytest.approx(35 / 40)
     assert plan.waste == 5
@@ -87,7 +87,7 @@ def test_rows_in_another_order_are_the_same_rows(bin_of, seed):
         ({"bounds": np.asarray([0, 3])}, r"rows \[0, 3\] must rise from 0 to 5"),
         ({"bounds": np.zeros(0, np.int64)}, r"rows \[\] must rise from 0 to 5"),
         ({"capacity": 9}, "row 0 holds 10 tokens, and at most 9 may be"),
-        ({"capacity": 9, "oversize": "own_row"}, "row 0 holds 10 tokens"),
+        ({"capacity": 9, "overlength": "own_row"}, "row 0 holds 10 tokens"),
         (
             {"budgets": (Budget(name="images", costs=np.asarray([0, 0, 2, 0, 2]), limit=3),)},
             "row 1 holds 4 images, and at most 3 may be",
@@ -103,7 +103,7 @@ def test_a_plan_that_contradicts_itself_names_the_row_or_the_sample(change, mess
 # ---------------------------------------------------------------------- on disk
 
 
-@pytest.mark.parametrize("plan", [small_plan(), with_patches(), plan_bins([50], 10, oversize="drop")])
+@pytest.mark.parametrize("plan", [small_plan(), with_patches(), plan_bins([50], 10, overlength="drop")])
 def test_a_plan_comes_back_as_it_was(plan, tmp_path):
     plan.save(tmp_path / "rows.plan")
     again = Plan.load(tmp_path / "rows.plan")
@@ -170,16 +170,16 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path):
         Plan.load(tmp_path / "text")
     with zipfile.ZipFile(tmp_path / "zip", "w") as members:
         members.writestr("other", "x")
-    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 2"):
+    with pytest.raises(ConfigError, match=r"zip is no vlmpack.plan of version 3"):
         Plan.load(tmp_path / "zip")
     small_plan().save(tmp_path / "rows.plan")
     newer = rewritten(
         tmp_path / "rows.plan",
         tmp_path / "newer",
         "manifest.json",
-        lambda data: data.replace(b'"version": 2', b'"version": 3'),
+        lambda data: data.replace(b'"version": 3', b'"version": 4'),
     )
-    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 3\)"):
+    with pytest.raises(ConfigError, match=r"newer is no vlmpack.plan .*its manifest has \('vlmpack.plan', 4\)"):
         Plan.load(newer)
 
 

@@ -20,18 +20,18 @@ seeds = st.none() | st.integers(0, 5)
 @given(
     lengths=lengths_lists,
     strategy=st.sampled_from([*STRATEGIES]),
-    oversize=st.sampled_from(["drop", "own_row"]),
+    overlength=st.sampled_from(["drop", "own_row"]),
     seed=seeds,
 )
-def test_every_sample_is_in_one_row_or_dropped_and_no_row_is_too_full(lengths, strategy, oversize, seed):
-    plan = plan_bins(lengths, CAPACITY, strategy=strategy, oversize=oversize, seed=seed)
+def test_every_sample_is_in_one_row_or_dropped_and_no_row_is_too_full(lengths, strategy, overlength, seed):
+    plan = plan_bins(lengths, CAPACITY, strategy=strategy, overlength=overlength, seed=seed)
     planned = [sample for row in plan.bins for sample in row]
     too_long = [sample for sample, n in enumerate(lengths) if n > CAPACITY]
     assert sorted([*planned, *plan.dropped.tolist()]) == list(range(len(lengths)))
-    assert plan.dropped.tolist() == (too_long if oversize == "drop" else [])
+    assert plan.dropped.tolist() == (too_long if overlength == "drop" else [])
     for row in plan.bins:
         assert row
-        assert sum(lengths[sample] for sample in row) <= CAPACITY or (len(row) == 1 and oversize == "own_row")
+        assert sum(lengths[sample] for sample in row) <= CAPACITY or (len(row) == 1 and overlength == "own_row")
 
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=60))
@@ -68,7 +68,6 @@ def test_the_default_needs_no_more_rows_than_any_other_strategy(name):
     lengths, capacity = LENGTH_SETS[name].lengths(5000, seed=2), LENGTH_SETS[name].capacity
     rows = {strategy: len(plan_bins(lengths, capacity, strategy=strategy)) for strategy in STRATEGIES}
     assert len(plan_bins(lengths, capacity)) == min(rows.values())
-    assert rows["next_fit"] > 1.1 * min(rows.values())
 
 
 def test_a_sample_that_is_too_long_stops_the_plan_and_all_of_them_are_listed():
@@ -126,7 +125,7 @@ def test_a_capacity_is_a_whole_number_of_at_least_1(capacity):
     [
         ({"strategy": None}, "strategy must be one of exact_fill, "),
         ({"strategy": "best"}, "strategy must be one of exact_fill, .*, got 'best'"),
-        ({"oversize": "truncate"}, r"oversize must be one of error, drop, own_row, got 'truncate'"),
+        ({"overlength": "truncate"}, r"overlength='truncate': rows are planned from lengths"),
         ({"seed": -1}, r"the seed must be a whole number of at least 0"),
         ({"seed": 1.5}, r"the seed must be a whole number of at least 0"),
     ],

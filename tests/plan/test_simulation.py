@@ -26,7 +26,7 @@ def simulation(*, world_size: int = 1, per_device_batch: int = 1, accumulation: 
     recipe = PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch, accumulation=accumulation)
     numbers: dict[str, Any] = {
         "capacity": 12_000, "samples": 972, "tokens": 1_188_000, "rows": 100, "least_rows": 99, "most_samples": 30,
-        "longest": 9_000, "oversize": {}, **given,
+        "longest": 9_000, "fill": 0.99, "computed": {}, "dropped": {}, **given,
     }  # fmt: skip
     return Simulation(recipe=recipe, **numbers)
 
@@ -37,13 +37,11 @@ class TestAccumulation:
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
         assert (packed.samples_per_row, packed.samples_per_update) == (9.72, pytest.approx(155.52))
         assert packed.recipe.samples_per_update == 128
-        assert packed.fill == 0.99
 
     def test_steps_and_updates_of_an_epoch(self) -> None:
         """100 rows over 8 ranks are 13 steps, two of them an update: 7; padded: 972 / 32 = 31 steps, 8 updates."""
         packed = simulation(world_size=8, per_device_batch=4, accumulation=4)
         assert (packed.steps, packed.updates, packed.recipe.updates(packed.samples)) == (13, 7, 8)
-        assert simulation(world_size=8, per_device_batch=4, accumulation=4, rows_per_device=2).steps == 7
 
     @given(
         target=st.integers(1, 4096),
@@ -52,9 +50,8 @@ class TestAccumulation:
         ranks=st.integers(1, 64),
     )
     def test_it_is_the_least_that_keeps_the_samples(self, target: int, samples: int, rows: int, ranks: int) -> None:
-        recipe = PaddedRecipe(per_device_batch=target)
-        packed = simulation(per_device_batch=target, samples=samples, rows=rows, rows_per_device=ranks)
-        assert recipe.samples_per_update == target
+        packed = simulation(per_device_batch=target, samples=samples, rows=rows, world_size=ranks)
+        target *= ranks
         assert samples * ranks * packed.accumulation >= target * rows
         assert packed.accumulation == 1 or samples * ranks * (packed.accumulation - 1) < target * rows
 
@@ -67,7 +64,7 @@ class TestSimulate:
 
     def test_samples_that_exceed_a_row_are_named_by_their_place_in_the_data_set(self) -> None:
         packed = simulate(table_of([5, 30, 5, 11], sample_ids=[0, 2, 3, 7]), 10)
-        assert dict(packed.oversize) == {2: 30, 7: 11}
+        assert dict(packed.dropped) == {2: 30, 7: 11}
         assert (packed.samples, packed.rows) == (2, 1)
 
     def test_where_all_exceed_a_row_there_is_nothing_to_divide_by(self) -> None:
@@ -76,18 +73,13 @@ class TestSimulate:
         assert numbers == (0, 0, 0, 1, 0)
         assert packed.explain() == ("Samples that exceed a row are left out: 0 (30 tokens), 1 (40 tokens).",)
 
-    def test_the_skew_of_the_vision_tower(self) -> None:
-        """Rows of patches 0, 4, 0, 4 on two ranks: as planned 4 where the mean is 2; sorted by patches, equal."""
-        packed = simulate(table_of([10] * 4, patches=[0, 4, 0, 4]), 10, recipe=PaddedRecipe(world_size=2))
-        assert (packed.patch_skew, packed.balanced_patch_skew) == (2.0, 1.0)
-
-    def test_one_rank_or_no_images_have_no_skew(self) -> None:
-        assert simulate(table_of([10] * 4, patches=[0, 4, 0, 4]), 10).patch_skew is None
-        assert simulate(table_of([10] * 4), 10, recipe=PaddedRecipe(world_size=2)).patch_skew is None
+    def test_samples_that_exceed_a_row_may_have_their_own(self) -> None:
+        packed = simulate(table_of([5, 30, 5]), 10, overlength="own_row")
+        assert (packed.rows, packed.samples, packed.dropped, packed.fill) == (2, 3, {}, 1.0)
 
     def test_a_row_may_hold_only_so_many_patches(self) -> None:
         packed = simulate(table_of([2] * 4, patches=[6, 6, 6, 20]), 10, max_patches=12)
-        assert (packed.rows, packed.samples, dict(packed.oversize)) == (2, 3, {3: 2})
+        assert (packed.rows, packed.samples, dict(packed.dropped)) == (2, 3, {3: 2})
 
     def test_rows_of_short_samples_beside_rows_of_long_ones_are_told(self) -> None:
         """Placed by falling length, short samples share the last rows."""
@@ -101,8 +93,6 @@ class TestSimulate:
         assert simulation(**uneven, strategy="rolling_fill").explain() == ()
 
     def test_it_refuses_what_cannot_be_planned(self) -> None:
-        with pytest.raises(ConfigError, match="rows_per_device must be a whole number from 1 to"):
-            simulate(table_of([1]), 10, rows_per_device=0)
         with pytest.raises(ConfigError, match="nothing to plan"):
             simulate(table_of([]), 10)
         with pytest.raises(SampleError, match="has length 0"):
@@ -111,10 +101,9 @@ class TestSimulate:
 
 class TestWords:
     def test_it_says_what_one_may_want_to_change(self) -> None:
-        uneven = {"patch_skew": 1.5, "balanced_patch_skew": 1.01, "oversize": dict.fromkeys(range(1234), 13_000)}
-        updates, ranks, left_out = simulation(world_size=8, per_device_batch=4, accumulation=4, **uneven).explain()
+        uneven = {"dropped": dict.fromkeys(range(1234), 13_000)}
+        updates, left_out = simulation(world_size=8, per_device_batch=4, accumulation=4, **uneven).explain()
         assert updates.startswith("An update sees 1.22 times the samples of the padded recipe; ")
-        assert "has 1.50 times the mean of all; rows handed out by balance_rows: 1.01 times" in ranks
         assert left_out.startswith("Samples that exceed a row are left out: 0 (13,000 tokens), 1 (13,000 tokens), ")
         assert left_out.endswith("9 (13,000 tokens) and 1,224 more.")
         assert simulation(world_size=8, per_device_batch=9).explain() == ()  # 72 samples, 77.8 packed

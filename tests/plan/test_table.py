@@ -50,8 +50,8 @@ def test_its_plan_is_of_the_places_in_the_data_set(table: LengthTable, seed: int
 def test_its_plan_names_samples_that_are_too_long_by_their_places(table: LengthTable) -> None:
     with pytest.raises(SampleError, match=r"^sample 2: .* 1 of 4 samples do not: 2 \(276 tokens, 1024 patches\)"):
         plan_bins(table, 100, budgets=table.budgets(patches=2000))
-    assert plan_bins(table, 100, oversize="drop").dropped.tolist() == [1, 2]
-    assert sorted(plan_bins(table, 100, oversize="own_row").bins) == [(0, 3), (2,)]
+    assert plan_bins(table, 100, overlength="drop").dropped.tolist() == [1, 2]
+    assert sorted(plan_bins(table, 100, overlength="own_row").bins) == [(0, 3), (2,)]
 
 
 def test_a_length_is_text_and_images_and_videos(table: LengthTable) -> None:
@@ -65,7 +65,7 @@ def test_what_was_saved_is_read_back_and_a_plan_is_not_taken_for_a_table(table: 
     table.save(tmp_path / "table")
     assert LengthTable.load(tmp_path / "table") == table
     plan_bins([1, 2], 4).save(tmp_path / "plan")
-    with pytest.raises(ConfigError, match=r"plan is no vlmpack.lengths .*its manifest has \('vlmpack.plan', 2\)"):
+    with pytest.raises(ConfigError, match=r"plan is no vlmpack.lengths .*its manifest has \('vlmpack.plan', 3\)"):
         LengthTable.load(tmp_path / "plan")
 
 

@@ -151,10 +151,10 @@ def test_a_sample_that_was_left_out_is_compared_too(tmp_path):
     collator = packing(on_bad="skip", skip_limit=SkipLimit(max_bad_fraction=0.5))
     bad = [{"messages": [{"role": "user", "content": text}], "id": "bad"} for text in ("?", "??")]
     long = [chat("?", f"{word} " * 200, id="long") for word in ("a", "b")]
-    store(tmp_path, [*texts(5), bad[0], long[0]], collator, oversize="drop")
+    store(tmp_path, [*texts(5), bad[0], long[0]], collator, overlength="drop")
     for at, samples in ((5, [*texts(5), bad[1], long[0]]), (6, [*texts(5), bad[0], long[1]])):
         with pytest.raises(ConfigError, match=rf"{CHANGED}: 1 were .*\(at {at}\)"):
-            store(tmp_path, samples, collator, oversize="drop")
+            store(tmp_path, samples, collator, overlength="drop")
 
 
 def test_rows_and_their_images_may_be_moved_and_an_image_that_was_changed_in_place_is_found(tmp_path):

@@ -138,11 +138,11 @@ def test_a_sample_that_exceeds_a_row_stops_is_dropped_or_alone(tmp_path):
     ) as caught:
         store(tmp_path / "rows", samples, collator)
     assert (caught.value.index, caught.value.sample_id, caught.value.reason) == (5, "long", "overlength")
-    manifest = store(tmp_path / "rows", samples, collator, oversize="drop")  # there was no plan yet
+    manifest = store(tmp_path / "rows", samples, collator, overlength="drop")  # there was no plan yet
     assert (manifest.counts.refused, manifest.counts.dropped, manifest.counts.samples) == (1, 1, 4)
-    assert left_out(tmp_path / "rows") == [(0, "broken", "no_targets"), (5, "long", "oversize")]
+    assert left_out(tmp_path / "rows") == [(0, "broken", "no_targets"), (5, "long", "overlength")]
     assert "a row holds 96" in (tmp_path / "rows" / "left_out.jsonl").read_text()
-    manifest = store(tmp_path / "alone", samples, collator, oversize="own_row")
+    manifest = store(tmp_path / "alone", samples, collator, overlength="own_row")
     assert [5] in places(PackedDataset(tmp_path / "alone")) and manifest.sizes.longest_row > CAPACITY
     with pytest.raises(ConfigError, match=rf"pads rows to 96 tokens, but the longest has {manifest.sizes.longest_row}"):
         PackedDataset(tmp_path / "alone", pad_to_max_length=True)
@@ -194,7 +194,7 @@ OPEN = r"'chats\.jsonl' is a path: open it with vlmpack\.data\.open_dataset\(pat
         ({"collator": packing(slots=SlotRule(multiple=7))}, "96 tokens is no multiple of 7, .* choose 91 or 98"),
         ({"capacity": 0}, "StoreSettings.capacity must be a whole number of at least 1"),
         ({"max_images": -1}, "StoreSettings.max_images"),
-        ({"oversize": "keep"}, "oversize must be one of"),
+        ({"overlength": "keep"}, "overlength must be one of"),
         ({"strategy": "luck"}, "strategy must be one of"),
         ({"seed": -1}, "seed"),
     ],

@@ -34,7 +34,7 @@ def scene(family="qwen3_vl"):
 def rows_of(samples, rows=3):
     """A plan with about so many rows; the longest sample may exceed one."""
     lengths = lengths_of(samples)
-    return plan_bins(lengths, sum(lengths) // rows, oversize="own_row")
+    return plan_bins(lengths, sum(lengths) // rows, overlength="own_row")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,7 +118,7 @@ def test_what_a_plan_dropped_is_listed():
     longest = lengths.index(max(lengths))
     assert lengths.count(max(lengths)) == 1
     seen = evaluate(
-        model, Samples(samples), collator("packed"), plan=plan_bins(lengths, max(lengths) - 1, oversize="drop")
+        model, Samples(samples), collator("packed"), plan=plan_bins(lengths, max(lengths) - 1, overlength="drop")
     )
     assert [one.index for one in seen.refused] == [longest]
     assert f"exceeds a row of {max(lengths) - 1} tokens" in seen.refused[0].detail

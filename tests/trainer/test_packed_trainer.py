@@ -188,7 +188,7 @@ def test_evaluation_in_planned_rows_is_that_of_the_samples_alone(layout, tmp_pat
         arguments(tmp_path),
         collator(layout),
         eval_dataset=Samples(samples),
-        eval_plan=plan_bins(lengths, sum(lengths) // 3, oversize="own_row"),
+        eval_plan=plan_bins(lengths, sum(lengths) // 3, overlength="own_row"),
         compute_metrics=loss_metrics(model),
     )
     metrics = run.evaluate()

@@ -91,6 +91,7 @@ def analyze(
     min_shared = None if without or data.min_shared == 0 else data.min_shared or MIN_SHARED
     table = measure(inputs, data, quiet=quiet, min_shared=min_shared)
     capacities, settings = tuple(capacity or CAPACITIES), {"strategy": data.strategy, "max_patches": data.max_patches}
+    settings["overlength"] = data.rows_overlength
     numbers = analysis_of(
         table, recipe, capacities, source=data.title, mix=mix_numbers(inputs.dataset), min_shared=min_shared, **settings
     )
@@ -347,7 +348,7 @@ def _print_layouts(
     for row in packed:
         waste = f"{1 - row['fill']:.1%}" if row["rows"] else ""
         update = [f"{row['accumulation']:,}", f"{row['samples_per_update']:,.1f}", f"{row['updates']:,}"]
-        cells = [f"{row['rows']:,}", waste, f"{row['samples_per_row']:.2f}", *update, f"{len(row['oversize']):,}"]
+        cells = [f"{row['rows']:,}", waste, f"{row['samples_per_row']:.2f}", *update, f"{len(row['dropped']):,}"]
         rows.append((f"packed in rows of {row['capacity']:,}", *cells))
     print_table(console, (text_column(""), *number_columns(*titles, "too\nlong")), rows)
 

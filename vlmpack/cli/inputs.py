@@ -40,11 +40,12 @@ class Inputs(NamedTuple):
     """The collator; holds the processor."""
 
 
-def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
+def open_inputs(data: DataOptions, *, capacity: int | None = None, **settings: Any) -> Inputs:
     """Open the data set and the processor of the command line.
 
     Args:
         data: names and limits.
+        capacity: maximum tokens of a row, to which samples are truncated without --max-length.
         settings: more settings of `VLMCollator`.
 
     Raises:
@@ -54,6 +55,7 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import mix_datasets
+    from vlmpack.plan.lengths import TRUNCATING
 
     weights = mixed_sources(data.dataset, data.mix or ())
     columns = columns_by_source(data.columns or (), [*weights])
@@ -79,9 +81,14 @@ def open_inputs(data: DataOptions, **settings: Any) -> Inputs:
         raise ConfigError(
             f"{data.dataset} is not packed yet, so it needs a --processor: a hub id, a folder, or a built-in one (tiny)"
         )
+    if data.overlength == "own_row" and data.max_length is not None:
+        raise ConfigError("--overlength own_row keeps samples whole, so --max-length has no effect; leave one out")
+    truncates = data.overlength in TRUNCATING
+    max_length = capacity if truncates and data.max_length is None else data.max_length
     collator = VLMCollator(
-        limit_pixels(named_processor(data.processor), data.max_pixels), layout="packed", max_length=data.max_length,
-        overlength=data.overlength, add_stop=data.add_stop, ignored_keys=data.ignored_keys or (),
+        limit_pixels(named_processor(data.processor), data.max_pixels), layout="packed", max_length=max_length,
+        overlength=data.overlength if truncates or max_length else "error", add_stop=data.add_stop,
+        ignored_keys=data.ignored_keys or (),
         share_prefixes=SharePrefixes(min_shared=data.min_shared) if data.min_shared else False,
         train_on=data.train_on, **settings,
     )  # fmt: skip
@@ -152,12 +159,12 @@ def measure(inputs: Inputs, data: DataOptions, *, quiet: bool, min_shared: int |
 
 
 def plan_rows(table: LengthTable, data: DataOptions, capacity: int) -> Plan:
-    """Plan rows of the samples that fit one."""
+    """Plan rows; a sample that does not fit one is left out, or gets its own row."""
     from vlmpack.plan.planner import plan_bins
 
     return plan_bins(
-        table, capacity, strategy=data.strategy, oversize="drop", budgets=table.budgets(patches=data.max_patches),
-        groups=table.groups if data.min_shared else None,
+        table, capacity, strategy=data.strategy, overlength=data.rows_overlength,
+        budgets=table.budgets(patches=data.max_patches), groups=table.groups if data.min_shared else None,
     )  # fmt: skip
 
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Device; by default cuda if there is one.")]
 Dtype = Literal["float32", "bfloat16"]
-Overlength = Literal["error", "drop", "truncate", "truncate_start"]
+Overlength = Literal["error", "drop", "truncate", "truncate_start", "own_row"]
 TrainOn = Literal["assistant", "last", "all"]
 Branches = Literal["conversation", "turns", "answers"]
-Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill", "next_fit"]
+Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
@@ -67,7 +67,9 @@ class DataOptions:
     ] = None
     seed: Annotated[int, of_samples(min=0, help="Seed for the order of a mix and for synthetic receipts.")] = 0
     max_length: Annotated[int | None, of_samples(min=2, metavar="N", help="Maximum tokens of a sample.")] = None
-    overlength: Annotated[Overlength, of_samples(help="What to do with a sample longer than --max-length.")] = "error"
+    overlength: Annotated[
+        Overlength, of_samples(help="What to do with a sample longer than --max-length, or than a row.")
+    ] = "error"
     max_pixels: Annotated[
         int | None, of_samples(min=1, metavar="N", help="Maximum pixels of an image; by default the processor's.")
     ] = None
@@ -96,6 +98,11 @@ class DataOptions:
     def title(self) -> str:
         """The data sets as named on the command line."""
         return " + ".join((self.dataset, *(self.mix or ())))
+
+    @property
+    def rows_overlength(self) -> Literal["drop", "own_row"]:
+        """What a plan that is only looked at, or trained on, does with a sample that is too large for a row."""
+        return "own_row" if self.overlength == "own_row" else "drop"
 
 
 def with_options(shared: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

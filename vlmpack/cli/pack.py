@@ -41,9 +41,6 @@ def pack(
     data: DataOptions,
     out: Annotated[Path, typer.Argument(help="Folder for the rows; an interrupted one is continued.")],
     capacity: Annotated[int, of_rows(min=1, metavar="N", help="Maximum tokens of a row.")],
-    oversize: Annotated[
-        Literal["error", "drop", "own_row"], of_rows(help="What to do with a sample longer than a row.")
-    ] = "error",
     rows_multiple: Annotated[
         int, of_rows(min=1, metavar="N", help="Make the number of rows a multiple of N: ranks x accumulation.")
     ] = 1,
@@ -72,14 +69,16 @@ def pack(
 
     from vlmpack.collate.skipped import SkipLimit
     from vlmpack.layout.segments import SlotRule
+    from vlmpack.plan.lengths import TRUNCATING
     from vlmpack.rows import StoreSettings, write_rows
 
     settings = StoreSettings(
-        capacity=capacity, max_patches=data.max_patches, strategy=data.strategy, oversize=oversize,
+        capacity=capacity, max_patches=data.max_patches, strategy=data.strategy,
+        overlength="error" if data.overlength in TRUNCATING else data.overlength,
         rows_multiple=rows_multiple, shard_rows=shard_rows,
     )  # fmt: skip
     dataset, collator = open_inputs(
-        data, on_bad=on_bad, slots=SlotRule(multiple=pad_seq_to_mult),
+        data, capacity=capacity, on_bad=on_bad, slots=SlotRule(multiple=pad_seq_to_mult),
         skip_limit=None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction),
     )  # fmt: skip
     with progress_lines(quiet=quiet) as progress:

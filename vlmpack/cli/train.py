@@ -83,7 +83,7 @@ def train(
 
 
 def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> DataOptions:
-    """Make the data options; a sample may be as long as a row."""
+    """Make the data options; a sample may be as long as a row, or longer in its own."""
     names = [sources] if isinstance(sources, str) else [*sources]
     if not names:
         raise ConfigError("data names no data set; give a file, a folder or a hub id")
@@ -93,7 +93,7 @@ def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> Dat
         "dataset": names[0],
         "mix": names[1:],
         "processor": keys.model,
-        "max_length": keys.capacity,
+        "max_length": None if given.get("overlength") == "own_row" else keys.capacity,
         "cache": str(Path(given.get("output_dir", DEFAULTS["output_dir"])) / LENGTHS),
     }
     settings |= {name: given[name] for name in OF_DATA if given.get(name) is not None}

@@ -15,7 +15,7 @@ import torch
 from vlmpack.collate.assemble import SharePrefixes, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.encoded import OVERLENGTH, Encoded, Overlength, TrainOn, check_labels_are_ids, fit
+from vlmpack.collate.encoded import Encoded, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
@@ -38,6 +38,7 @@ from vlmpack.families.registry import family_of_processor
 from vlmpack.layout.batch import PaddedBatch
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import SlotRule, round_up
+from vlmpack.plan.lengths import OVERLENGTH, Overlength
 
 _PACKAGE = Path(__file__).parent
 
@@ -391,6 +392,8 @@ def _check_lengths(layout: BatchLayout, slots: SlotRule | None, max_length: int 
         check_kind("slots", slots, SlotRule, "SlotRule(multiple=4)")
     if layout == "padded" and slots is not None:
         raise ConfigError("slots are of packed rows, but layout='padded'; give StepConfig(slots=...) to enable_packing")
+    if overlength == "own_row":
+        raise ConfigError("overlength='own_row' is for rows: plan_bins, RowSettings and StoreSettings take it")
     if max_length is None and overlength != "error":
         raise ConfigError(f"overlength={overlength!r} needs max_length=, the most tokens a sample may have")
     if max_length is not None:

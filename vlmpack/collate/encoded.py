@@ -19,6 +19,7 @@ from vlmpack.errors import Refusal
 from vlmpack.families.spans import media_runs, prefix_length
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs
 from vlmpack.layout.row import IGNORE
+from vlmpack.plan.lengths import OVERLENGTH, TRUNCATING, Overlength
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -331,11 +332,6 @@ def mask_media(labels: np.ndarray, input_ids: np.ndarray, metadata: ProcessorMet
 
 # ---- length
 
-Overlength = Literal["error", "drop", "truncate", "truncate_start"]
-
-OVERLENGTH = "overlength"
-"""The reason under which overlong samples are counted."""
-
 
 def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None, overlength: Overlength) -> Encoded:
     """Return the sample if it has at most `max_length` tokens; otherwise apply the policy for overlong samples.
@@ -345,7 +341,7 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     """
     if max_length is None or sample.num_tokens <= max_length:
         return sample
-    if overlength in ("truncate", "truncate_start"):
+    if overlength in TRUNCATING:
         return truncate(sample, metadata, max_length=max_length, of_start=overlength == "truncate_start")
     media = int((sample.types != TEXT).sum())
     audio = f" and {len(sample.audios)} audio(s)" if sample.audios else ""

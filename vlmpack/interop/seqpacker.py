@@ -37,7 +37,7 @@ from vlmpack.interop.row_collator import (
     vector,
 )
 from vlmpack.interop.row_collator import RowCollator as RowCollator
-from vlmpack.plan.lengths import Oversize, check_seed, checked_capacity
+from vlmpack.plan.lengths import Overlength, check_seed, checked_capacity
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import STRATEGIES, plan_bins
@@ -55,7 +55,7 @@ FULL_NAMES = {
 """SeqPacker's long names in lower case -> its short names."""
 
 BEST_FIT = ("obfd", "obfdp", "bfd", "bf", "ffd", "mffd", "ff", "ffs", "wf")
-ALIASES = {**dict.fromkeys(BEST_FIT, "best_fit_decreasing"), "hk": "rolling_fill", "nf": "next_fit"}
+ALIASES = {**dict.fromkeys(BEST_FIT, "best_fit_decreasing"), "hk": "rolling_fill", "nf": "rolling_fill"}
 """SeqPacker's short name -> our strategy. If we lack a variant, it maps to one of ours that needs no more bins."""
 
 
@@ -218,12 +218,12 @@ class Packer:
         plan = self.plan(lengths)
         return plan.sample_ids, plan.bounds[1:-1]
 
-    def plan(self, lengths: Sequence[int] | np.ndarray, oversize: Oversize = "error") -> Plan:
+    def plan(self, lengths: Sequence[int] | np.ndarray, overlength: Overlength = "error") -> Plan:
         """Return the same rows as a Plan; samples above the capacity are refused, or left out and listed."""
         name, seed = _short_name(self.strategy), self.seed
         if name in ALIASES:  # SeqPacker shuffles with one strategy only
             seed = None if name != "ffs" else 42 if seed is None else seed
-        return plan_bins(lengths, self.capacity, strategy=ALIASES.get(name, name), oversize=oversize, seed=seed)
+        return plan_bins(lengths, self.capacity, strategy=ALIASES.get(name, name), overlength=overlength, seed=seed)
 
     @staticmethod
     def strategies() -> list[tuple[str, str]]:
@@ -244,9 +244,9 @@ class StreamPacker:
 
     Args:
         capacity: maximum tokens of a row.
-        strategy: `"nf"` fills one row after the other, in the order given. `"hk"` maps to `rolling_fill` instead of
-            Harmonic-K: each row is the oldest sample of a packing buffer (64 samples, and at least four rows' worth of
-            tokens) and the samples that fill it up. It buffers as little as Harmonic-K, and rows are fuller.
+        strategy: `"nf"` or `"hk"`, which both map to `rolling_fill` instead of next fit and Harmonic-K: each row is the
+            oldest sample of a packing buffer (64 samples, and at least four rows' worth of tokens) and the samples that
+            fill it up. It buffers as little as Harmonic-K, and rows are fuller.
         k: number of size classes of Harmonic-K. It is validated, but has no effect.
 
     Raises:
@@ -254,8 +254,7 @@ class StreamPacker:
     """
 
     def __init__(self, capacity: int, strategy: str = "nf", k: int | None = None) -> None:
-        self._strategy = _short_name(str(strategy).replace("_", ""))
-        if self._strategy not in ("nf", "hk"):
+        if _short_name(str(strategy).replace("_", "")) not in ("nf", "hk"):
             raise ConfigError(
                 f"a stream cannot be packed by {strategy!r}, which needs all lengths at once; choose 'nf' or 'hk', or "
                 "use Packer"
@@ -279,13 +278,12 @@ class StreamPacker:
         if self._finished:
             raise ConfigError("this StreamPacker is finished; make a new one for the next stream")
         PackingBuffer(self._capacity).add(self.sequences_added, length)  # raise before a row is returned
-        is_full = self._strategy == "nf" and self._buffer.tokens + length > self._capacity
-        complete = [self._next_row()] if is_full else []
+        complete = []
         self._buffer.add(self.sequences_added, length)
         self._lengths[self.sequences_added] = int(length)
         self.sequences_added += 1
         enough = ROWS_BUFFERED * self._capacity
-        while self._strategy == "hk" and len(self._buffer) >= LOOK_AHEAD and self._buffer.tokens >= enough:
+        while len(self._buffer) >= LOOK_AHEAD and self._buffer.tokens >= enough:
             complete.append(self._next_row())
         return complete
 
@@ -297,7 +295,7 @@ class StreamPacker:
         return rest
 
     def _next_row(self) -> Pack:
-        """Take the oldest sample and the samples that fill its row; with next fit, the whole buffer."""
+        """Take the oldest sample and the samples that fill its row."""
         row = self._buffer.take()
         return Pack(sequence_ids=row, lengths=[self._lengths.pop(sample) for sample in row])
 
@@ -312,7 +310,7 @@ def pack_dataset(
     strategy: str = "obfd",
     seed: int | None = None,
     labels: Any = None,
-    oversize: Oversize = "error",
+    overlength: Overlength = "error",
     **columns: Any,
 ) -> Dataset:
     """Pack samples into rows, as a data set with the columns shown at the top of this file.
@@ -327,7 +325,7 @@ def pack_dataset(
         seed: seed of the shuffle, see `Packer`.
         labels: labels of each token, in the form of `token_ids`, not shifted, -100 where nothing is trained on; None:
             the token ids.
-        oversize: what to do with samples above the capacity: refuse them, or leave them out.
+        overlength: what to do with samples above the capacity: refuse them, or leave them out.
         columns: `padding_value` and other settings of `pack_dataset_from_result`.
 
     Raises:
@@ -338,9 +336,8 @@ def pack_dataset(
     packer, samples = Packer(capacity, strategy, seed), _read(token_ids, labels)
     ids, labels = zip(*samples, strict=True) if samples else ([], [])
     lengths = np.asarray([*map(len, ids)], np.int64)
-    plan = (
-        packer.plan(lengths, oversize) if samples else Plan.from_assignment(lengths, lengths=lengths, capacity=capacity)
-    )
+    empty = partial(Plan.from_assignment, lengths, lengths=lengths, capacity=capacity)
+    plan = packer.plan(lengths, overlength) if samples else empty()
     return pack_dataset_from_result(plan, ids, labels=labels, **columns)
 
 
@@ -395,7 +392,7 @@ def _rows(
     for members in plan.bins:
         lengths = [len(samples[sample][0]) for sample in members]
         rest = plan.capacity - sum(lengths) if to_capacity else 0
-        if rest < 0:  # a plan with oversize="own_row" or shared prefixes
+        if rest < 0:  # a plan with overlength="own_row" or shared prefixes
             raise ConfigError(f"a row holds {sum(lengths)} tokens, above its capacity; choose pad_to_capacity=False")
         ids, labels = (np.concatenate([samples[sample][at] for sample in members]) for at in (0, 1))
         labels[np.cumsum([0, *lengths[:-1]])] = IGNORE
@@ -532,7 +529,7 @@ def packed_collate_fn(
     seed: int | None = None,
     padding_value: int = 0,
     label_padding_value: int = IGNORE,
-    oversize: Oversize = "error",
+    overlength: Overlength = "error",
 ) -> Callable[[Sequence[Any]], PackedBatch]:
     """Make a collate function for a DataLoader that packs the samples of a batch into rows.
 
@@ -547,12 +544,12 @@ def packed_collate_fn(
             together; names the sample.
     """
     fill = (padding_value, label_padding_value)
-    return partial(_pack_batch, packer=Packer(capacity, strategy, seed), fill=fill, oversize=oversize)
+    return partial(_pack_batch, packer=Packer(capacity, strategy, seed), fill=fill, overlength=overlength)
 
 
-def _pack_batch(batch: Sequence[Any], *, packer: Packer, fill: tuple[int, int], oversize: Oversize) -> PackedBatch:
+def _pack_batch(batch: Sequence[Any], *, packer: Packer, fill: tuple[int, int], overlength: Overlength) -> PackedBatch:
     samples = [read_row(sample, index, ("attention_mask",), "one_sample")[:2] for index, sample in enumerate(batch)]
-    return _tensors(packer.plan([len(ids) for ids, _ in samples], oversize), samples, *fill)
+    return _tensors(packer.plan([len(ids) for ids, _ in samples], overlength), samples, *fill)
 
 
 def _tensors(

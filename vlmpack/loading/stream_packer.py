@@ -15,9 +15,9 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, SampleError, check_choice, check_kind
+from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.loading.resumable import check_seal, digest_of, other_data, sealed
-from vlmpack.plan.lengths import OVERSIZE, Oversize, checked_capacity
+from vlmpack.plan.lengths import Overlength, check_overlength, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.planner import cut_group
 
@@ -37,8 +37,8 @@ class RowSettings:
     """Fraction of the capacity, 0 to 1; a row below it is held back once to wait for more samples."""
     drop_last: bool = False
     """At the end, leave out rows below `min_fill`."""
-    oversize: Oversize = "error"
-    """What to do with a sample that is too large for a row: raise an error, drop it, or give it its own row."""
+    overlength: Overlength = "error"
+    """What to do with a sample that is too large for a row: "error", "drop", or "own_row"."""
 
     def __post_init__(self) -> None:
         checked_capacity(self.capacity)
@@ -49,7 +49,7 @@ class RowSettings:
             raise ConfigError(f"buffer_tokens must be at least 0, got {self.buffer_tokens}")
         if not 0 <= self.min_fill <= 1:
             raise ConfigError(f"min_fill must lie between 0 and 1, got {self.min_fill}")
-        check_choice("oversize", self.oversize, OVERSIZE)
+        check_overlength(self.overlength)
 
     @property
     def enough_buffered(self) -> int:
@@ -253,17 +253,17 @@ class StreamPacker(Generic[Sample]):
         Raises:
             SampleError: its length or a cost is not a whole number, it has no tokens, its `input_ids` have another
                 shape than [n] or [1, n], its prefix differs from its group's, or it is too large for a row and
-                `oversize` is "error"; gives its number.
+                `overlength` is "error"; gives its number.
             ConfigError: `costs` does not return all limited costs.
         """
         number = self.received if number is None else number
         self.received += 1
         needs = self._needs(number, sample)
         over = any(need > limit for need, limit in zip(needs, self._fill.limits, strict=True))
-        if over and self.settings.oversize == "drop":
+        if over and self.settings.overlength == "drop":
             self.dropped += 1
             return
-        if over and self.settings.oversize == "own_row":
+        if over and self.settings.overlength == "own_row":
             self._alone.append(number)
         else:
             self._join(number, needs, self._prefix_of(number, sample))

@@ -1,4 +1,4 @@
-"""Bin packing algorithms: exact fill, best-fit-decreasing, next fit, and a lower bound.
+"""Bin packing algorithms: exact fill, best-fit-decreasing, and a lower bound.
 
 Best fit works on *runs*: neighboring bins with the same free space. Samples of one length go to a whole run at once,
 so run time depends on the number of different lengths and runs, hardly on the number of samples.
@@ -120,29 +120,6 @@ def _counted(sorted_lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (distinct lengths, number of samples of each), both int64 [K]."""
     edges = np.flatnonzero(np.diff(sorted_lengths, prepend=-1, append=-1))
     return sorted_lengths[edges[:-1]], np.diff(edges)
-
-
-def next_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Fill bins with samples in the order given, and open a new bin when a sample does not fit.
-
-    One vectorized search finds where a bin would end for every possible start; only the starts that occur are walked.
-
-    Args:
-        lengths: int64 [N], each from 1 to `capacity` tokens.
-        capacity: tokens of a bin.
-
-    Returns:
-        int64 [N]: the bin of each sample, counted from 0, never decreasing.
-    """
-    ends = np.cumsum(lengths)
-    following = np.searchsorted(ends, ends - lengths + capacity, side="right").tolist()
-    starts, at = [], 0
-    while at < len(following):
-        starts.append(at)
-        at = following[at]
-    opens = np.zeros(len(lengths), np.int64)
-    opens[starts] = 1
-    return np.cumsum(opens) - 1
 
 
 MOST_PARTS = 16

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, final
+from typing import Literal, TypeVar, final, get_args
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, SampleError, check_whole_number
+from vlmpack.errors import ConfigError, SampleError, check_choice, check_whole_number
 
 Whole = TypeVar("Whole", int, np.ndarray)
 
@@ -23,8 +23,12 @@ def round_up(number: Whole, multiple: int) -> Whole:
     return divided_up(number, multiple) * multiple
 
 
-Oversize = Literal["error", "drop", "own_row"]
-OVERSIZE: tuple[Oversize, ...] = ("error", "drop", "own_row")
+Overlength = Literal["error", "drop", "truncate", "truncate_start", "own_row"]
+"""What to do with a sample that is too long, for `max_length` or for a row: refuse it; leave it out and count it; keep
+its first or its last tokens; or keep it whole, in its own row."""
+TRUNCATING = ("truncate", "truncate_start")
+OVERLENGTH = "overlength"
+"""The reason under which samples that are too long are counted."""
 
 LARGEST = 2**31 - 1
 """Limit of lengths, capacities and sample counts: two such numbers fit one int64, which sorts fast."""
@@ -156,10 +160,24 @@ def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budge
     larger = " or ".join(["capacity", *(f"the limit of {budget.name}" for budget in budgets)])
     raise SampleError(
         f"does not fit a row of {limits}. {len(places)} of {len(over)} samples do not: {listed}{more}. Raise {larger}, "
-        "shorten the samples, or choose oversize='drop' or oversize='own_row'",
+        "shorten the samples, or choose overlength='drop' or overlength='own_row'",
         index=int(places[0]),
-        reason="overlength",
+        reason=OVERLENGTH,
     )
+
+
+def check_overlength(overlength: Overlength) -> None:
+    """Check what to do with samples that are too long for a row. Rows are made of lengths, which nothing can truncate.
+
+    Raises:
+        ConfigError: there is no such choice, or it truncates.
+    """
+    check_choice("overlength", overlength, get_args(Overlength))
+    if overlength in TRUNCATING:
+        raise ConfigError(
+            f"overlength={overlength!r}: rows are planned from lengths, so the collator has to truncate: "
+            f"VLMCollator(max_length=capacity, overlength={overlength!r})"
+        )
 
 
 def _sizes(at: int, lengths: np.ndarray, budgets: Sequence[Budget]) -> str:

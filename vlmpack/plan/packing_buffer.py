@@ -12,7 +12,7 @@ import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.exact_fill import best_subset
-from vlmpack.plan.lengths import Budget, checked_capacity
+from vlmpack.plan.lengths import OVERLENGTH, Budget, checked_capacity
 
 SHARPNESS = 8
 """A limit's weight is its demand relative to the highest demand, to this power: slack limits hardly count."""
@@ -186,7 +186,7 @@ class PackingBuffer:
                 f"has {length} tokens{more}; a row holds from 1 to {self.limits[0]} tokens{most}. Leave it out, or "
                 "plan larger rows",
                 index=sample_id,
-                reason="overlength" if length > 0 else "empty",
+                reason=OVERLENGTH if length > 0 else "empty",
             )
         if min(needs) < 0:
             raise SampleError(

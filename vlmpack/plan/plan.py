@@ -31,7 +31,7 @@ import numpy as np
 from vlmpack.errors import ConfigError, LayoutError, VlmpackError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.plan.exact_fill import lower_bound
-from vlmpack.plan.lengths import Budget, Oversize, too_large
+from vlmpack.plan.lengths import Budget, Overlength, too_large
 from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs, group_bound
 
 NO_SAMPLES = np.zeros(0, np.int64)
@@ -58,7 +58,7 @@ class Plan:
     """Maximum tokens of a row."""
     budgets: tuple[Budget, ...] = ()
     """Further limits of a row: patches, images."""
-    oversize: Oversize = "error"
+    overlength: Overlength = "error"
     """What happened to samples that are too large for a row: refused, dropped, or each placed in its own row."""
     strategy: str = "exact_fill"
     """Bin packing strategy, see `plan_bins`."""
@@ -221,7 +221,7 @@ class Plan:
             of_groups = None if groups is None else budget.of_groups(len(groups))
             held.append((budget.name, self.sums(budget.costs, of_groups), budget.limit))
         for name, needs, limit in held:
-            if (over := (needs > limit) & ((sizes > 1) | (self.oversize != "own_row"))).any():
+            if (over := (needs > limit) & ((sizes > 1) | (self.overlength != "own_row"))).any():
                 row = int(over.argmax())
                 raise LayoutError(f"row {row} holds {needs[row]} {name}, and at most {limit} may be; plan again")
         return self
@@ -246,7 +246,7 @@ class Plan:
             "longest_segment": int(self.lengths[self.sample_ids].max(initial=0)),
             "most_segments": int(segments.max(initial=0)),
             "strategy": self.strategy,
-            "oversize": self.oversize,
+            "overlength": self.overlength,
             "seed": self.seed,
             **({} if self.groups is None else trees),
         }
@@ -275,7 +275,7 @@ class Plan:
         with read_archive(path, kind=FORMAT) as (manifest, arrays):
             return cls(
                 **{name: arrays[name] for name in ("sample_ids", "bounds", "lengths", "dropped")},
-                **{name: manifest[name] for name in ("capacity", "oversize", "strategy", "seed")},
+                **{name: manifest[name] for name in ("capacity", "overlength", "strategy", "seed")},
                 budgets=tuple(
                     Budget(name=name, costs=arrays[f"budget.{name}"], limit=most, shared=arrays.get(f"shared.{name}"))
                     for name, most in manifest["budgets"].items()
@@ -327,7 +327,7 @@ def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # ---------------------------------------------------------------------- archives
 
-FORMAT, VERSION = "vlmpack.plan", 2
+FORMAT, VERSION = "vlmpack.plan", 3
 MANIFEST = "manifest.json"
 FIRST_DATE = (1980, 1, 1, 0, 0, 0)
 """Date of every file in an archive, fixed so that equal content gives equal bytes."""

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 
 from vlmpack.errors import ConfigError, check_choice
-from vlmpack.plan.exact_fill import best_fit_decreasing, exact_fill, next_fit
+from vlmpack.plan.exact_fill import best_fit_decreasing, exact_fill
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
-    OVERSIZE,
     Budget,
-    Oversize,
+    Overlength,
+    check_overlength,
     check_seed,
     checked_capacity,
     checked_lengths,
@@ -30,7 +30,6 @@ STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
     "best_fit_decreasing": best_fit_decreasing,
     "rolling_fill": rolling_fill,
-    "next_fit": next_fit,
 }
 """Strategy name -> function of lengths int64 [N] and a capacity that returns the bin of each sample, int64 [N]."""
 
@@ -77,7 +76,7 @@ def plan_bins(
     *,
     strategy: str = "exact_fill",
     budgets: Sequence[Budget] = (),
-    oversize: Oversize = "error",
+    overlength: Overlength = "error",
     seed: int | None = None,
     groups: PrefixGroups | None = None,
 ) -> Plan:
@@ -89,7 +88,7 @@ def plan_bins(
         capacity: maximum tokens of a row.
         strategy: one of `STRATEGIES`. Without budgets, the default never makes more rows than best-fit-decreasing.
         budgets: further limits of a row; with a table, `table.budgets(...)`.
-        oversize: what to do with a sample that is too large for a row: raise an error, drop it, or give it its own row.
+        overlength: what to do with a sample that is too large for a row: "error", "drop", or "own_row".
         seed: shuffles the samples first and the rows last. None: samples keep the order given, and rows are ordered by
             their first samples. The same seed gives the same plan.
         groups: groups of samples that share a prefix, which a row computes once (`VLMCollator(share_prefixes=True)`);
@@ -98,13 +97,13 @@ def plan_bins(
 
     Raises:
         SampleError: a length is not finite, whole and positive; a sample is shorter than the prefix it shares; or, with
-            `oversize="error"`, samples are too large. Names the first such sample, and lists the ones that are too
+            `overlength="error"`, samples are too large. Names the first such sample, and lists the ones that are too
             large.
         ConfigError: there are no samples, the capacity is not a whole number of at least 1, or a setting is unknown.
     """
     capacity = checked_capacity(capacity)
     sizes = checked_lengths(lengths.tokens if isinstance(lengths, LengthTable) else lengths)
-    _check_settings(len(sizes), strategy, budgets, oversize, seed)
+    _check_settings(len(sizes), strategy, budgets, overlength, seed)
     if isinstance(lengths, LengthTable):
         sizes = lengths.by_place(sizes)
         budgets = [replace(budget, costs=lengths.by_place(budget.costs)) for budget in budgets]
@@ -112,7 +111,7 @@ def plan_bins(
             groups = lengths.groups_by_place(groups)
     needs = None if groups is None else _needs(groups, sizes, capacity, budgets)
     over, usable = too_large(sizes, capacity, budgets), sizes > 0
-    if oversize == "error":
+    if overlength == "error":
         refuse_too_large(over, sizes, capacity, budgets)
     shuffle = None if seed is None else np.random.default_rng(seed)
     order = np.arange(len(sizes)) if shuffle is None else shuffle.permutation(len(sizes))
@@ -122,9 +121,9 @@ def plan_bins(
             bin_of[fitting] = _place(sizes, capacity, strategy, budgets, fitting)
         else:
             bin_of[fitting] = _place_groups(needs, strategy, fitting)
-    if oversize == "own_row":
+    if overlength == "own_row":
         bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
-    settings = {"capacity": capacity, "budgets": tuple(budgets), "oversize": oversize, "strategy": strategy}
+    settings = {"capacity": capacity, "budgets": tuple(budgets), "overlength": overlength, "strategy": strategy}
     settings["groups"] = groups
     settings["seed"] = None if seed is None else int(seed)  # JSON cannot hold numpy's numbers
     plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
@@ -200,12 +199,12 @@ def cut_group(needs: Sequence[tuple[int, ...]], prefix: tuple[int, ...], limits:
 
 
 def _check_settings(
-    samples: int, strategy: str, budgets: Sequence[Budget], oversize: Oversize, seed: int | None
+    samples: int, strategy: str, budgets: Sequence[Budget], overlength: Overlength, seed: int | None
 ) -> None:
     if samples > LARGEST:
         raise ConfigError(f"a plan holds at most {LARGEST} samples, got {samples}; plan in parts")
     check_choice("strategy", strategy, STRATEGIES)
-    check_choice("oversize", oversize, OVERSIZE)
+    check_overlength(overlength)
     check_seed(seed)
     if budgets and strategy not in WITH_BUDGETS:
         raise ConfigError(

@@ -16,9 +16,8 @@ from typing import Any, Literal, final
 import numpy as np
 
 from vlmpack.errors import ConfigError
-from vlmpack.plan.balance import balance_rows
 from vlmpack.plan.length_table import LengthTable
-from vlmpack.plan.lengths import SHOWN, checked_capacity, divided_up
+from vlmpack.plan.lengths import SHOWN, Overlength, checked_capacity, divided_up
 from vlmpack.plan.planner import plan_bins
 
 PadTo = Literal["longest", "max"]
@@ -132,7 +131,11 @@ class Simulation:
     """Number of samples in the row that has most."""
     longest: int
     """Length of the longest sample in a row."""
-    oversize: Mapping[int, int]
+    fill: float
+    """Computed tokens over row capacity, 0 to 1; a row above the capacity counts as full."""
+    computed: Mapping[str, int]
+    """Tokens, vision patches and attended pairs of all rows, shared prefixes counted once per row."""
+    dropped: Mapping[int, int]
     """Samples dropped because they are too large for a row: index in the data set -> tokens."""
     samples_deviation: float = 0.0
     """Standard deviation of the number of samples per row."""
@@ -140,22 +143,8 @@ class Simulation:
     """Bin packing strategy, see `plan_bins`."""
     limits: Mapping[str, int] = field(default_factory=dict)
     """Further limits of a row, by name: "patches", "images"."""
-    rows_per_device: int = 1
-    """Rows per batch, on each rank."""
-    patch_skew: float | None = None
-    """Patches of the busiest rank over the mean of all ranks, 1 or more; None: one rank, or no images."""
-    balanced_patch_skew: float | None = None
-    """`patch_skew` if `balance_rows` distributes the rows."""
-    computed: Mapping[str, int] | None = None
-    """Tokens, vision patches and attended pairs of all rows, shared prefixes counted once per row; None: unknown."""
 
     # ------------------------------------------------------------------ rows
-
-    @property
-    def fill(self) -> float:
-        """Computed tokens over row capacity, 0 to 1."""
-        tokens = self.tokens if self.computed is None else self.computed["tokens"]
-        return tokens / (self.rows * self.capacity) if self.rows else 0.0
 
     @property
     def samples_per_row(self) -> float:
@@ -166,36 +155,32 @@ class Simulation:
 
     @property
     def accumulation(self) -> int:
-        """Batches of rows to accumulate so that an update sees at least as many samples as with the padded recipe.
+        """Rows to accumulate on each rank so that an update sees at least as many samples as with the padded recipe.
 
-        `ceil(target / (samples per row x ranks x rows of a batch))`, in whole numbers, so no rounding error enters.
+        `ceil(target / (samples per row x ranks))`, in whole numbers, so no rounding error enters.
         """
         target = self.recipe.samples_per_update
-        return max(1, divided_up(target * self.rows, self.samples * self._rows_per_step)) if self.samples else 1
+        return max(1, divided_up(target * self.rows, self.samples * self.recipe.world_size)) if self.samples else 1
 
     @property
     def samples_per_update(self) -> float:
         """Mean number of samples per update with this accumulation."""
-        return self.samples_per_row * self._rows_per_step * self.accumulation
+        return self.samples_per_row * self.recipe.world_size * self.accumulation
 
     @property
     def steps(self) -> int:
         """Forward and backward passes per rank and epoch."""
-        return divided_up(self.rows, self._rows_per_step)
+        return divided_up(self.rows, self.recipe.world_size)
 
     @property
     def updates(self) -> int:
         """Weight updates per epoch."""
         return divided_up(self.steps, self.accumulation)
 
-    @property
-    def _rows_per_step(self) -> int:
-        return self.recipe.world_size * self.rows_per_device
-
     # ------------------------------------------------------------------ in words
 
     def explain(self) -> tuple[str, ...]:
-        """List what one may want to change: many more samples per update, uneven rows or ranks, dropped samples."""
+        """List what one may want to change: many more samples per update, uneven rows, dropped samples."""
         said, ratio = [], self.samples_per_update / self.recipe.samples_per_update
         if ratio > CLOSE:
             said.append(
@@ -207,28 +192,22 @@ class Simulation:
                 f"A row holds {self.samples_per_row:.2f} samples on average and {self.most_samples:,} at most, so "
                 f"updates see uneven numbers of samples: the strategy {MIXING} mixes long and short ones."
             )
-        if self.patch_skew is not None:
-            said.append(
-                f"In the vision tower, the rank with the most patches has {self.patch_skew:.2f} times the mean of all; "
-                f"rows handed out by balance_rows: {self.balanced_patch_skew:.2f} times."
-            )
-        if self.oversize:
-            listed = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in list(self.oversize.items())[:SHOWN])
-            more = f" and {len(self.oversize) - SHOWN:,} more" if len(self.oversize) > SHOWN else ""
+        if self.dropped:
+            listed = ", ".join(f"{place} ({tokens:,} tokens)" for place, tokens in list(self.dropped.items())[:SHOWN])
+            more = f" and {len(self.dropped) - SHOWN:,} more" if len(self.dropped) > SHOWN else ""
             said.append(f"Samples that exceed a row are left out: {listed}{more}.")
         return tuple(said)
 
     def to_dict(self) -> dict[str, Any]:
         """Return every number, ready for JSON."""
         return {
-            **{name: value for name, value in asdict(self).items() if name not in ("recipe", "oversize")},
-            "fill": self.fill,
+            **{name: value for name, value in asdict(self).items() if name not in ("recipe", "dropped")},
             "samples_per_row": self.samples_per_row,
             "accumulation": self.accumulation,
             "samples_per_update": self.samples_per_update,
             "steps": self.steps,
             "updates": self.updates,
-            "oversize": [{"sample": place, "tokens": tokens} for place, tokens in self.oversize.items()],
+            "dropped": [{"sample": place, "tokens": tokens} for place, tokens in self.dropped.items()],
         }
 
     def __repr__(self) -> str:
@@ -236,7 +215,7 @@ class Simulation:
             f"Simulation({self.rows:,} rows of {self.capacity:,} tokens, {self.fill:.2%} full, "
             f"{self.samples_per_row:.2f} samples a row; {self.accumulation:,} accumulated for "
             f"{self.samples_per_update:,.1f} samples an update (padded: {self.recipe.samples_per_update:,}); "
-            f"{self.updates:,} updates an epoch; {len(self.oversize):,} samples too long)"
+            f"{self.updates:,} updates an epoch; {len(self.dropped):,} samples too long)"
         )
 
 
@@ -245,10 +224,10 @@ def simulate(
     capacity: int,
     *,
     recipe: PaddedRecipe | None = None,
-    rows_per_device: int = 1,
     strategy: str = "exact_fill",
     max_patches: int | None = None,
     max_images: int | None = None,
+    overlength: Overlength = "drop",
     share_prefixes: bool = False,
 ) -> Simulation:
     """Simulate packing the samples of a length table with `plan_bins`.
@@ -257,10 +236,10 @@ def simulate(
         table: lengths of the samples.
         capacity: maximum tokens of a row.
         recipe: padded recipe whose samples per update are to be kept.
-        rows_per_device: rows per batch, on each rank.
         strategy: bin packing strategy, see `plan_bins`.
         max_patches: maximum vision patches of a row; None: no limit.
         max_images: maximum images and videos of a row; None: no limit.
+        overlength: what to do with samples that are too large for a row, see `plan_bins`.
         share_prefixes: compute each shared prefix once per row, by the groups of the table.
 
     Raises:
@@ -270,38 +249,26 @@ def simulate(
     if share_prefixes and table.groups is None:
         raise ConfigError("the table has no groups: measure_lengths(..., min_shared=64) finds them")
     recipe = recipe or PaddedRecipe()
-    rows_per_device = checked_capacity(rows_per_device, "rows_per_device")
     budgets = table.budgets(patches=max_patches, images=max_images)
     groups = table.groups if share_prefixes else None
-    plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, oversize="drop", groups=groups)
+    plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, overlength=overlength, groups=groups)
     segments = np.diff(plan.bounds)
     dropped = plan.dropped
     patches = plan.sums(table.patches, None if groups is None else groups.patches)
     work = {"tokens": plan.tree_tokens, "patches": patches, "attended_pairs": plan.attended_pairs}
-    skews = _patch_skews(patches, recipe.world_size)
     return Simulation(
         capacity=plan.capacity,
         recipe=recipe,
         samples=len(plan.sample_ids),
         tokens=int(plan.tokens.sum()),
         rows=len(plan),
+        fill=plan.fill,
         least_rows=plan.lower_bound,
         most_samples=int(segments.max(initial=0)),
         longest=int(plan.lengths[plan.sample_ids].max(initial=0)),
-        oversize=dict(zip(table.sample_ids[dropped].tolist(), plan.lengths[dropped].tolist(), strict=True)),
+        dropped=dict(zip(table.sample_ids[dropped].tolist(), plan.lengths[dropped].tolist(), strict=True)),
         samples_deviation=float(segments.std()) if len(plan) else 0.0,
         strategy=plan.strategy,
         limits={budget.name: budget.limit for budget in budgets},
-        rows_per_device=rows_per_device,
-        patch_skew=skews[0] if skews else None,
-        balanced_patch_skew=skews[1] if skews else None,
         computed={name: int(of_rows.sum()) for name, of_rows in work.items()},
     )
-
-
-def _patch_skews(patches: np.ndarray, ranks: int) -> tuple[float, float] | None:
-    """Return the patch skew (as planned, as balanced), worst rank over mean; None: there is nothing to balance."""
-    if ranks == 1 or len(patches) < ranks or not patches.any():
-        return None
-    as_planned = balance_rows(patches, ranks=ranks, window=1, method="as_given", remainder="drop")
-    return as_planned.imbalance, balance_rows(patches, ranks=ranks, remainder="drop").imbalance

@@ -114,7 +114,7 @@ def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ra
     limits = [Budget(name="patches", costs=patches, limit=settings.patches, shared=shared)] if patches.any() else []
 
     def bins(tokens: int) -> list[list[int]]:
-        plan = plan_bins(lengths, tokens, budgets=limits, oversize="own_row", groups=groups)
+        plan = plan_bins(lengths, tokens, budgets=limits, overlength="own_row", groups=groups)
         return [sorted(int(at) for at in row) for row in plan]
 
     rows = bins(settings.tokens)

@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.encoded import OVERLENGTH
 from vlmpack.data.formats import sample_id_of
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout.batch import METADATA_KEY
@@ -38,6 +37,7 @@ from vlmpack.model.result import StepResult, Work
 from vlmpack.model.step import PackedStep
 from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.length_table import Refused
+from vlmpack.plan.lengths import OVERLENGTH
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
 from vlmpack.trainer.loss import Loss, SampleLosses, gathered, is_distributed, mean_loss
@@ -189,7 +189,7 @@ class EvaluationRows:
         check_refused(table, collator)
         if not len(table):
             raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
-        planned = plan_bins(table, capacity, oversize="own_row")
+        planned = plan_bins(table, capacity, overlength="own_row")
         return cls(rows=planned.bins, tokens=planned.tokens, refused=table.refused)
 
 
