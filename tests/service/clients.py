@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from service.fakes import FakeEngine, PickleCodec
 
-from vlmpack.service import messages
+from vlmpack.service import messages, wire
 from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.journal import CheckpointRow, SamplingRow
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue import RequestQueue
 
@@ -89,7 +92,8 @@ class Client:
         """What came of a request; waited for."""
         reply = self.reply(request_id)
         assert isinstance(reply, messages.Reply), reply
-        return pickle.loads(reply.body)
+        outcome = pickle.loads(reply.body)
+        return SimpleNamespace(**outcome) if isinstance(outcome, dict) else outcome
 
     def call(self, request: messages.Request) -> Any:
         return self.outcome(self.post(request))
@@ -99,6 +103,12 @@ class Client:
         session = self.queue.create_session()
         self.call(create(session, **settings))
         return f"{session}:train:0"
+
+    def samplers(self, session: str) -> list[str]:
+        return [row.id for row in self.queue.journal.rows(SamplingRow, session=session)]
+
+    def checkpoints(self) -> list[CheckpointRow]:
+        return self.queue.journal.rows(CheckpointRow)
 
     def sampler(self, session: str = "") -> str:
         """Sampling session 0 of a session, by default a new one, on the base model."""
@@ -118,15 +128,19 @@ def served(
     """A queue on a state folder, and its engine."""
     engine = engine or FakeEngine()
     folder = StateFolder(state, base_model=engine.base.name)
-    queue = RequestQueue(cast("Any", engine), folder, codec=codec or PickleCodec(), limits=limits)
-    if start:
-        queue.start()
-    try:
-        yield Client(queue), engine
-    finally:
-        if engine.gate is not None:
-            engine.gate.release(10_000)
-        queue.close()
+    codec = codec or PickleCodec()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "decode", codec.decode)
+        patch.setattr(wire, "encode", codec.encode)
+        queue = RequestQueue(cast("Any", engine), folder, limits=limits)
+        if start:
+            queue.start()
+        try:
+            yield Client(queue), engine
+        finally:
+            if engine.gate is not None:
+                engine.gate.release(10_000)
+            queue.close()
 
 
 def until(is_so: Any, seconds: float = 20.0) -> None:

@@ -67,7 +67,7 @@ def test_steps_are_those_of_torch(engine: Engine) -> None:
         optimizer.param_groups[0].update(settings)
         optimizer.step()
         result = engine.optim_step("a", adam)
-        assert result.metrics["grad_norm:mean"] == pytest.approx(norm.item(), rel=1e-5)
+        assert result["grad_norm:mean"] == pytest.approx(norm.item(), rel=1e-5)
         for name, tensor in weights(engine).items():
             torch.testing.assert_close(tensor, mirror[name].detach(), rtol=1e-6, atol=1e-7)
 
@@ -77,7 +77,7 @@ def test_a_step_clears_the_gradient_and_one_without_changes_nothing(engine: Engi
     engine.optim_step("a", ADAM)
     assert gradients(engine) == {}
     before = weights(engine)
-    assert engine.optim_step("a", ADAM).metrics == {"grad_norm:mean": 0.0, "no_gradient:sum": 1.0}
+    assert engine.optim_step("a", ADAM) == {"grad_norm:mean": 0.0, "no_gradient:sum": 1.0}
     assert equal(weights(engine), before)
 
 

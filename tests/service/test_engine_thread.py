@@ -26,7 +26,6 @@ from service.clients import (
 from service.fakes import FakeEngine, FakeRows, PickleCodec
 
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import OptimStepResult
 
 SOME = tuple(datum(number, 1, 2) for number in range(7))
 """Three rows of the fake engine."""
@@ -190,7 +189,7 @@ def test_on_a_full_disk_a_save_fails_and_leaves_nothing(tmp_path: Path) -> None:
         engine.save_error = None
         assert [*(tmp_path / "weights").iterdir()] == []
         assert client.call(save(model, 4, "a")).path
-        assert [info.name for info in client.queue.checkpoints(model)] == ["a"]
+        assert [info.name for info in client.checkpoints()] == ["a"]
 
 
 def test_a_broken_sampling_engine_or_a_bad_prompt_fails_what_it_had_and_goes_on(tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_of_unnamed_saves_the_oldest_go(tmp_path: Path) -> None:
         session = model.split(":")[0]
         for number in range(4):
             client.call(save_for_sampler(model, number + 1, number=number))
-        assert client.queue.session(session).sampler_ids == (f"{session}:sample:2", f"{session}:sample:3")
+        assert client.samplers(session) == [f"{session}:sample:2", f"{session}:sample:3"]
         with pytest.raises(Exception, match="save under a name"):
             client.post(sample(f"{session}:sample:0", 0))
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 2)
@@ -228,7 +227,7 @@ def test_of_unnamed_saves_the_oldest_go(tmp_path: Path) -> None:
 def test_a_reply_that_cannot_be_encoded_fails_its_request_alone(tmp_path: Path) -> None:
     class NoNumbers(PickleCodec):
         def encode(self, outcome):
-            if isinstance(outcome, OptimStepResult):
+            if isinstance(outcome, dict) and outcome["type"] == "optim_step":
                 raise ValueError("not JSON")
             return super().encode(outcome)
 

@@ -127,6 +127,23 @@ def test_a_result_that_is_lost(client: Client) -> None:
     assert "not known" in reply.json()["error"]
 
 
+def test_a_model_names_its_newest_checkpoint_of_each_kind(client: Client) -> None:
+    def last(model_id: str) -> list[str | None]:
+        run = client.get(f"training_runs/{model_id}").json()
+        return [run[name] and run[name]["checkpoint_id"] for name in ("last_checkpoint", "last_sampler_checkpoint")]
+
+    model_id, other = client.model(), client.model()
+    assert last(model_id) == [None, None]
+    saves = [("save_weights", "b"), ("save_weights", "a"), ("save_weights_for_sampler", "c")]
+    for seq_id, (kind, path) in enumerate(saves, 1):
+        client.retrieve(client.post(kind, model_id=model_id, seq_id=seq_id, path=path).json()["request_id"])
+    unnamed = {"model_id": model_id, "seq_id": 4, "sampling_session_seq_id": 0}
+    client.retrieve(client.post("save_weights_for_sampler", **unnamed).json()["request_id"])
+    assert (last(model_id), last(other)) == (["weights/a", "sampler_weights/c"], [None, None])
+    client.send("DELETE", f"/api/v1/training_runs/{model_id}/checkpoints/weights/a")
+    assert last(model_id) == ["weights/b", "sampler_weights/c"]
+
+
 # ---------------------------------------------------------------------- refusals use the number up
 
 

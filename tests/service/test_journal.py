@@ -29,11 +29,11 @@ def test_a_transaction_that_fails_leaves_nothing(journal: Journal) -> None:
         with journal.transaction():
             journal.add_request(request(2), body=b"x", now=0.0)
         raise KeyError
-    assert Journal(journal.path, base_model="b").requests() == []
+    assert Journal(journal.path, base_model="b").rows(RequestRow) == []
     with pytest.raises(JournalError, match="make room"):
         journal._write("INSERT INTO nowhere VALUES (1)")
     journal.add_request(request(1), body=b"x", now=0.0)
-    assert len(journal.requests()) == 1
+    assert len(journal.rows(RequestRow)) == 1
 
 
 def bodies(path: Path) -> list[tuple[str, int, bytes]]:
@@ -51,7 +51,7 @@ def test_bodies_go_with_what_needs_them(journal: Journal) -> None:
     journal.finish_request(MODEL, 1, state="done", reply=reply, keep_body=True)
     journal.finish_request(MODEL, 2, state="failed", reply=reply, keep_body=False)
     assert bodies(journal.path) == [(MODEL, seq, bytes([seq])) for seq in (1, 3, 4)]
-    assert [row.is_replayed for row in journal.requests()] == [True, False, False, False]
+    assert [row.is_replayed for row in journal.rows(RequestRow)] == [True, False, False, False]
     journal.cover(MODEL, snapshot="f", covered=1)
     assert bodies(journal.path) == [(MODEL, seq, bytes([seq])) for seq in (3, 4)]
     journal._write("DELETE FROM requests WHERE owner = ? AND seq = 3", MODEL)

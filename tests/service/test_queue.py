@@ -34,7 +34,7 @@ from service.fakes import FakeEngine
 
 from vlmpack.errors import RequestError
 from vlmpack.service import journal as journals
-from vlmpack.service.journal import Journal
+from vlmpack.service.journal import Journal, ModelRow, RequestRow
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import ForwardBackward, NewSession, Rejected, Reply
 from vlmpack.service.queue import MOST_GAPS, Pending
@@ -123,7 +123,7 @@ def test_an_unnamed_save_is_repeated_with_the_next_number_of_a_sampling_session(
     assert client.post(save_for_sampler(model, 1, number=1)) == first
     session = model.split(":")[0]
     assert client.outcome(first).sampling_session_id == f"{session}:sample:0"
-    assert client.queue.session(session).sampler_ids == (f"{session}:sample:0",)
+    assert client.samplers(session) == [f"{session}:sample:0"]
 
 
 # ---------------------------------------------------------------------- refusals
@@ -277,6 +277,18 @@ def test_bytes_take_room_and_give_it_back(tmp_path: Path) -> None:
         assert client.call(forward_backward(model, 3, big)).metrics
 
 
+def test_a_repeated_request_gets_its_reply_however_full_it_is(tmp_path: Path) -> None:
+    with served(tmp_path, limits=ServiceLimits(queued_requests=1, queued_samples=1)) as (client, _):
+        model, sampler = client.model(), client.sampler()
+        names = [client.post(sample(sampler, 0)), client.post(optim_step(model, 1))]
+        replies = [client.reply(name) for name in names]
+        client.post(forward_backward(model, 3))  # 2 is missing
+        assert status(client.post, sample(sampler, 1)) == 429
+        assert [client.post(sample(sampler, 0)), client.post(optim_step(model, 1))] == names
+        assert [client.reply(name) for name in names] == replies
+        assert status(client.post, sample(sampler, 0, seed=4)) == 400
+
+
 # ---------------------------------------------------------------------- the disk
 
 
@@ -307,7 +319,7 @@ def test_what_runs_out_while_the_disk_is_full_is_noted_once_there_is_room(tmp_pa
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
             client.queue._tidy()
         client.queue._tidy()
-        (row,) = client.queue._journal.requests()
+        (row,) = client.queue.journal.rows(RequestRow)
         assert row.retrieved is not None
         time.sleep(0.3)
         with pytest.MonkeyPatch.context() as patch:
@@ -336,7 +348,7 @@ def test_a_step_waits_for_the_disk_and_says_so(tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(journals, "FAULT_SECONDS", 0.0)
             until(lambda: client.queue.fault is None)
-        assert journal.requests(model)[0].state == "done"
+        assert journal.rows(RequestRow, owner=model)[0].state == "done"
 
 
 # ---------------------------------------------------------------------- long polls
@@ -392,7 +404,7 @@ def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(t
         until(lambda: client.reply(name) is None)
         assert client.post(optim_step(model, 1)) == name
         assert steps(engine) == [("step", ())]
-        until(lambda: client.queue._ledger.journal.requests(sampler) == [])
+        until(lambda: client.queue._ledger.journal.rows(RequestRow, owner=sampler) == [])
         assert client.reply(sampled) is None
 
 
@@ -420,7 +432,7 @@ def test_a_finished_session_gives_everything_back_but_its_checkpoints(tmp_path: 
         assert client.queue.stats()["queued_requests"] == 0
         assert client.queue.stats()["queued_bytes"] == 0
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 1)
-        assert [info.name for info in client.queue.checkpoints(model)] == ["kept"]
+        assert [info.name for info in client.checkpoints()] == ["kept"]
     with served(tmp_path) as (client, engine):
         until(lambda: client.queue.is_restored)
         assert engine.models() == ()
@@ -468,9 +480,10 @@ def test_a_session_lists_its_models_and_samplers(client: Client) -> None:
     client.call(create(session))
     client.call(create(session, 1, rank=65))  # is refused
     sampler = client.sampler(session)
-    info = client.queue.session(session)
-    assert (info.model_ids, info.sampler_ids) == ((f"{session}:train:0",), (sampler,))
-    assert (info.row.user_metadata, info.row.display_name) == ({"who": "me"}, "mine")
+    assert [row.id for row in client.queue.journal.rows(ModelRow, session=session)] == [f"{session}:train:0"]
+    assert client.samplers(session) == [sampler]
+    row = client.queue.session(session)
+    assert (row.user_metadata, row.display_name) == ({"who": "me"}, "mine")
     other = client.queue.create_session()
     assert client.queue.sessions() == [other, session]
     assert status(client.queue.session, "nobody") == 410
@@ -502,18 +515,18 @@ def test_nobody_waits_for_the_disk_with_the_lock_that_every_answer_needs(tmp_pat
         assert are_done == [False, False]
         assert begun.result(20.0) == f"{session}:sample:0"
         deleted.result(20.0)
-        assert client.queue.checkpoints() == []
+        assert client.checkpoints() == []
 
 
 def test_a_deletion_that_a_save_has_overtaken_deletes_what_it_saw_alone(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         model = client.model()
         path = client.call(save(model, 1, "a")).path
-        old = client.queue.checkpoint(path)
+        old = client.queue.journal.checkpoint(path)
         client.call(save(model, 2, "a", overwrite=True))
         client.queue._ledger.journal.drop_checkpoint(old)
     with served(tmp_path) as (client, _):
-        assert client.queue.checkpoint(path)
+        assert client.queue.journal.checkpoint(path)
 
 
 # ---------------------------------------------------------------------- sampling sessions
@@ -529,13 +542,13 @@ def test_of_many_sampling_sessions_the_oldest_idle_ones_go(tmp_path: Path) -> No
         first, second = begin(0), begin(1)
         client.post(sample(first, 0))
         assert status(begin, 2, base="another") == 400
-        assert client.queue.session(session).sampler_ids == (first, second)
+        assert client.samplers(session) == [first, second]
         third = begin(2)
-        assert client.queue.session(session).sampler_ids == (first, second, third)  # the oldest is busy
+        assert client.samplers(session) == [first, second, third]  # the oldest is busy
         fourth = begin(3)
-        assert client.queue.session(session).sampler_ids == (first, third, fourth)
+        assert client.samplers(session) == [first, third, fourth]
     with served(tmp_path) as (client, _):
-        assert client.queue.session(session).sampler_ids == (first, third, fourth)
+        assert client.samplers(session) == [first, third, fourth]
 
 
 def test_a_sampling_session_is_begun_once_a_number(client: Client, model: str) -> None:
@@ -544,14 +557,14 @@ def test_a_sampling_session_is_begun_once_a_number(client: Client, model: str) -
     begin = client.queue.create_sampling_session
     sampler = begin(session, 0, path=path, base_model=None)
     assert begin(session, 0, path=path, base_model=None) == sampler
-    assert client.queue.sampler(sampler).path == path
+    assert client.queue.journal.sampler(sampler).path == path
     assert status(begin, session, 0, path=None, base_model="base/fake") == 400
     assert status(begin, session, 1, path=None, base_model="another") == 400
     assert status(begin, session, 1, path=None, base_model=None) == 400
     assert status(begin, session, 1, path=f"tinker://{model}/weights/none", base_model=None) == 404
     assert status(begin, session, 1, path="/etc/passwd", base_model=None) == 400
     assert status(begin, "nobody", 1, path=path, base_model=None) == 410
-    assert status(client.queue.sampler, f"{session}:sample:1") == 404
+    assert status(client.queue.journal.sampler, f"{session}:sample:1") == 404
 
 
 def test_a_sampling_session_outlives_its_checkpoint(tmp_path: Path) -> None:
@@ -575,32 +588,12 @@ def test_models_are_listed_newest_first_and_stay_while_they_have_checkpoints(tmp
     with served(tmp_path) as (client, _):
         models = [client.model() for _ in range(3)]
         client.call(save(models[0], 1, "a"))
-        assert [info.row.id for info in client.queue.models()] == models[::-1]
+        assert [row.id for row in client.queue.models()] == models[::-1]
         for model in models:
             client.queue.finish(model.split(":")[0])
-        assert [info.row.id for info in client.queue.models()] == [models[0]]
+        assert [row.id for row in client.queue.models()] == [models[0]]
     with served(tmp_path) as (client, _):
-        assert [info.row.id for info in client.queue.models()] == [models[0]]
-
-
-def test_a_model_names_its_newest_checkpoint_of_each_kind(tmp_path: Path) -> None:
-    def last(client: Client, model: str) -> list[str | None]:
-        info = client.queue.get_info(model)
-        return [one and one.name for one in (info.last_checkpoint, info.last_sampler_checkpoint)]
-
-    with served(tmp_path) as (client, _):
-        model, other = client.model(), client.model()
-        assert last(client, model) == [None, None]
-        paths = [client.call(save(model, number, name)).path for number, name in ((1, "b"), (2, "a"))]
-        client.call(save_for_sampler(model, 3, "c"))
-        client.call(save_for_sampler(model, 4, number=0))  # without a name
-        assert last(client, model) == ["a", "c"]
-        assert last(client, other) == [None, None]
-    with served(tmp_path) as (client, _):
-        assert last(client, model) == ["a", "c"]
-        client.queue.delete_checkpoint(paths[1])
-        assert last(client, model) == ["b", "c"]
-        assert [info.last_checkpoint is None for info in client.queue.models()] == [True, False]
+        assert [row.id for row in client.queue.models()] == [models[0]]
 
 
 def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(
@@ -623,15 +616,15 @@ def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(
     assert (made.model_id, made.path) == (f"{session}:train:0", path)
     assert np.array_equal(engine.all[made.model_id].weights, engine.all[model].weights)
     assert np.array_equal(engine.all[made.model_id].moment, engine.all[model].moment)
-    (info,) = client.queue.checkpoints()
+    (info,) = client.checkpoints()
     assert (info.path, info.kind, info.model) == (path, "weights", model)
     assert info.size > 100
     client.queue.delete_checkpoint(path)
     assert status(client.queue.delete_checkpoint, path) == 404
-    assert status(client.queue.checkpoint, path) == 404
+    assert status(client.queue.journal.checkpoint, path) == 404
     assert is_failure(client.call(load(model, 11, path)), "no checkpoint")
-    assert client.queue.checkpoints(model) == []
-    assert status(client.queue.checkpoints, "nobody") == 404
+    assert client.checkpoints() == []
+    assert status(client.queue.journal.model, "nobody") == 404
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", ".hidden", "a\0", "x" * 129, "é", "a b", "-"])
@@ -650,17 +643,19 @@ def test_a_checkpoint_expires_and_its_time_can_be_changed(tmp_path: Path) -> Non
         model = client.model()
         paths = [client.call(save(model, seq, f"a{seq}", ttl=ttl)).path for seq, ttl in ((1, 1), (2, 1), (3, None))]
         first, second, third = paths
-        assert client.queue.checkpoint(first).expires == pytest.approx(client.queue.checkpoint(first).created + 1)
+        assert client.queue.journal.checkpoint(first).expires == pytest.approx(
+            client.queue.journal.checkpoint(first).created + 1
+        )
         client.queue.set_ttl(second, None)
         client.queue.set_ttl(third, 3600)
-        until(lambda: len(client.queue.checkpoints()) == 2)
+        until(lambda: len(client.checkpoints()) == 2)
         assert status(client.queue.set_ttl, first, 1) == 404
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 2)
-        assert client.queue.checkpoint(second).expires is None
-        assert client.queue.checkpoint(third).expires == pytest.approx(time.time() + 3600, abs=60)
-        client.queue._journal.set_expiry(client.queue.checkpoint(third), 0.0)
+        assert client.queue.journal.checkpoint(second).expires is None
+        assert client.queue.journal.checkpoint(third).expires == pytest.approx(time.time() + 3600, abs=60)
+        client.queue.journal.set_expiry(client.queue.journal.checkpoint(third), 0.0)
     with served(tmp_path) as (client, _):
-        until(lambda: [one.path for one in client.queue.checkpoints()] == [second])
+        until(lambda: [one.path for one in client.checkpoints()] == [second])
 
 
 def test_an_expired_checkpoint_stays_while_a_load_waits_or_a_sampling_session_has_it(tmp_path: Path) -> None:
@@ -675,13 +670,13 @@ def test_an_expired_checkpoint_stays_while_a_load_waits_or_a_sampling_session_ha
         sampler = client.queue.create_sampling_session(
             session, 0, path=f"tinker://{model}/sampler_weights/b", base_model=None
         )
-        for row in client.queue.checkpoints():
-            client.queue._journal.set_expiry(row, 0.0)
+        for row in client.checkpoints():
+            client.queue.journal.set_expiry(row, 0.0)
         client.queue._tidy()
-        assert len(client.queue.checkpoints()) == 2
+        assert len(client.checkpoints()) == 2
         client.post(optim_step(model, 3))
         assert client.outcome(loading).path
-        until(lambda: client.queue.checkpoints() == [])
+        until(lambda: client.checkpoints() == [])
         assert client.call(sample(sampler, 0)).sequences
 
 

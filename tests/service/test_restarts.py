@@ -30,7 +30,7 @@ from service.clients import (
 from service.fakes import FakeEngine
 
 from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import Journal
+from vlmpack.service.journal import Journal, RequestRow
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Request
 
@@ -177,11 +177,9 @@ def test_requests_that_wait_run_after_a_restart(tmp_path: Path) -> None:
         sampler = client.sampler(session)
         names.append(client.post(sample(sampler, 0)))
     with served(tmp_path) as (client, _):
-        assert [type(client.outcome(name)).__name__ for name in names] == [
-            "CreatedModel",
-            "ForwardBackwardResult",
-            "SampleResult",
-        ]
+        outcomes = [client.outcome(name) for name in names]
+        assert outcomes[0].model_id == f"{session}:train:0"
+        assert [type(outcome).__name__ for outcome in outcomes[1:]] == ["ForwardBackwardResult", "SampleResult"]
 
 
 def test_a_group_is_replayed_as_the_group_it_was(tmp_path: Path) -> None:
@@ -204,7 +202,7 @@ def test_seeds_are_drawn_when_a_request_is_accepted(tmp_path: Path) -> None:
         session = client.queue.create_session()
         client.post(create(session, seed=None))
         client.post(sample(client.sampler(session), 0, seed=None))
-        sampled, created = client.queue._journal.requests()
+        sampled, created = client.queue.journal.rows(RequestRow)
         assert sampled.seed is not None and created.seed is not None
     with served(tmp_path) as (client, engine):
         client.call(create(session, seed=None))
@@ -278,7 +276,7 @@ def test_a_model_whose_folder_is_gone_fails_by_name_and_others_go_on(tmp_path: P
             shutil.rmtree(folder)
     with served(tmp_path, limits=ALWAYS) as (client, _):
         assert is_failure(client.call(forward_backward(lost, 3)), "could not be restored", lost)
-        assert [client.queue.get_info(model).is_corrupted for model in (lost, kept)] == [True, False]
+        assert [client.queue.is_corrupted(model) for model in (lost, kept)] == [True, False]
         assert client.call(forward_backward(kept, 3)).metrics["loss:sum"]
 
 

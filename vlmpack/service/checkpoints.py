@@ -138,6 +138,10 @@ class StateFolder:
             raise RequestError(f"the folder {name} is gone from the server's state: restore it from a backup")
         return folder
 
+    def files(self, name: str) -> list[str]:
+        """Return the names of the files of a checkpoint."""
+        return sorted(entry.name for entry in self.folder(name).iterdir() if entry.name != ABOUT)
+
     @contextmanager
     def new(self, label: str) -> Iterator[Path]:
         """Yield an empty folder to write to. After the block, its files are flushed to disk.

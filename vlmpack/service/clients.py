@@ -39,7 +39,7 @@ from torch import nn
 
 from vlmpack.errors import RequestError
 from vlmpack.families.family import Family
-from vlmpack.service.messages import AdamParams, LoraConfig, OptimStepResult
+from vlmpack.service.messages import AdamParams, LoraConfig
 
 ALPHA = 32
 """LoRA alpha of every adapter."""
@@ -389,8 +389,8 @@ class ClientModel:
             else:
                 ours += gradient
 
-    def step(self, adam: AdamParams) -> OptimStepResult:
-        """Take a step of torch's AdamW with the accumulated gradient, and clear it.
+    def step(self, adam: AdamParams) -> dict[str, float]:
+        """Take a step of torch's AdamW with the accumulated gradient, clear it, and return metrics by `name:reduction`.
 
         Without a gradient nothing changes, and the metrics say so.
 
@@ -398,7 +398,7 @@ class ClientModel:
             RequestError: the gradient is not finite. It is dropped, and no step is taken.
         """
         if self.gradients is None:
-            return OptimStepResult(metrics={"grad_norm:mean": 0.0, "no_gradient:sum": 1.0})
+            return {"grad_norm:mean": 0.0, "no_gradient:sum": 1.0}
         gradients, self.gradients = self.gradients, None
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients if g is not None]
         norm = torch.linalg.vector_norm(torch.stack(norms))
@@ -413,7 +413,7 @@ class ClientModel:
                 if gradient is not None:
                     gradient *= factor
         self._apply(gradients, adam)
-        return OptimStepResult(metrics={"grad_norm:mean": norm.item()})
+        return {"grad_norm:mean": norm.item()}
 
     def _apply(self, gradients: Gradients, adam: AdamParams) -> None:
         self.optimizer.param_groups[0].update(

@@ -27,7 +27,7 @@ from vlmpack.service.clients import Adapter, Adapters, ClientModel, new_adapter,
 from vlmpack.service.datums import EncodedRequest, Encoder, not_served
 from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import AdamParams, LoraConfig, OptimStepResult
+from vlmpack.service.messages import AdamParams, LoraConfig
 from vlmpack.service.ranks import Ranks, Sharding
 from vlmpack.service.rows import RowSettings, RowWork, WorkCount
 from vlmpack.service.sampling import BatchedSampling, SamplingSettings
@@ -264,8 +264,8 @@ class Engine:
             requests, client, self.adapters, settings, counts=self.counts, ranks=self.ranks, sharding=self.sharding
         )
 
-    def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult:
-        """Take a step with the accumulated gradient and clear it.
+    def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """Take a step with the accumulated gradient, clear it, and return metrics.
 
         Without a gradient nothing changes, and the metrics say so.
 

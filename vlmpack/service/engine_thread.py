@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
 from vlmpack.errors import RequestError, VlmpackError
+from vlmpack.service import wire
 from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import JournalError, SamplingRow, State
+from vlmpack.service.journal import JournalError, State
 from vlmpack.service.ledger import Entry, Lane, Ledger
 from vlmpack.service.messages import Failure, ForwardBackward, Outcome, Reply, Sample
 from vlmpack.service.operations import Done, Operations, describe_failure
@@ -41,113 +42,6 @@ log = logging.getLogger("vlmpack.service")
 
 
 @final
-class SampleLane:
-    """Passes samples to the sampling engine and takes its results, one slice of work at a time.
-
-    Args:
-        sampler: the sampling engine: `BatchedSampling`, `VllmSampling`, or a `Mirror` of one on all ranks.
-        ledger: all accepted requests.
-        state: the state folder with the snapshots.
-        parse: parses a request from the journal.
-        finish: commits outcomes.
-    """
-
-    def __init__(
-        self,
-        sampler: Any,
-        ledger: Ledger,
-        state: StateFolder,
-        *,
-        parse: Callable[[Entry], Any],
-        finish: Callable[[list[tuple[Entry, Outcome]]], None],
-    ) -> None:
-        self._sampler, self._ledger, self._state, self._parse, self._finish = sampler, ledger, state, parse, finish
-        self._folders: set[Path] = set()
-        """Snapshots that the sampling engine has read."""
-        self._running: dict[str, tuple[Path | None, Entry]] = {}
-        """Snapshot and request, by the name in the sampling engine; None: the base model."""
-
-    @property
-    def has_work(self) -> bool:
-        """Return whether a slice would do anything."""
-        return bool(self._running) or any(_is_encoded(entry) for entry in self._ledger.new_samples)
-
-    @property
-    def folders_in_use(self) -> set[str]:
-        """Folders of the snapshots that running samples use."""
-        return {folder.name for folder, _ in self._running.values() if folder is not None}
-
-    def run_slice(self) -> None:
-        """Pass encoded samples to the sampling engine, and do one slice of work."""
-        with self._ledger.lock:
-            ready = [(entry, entry.encoded) for entry in self._ledger.new_samples if _is_encoded(entry)]
-            left = {id(entry) for entry, _ in ready}
-            self._ledger.new_samples = [entry for entry in self._ledger.new_samples if id(entry) not in left]
-        for entry, prompt in ready:
-            if not entry.is_done:
-                self._enter(entry, cast("Future[Any]", prompt))
-        if self._running:
-            self._step()
-
-    def _enter(self, entry: Entry, encoded: Future[Any]) -> None:
-        try:
-            prompt = encoded.result()
-            request = self._parse(entry)
-            folder = self._folder_of(entry)
-            name = f"{entry.row.owner}:{entry.row.seq}"
-            self._sampler.add(name, folder, prompt, request)
-        except Exception as error:
-            if not isinstance(error, RequestError):
-                log.exception("a sample could not be begun")
-            self._finish([(entry, _failure(error))])
-        else:
-            self._running[name] = (folder, entry)
-
-    def _folder_of(self, entry: Entry) -> Path | None:
-        sampler = self._ledger.journal.row(SamplingRow, id=entry.row.owner)
-        if sampler is None:
-            raise RequestError(f"the sampling session {entry.row.owner} has ended")
-        if sampler.folder is None:
-            return None
-        folder = self._state.folder(sampler.folder)
-        self._folders.add(folder)
-        return folder
-
-    def close_unwanted(self, wanted: set[str]) -> None:
-        """Close the snapshots that nothing refers to any more."""
-        for folder in [folder for folder in self._folders if folder.name not in wanted | self.folders_in_use]:
-            self._folders.remove(folder)
-            self._sampler.close(folder)
-
-    def _step(self) -> None:
-        try:
-            finished = self._sampler.step()
-        except Exception as error:
-            log.exception("the sampling engine failed")
-            self._fail_all(describe_failure(error))
-            return
-        outcomes: list[tuple[Entry, Outcome]] = []
-        for name, outcome in finished:
-            if name in self._running:  # otherwise its snapshot was closed when the engine failed
-                outcomes.append((self._running.pop(name)[1], outcome))
-        if outcomes:
-            self._finish(outcomes)
-
-    def _fail_all(self, message: str) -> None:
-        running, self._running = self._running, {}
-        for folder in {folder for folder, _ in running.values()}:
-            try:
-                self._sampler.close(folder)
-            except Exception:
-                log.exception("a snapshot could not be closed")
-        self._finish([(entry, Failure(message=message, category="server")) for _, entry in running.values()])
-
-
-def _is_encoded(entry: Entry) -> bool:
-    return entry.encoded is not None and entry.encoded.done()
-
-
-@final
 class Stopped(Exception):  # noqa: N818 (never leaves this file)
     """The thread was told to stop while it waited for the disk."""
 
@@ -160,17 +54,18 @@ class EngineThread:
         engine: the engine, which belongs to this thread from `start` on.
         ledger: all accepted requests.
         state: the state folder.
-        codec: parses bodies and encodes replies.
         tidy: called about twice a second.
     """
 
-    def __init__(
-        self, engine: Engine, ledger: Ledger, state: StateFolder, *, codec: Any, tidy: Callable[[], None]
-    ) -> None:
-        self._engine, self._ledger, self._state, self._codec, self._tidy = engine, ledger, state, codec, tidy
-        self._operations = Operations(engine, ledger, state, codec=codec)
+    def __init__(self, engine: Engine, ledger: Ledger, state: StateFolder, *, tidy: Callable[[], None]) -> None:
+        self._engine, self._ledger, self._state, self._tidy = engine, ledger, state, tidy
+        self._operations = Operations(engine, ledger, state)
         self._pool = ThreadPoolExecutor(ledger.limits.encode_threads, "vlmpack-encode")
-        self._samples = SampleLane(engine.sampler, ledger, state, parse=self._operations.request, finish=self._finish)
+        self._sampler: Any = engine.sampler
+        self._folders: set[Path] = set()
+        """Snapshots that the sampling engine has read."""
+        self._sampling: dict[str, tuple[Path | None, Entry]] = {}
+        """Snapshot and request, by the name in the sampling engine; None: the base model."""
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
         self._turn = 0
         self._tidied = 0.0
@@ -239,7 +134,8 @@ class EngineThread:
         with self._ledger.lock:
             self.encode_samples()
             lane, unit = self._next_unit()
-            samples = self._drain_until is None and self._samples.has_work
+            samples = bool(self._sampling) or any(map(_is_encoded, self._ledger.new_samples))
+            samples = samples and self._drain_until is None
             if unit is None and not samples:
                 if not self._stop and not self._is_drained():  # a stop may have come since the loop checked
                     self._ledger.changed.wait(TIDY_SECONDS)
@@ -248,7 +144,7 @@ class EngineThread:
             self._guarded(lane, unit)
         if samples:
             begin = time.perf_counter()
-            self._samples.run_slice()
+            self._sample()
             self.seconds["sampling"] += time.perf_counter() - begin
 
     def _guarded(self, lane: Lane, unit: Callable[[], None]) -> None:
@@ -291,7 +187,7 @@ class EngineThread:
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
         group = self.encode_ahead(lane)
-        encoded = [entry.encoded for entry in group if entry.encoded is not None and entry.encoded.done()]
+        encoded = [cast("Future[Any]", entry.encoded) for entry in group if _is_encoded(entry)]
         return (lambda: self._begin_group(lane, group, encoded)) if len(encoded) == len(group) else None
 
     def _free_closed(self) -> None:
@@ -313,8 +209,11 @@ class EngineThread:
         self._ledger.is_swept = True
         try:
             wanted = self._ledger.journal.folders()
-            self._samples.close_unwanted(wanted)
-            self._state.sweep(wanted | self._samples.folders_in_use)
+            wanted |= {folder.name for folder, _ in self._sampling.values() if folder is not None}
+            for folder in [folder for folder in self._folders if folder.name not in wanted]:
+                self._folders.remove(folder)
+                self._sampler.close(folder)
+            self._state.sweep(wanted)
         except Exception:
             log.exception("folders that nothing refers to could not be removed")
 
@@ -368,6 +267,51 @@ class EngineThread:
 
     def _encode_prompt(self, entry: Entry) -> Any:
         return self._engine.encode_prompt(cast("Sample", self._operations.request(entry)))
+
+    # ------------------------------------------------------------------ samples
+
+    def _sample(self) -> None:
+        """Pass encoded samples to the sampling engine, and do one slice of work."""
+        with self._ledger.lock:
+            ready = {id(entry): entry for entry in self._ledger.new_samples if _is_encoded(entry)}
+            self._ledger.new_samples = [entry for entry in self._ledger.new_samples if id(entry) not in ready]
+        for entry in ready.values():
+            self._begin_sample(entry)
+        if not self._sampling:
+            return
+        try:
+            finished = self._sampler.step()
+        except Exception as error:
+            log.exception("the sampling engine failed")
+            self._fail_samples(describe_failure(error))
+        else:  # a name is unknown if its snapshot was closed when the engine failed
+            self._finish([(self._sampling.pop(name)[1], got) for name, got in finished if name in self._sampling])
+
+    def _begin_sample(self, entry: Entry) -> None:
+        name = f"{entry.row.owner}:{entry.row.seq}"
+        try:
+            if (encoded := entry.encoded) is None:
+                return  # its session has ended
+            folder = self._ledger.journal.sampler(entry.row.owner).folder
+            snapshot = None if folder is None else self._state.folder(folder)
+            self._sampler.add(name, snapshot, encoded.result(), self._operations.request(entry))
+        except Exception as error:
+            if not isinstance(error, RequestError):
+                log.exception("a sample could not be begun")
+            self._finish([(entry, _failure(error))])
+        else:
+            self._sampling[name] = snapshot, entry
+            if snapshot is not None:
+                self._folders.add(snapshot)
+
+    def _fail_samples(self, message: str) -> None:
+        failed, self._sampling = self._sampling, {}
+        for folder in {folder for folder, _ in failed.values()}:
+            try:
+                self._sampler.close(folder)
+            except Exception:
+                log.exception("a snapshot could not be closed")
+        self._finish([(entry, Failure(message=message, category="server")) for _, entry in failed.values()])
 
     # ------------------------------------------------------------------ forward_backwards
 
@@ -528,11 +472,11 @@ class EngineThread:
 
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:
-            reply = self._codec.encode(outcome)
+            reply = wire.encode(outcome)
         except Exception as error:  # the wire format cannot express a number
             log.exception("a reply could not be encoded")
             outcome = _failure(error)
-            reply = self._codec.encode(outcome)
+            reply = wire.encode(outcome)
         return entry, "failed" if isinstance(outcome, Failure) else "done", reply
 
     def _commit(self, write: Callable[[], None]) -> None:
@@ -550,6 +494,10 @@ class EngineThread:
                     if self._stop or self._drain_until is not None:
                         raise Stopped from error
                     self._ledger.changed.wait(TIDY_SECONDS)
+
+
+def _is_encoded(entry: Entry) -> bool:
+    return entry.encoded is not None and entry.encoded.done()
 
 
 def _failure(error: BaseException) -> Failure:

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, final
@@ -34,10 +34,10 @@ from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
 from vlmpack.service.bodies import BodyReader
 from vlmpack.service.fields import INT32, Between, get, parse
-from vlmpack.service.journal import CheckpointRow
+from vlmpack.service.journal import CheckpointRow, ModelRow, SamplingRow
 from vlmpack.service.limits import ServiceLimits, check
 from vlmpack.service.messages import Rejected
-from vlmpack.service.queue import ModelInfo, Pending, RequestQueue
+from vlmpack.service.queue import Pending, RequestQueue
 from vlmpack.service.wire import JSON, PROTOBUF, to_json
 
 if TYPE_CHECKING:
@@ -93,14 +93,21 @@ def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str,
     return Response(to_json(value), status_code=status, media_type=JSON, headers=dict(headers or {}))
 
 
-def error_response(error: Exception) -> Response | None:
-    """Return the response for an error that a client caused; None: the error is the service's own."""
+def error_response(request: Request, error: Exception) -> Response:
+    """Return the response for an error: a client's mistake in words, any other one without its text."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=400)
-    if isinstance(error, Rejected):
-        headers = {} if error.retry_after is None else {"Retry-After": f"{max(error.retry_after, 0.1):g}"}
-        return answer({"detail": str(error)}, status=error.status, headers=headers)
-    return answer({"detail": str(error)}, status=400) if isinstance(error, RequestError) else None
+    if not isinstance(error, RequestError):
+        return answer({"detail": "an error of the service, which its log has"}, status=500)
+    return answer({"detail": str(error)}, **status_of(error))
+
+
+def status_of(error: RequestError) -> dict[str, Any]:
+    """Return the status of a refusal, and the header that says when to try again."""
+    if not isinstance(error, Rejected):
+        return {"status": 400}
+    seconds = {} if error.retry_after is None else {"Retry-After": f"{max(error.retry_after, 0.1):g}"}
+    return {"status": error.status, "headers": seconds}
 
 
 # ---------------------------------------------------------------------- the endpoints
@@ -316,16 +323,16 @@ class Endpoints:
             return await run_in_threadpool(self._submit_training, body)
 
     def _submit_training(self, body: bytes) -> Response:
-        model_id, seq_id = protobuf.owner_of(body)
+        owner = protobuf.owner_of(body)
 
         def read() -> messages.Request:
             protobuf.check_fields(body, most=self.limits.fields)
             request = protobuf.decode_forward_backward(body)
-            if request.owner != (model_id, seq_id):
+            if request.owner != owner:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             return request
 
-        return answer({"request_id": self._submitted(model_id, seq_id, body, read), "model_id": model_id})
+        return answer({"request_id": self._submitted(*owner, body, read), "model_id": owner[0]})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
         return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
@@ -339,12 +346,7 @@ class Endpoints:
         detail = f"{request.method} {path[:120]}: this service does not have it"
         if remedies := [NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED]:
             detail = f"{detail}; {remedies[-1]}"
-        try:
-            return await self._refuse_unread(request, Rejected(detail, status=error.status_code))
-        except (RequestError, ClientDisconnect) as refusal:  # Starlette does not handle errors of this handler
-            response = error_response(refusal)
-            assert response is not None
-            return response
+        return await self._refuse_unread(request, Rejected(detail, status=error.status_code))
 
     async def _refuse_unread(self, request: Request, refusal: Rejected) -> Response:
         """Fail the future of an operation of a model; answer any other request with a status."""
@@ -360,8 +362,7 @@ class Endpoints:
 
     async def get_info(self, request: Request) -> Response:
         """Return a model's settings."""
-        model_id = get(await self.values(request), "model_id", str)
-        row = (await run_in_threadpool(self.queue.get_info, model_id)).row
+        row = await run_in_threadpool(self.queue.journal.model, get(await self.values(request), "model_id", str))
         model = {"arch": self.base.arch, "model_name": row.base_model, "tokenizer_id": self.base.tokenizer_id}
         plain = {"type": "get_info", "model_id": row.id, "model_name": row.base_model, "model_data": model}
         return answer({**plain, **_rank(row.lora)})
@@ -393,32 +394,44 @@ class Endpoints:
             return answer({"type": "try_again", "request_id": request_id, **state, **reason}, status=408)
         return Response(reply.body, media_type=reply.content_type)
 
-    # ------------------------------------------------------------------ lists
+    # ------------------------------------------------------------------ lists, in Starlette's threads
 
-    async def training_runs(self, request: Request) -> Response:
+    def training_runs(self, request: Request) -> Response:
         """List models, the newest first."""
-        models = await run_in_threadpool(self.queue.models)
-        page, cursor = _page(request, models)
-        return answer({"training_runs": [_training_run(model) for model in page], "cursor": cursor})
+        page, cursor = _page(request, self.queue.models())
+        return answer({"training_runs": [self._training_run(row) for row in page], "cursor": cursor})
 
-    async def training_run(self, request: Request) -> Response:
+    def training_run(self, request: Request) -> Response:
         """Return one model."""
-        info = await run_in_threadpool(self.queue.get_info, request.path_params["model_id"])
-        return answer(_training_run(info))
+        return answer(self._training_run(self.queue.journal.model(request.path_params["model_id"])))
 
-    async def checkpoints_of_run(self, request: Request) -> Response:
+    def _training_run(self, row: ModelRow) -> dict[str, Any]:
+        newest = {each.kind: each for each in reversed(self.queue.journal.rows(CheckpointRow, model=row.id))}
+        return {
+            "training_run_id": row.id,
+            "base_model": row.base_model,
+            "model_owner": OWNER,
+            **_rank(row.lora),
+            "last_request_time": _iso(row.last_request),
+            "last_checkpoint": _checkpoint(newest.get("weights")),
+            "last_sampler_checkpoint": _checkpoint(newest.get("sampler_weights")),
+            "corrupted": self.queue.is_corrupted(row.id),
+            "user_metadata": row.user_metadata,
+        }
+
+    def checkpoints_of_run(self, request: Request) -> Response:
         """List the checkpoints of a model."""
-        found = await run_in_threadpool(self.queue.checkpoints, request.path_params["model_id"])
-        return answer({"checkpoints": [_checkpoint(one) for one in found]})
+        model = self.queue.journal.model(request.path_params["model_id"])
+        return answer({"checkpoints": [*map(_checkpoint, self.queue.journal.rows(CheckpointRow, model=model.id))]})
 
-    async def checkpoints(self, request: Request) -> Response:
+    def checkpoints(self, request: Request) -> Response:
         """List all checkpoints."""
-        page, cursor = _page(request, await run_in_threadpool(self.queue.checkpoints))
-        return answer({"checkpoints": [_checkpoint(one) for one in page], "cursor": cursor})
+        page, cursor = _page(request, self.queue.journal.rows(CheckpointRow))
+        return answer({"checkpoints": [*map(_checkpoint, page)], "cursor": cursor})
 
-    async def delete_checkpoint(self, request: Request) -> Response:
+    def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint."""
-        await run_in_threadpool(self.queue.delete_checkpoint, _path(request))
+        self.queue.delete_checkpoint(_path(request))
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
@@ -427,25 +440,27 @@ class Endpoints:
         await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
         return Response(status_code=204)
 
-    async def downloads(self, request: Request) -> Response:
+    def downloads(self, request: Request) -> Response:
         """Return a signed URL for each file of external weights."""
-        row = await run_in_threadpool(self.queue.checkpoint, _path(request))
+        row = self.queue.journal.checkpoint(_path(request))
         if row.kind != "external_weights":
             raise RequestError(f"{row.path} is not for download: save with save_weights_external")
-        files = await run_in_threadpool(self.queue.files, row)
         expires = int(time.time()) + SIGNED_SECONDS
         begin = f"{str(request.base_url).rstrip('/')}{DOWNLOADS}{expires}"
+        files = self.queue.state.files(row.folder)
         urls = {file: f"{begin}/{self._signature(expires, row.folder, file)}/{row.folder}/{file}" for file in files}
         return answer({"urls": urls, "expires": _iso(expires)})
 
-    async def download(self, request: Request) -> Response:
+    def download(self, request: Request) -> Response:
         """Send a file if its URL is signed."""
         names = ("expires", "signature", "folder", "file")
         expires, signature, folder, file = (request.path_params[name] for name in names)
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
         if not is_ours or expires < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
-        return FileResponse(await run_in_threadpool(self.queue.file, folder, file))
+        if not (path := self.queue.state.folder(folder) / file).is_file():
+            raise Rejected(f"there is no file {file} any more", status=404)
+        return FileResponse(path)
 
     def _signature(self, expires: int, folder: str, file: str) -> str:
         return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
@@ -453,28 +468,26 @@ class Endpoints:
     async def weights_info(self, request: Request) -> Response:
         """Return the settings to create a model from a checkpoint with."""
         path = get(await self.values(request), "tinker_path", str)
-        found = await run_in_threadpool(self.queue.checkpoint, path)
-        lora = found.lora
-        info: dict[str, Any] = {"base_model": found.base_model, "is_lora": lora is not None}
-        if lora is not None:
-            targets = {"train_unembed": lora.train_unembed, "train_mlp": lora.train_mlp, "train_attn": lora.train_attn}
-            info |= {"lora_rank": lora.rank, **targets}
-        return answer(info)
+        row = await run_in_threadpool(self.queue.journal.checkpoint, path)
+        settings = {} if row.lora is None else asdict(row.lora)
+        targets = {name: value for name, value in settings.items() if name.startswith("train_")}
+        return answer({"base_model": row.base_model, **_rank(row.lora), **targets})
 
     async def sessions(self, request: Request) -> Response:
         """List sessions."""
-        page, _ = _page(request, await run_in_threadpool(self.queue.sessions))
-        return answer({"sessions": page})
+        return answer({"sessions": _page(request, self.queue.sessions())[0]})
 
-    async def session(self, request: Request) -> Response:
+    def session(self, request: Request) -> Response:
         """Return the models and samplers of a session."""
-        info = await run_in_threadpool(self.queue.session, request.path_params["session_id"])
-        ids = {"training_run_ids": list(info.model_ids), "sampler_ids": list(info.sampler_ids)}
-        return answer({**ids, "user_metadata": dict(info.row.user_metadata), "display_name": info.row.display_name})
+        row, journal = self.queue.session(request.path_params["session_id"]), self.queue.journal
+        models = [model.id for model in reversed(journal.rows(ModelRow, session=row.id))]
+        samplers = [sampler.id for sampler in journal.rows(SamplingRow, session=row.id)]
+        ids = {"training_run_ids": models, "sampler_ids": samplers}
+        return answer({**ids, "user_metadata": row.user_metadata, "display_name": row.display_name})
 
-    async def sampler(self, request: Request) -> Response:
+    def sampler(self, request: Request) -> Response:
         """Return what a sampling session samples from."""
-        row = await run_in_threadpool(self.queue.sampler, request.path_params["sampler_id"])
+        row = self.queue.journal.sampler(request.path_params["sampler_id"])
         path = {} if row.path is None else {"model_path": row.path}
         return answer({"sampler_id": row.id, "base_model": self.base.name, **path})
 
@@ -533,21 +546,6 @@ def _number(request: Request, name: str, default: int) -> int:
     return int(text)
 
 
-def _training_run(info: ModelInfo) -> dict[str, Any]:
-    row = info.row
-    return {
-        "training_run_id": row.id,
-        "base_model": row.base_model,
-        "model_owner": OWNER,
-        **_rank(row.lora),
-        "last_request_time": _iso(row.last_request),
-        "last_checkpoint": _checkpoint(info.last_checkpoint),
-        "last_sampler_checkpoint": _checkpoint(info.last_sampler_checkpoint),
-        "corrupted": info.is_corrupted,
-        "user_metadata": dict(row.user_metadata),
-    }
-
-
 def _rank(lora: messages.LoraConfig | None) -> dict[str, Any]:
     return {"is_lora": lora is not None, "lora_rank": None if lora is None else lora.rank}
 
@@ -563,7 +561,7 @@ def _checkpoint(row: CheckpointRow | None) -> dict[str, Any] | None:
         "size_bytes": row.size,
         "public": False,
         "expires_at": None if row.expires is None else _iso(row.expires),
-        "user_metadata": dict(row.user_metadata),
+        "user_metadata": row.user_metadata,
     }
 
 
@@ -583,14 +581,9 @@ def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lif
         lifespan: lifespan of the app.
     """
 
-    def answer_error(request: Request, error: Exception) -> Response:
-        ours = answer({"detail": "an error of the service, which its log has"}, status=500)
-        return error_response(error) or ours
-
     handlers: Mapping[Any, Any] = {
-        **dict.fromkeys((RequestError, ClientDisconnect, Exception), answer_error),
-        404: endpoints.not_found,
-        405: endpoints.not_found,
+        **dict.fromkeys((RequestError, ClientDisconnect, Exception), error_response),
+        **dict.fromkeys((404, 405), endpoints.not_found),
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     return Gate(app, key=endpoints.key, seconds=endpoints.limits.header_seconds)
@@ -632,12 +625,9 @@ class Gate:
                 detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
                 refusal = answer({"detail": detail}, status=401, headers={"Connection": "close"})
                 await refusal(scope, receive, send_and_count)
-        except Exception as error:  # no handler took it
-            response = error_response(error)
-            if response is None:
+        except Exception as error:  # Starlette has answered
+            if not isinstance(error, RequestError | ClientDisconnect):
                 log.error("%s %s failed", scope["method"], _logged(scope["path"]), exc_info=error)
-            elif not seen["status"]:  # no response has started
-                await response(scope, receive, send_and_count)
         finally:
             milliseconds = (time.perf_counter() - start) * 1000
             sizes = f"{seen['status']} {milliseconds:.1f} ms {seen['bytes']} bytes"

@@ -216,17 +216,19 @@ TABLES: dict[type, tuple[str, str]] = {
     SamplingRow: ("sampling_sessions", "created"),
     ModelRow: ("models", "created DESC, id"),
     CheckpointRow: ("checkpoints", "created DESC, name"),
+    RequestRow: ("requests LEFT JOIN bodies USING (owner, seq)", "owner, seq"),
 }
 """Table and sort order of each kind of row."""
+COLUMNS: dict[tuple[type, str], str] = {
+    (RequestRow, "group"): "grp",
+    (RequestRow, "size"): "coalesce(length(body), 0)",
+}
+"""Columns whose names differ from the fields'."""
 
 
 @final
 class JournalError(VlmpackError):
     """The journal cannot be written now, e.g. because the disk is full. Nothing of the transaction was written."""
-
-
-REQUEST_COLUMNS = "owner, seq, session, kind, digest, seed, state, grp, retrieved, coalesce(length(body), 0)"
-REQUEST_ROWS = f"SELECT {REQUEST_COLUMNS} FROM requests LEFT JOIN bodies USING (owner, seq)"
 
 
 @final
@@ -374,12 +376,12 @@ class Journal:
     def rows(self, kind: type[T], /, **equal: Any) -> list[T]:
         """Return the rows whose columns have the given values.
 
-        Sessions and sampling sessions are sorted oldest first, models and checkpoints newest first.
+        Sessions and sampling sessions are sorted oldest first, models and checkpoints newest first, requests by number.
         """
         names = [column.name for column in fields(kind)]  # type: ignore[arg-type]
-        table, order = TABLES[kind]
+        (table, order), columns = TABLES[kind], [COLUMNS.get((kind, name), name) for name in names]
         where = " AND ".join(("1", *(f"{name} = ?" for name in equal)))
-        statement = f"SELECT {', '.join(names)} FROM {table} WHERE {where} ORDER BY {order}"
+        statement = f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {order}"
         return [
             kind(**{name: _from_sql(name, value) for name, value in zip(names, row, strict=True)})
             for row in self._read(statement, *equal.values())
@@ -389,6 +391,26 @@ class Journal:
         """Return the first of `rows`; None: there is none."""
         return next(iter(self.rows(kind, **equal)), None)
 
+    def model(self, model_id: str) -> ModelRow:
+        """Return a model.
+
+        Raises:
+            Rejected: status 404: there is no such model (yet).
+        """
+        if (row := self.row(ModelRow, id=model_id)) is None:
+            raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
+        return row
+
+    def sampler(self, sampling_session_id: str) -> SamplingRow:
+        """Return a sampling session.
+
+        Raises:
+            Rejected: status 404: there is no such sampling session.
+        """
+        if (row := self.row(SamplingRow, id=sampling_session_id)) is None:
+            raise Rejected(f"there is no sampling session {sampling_session_id}: it never was, or ended", status=404)
+        return row
+
     def checkpoint(self, path: str) -> CheckpointRow:
         """Return a checkpoint.
 
@@ -396,8 +418,7 @@ class Journal:
             RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint.
         """
         model, kind, name = parse_path(path)
-        row = self.row(CheckpointRow, model=model, kind=kind, name=name)
-        if row is None:
+        if (row := self.row(CheckpointRow, model=model, kind=kind, name=name)) is None:
             message = f"there is no checkpoint {path}: it was never saved here, was deleted, or has expired"
             raise Rejected(message, status=404)
         return row
@@ -433,13 +454,12 @@ class Journal:
         """Change when a checkpoint expires. A newer checkpoint of the same name keeps its own time."""
         self._write("UPDATE checkpoints SET expires = ? WHERE folder = ?", expires, row.folder)
 
-    def drop_expired(self, *, now: float) -> int:
-        """Delete expired checkpoints from the journal, and return their number."""
-        statement = "SELECT count(*) FROM checkpoints WHERE expires <= ?"
-        if not (count := self._read(statement, now)[0][0]):
-            return 0
+    def drop_expired(self, *, now: float) -> bool:
+        """Delete expired checkpoints from the journal, and return whether there were any."""
+        if not self._read("SELECT 1 FROM checkpoints WHERE expires <= ? LIMIT 1", now):
+            return False
         self._write("DELETE FROM checkpoints WHERE expires <= ?", now)
-        return count
+        return True
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of models of open sessions, of sampling sessions and of checkpoints."""
@@ -494,22 +514,6 @@ class Journal:
             if not keep_body:
                 self._write("DELETE FROM bodies WHERE owner = ? AND seq = ?", owner, seq)
 
-    def requests(self, owner: str | None = None, *, after: int = -1) -> list[RequestRow]:
-        """Return the requests of an owner after a number, in order; without an owner, all requests."""
-        if owner is None:
-            return self._requests("ORDER BY owner, seq")
-        return self._requests("WHERE owner = ? AND seq > ? ORDER BY seq", owner, after)
-
-    def request(self, owner: str, seq: int) -> RequestRow | None:
-        """Return a request; None: the number is free."""
-        return next(iter(self._requests("WHERE owner = ? AND seq = ?", owner, seq)), None)
-
-    def _requests(self, where: str, *values: Any) -> list[RequestRow]:
-        names = [column.name for column in fields(RequestRow)]
-        return [
-            RequestRow(**dict(zip(names, row, strict=True))) for row in self._read(f"{REQUEST_ROWS} {where}", *values)
-        ]
-
     def body(self, owner: str, seq: int) -> bytes:
         """Return the body of a request that is waiting or may be replayed."""
         rows = self._read("SELECT body FROM bodies WHERE owner = ? AND seq = ?", owner, seq)
@@ -518,17 +522,16 @@ class Journal:
 
     def reply(self, owner: str, seq: int) -> Reply | None:
         """Return the reply of a request; None: there is none (any more)."""
-        rows = self._read("SELECT reply_type, reply FROM requests WHERE owner = ? AND seq = ?", owner, seq)
-        if not rows or rows[0][1] is None:
-            return None
-        return Reply(content_type=rows[0][0], body=rows[0][1])
+        statement = "SELECT reply_type, reply FROM requests WHERE owner = ? AND seq = ? AND reply IS NOT NULL"
+        return next((Reply(content_type=kind, body=body) for kind, body in self._read(statement, owner, seq)), None)
 
     def note_retrieved(self, keys: Sequence[tuple[str, int]], *, now: float) -> None:
         """Record that replies were fetched."""
         with self.transaction():
-            for owner, seq in keys:
-                statement = "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL"
-                self._write(statement, now, owner, seq)
+            for key in keys:
+                self._write(
+                    "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL", now, *key
+                )
 
     def drop_fetched(self, *, before: float) -> None:
         """Delete replies that were fetched before a time.

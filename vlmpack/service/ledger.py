@@ -233,7 +233,7 @@ class Ledger:
         self.journal.forget_ended()
         self.sessions = {row.id: time.monotonic() for row in self.journal.rows(SessionRow) if row.ended is None}
         samplers = {row.id for row in self.journal.rows(SamplingRow)}
-        for row in self.journal.requests():
+        for row in self.journal.rows(RequestRow):
             if row.owner not in samplers:
                 lane = self.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
                 if row.state != "queued":

@@ -476,52 +476,6 @@ class ForwardBackwardResult:
     """Metrics by `name:reduction`, including `loss:sum`."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class OptimStepResult:
-    """Result of an `OptimStep`."""
-
-    metrics: Mapping[str, float]
-    """Metrics by `name:reduction`."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class CreatedModel:
-    """Result of a `CreateModel`."""
-
-    model_id: str
-    """Id of the model."""
-    type: str = "create_model"
-    """Type tag that the client reads."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """Result of a `Save`; exactly one of `path` and `sampling_session_id` is set."""
-
-    type: Literal["save_weights", "save_weights_for_sampler", "save_weights_external"]
-    """What was saved."""
-    path: str | None = None
-    """`tinker://...` path of what was saved."""
-    sampling_session_id: str | None = None
-    """Id of the new sampling session."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LoadedWeights:
-    """Result of a `LoadWeights` or a `CreateFromCheckpoint`."""
-
-    path: str
-    """`tinker://...` path of the checkpoint."""
-    model_id: str | None = None
-    """Id of the model, if it was created."""
-    type: str = "load_weights"
-    """Type tag that the client reads."""
-
-
 StopReason = Literal["stop", "length"]
 
 
@@ -586,9 +540,6 @@ class SampleResult:
     N."""
 
 
-Result = ForwardBackwardResult | OptimStepResult | CreatedModel | Saved | LoadedWeights | SampleResult
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Failure:
@@ -600,7 +551,8 @@ class Failure:
     """Whose fault it is."""
 
 
-Outcome = Result | Failure
+Outcome = ForwardBackwardResult | SampleResult | Mapping[str, Any] | Failure
+"""What becomes of a request. Operations other than training return the JSON object that the client reads."""
 
 
 @final

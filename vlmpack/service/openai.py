@@ -34,7 +34,8 @@ from vlmpack.errors import RequestError
 from vlmpack.service import protobuf, wire
 from vlmpack.service.datums import MeasuredSize
 from vlmpack.service.fields import Between, as_list, check, get, read, read_object, read_text, shown
-from vlmpack.service.http import Endpoints, answer
+from vlmpack.service.http import Endpoints, answer, status_of
+from vlmpack.service.journal import CheckpointRow
 from vlmpack.service.limits import check as check_limits
 from vlmpack.service.messages import (
     MOST_TOP,
@@ -185,7 +186,7 @@ class OpenAI:
         ]
 
     async def _models(self, request: Request) -> Response:
-        saved = await run_in_threadpool(self._queue.checkpoints)
+        saved = await run_in_threadpool(self._queue.journal.rows, CheckpointRow)
         names = [self._base.name, *(row.path for row in saved if row.kind == "sampler_weights")]
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "vlmpack"} for name in names]
         return answer({"object": "list", "data": models})
@@ -237,13 +238,13 @@ class OpenAI:
         if not is_base and not model.startswith("tinker://"):
             message = f"model {shown(model)}: this service has {self._base.name!r}, and tinker:// paths of checkpoints"
             raise Rejected(message, status=404)
-        folder = "" if is_base else self._queue.checkpoint(model).folder
+        folder = "" if is_base else self._queue.journal.checkpoint(model).folder
         with self._lock:
             if self._session not in self._queue.sessions():
                 self._session, self._samplers = self._queue.create_session(NewSession(tags=("openai",))), {}
             self._queue.heartbeat(self._session)
             try:
-                return self._queue.sampler(self._samplers.get(folder, "")).id
+                return self._queue.journal.sampler(self._samplers.get(folder, "")).id
             except Rejected:
                 of = {"path": None, "base_model": model} if is_base else {"path": model, "base_model": None}
                 name = self._queue.create_sampling_session(self._session, next(self._numbers), **of)
@@ -403,8 +404,6 @@ def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 def _refusal(error: RequestError) -> Response:
     """Return an error in the format of OpenAI's clients."""
-    status, seconds = (error.status, error.retry_after) if isinstance(error, Rejected) else (400, None)
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    headers = {} if seconds is None else {"Retry-After": f"{max(seconds, 0.1):g}"}
-    value = {"error": {"message": str(error), "type": kind, "param": None, "code": None}}
-    return answer(value, status=status, headers=headers)
+    status = status_of(error)
+    kind = "invalid_request_error" if status["status"] < 500 else "server_error"
+    return answer({"error": {"message": str(error), "type": kind, "param": None, "code": None}}, **status)

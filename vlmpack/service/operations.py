@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError
-from vlmpack.service import messages
+from vlmpack.service import messages, wire
 from vlmpack.service.checkpoints import StateFolder, check_name, describe, label_of, size_of
 from vlmpack.service.journal import CheckpointRow, Kind, ModelRow, RequestRow, SamplingRow
 from vlmpack.service.ledger import Entry, Lane, Ledger
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
 
 
-SAVED: Mapping[Kind, Any] = {
-    "weights": "save_weights",
-    "sampler_weights": "save_weights_for_sampler",
-    "external_weights": "save_weights_external",
+SAVES: Mapping[type[messages.Save], tuple[Kind, str]] = {
+    messages.SaveWeights: ("weights", "save_weights"),
+    messages.SaveForSampler: ("sampler_weights", "save_weights_for_sampler"),
+    messages.SaveExternal: ("external_weights", "save_weights_external"),
 }
-"""The client's type tag for each kind of save."""
+"""Kind of checkpoint of each kind of save, and the type tag that the client reads."""
 
 
 @final
@@ -54,13 +54,12 @@ class Done:
 class Operations:
     """Runs one operation at a time, in the engine thread."""
 
-    def __init__(self, engine: Engine, ledger: Ledger, state: StateFolder, *, codec: Any) -> None:
-        self._engine, self._ledger, self._state, self._codec = engine, ledger, state, codec
-        self._journal, self._base_model = ledger.journal, engine.base.name
+    def __init__(self, engine: Engine, ledger: Ledger, state: StateFolder) -> None:
+        self._engine, self._ledger, self._state, self._journal = engine, ledger, state, ledger.journal
 
     def parse(self, row: RequestRow) -> messages.Request:
         """Parse a request from the journal, with the seed that was drawn for it."""
-        return with_seed(self._codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
+        return with_seed(wire.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
 
     def request(self, entry: Entry) -> messages.Request:
         """Return the parsed request of an entry."""
@@ -82,14 +81,10 @@ class Operations:
                 return self._create_from(lane, request)
             case messages.OptimStep():
                 return self._step(lane, request)
-            case messages.SaveWeights():
-                return self._save(lane, request, "weights")
             case messages.SaveForSampler(name=None):
                 return self._save_unnamed(lane, request)
-            case messages.SaveForSampler():
-                return self._save(lane, request, "sampler_weights")
-            case messages.SaveExternal():
-                return self._save(lane, request, "external_weights")
+            case messages.Save():
+                return self._save(lane, request)
             case messages.LoadWeights():
                 return self._load(lane, entry, request)
             case _:
@@ -97,7 +92,8 @@ class Operations:
 
     def _step(self, lane: Lane, request: messages.OptimStep) -> Done:
         try:
-            outcome = self._engine.optim_step(lane.id, request.adam)
+            metrics = self._engine.optim_step(lane.id, request.adam)
+            outcome: messages.Outcome = {"type": "optim_step", "metrics": metrics}
         except RequestError as error:  # the gradient is dropped, and a replay has to drop it too
             outcome = messages.Failure(message=str(error), category="user")
         lane.has_gradients = False
@@ -106,10 +102,10 @@ class Operations:
     # ------------------------------------------------------------------ new models
 
     def _create(self, lane: Lane, request: messages.CreateModel) -> Done:
-        if request.base_model != self._base_model:
-            raise RequestError(f"this server has the base model {self._base_model!r}, not {request.base_model!r}")
+        if request.base_model != self._engine.base.name:
+            raise RequestError(f"this server has the base model {self._engine.base.name!r}, not {request.base_model!r}")
         self._engine.create(lane.id, request.lora)
-        return self._created(lane, request, messages.CreatedModel(model_id=lane.id), lora=request.lora)
+        return self._created(lane, request, {"type": "create_model"}, lora=request.lora)
 
     def _create_from(self, lane: Lane, request: messages.CreateFromCheckpoint) -> Done:
         checkpoint = self._journal.checkpoint(request.path)
@@ -119,19 +115,19 @@ class Operations:
             )
         folder = self._training_folder(checkpoint, optimizer=request.optimizer)
         lora = self._engine.create_from(lane.id, folder, optimizer=request.optimizer)
-        outcome = messages.LoadedWeights(path=request.path, model_id=lane.id)
-        return self._created(lane, request, outcome, lora=lora, snapshot=self._write_state(lane))
+        reply = {"type": "load_weights", "path": request.path}
+        return self._created(lane, request, reply, lora=lora, snapshot=self._write_state(lane))
 
     def _created(
-        self, lane: Lane, request: messages.Creation, outcome: messages.Outcome, *, lora: messages.LoraConfig | None,
+        self, lane: Lane, request: messages.Creation, reply: Mapping[str, Any], *, lora: messages.LoraConfig | None,
         snapshot: str | None = None,
     ) -> Done:  # fmt: skip
-        now = time.time()
+        now, base_model = time.time(), self._engine.base.name
         row = ModelRow(
-            id=lane.id, session=lane.session, created=now, last_request=now, base_model=self._base_model, lora=lora,
+            id=lane.id, session=lane.session, created=now, last_request=now, base_model=base_model, lora=lora,
             user_metadata=request.user_metadata, snapshot=snapshot,
         )  # fmt: skip
-        return Done(outcome=outcome, write=lambda: self._journal.put(row))
+        return Done(outcome={**reply, "model_id": lane.id}, write=lambda: self._journal.put(row))
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -145,12 +141,13 @@ class Operations:
             )
         return self._state.folder(checkpoint.folder)
 
-    def _save(self, lane: Lane, request: messages.Save, kind: Kind) -> Done:
-        model, name, now = self._model(lane), request.name, time.time()
+    def _save(self, lane: Lane, request: messages.Save) -> Done:
+        (kind, tag), name, now = SAVES[type(request)], request.name, time.time()
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         row = CheckpointRow(
-            model=lane.id, kind=kind, name=check_name(name), folder="", created=now, size=0, lora=model.lora,
-            base_model=self._base_model, user_metadata=request.user_metadata, expires=expires,
+            model=lane.id, kind=kind, name=check_name(name), folder="", created=now, size=0,
+            lora=self._journal.model(lane.id).lora,
+            base_model=self._engine.base.name, user_metadata=request.user_metadata, expires=expires,
         )  # fmt: skip
         exists = self._journal.row(CheckpointRow, model=lane.id, kind=kind, name=name) is not None
         if exists and not (isinstance(request, messages.SaveWeights) and request.overwrite):
@@ -163,12 +160,7 @@ class Operations:
             row = replace(row, folder=folder.name.removeprefix("."), size=size_of(folder))
             describe(folder, row)
         self._state.publish(folder)
-        return Done(outcome=messages.Saved(type=SAVED[kind], path=row.path), write=lambda: self._journal.put(row))
-
-    def _model(self, lane: Lane) -> ModelRow:
-        row = self._journal.row(ModelRow, id=lane.id)
-        assert row is not None, f"{lane.id} was created"
-        return row
+        return Done(outcome={"type": tag, "path": row.path}, write=lambda: self._journal.put(row))
 
     def _save_unnamed(self, lane: Lane, request: messages.SaveForSampler) -> Done:
         sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
@@ -187,8 +179,7 @@ class Operations:
             for old in dropped:
                 self._journal.drop_sampling_session(old)
 
-        outcome = messages.Saved(type=SAVED["sampler_weights"], sampling_session_id=sampler)
-        return Done(outcome=outcome, write=write)
+        return Done(outcome={"type": "save_weights_for_sampler", "sampling_session_id": sampler}, write=write)
 
     def _load(self, lane: Lane, entry: Entry, request: messages.LoadWeights) -> Done:
         checkpoint = self._journal.checkpoint(request.path)
@@ -197,7 +188,7 @@ class Operations:
         lane.has_gradients = False
         snapshot = self._write_state(lane)  # the checkpoint may be deleted before a replay needs it
         return Done(
-            outcome=messages.LoadedWeights(path=request.path),
+            outcome={"type": "load_weights", "path": request.path},
             write=lambda: self._journal.cover(lane.id, snapshot=snapshot, covered=entry.row.seq),
         )
 
@@ -238,14 +229,14 @@ class Operations:
         """
         if lane.id in self._engine.models():
             self._engine.free(lane.id)
-        row = self._model(lane)
+        row = self._journal.model(lane.id)
         if row.snapshot is None:
             self._engine.create(lane.id, row.lora)
         else:
             self._engine.create_from(lane.id, self._state.folder(row.snapshot), optimizer=True)
         lane.has_gradients = False
         begin = time.perf_counter()
-        done = [row for row in self._journal.requests(lane.id, after=row.covered) if row.is_replayed]
+        done = [row for row in self._journal.rows(RequestRow, owner=lane.id) if row.is_replayed]
         for group, rows in groupby(done, key=lambda row: row.seq if row.group is None else row.group):
             self._replay(lane, group, [*rows])
         lane.seconds = time.perf_counter() - begin if done else 0.0

@@ -19,15 +19,13 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.service import wire
-from vlmpack.service.checkpoints import ABOUT, StateFolder
+from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine_thread import EngineThread
 from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
 from vlmpack.service.ledger import Entry, Lane, Ledger, content_digest
@@ -50,34 +48,6 @@ log = logging.getLogger("vlmpack.service")
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ModelInfo:
-    """A model of a client."""
-
-    row: ModelRow
-    """Settings that the model was created with."""
-    last_checkpoint: CheckpointRow | None = None
-    """The newest training checkpoint."""
-    last_sampler_checkpoint: CheckpointRow | None = None
-    """The newest named snapshot to sample from."""
-    is_corrupted: bool = False
-    """Whether the model cannot be used, e.g. because its state could not be restored."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class SessionInfo:
-    """A session of a client."""
-
-    row: SessionRow
-    """The client's description of the session."""
-    model_ids: tuple[str, ...]
-    """Ids of the models, except models whose creation failed."""
-    sampler_ids: tuple[str, ...]
-    """Ids of the sampling sessions."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class Pending:
     """The reply is not available yet."""
 
@@ -93,7 +63,6 @@ class RequestQueue:
         engine: the engine. From `start` on it belongs to the queue's thread, except its `encode` methods.
         state: the state folder; the queue closes it.
         limits: limits and timeouts.
-        codec: parses bodies and encodes replies (`decode` and `encode`).
     """
 
     def __init__(
@@ -102,17 +71,17 @@ class RequestQueue:
         state: StateFolder,
         *,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
-        codec: ModuleType | Any = wire,
     ) -> None:
-        self._ledger, self._state, self._codec = Ledger(state.journal, limits), state, codec
-        self._journal = state.journal
+        self.journal, self.state = state.journal, state
+        """Everything that does not wait can be read there."""
+        self._ledger = Ledger(state.journal, limits)
         self._base_name = engine.base.name
         self._beginning = threading.Lock()
         """Held while a sampling session is opened, including the journal's commit."""
         self._is_draining = False
         self._is_closed = False
         self._began = self._looked = time.monotonic()
-        self._thread = EngineThread(engine, self._ledger, state, codec=codec, tidy=self._tidy)
+        self._thread = EngineThread(engine, self._ledger, state, tidy=self._tidy)
 
     def start(self) -> None:
         """Start the engine thread, which first restores the models of the journal. Requests are accepted meanwhile."""
@@ -135,7 +104,7 @@ class RequestQueue:
             self._is_closed = True
             with suppress(JournalError):
                 self._note_retrieved()
-            self._state.close()
+            self.state.close()
 
     # ------------------------------------------------------------------ sessions
 
@@ -155,7 +124,8 @@ class RequestQueue:
         with ledger.lock:
             if len(ledger.sessions) >= limits.sessions:
                 raise self._busy(f"{len(ledger.sessions)} sessions are open: finish one, or try again later")
-        self._written(lambda: self._journal.put(row))
+        with self._writing():
+            self.journal.put(row)
         with ledger.lock:
             ledger.sessions[row.id] = time.monotonic()
         return row.id
@@ -179,14 +149,15 @@ class RequestQueue:
             Rejected: status 429: the disk is full.
         """
         if session_id in self._ledger.sessions:
-            self._written(lambda: self._ledger.end_session(session_id))
+            with self._writing():
+                self._ledger.end_session(session_id)
 
     def sessions(self) -> list[str]:
         """Return the ids of the open sessions, newest first."""
         with self._ledger.lock:
             return [*reversed(self._ledger.sessions)]
 
-    def session(self, session_id: str) -> SessionInfo:
+    def session(self, session_id: str) -> SessionRow:
         """Return an open session.
 
         Raises:
@@ -194,13 +165,8 @@ class RequestQueue:
         """
         with self._ledger.lock:
             self._check_session(session_id)
-        row = self._journal.row(SessionRow, id=session_id)
-        assert row is not None, "a session is in the journal before it is open"
-        return SessionInfo(
-            row=row,
-            model_ids=tuple(model.id for model in reversed(self._journal.rows(ModelRow, session=session_id))),
-            sampler_ids=tuple(sampler.id for sampler in self._journal.rows(SamplingRow, session=session_id)),
-        )
+        (row,) = self.journal.rows(SessionRow, id=session_id)
+        return row
 
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._ledger.sessions:
@@ -233,105 +199,33 @@ class RequestQueue:
             with ledger.lock:
                 self._touch(session_id)
                 self._check_session(session_id)
-            known = self._journal.row(SamplingRow, id=name)
-            if known is not None and (known.path != path or known.model is not None):
-                raise Rejected(f"the sampling session {name} was created for another model", status=400)
-            if known is not None:
+            if (known := self.journal.row(SamplingRow, id=name)) is not None:
+                if known.path != path or known.model is not None:
+                    raise Rejected(f"the sampling session {name} was created for another model", status=400)
                 return name
-            opened = self._journal.rows(SamplingRow, session=session_id)
+            opened = self.journal.rows(SamplingRow, session=session_id)
             dropped = ledger.idle(opened, kept=ledger.limits.samplers_kept - 1)
-
-            def write() -> None:
-                with self._journal.transaction():
-                    folder = None if path is None else self._journal.checkpoint(path).folder
-                    for old in dropped:
-                        self._journal.drop_sampling_session(old)
-                    row = SamplingRow(id=name, session=session_id, created=time.time(), path=path, folder=folder)
-                    self._journal.put(row)
-
-            self._written(write)  # not under the lock: the event loop takes it, and the disk may be slow
+            with self._writing(), self.journal.transaction():  # not under the lock, because the disk may be slow
+                folder = None if path is None else self.journal.checkpoint(path).folder
+                for old in dropped:
+                    self.journal.drop_sampling_session(old)
+                now = time.time()
+                self.journal.put(SamplingRow(id=name, session=session_id, created=now, path=path, folder=folder))
             with ledger.lock:
                 self._check_session(session_id)
         return name
 
-    def sampler(self, sampling_session_id: str) -> SamplingRow:
-        """Return a sampling session.
-
-        Raises:
-            Rejected: status 404: there is no such sampling session.
-        """
-        row = self._journal.row(SamplingRow, id=sampling_session_id)
-        if row is None:
-            raise Rejected(f"there is no sampling session {sampling_session_id}", status=404)
-        return row
-
     # ------------------------------------------------------------------ models and checkpoints
 
-    def get_info(self, model_id: str) -> ModelInfo:
-        """Return a model.
-
-        Raises:
-            Rejected: status 404: there is no such model (yet).
-        """
-        row = self._journal.row(ModelRow, id=model_id)
-        if row is None:
-            raise Rejected(f"there is no model {model_id}: wait for its creation, or create it", status=404)
-        return self._info(row, self._journal.rows(CheckpointRow, model=model_id))
-
-    def models(self) -> list[ModelInfo]:
+    def models(self) -> list[ModelRow]:
         """Return the models of open sessions and the models with checkpoints, newest first."""
-        saved: dict[str, list[CheckpointRow]] = {}
-        for row in self._journal.rows(CheckpointRow):
-            saved.setdefault(row.model, []).append(row)
-        return [
-            self._info(row, saved.get(row.id, []))
-            for row in self._journal.rows(ModelRow)
-            if row.session in self._ledger.sessions or row.id in saved
-        ]
+        kept, saved = self._ledger.sessions, {row.model for row in self.journal.rows(CheckpointRow)}
+        return [row for row in self.journal.rows(ModelRow) if row.session in kept or row.id in saved]
 
-    def _info(self, row: ModelRow, checkpoints: Sequence[CheckpointRow]) -> ModelInfo:
-        lane = self._ledger.lanes.get(row.id)
-        newest = {each.kind: each for each in reversed(checkpoints)}
-        return ModelInfo(
-            row=row,
-            last_checkpoint=newest.get("weights"),
-            last_sampler_checkpoint=newest.get("sampler_weights"),
-            is_corrupted=lane is not None and lane.failure is not None,
-        )
-
-    def checkpoints(self, model_id: str | None = None) -> list[CheckpointRow]:
-        """Return the checkpoints of a model, or all checkpoints, newest first.
-
-        Raises:
-            Rejected: status 404: there is no such model.
-        """
-        if model_id is None:
-            return self._journal.rows(CheckpointRow)
-        if self._journal.row(ModelRow, id=model_id) is None:
-            raise Rejected(f"there is no model {model_id}", status=404)
-        return self._journal.rows(CheckpointRow, model=model_id)
-
-    def checkpoint(self, path: str) -> CheckpointRow:
-        """Return a checkpoint.
-
-        Raises:
-            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint.
-        """
-        return self._journal.checkpoint(path)
-
-    def files(self, row: CheckpointRow) -> list[str]:
-        """Return the names of the files of a checkpoint."""
-        return sorted(entry.name for entry in self._state.folder(row.folder).iterdir() if entry.name != ABOUT)
-
-    def file(self, folder: str, name: str) -> Path:
-        """Return the path of a file of a checkpoint.
-
-        Raises:
-            Rejected: status 404: the file is gone.
-        """
-        if (file := self._state.folder(folder) / name).is_file():
-            return file
-        raise Rejected(f"there is no file {name} any more", status=404)
+    def is_corrupted(self, model_id: str) -> bool:
+        """Return whether a model cannot be used, e.g. because its state could not be restored."""
+        lane = self._ledger.lanes.get(model_id)
+        return lane is not None and lane.failure is not None
 
     def delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint. Sampling sessions that use it continue.
@@ -340,8 +234,8 @@ class RequestQueue:
             RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
                 disk fails.
         """
-        row = self._journal.checkpoint(path)
-        self._written(lambda: self._journal.drop_checkpoint(row))
+        with self._writing():
+            self.journal.drop_checkpoint(self.journal.checkpoint(path))
         self._ledger.is_swept = False
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
@@ -351,15 +245,17 @@ class RequestQueue:
             RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
                 disk fails.
         """
-        row = self._journal.checkpoint(path)
-        self._written(lambda: self._journal.set_expiry(row, None if seconds is None else time.time() + seconds))
+        with self._writing():
+            expires = None if seconds is None else time.time() + seconds
+            self.journal.set_expiry(self.journal.checkpoint(path), expires)
 
     def _busy(self, message: str) -> Rejected:
         return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
 
-    def _written(self, write: Callable[[], None]) -> None:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            write()
+            yield
         except JournalError as error:
             raise self._busy(str(error)) from error
 
@@ -382,7 +278,7 @@ class RequestQueue:
 
         Args:
             request: the parsed request.
-            body: the body that it was parsed from, for the codec's `decode`.
+            body: the body that it was parsed from.
 
         Raises:
             Rejected: status 400: other content already uses its number; 404, 410: the model or session does not exist
@@ -417,62 +313,59 @@ class RequestQueue:
         return f"{owner}:{seq}"
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
-        key = (entry.row.owner, entry.row.seq)
-        with self._ledger.lock:
-            self._touch(entry.row.session)
-            self._check_session(entry.row.session)
-            known = self._ledger.find(*key)
-            if known is None:
-                self._check_room(entry.row, self._lane(entry.row, is_creation=is_creation))
-                self._ledger.add(entry)
+        row, ledger, refusal = entry.row, self._ledger, None
+        if not 0 <= row.seq < 2**63:
+            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
+        with ledger.lock:
+            self._touch(row.session)
+            self._check_session(row.session)
+            if (known := ledger.find(row.owner, row.seq)) is None:
+                refusal = self._refusal(row, self._lane(row, is_creation=is_creation))
+                ledger.add(entry)
         if known is not None:
             known.journaled.wait()
             if known.accepted:
-                _check_same(known.row, entry.row)
-            else:  # of two simultaneous POSTs, the first found the disk full
+                _check_same(known.row, row)
+            else:  # of two simultaneous POSTs, the first was refused
                 self._accept(entry, body, is_creation=is_creation, failure=failure)
             return
         try:
-            used = self._enter(entry, body, failure)
-        except BaseException as error:
-            with self._ledger.lock:
-                self._ledger.remove(entry)
-            if isinstance(error, JournalError):
-                raise self._busy(str(error)) from error
-            raise
+            used = self.journal.row(RequestRow, owner=row.owner, seq=row.seq)
+            if used is None:
+                if refusal is not None:  # only of a new request: a repeated one gets its reply, however full it is
+                    raise refusal
+                with self._writing():
+                    self._enter(entry, body, failure)
         finally:
+            if not entry.accepted:
+                with ledger.lock:
+                    ledger.remove(entry)
             entry.journaled.set()
         if used is not None:
-            _check_same(used, entry.row)
+            _check_same(used, row)
 
-    def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> RequestRow | None:
-        """Write a request to the journal, and accept it; or return the request that has its number."""
-        key = (entry.row.owner, entry.row.seq)
-        reply = None if failure is None else self._failed(failure)
-        with self._journal.transaction():
-            if (used := self._journal.request(*key)) is None:
-                if key[0] not in self._ledger.lanes and self._journal.row(SamplingRow, id=key[0]) is None:
-                    raise Rejected(
-                        f"there is no model or sampling session {key[0]}: it was never created, or was an unnamed save "
-                        f"and {self._ledger.limits.unnamed_saves} later ones took its place (save under a name)",
-                        status=404,
-                    )
-                self._journal.add_request(entry.row, body=body, now=time.time())
-                if reply is not None:
-                    self._journal.finish_request(*key, state="failed", reply=reply, keep_body=False)
+    def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
+        """Write a request to the journal, and accept it."""
+        row, reply = entry.row, None if failure is None else _failed(failure)
+        with self.journal.transaction():
+            if row.owner not in self._ledger.lanes and not self.journal.rows(SamplingRow, id=row.owner):
+                raise Rejected(
+                    f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed save "
+                    f"and {self._ledger.limits.unnamed_saves} later ones took its place (save under a name)",
+                    status=404,
+                )
+            self.journal.add_request(row, body=body, now=time.time())
+            if reply is not None:
+                self.journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
         with self._ledger.lock:
-            if used is not None:
-                self._ledger.remove(entry)
-                return used
-            self._check_session(entry.row.session)
+            self._check_session(row.session)
             self._ledger.arrive(entry)
             if reply is not None:
                 self._ledger.done(entry, "failed")
             elif entry.is_sample:
                 self._thread.encode_samples()
-            elif (lane := self._ledger.lanes.get(key[0])) is not None:
+            elif (lane := self._ledger.lanes.get(row.owner)) is not None:
                 self._thread.encode_ahead(lane)
-        return None
 
     def _lane(self, row: RequestRow, *, is_creation: bool) -> Lane | None:
         """Return the lane of a request, which its creation opens; None: it is for a sampling session."""
@@ -480,26 +373,21 @@ class RequestQueue:
             return self._ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
         return self._ledger.lanes.get(row.owner)
 
-    def _check_room(self, row: RequestRow, lane: Lane | None) -> None:
+    def _refusal(self, row: RequestRow, lane: Lane | None) -> Rejected | None:
+        """Return why there is no room for a new request; None: there is."""
         ledger, limits = self._ledger, self._ledger.limits
-        if not 0 <= row.seq < 2**63:
-            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
-        if lane is not None and lane.is_used(row.seq):
-            return  # a repetition
         if self._is_draining:
-            raise self._busy("the server is stopping")
-        if lane is not None:
-            if row.seq == lane.missing:
-                return  # later requests wait for it, so rejecting it could block them forever
-            if row.seq > lane.missing + limits.numbers_ahead:
-                raise Rejected(
-                    f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number", status=400
-                )
+            return self._busy("the server is stopping")
+        if lane is not None and row.seq == lane.missing:
+            return None  # later requests wait for it, so rejecting it could block them forever
+        if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
+            message = f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number"
+            return Rejected(message, status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
-        if row.kind == Sample.__name__:
-            full |= ledger.waiting_samples >= limits.queued_samples
+        full |= row.kind == Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
         if full and row.kind != REFUSED:
-            raise self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
+            return self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
+        return None
 
     # ------------------------------------------------------------------ futures
 
@@ -534,7 +422,7 @@ class RequestQueue:
                     entry.waiters.remove(waiter)
             if not entry.is_done:
                 return Pending(reason=self.fault)
-        reply = await asyncio.to_thread(self._journal.reply, *key)
+        reply = await asyncio.to_thread(self.journal.reply, *key)
         if reply is not None:
             with self._ledger.lock:
                 self._ledger.fetched.append(key)
@@ -543,7 +431,7 @@ class RequestQueue:
     @property
     def fault(self) -> str | None:
         """Why work has stopped, e.g. on a full disk; None: it goes on."""
-        return self._thread.fault or self._journal.fault
+        return self._thread.fault or self.journal.fault
 
     @property
     def is_restored(self) -> bool:
@@ -552,7 +440,7 @@ class RequestQueue:
 
     def stats(self) -> dict[str, Any]:
         """Return the queue's metrics by name (see `status.METRICS`)."""
-        ledger, thread, numbers = self._ledger, self._thread, self._journal.counts()
+        ledger, thread, numbers = self._ledger, self._thread, self.journal.counts()
         with ledger.lock:
             return {
                 **numbers,
@@ -569,21 +457,17 @@ class RequestQueue:
 
     # ------------------------------------------------------------------ what runs out, in the engine thread
 
-    def _failed(self, message: str) -> Reply:
-        """Return the reply for a client's mistake."""
-        return self._codec.encode(Failure(message=message, category="user"))
-
     def _tidy(self) -> None:
         """Clear what has timed out: gaps, silent sessions, fetched replies and expired checkpoints.
 
         The engine thread calls it about twice a second.
         """
         try:
-            self._journal.try_again()
+            self.journal.try_again()
             self._fail_gaps()
             self._end_silent_sessions()
             self._note_retrieved()
-            self._journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
+            self.journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
             self._drop_expired()
         except (JournalError, Rejected):
             log.exception("the journal cannot be written; tried again")
@@ -609,7 +493,7 @@ class RequestQueue:
     def _fail_gap(self, lane: Lane, missing: int, early: list[Entry]) -> None:
         message = f"request {missing} of {lane.id} never arrived, so this one, which comes after it, did not run"
         late = f"this request of {lane.id} came too late: those after it have already failed"
-        journal, ledger, absent = self._journal, self._ledger, []
+        journal, ledger, absent = self.journal, self._ledger, []
         with ledger.lock:
             for number in range(missing, early[-1].row.seq):
                 if ledger.find(lane.id, number) is None and not lane.is_used(number):
@@ -618,7 +502,7 @@ class RequestQueue:
                     )
                     absent.append(Entry(row=row))
                     ledger.add(absent[-1])  # a request that arrives now is a repetition
-        failed = [(early, self._failed(message)), (absent, self._failed(late))]
+        failed = [(early, _failed(message)), (absent, _failed(late))]
         try:
             with journal.transaction():
                 for entry in absent:
@@ -650,7 +534,7 @@ class RequestQueue:
         with self._ledger.lock:
             keys = [*self._ledger.fetched]
         if keys:
-            self._journal.note_retrieved(keys, now=time.time())
+            self.journal.note_retrieved(keys, now=time.time())
             with self._ledger.lock:
                 del self._ledger.fetched[: len(keys)]
 
@@ -661,8 +545,13 @@ class RequestQueue:
         """
         with self._ledger.lock:
             kinds = {entry.row.kind for entry in self._ledger.entries()}
-        if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self._journal.drop_expired(now=time.time()):
+        if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self.journal.drop_expired(now=time.time()):
             self._ledger.is_swept = False
+
+
+def _failed(message: str) -> Reply:
+    """Return the reply for a client's mistake."""
+    return wire.encode(Failure(message=message, category="user"))
 
 
 def _check_same(known: RequestRow, row: RequestRow) -> None:

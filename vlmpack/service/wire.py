@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import isfinite
 from typing import Annotated, Any
 
 from vlmpack.errors import RequestError
@@ -88,13 +87,8 @@ def encode(outcome: messages.Outcome) -> messages.Reply:
     if isinstance(outcome, messages.ForwardBackwardResult | messages.SampleResult):
         return messages.Reply(content_type=PROTOBUF, body=protobuf.encode_result(outcome))
     if isinstance(outcome, messages.Failure):
-        values: dict[str, Any] = {"error": outcome.message, "category": outcome.category}
-    elif isinstance(outcome, messages.OptimStepResult):
-        metrics = {name: value for name, value in outcome.metrics.items() if isfinite(value)}
-        values = {"metrics": metrics, "type": "optim_step"}
-    else:
-        values = {name: value for name, value in vars(outcome).items() if value is not None}
-    return messages.Reply(content_type=JSON, body=to_json(values))
+        outcome = {"error": outcome.message, "category": outcome.category}
+    return messages.Reply(content_type=JSON, body=to_json(outcome))
 
 
 def to_json(value: Mapping[str, Any]) -> bytes:
