@@ -14,9 +14,12 @@ import logging
 import os
 import resource
 import secrets
+import shutil
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast, final
 
+import torch
 import uvicorn
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
@@ -38,10 +42,11 @@ from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import follow, lead
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
+from vlmpack.service.journal import ModelRow, SessionRow
 from vlmpack.service.openai import OpenAI
 from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
-from vlmpack.service.status import Snapshot
+from vlmpack.service.status import EVERY, History, ModelLine, Snapshot
 from vlmpack.service.vllm import set_sampler
 
 log = logging.getLogger("vlmpack.service")
@@ -208,6 +213,8 @@ class Service:
         self._is_alone = ranks is None
         self.queue = RequestQueue(self.engine, state, limits=settings.limits)
         """Orders the requests and remembers their results."""
+        self.history = History()
+        """What the curves of the status page show."""
         self._draining = threading.Event()
         self._drainer: threading.Thread | None = None
 
@@ -224,18 +231,25 @@ class Service:
         )
         token = self.engine.model.config.image_token_id if self.engine.base.is_vision else None
         openai = OpenAI(endpoints, self._processor, image_token_id=token, measure=self.engine.measure)
-        routes: list[BaseRoute] = [*endpoints.routes(), *openai.routes(), *status.routes(self._snapshot)]
+        routes: list[BaseRoute] = [*endpoints.routes(), *openai.routes(), *status.routes(self._snapshot, self.history)]
         return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
         self.queue.start()
+        recording = asyncio.create_task(self._record())
         try:
             yield
         finally:
+            recording.cancel()
             self.drain()
             assert self._drainer is not None
             await asyncio.to_thread(self._drainer.join)
+
+    async def _record(self) -> None:
+        while True:
+            self.history.add(time.monotonic(), self.engine.counts.tokens, self.engine.sampler.sampled_tokens)
+            await asyncio.sleep(EVERY)
 
     def drain(self) -> None:
         """Stop taking requests, let work in progress finish, and save the state.
@@ -290,8 +304,25 @@ class Service:
 
     def _snapshot(self) -> Snapshot:
         fault, counts = self.queue.fault, self.engine.counts
+        now, device = time.time(), self.engine.model.device
+        memory = {"process": _resident_bytes()}
+        if device.type == "cuda":
+            memory["device"] = torch.cuda.memory_allocated(device)
+        space, journal = shutil.disk_usage(self.state.path), self.queue.journal
+        opened = {row.id for row in journal.rows(SessionRow) if row.ended is None}
+        models = [
+            ModelLine(
+                trains="all weights" if row.lora is None else f"LoRA, rank {row.lora.rank}",
+                age=now - row.created,
+                idle=now - row.last_request,
+            )
+            for row in journal.rows(ModelRow)
+            if row.session in opened
+        ]
         numbers = {
             **self.queue.stats(),
+            "memory_bytes": memory,
+            "disk_bytes": {"used": space.used, "free": space.free},
             "up": float(not fault),
             "rows_total": counts.rows,
             "trained_tokens_total": counts.tokens,
@@ -299,7 +330,7 @@ class Service:
             "patches_total": counts.patches,
             "sampled_tokens_total": self.engine.sampler.sampled_tokens,
         }
-        return Snapshot(title=self.engine.base.name, numbers=numbers, fault=fault)
+        return Snapshot(title=self.engine.base.name, numbers=numbers, models=models, fault=fault)
 
 
 # ---------------------------------------------------------------------- the process
@@ -335,6 +366,14 @@ def bind(host: str, port: int) -> socket.socket:
         remedy = "name another --host or --port"
         raise ConfigError(f"{host}:{port} cannot be served ({error.strerror}); {remedy}") from error
     return bound
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process; where the system does not tell it, the largest so far."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def raise_file_limit() -> int:
