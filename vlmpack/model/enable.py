@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vlmpack.context_parallel.mesh import Parallel, mesh_of
+from vlmpack.context_parallel.plans import check_plan
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
@@ -94,6 +95,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     family = family_of(core)
     parallel = _on_mesh(core, parallel, family)
     check_parts(family, core)
+    check_plan(core)
     config = config or StepConfig()
     check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
     if config.z_loss_coef and not family.has("experts"):

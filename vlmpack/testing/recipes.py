@@ -143,7 +143,7 @@ def gemma4_unified_text(sizes: TinySizes) -> dict[str, Any]:
         "final_logit_softcapping": 3.0,
         "use_bidirectional_attention": "vision",
         "global_head_dim": 2 * sizes.head_width,
-        "num_global_key_value_heads": 1,
+        "num_global_key_value_heads": max(1, sizes.kv_heads // 2),
         "attention_k_eq_v": True,
         "num_kv_shared_layers": 2 if sizes.layers > 3 else 0,
     }

@@ -1,0 +1,130 @@
+"""Tensor-parallel plans for transformers' meshes, with the rules that transformers' own plans lack.
+
+A plan maps modules, by name with `*` for a layer's number, to how their weights are divided. A rank has some heads of
+every layer. A norm of heads (`q_norm`, `k_norm`) is whole on every rank but normalizes that rank's heads alone, so its
+gradients must be summed over ranks: without a rule, each rank trains its norm apart, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from math import gcd
+from typing import Any
+
+import torch
+from torch import nn
+
+from vlmpack.errors import ConfigError, check_whole_number
+from vlmpack.families.family import Family
+from vlmpack.families.registry import family_named
+
+_SUMMED = "replicated_with_grad_allreduce"
+_QWEN, _LLAMA4 = "model.language_model.layers.*.", "layers.*.feed_forward.shared_expert."
+_ADDED: Mapping[str, Mapping[str, str]] = {
+    "qwen3_vl": {
+        **{f"{_QWEN}self_attn.{name}_proj": "colwise" for name in "qkv"},
+        **{f"{_QWEN}mlp.{name}_proj": "colwise" for name in ("gate", "up")},
+        **dict.fromkeys((f"{_QWEN}self_attn.o_proj", f"{_QWEN}mlp.down_proj"), "rowwise"),
+    },
+    # Checkpoints hold experts transposed, and transformers transposes them after it has divided them. Experts of a
+    # tensor rank would be mixed up; whole experts, and those of an expert rank, come out right.
+    "qwen3_vl_moe": {f"{_QWEN}mlp.experts{name}": "replicate" for name in ("", ".gate_up_proj", ".down_proj")},
+    # The model adds to the output of this layer in place, which autograd refuses if the layer is divided.
+    "llama4": {f"language_model.model.{_LLAMA4}{name}_proj": "replicate" for name in ("gate", "up", "down")},
+    "llama4_text": {f"model.{_LLAMA4}{name}_proj": "replicate" for name in ("gate", "up", "down")},
+    # The model reads the embedding of padding from the weight, which it shares with the head.
+    "gemma4": {"model.language_model.embed_tokens": "replicate", "lm_head": "replicate"},
+}
+"""Rules that families need beside, or instead of, transformers' own."""
+
+
+def plan_for(config: Any, *, tp_size: int) -> dict[str, str]:
+    """Return the tensor-parallel plan of a model: transformers' own, with the rules that it lacks.
+
+        mesh = DistributedConfig(tp_size=2, tp_plan=plan_for(config, tp_size=2))
+        model = AutoModelForImageTextToText.from_pretrained(name, distributed_config=mesh)
+
+    Args:
+        config: configuration of the model, from `AutoConfig.from_pretrained`.
+        tp_size: number of tensor ranks.
+
+    Raises:
+        FamilyError: the family is unknown.
+        ConfigError: there is no plan for the layers of the family, or `tp_size` does not divide the heads of a layer;
+            names the sizes that do.
+    """
+    check_whole_number("tp_size", tp_size, at_least=1)
+    family = family_named(config.model_type)
+    model = _skeleton(family, config)
+    plan = {**model.tp_plan, **_ADDED.get(family.model_type, {})}
+    plan |= {_pattern(name): _SUMMED for name, _ in _norms_of_heads(model, plan)}
+    if not any(name.startswith(f"{family.text_path}.layers.") for name in plan):
+        raise ConfigError(
+            f"{family.model_type} has no tensor-parallel plan for its layers, in transformers or in vlmpack: divide "
+            "the model with fsdp_size=, or experts with ep_size="
+        )
+    _check_heads(family, model, plan, tp_size)
+    return plan
+
+
+def check_plan(model: Any) -> None:
+    """Check that the tensor-parallel plan that a model was loaded with gives exact gradients.
+
+    Raises:
+        ConfigError: gradients of norms of heads would not be summed over tensor ranks.
+    """
+    if (getattr(model, "_tp_size", None) or 1) == 1:
+        return
+    apart = [name for name, norm in _norms_of_heads(model, model.tp_plan) if norm.weight.requires_grad]
+    if apart:
+        raise ConfigError(
+            f"{model.config.model_type} was loaded with tp_size={model._tp_size}, and its plan does not sum the "
+            f"gradients of {len(apart)} norms of heads over ranks ({apart[0]}): load it with "
+            "DistributedConfig(tp_plan=plan_for(config, tp_size=...)) of vlmpack.context_parallel, or freeze them"
+        )
+
+
+def _skeleton(family: Family, config: Any) -> Any:
+    """Return the model without weights."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    auto = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(deepcopy(config))
+
+
+def _norms_of_heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """Yield norms with one weight for each channel of a head, in divided attention, that the plan has no rule for."""
+    for name, attention in model.named_modules():
+        for kind in ("q", "k"):
+            norm = attention._modules.get(f"{kind}_norm")
+            if norm is None or plan.get(f"{_pattern(name)}.{kind}_proj") != "colwise":
+                continue
+            weight = norm._parameters.get("weight")
+            is_of_heads = weight is not None and weight.numel() == getattr(attention, "head_dim", None)
+            if is_of_heads and f"{_pattern(name)}.{kind}_norm" not in plan:
+                yield f"{name}.{kind}_norm", norm
+
+
+def _check_heads(family: Family, model: Any, plan: Mapping[str, str], tp_size: int) -> None:
+    """Check that every rank gets whole heads; other layers may be divided unevenly."""
+    counts = [
+        projection.out_features // attention.head_dim
+        for name, attention in model.named_modules()
+        if plan.get(f"{_pattern(name)}.k_proj") == "colwise"
+        and isinstance(projection := attention._modules.get("k_proj"), nn.Linear)
+    ]
+    heads = gcd(*counts)
+    if heads % tp_size:
+        sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        raise ConfigError(
+            f"tp_size={tp_size} does not divide the {heads} key-value heads of {family.model_type}: use one of "
+            f"{sizes}, and fsdp_size= for the other ranks"
+        )
+
+
+def _pattern(name: str) -> str:
+    """Return the name by which a plan knows a module: numbers of layers are `*`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
