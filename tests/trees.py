@@ -17,7 +17,7 @@ from vlmpack.families import family_named
 from vlmpack.layout import IGNORE, PackedRow, pack, share
 from vlmpack.layout.sharing import ReadMedia
 from vlmpack.testing import Sample, build_sample, joined, padded, tiny_config
-from vlmpack.testing.media import frames_of
+from vlmpack.testing.samples import frames_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from vlmpack.model.mechanisms import attention
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.comparison import compare, run_alone, run_packed
-from vlmpack.testing.media import frames_of
-from vlmpack.testing.samples import sample_like
+from vlmpack.testing.samples import frames_of, sample_like
 
 PACKAGE = Path(vlmpack.__file__).parent
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"

@@ -18,8 +18,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_named
 from vlmpack.families.tiles import Join
 from vlmpack.layout.row import IGNORE
-from vlmpack.testing.media import Sample, sample_like
-from vlmpack.testing.samples import build_sample, perturbed
+from vlmpack.testing.samples import Sample, build_sample, perturbed, sample_like
 
 Span = tuple[int, int]
 

@@ -16,9 +16,10 @@ axis. For a Qwen-VL model:
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, Literal
@@ -38,18 +39,6 @@ from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, place
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
-from vlmpack.testing.media import (
-    Sample,
-    TiledImage,
-    audio_tensors,
-    audio_tokens,
-    frames_in,
-    frames_of,
-    noises,
-    sample_like,
-    tiled_image,
-    tiled_video,
-)
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.recipes import AUDIO_TOKENS, MEDIA_TOKENS
 
@@ -69,10 +58,34 @@ IMAGE_TOKENS_KEY = "image_tokens"
 """Key of int64 [N]: placeholders of each image, in families whose images have no grids. It is not a model input."""
 LONG_TEXT = 140
 """Tokens of a long text: above 128 tokens, kernels take another path."""
+UNREAD = 1e4
+"""The value of padding frames after an audio: nothing may read them."""
 IMAGE_TOKENS, FRAME_TOKENS = 24, 8
 """The most tokens of an image and of a video frame in `processed_samples`."""
 SMALL = (64, 64)
 """Size in pixels of images in `processed_samples` if the processor decides on tiles: small enough for one tile."""
+
+
+class Sample(dict[str, torch.Tensor]):
+    """A processor's output for one conversation, without the batch axis, and the model that it is for."""
+
+    family: Family | None = None
+    """The model's family; None: the sample has no media, or they are joined along their first axis."""
+    config: Any = None
+    """The model's configuration; None: unknown, so the modality of tokens is unknown, too."""
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor], family: Family | None, config: Any = None) -> Sample:
+        """Make a sample from tensors, for a model of this family with this configuration."""
+        sample = cls(tensors)
+        sample.family, sample.config = family, config
+        return sample
+
+
+def sample_like(sample: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Sample:
+    """Make a sample from `tensors`, with the family and configuration of `sample` (a plain dictionary has none)."""
+    model = (sample.family, sample.config) if isinstance(sample, Sample) else (None, None)
+    return Sample.of(tensors, *model)
 
 
 def build_sample(
@@ -112,11 +125,18 @@ def build_sample(
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
     several = len(image_grids) > 1 if several is None else several
-    tiles = [] if family.has_grids else [tiled_image(config, grid, rng, several=several) for grid in image_grids]
-    images: list[Sequence[int]] = [tiled.ids for tiled in tiles] or [_image(config, grid) for grid in image_grids]
-    clips = [] if family.has_grids else [tiled_video(config, grid, rng) for grid in video_grids]
-    videos: list[Sequence[int]] = [clip.ids for clip in clips] or [_video(config, grid) for grid in video_grids]
-    audios: list[Sequence[int]] = [audio_tokens(config, frames, family) for frames in audio_frames]
+    tiles: list[tuple[list[int], Tensors]] = []
+    clips: list[tuple[list[int], Tensors]] = []
+    if not family.has_grids:
+
+        def draw(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, generator=rng)
+
+        tiles = [_image_of_tiles(config, family, grid, draw, several=several) for grid in image_grids]
+        clips = [_video_of_tiles(config, family, grid, draw) for grid in video_grids]
+    images = [tokens for tokens, _ in tiles] or [_image(config, grid) for grid in image_grids]
+    videos = [tokens for tokens, _ in clips] or [_video(config, grid) for grid in video_grids]
+    audios = [_audio(config, family, frames) for frames in audio_frames]
     visual = videos + images if videos_first else images + videos
     media = [*visual[:1], *audios, *visual[1:], []]
     ids: list[int] = []
@@ -146,7 +166,10 @@ def build_sample(
             sample[name] = torch.tensor(grids)
             sample[pixels] = torch.randn(sum(map(prod, grids)), *family.patch_shape(config), generator=rng)
     if audio_frames:
-        sample |= audio_tensors(config, audio_frames, rng)
+        mask = (torch.arange(max(audio_frames)) < torch.tensor(audio_frames)[:, None]).long()
+        frames = torch.randn(len(mask), config.audio_config.num_mel_bins, mask.shape[1], generator=rng)
+        sample["input_features"] = frames.where(mask[:, None].bool(), UNREAD)
+        sample["feature_attention_mask"] = mask
     if video_grids and (name := _seconds_name(config, family)) is not None:
         sample[name] = torch.tensor(seconds, dtype=torch.float32)
     return Sample.of(sample, family, config)
@@ -160,16 +183,19 @@ def _seconds_name(config: Any, family: Family) -> str | None:
 
 
 def _joined(
-    tiles: Sequence[TiledImage], clips: Sequence[TiledImage], family: Family, config: Any
-) -> dict[str, torch.Tensor]:
+    tiles: Sequence[tuple[list[int], Tensors]],
+    clips: Sequence[tuple[list[int], Tensors]],
+    family: Family,
+    config: Any,
+) -> Tensors:
     """Join the tensors of a sample's images and videos by name."""
     parts: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in (item for tiled in (*tiles, *clips) for item in tiled.tensors.items()):
+    for name, tensor in (item for _, tensors in (*tiles, *clips) for item in tensors.items()):
         parts.setdefault(name, []).append(tensor)
     joined = {name: family.media[name](tensors) for name, tensors in parts.items()}
     if not tiles:
         return joined
-    tokens = [sum(token == config.image_token_id for token in tiled.ids) for tiled in tiles]
+    tokens = [ids.count(config.image_token_id) for ids, _ in tiles]
     if "batch_num_images" in family.media:
         joined["batch_num_images"] = torch.tensor([len(tiles)])
     return {**joined, IMAGE_TOKENS_KEY: torch.tensor(tokens)}
@@ -288,7 +314,10 @@ def processed_samples(processor: Any) -> list[Sample]:
         with suppress(VlmpackError):  # the processor takes no videos
             samples.append(_processed(collator, "What is shown?", "Two receipts.", video))
     if collator.metadata.has_audio:
-        samples += [_processed(collator, "What is heard?", "Some noise.", sound) for sound in noises(2)]
+        rng = np.random.default_rng(0)
+        for length in (18_000, 21_001):  # more than a second
+            noise = rng.normal(scale=0.1, size=length).astype(np.float32)
+            samples.append(_processed(collator, "What is heard?", "Some noise.", {"type": "audio", "audio": noise}))
     return samples
 
 
@@ -498,7 +527,7 @@ def kind_of(sample: Sample) -> str:
     """Describe the media of a sample: "text", "image", "2 images", "video", "image and video"."""
     counts = {modality: len(grids_of(sample, modality)) for modality in ("image", "video")}
     counts["image"] += len(sample.get(IMAGE_TOKENS_KEY, ()))
-    counts["audio"] = len(frames_in(sample))
+    counts["audio"] = len(sample.get("feature_attention_mask", ()))
     return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
 
 
@@ -527,3 +556,164 @@ def _video(config: Any, grid: Grid) -> list[int]:
     if family.expert_types is not None:  # the start and end tokens of a video choose experts, too
         start, end = config.video_start_token_id, config.video_end_token_id
     return [token for tokens in runs for token in (*stamp, start, *[config.video_token_id] * tokens, end)]
+
+
+def frames_of(config: Any) -> tuple[int, int]:
+    """Return the smallest and largest number of frames of a synthetic audio: more than a chunk, so that no tower reads
+    padding."""
+    window = config.audio_config.n_window
+    return 2 * window + 1, 5 * window
+
+
+def _audio(config: Any, family: Family, frames: int) -> list[int]:
+    assert family.audio is not None
+    count = family.audio.tokens(frames, config.audio_config)
+    return [config.audio_start_token_id, *[config.audio_token_id] * count, config.audio_end_token_id]
+
+
+# ---------------------------------------------------------------------- images and videos without grids
+#
+# Where a family's images have no grids, a grid (1, rows, columns) gives the shape of an image. The family's rule turns
+# it into the tensors that its processor would return; the descriptor's own rule counts their placeholders.
+
+Draw = Callable[..., torch.Tensor]
+"""Function of sizes that returns float32 numbers from N(0, 1)."""
+Tensors = dict[str, torch.Tensor]
+MOST_PATCHES = 84
+"""Number of patches that every image is padded to, in families whose processors pad patches."""
+
+
+def _side(config: Any) -> int:
+    side = config.vision_config.image_size
+    return side if isinstance(side, int) else side[0]
+
+
+def _tiles(config: Any, grid: Grid, draw: Draw, *, tiles: int | None = None) -> Tensors:
+    """Square tiles: one for a grid of one cell, else `tiles`; None: one for each cell, and a thumbnail."""
+    cells, side = grid[1] * grid[2], _side(config)
+    return {"pixel_values": draw(1 if cells == 1 else tiles or cells + 1, 3, side, side)}
+
+
+def _tiles_with_mask(config: Any, grid: Grid, draw: Draw) -> Tensors:
+    """A tile for each cell of the grid, with a mask of pixels."""
+    shape = (1, grid[1] * grid[2], _side(config), _side(config))
+    mask = torch.ones(shape, dtype=torch.int64)
+    return {"pixel_values": draw(*shape[:2], 3, *shape[2:]), "pixel_attention_mask": mask}
+
+
+def _padded_patches(config: Any, grid: Grid, draw: Draw, *, merged: bool = False) -> Tensors:
+    """Patches with position ids (-1 for padding): one for each cell if `merged`, else those that are pooled to it."""
+    vision = config.vision_config
+    patches, side = (1, vision.model_patch_size) if merged else (vision.pooling_kernel_size, vision.patch_size)
+    rows, columns = (patches * cells for cells in grid[1:])
+    places = torch.full((1, MOST_PATCHES, 2), -1)
+    places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
+    pixels = draw(1, MOST_PATCHES, 3 * side**2)
+    pixels[0, rows * columns :] = 0
+    return {"pixel_values": pixels, "image_position_ids": places}
+
+
+def _anyres(config: Any, grid: Grid, draw: Draw, *, thumbnail: bool = False) -> Tensors:
+    """A thumbnail, and unless only that is wanted, the tiles of the grid that fits the image's proportions best."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    side, size = _side(config), [11 * grid[1], 13 * grid[2]]
+    tiles = 1 if thumbnail else image_size_to_num_patches(size, config.image_grid_pinpoints, side)
+    return {"pixel_values": draw(1, tiles, 3, side, side), "image_sizes": torch.tensor([size])}
+
+
+def _image_of_any_size(config: Any, grid: Grid, draw: Draw) -> Tensors:
+    """An image of one merged patch for each cell of the grid."""
+    side = config.vision_config.patch_size * config.spatial_merge_size
+    size = [grid[1] * side, grid[2] * side]
+    return {"pixel_values": draw(1, 3, *size), "image_sizes": torch.tensor([size])}
+
+
+def _row_of_patches(config: Any, grid: Grid, draw: Draw, *, of: str = "") -> Tensors:
+    """Patches of an image, or of all frames of a video, one after the other along the last axis."""
+    side, (frames, rows, columns) = config.vision_config.patch_size, (grid[0], 4 * grid[1], 4 * grid[2])
+    sizes = torch.tensor([[rows, columns]] * frames, dtype=torch.int32)
+    return {f"pixel_values{of}": draw(1, 3, side, side * frames * rows * columns), f"target_sizes{of}": sizes}
+
+
+def _masked_patches(config: Any, grid: Grid, draw: Draw) -> Tensors:
+    """An image in the shape of the grid; with more than two cells, this is a thumbnail after two square tiles. All are
+    padded to a common number of patches, with a mask."""
+    cells = [*[(2, 2)] * 2 * (grid[1] * grid[2] > 2), grid[1:]]
+    shapes = config.downsample_factor * torch.tensor(cells)
+    patches = shapes.prod(-1)
+    mask = (torch.arange(int(patches.max()) + 3) < patches[:, None]).long()
+    pixels = draw(*mask.shape, 3 * config.vision_config.patch_size**2) * mask[..., None]
+    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def _views(config: Any, grid: Grid, draw: Draw) -> Tensors:
+    """A whole image, and two tiles of half its side if the grid has several cells."""
+    tiles, side = 2 * (grid[1] * grid[2] > 1), config.vision_config.sam_config.image_size
+    tensors = {"pixel_values": draw(1, 3, side, side), "num_local_patches": torch.tensor([tiles])}
+    return tensors | ({"pixel_values_local": draw(tiles, 3, side // 2, side // 2)} if tiles else {})
+
+
+def _frames_of_one_size(config: Any, grid: Grid, draw: Draw) -> Tensors:
+    """A video of two frames, whatever the grid: all videos of a call need the same number of frames."""
+    return {"pixel_values_videos": draw(1, 2, 3, _side(config), _side(config))}
+
+
+Written = Literal["joined", "ended", "rows", "apart", "bare"]
+"""How runs of placeholders are written. joined: all between one start and one end token; ended: the end token follows
+each; rows: the same, with a run for each row of the grid; apart: each between start and end token; bare: without."""
+
+IMAGES: dict[str, tuple[Callable[..., Tensors], Written]] = {
+    "internvl": (_tiles, "joined"),
+    "llava": (partial(_tiles, tiles=1), "joined"),
+    "llava_next": (_anyres, "joined"),
+    "llava_onevision": (_anyres, "joined"),
+    "smolvlm": (_tiles_with_mask, "ended"),
+    "idefics3": (_tiles_with_mask, "ended"),
+    "mistral3": (_image_of_any_size, "rows"),
+    "minicpmv4_6": (_row_of_patches, "joined"),
+    "lfm2_vl": (_masked_patches, "ended"),
+    "deepseek_ocr2": (_views, "bare"),
+    "cohere2_vision": (_tiles, "ended"),
+    "aya_vision": (_tiles, "ended"),
+    "llama4": (_tiles, "ended"),
+    "gemma3": (partial(_tiles, tiles=3), "apart"),
+    "gemma4": (_padded_patches, "joined"),
+    "gemma4_unified": (partial(_padded_patches, merged=True), "joined"),
+    "paligemma": (partial(_tiles, tiles=1), "bare"),
+}
+"""For each `config.model_type`, the tensors of an image, and how its placeholders are written."""
+VIDEOS = {"llava_onevision": _frames_of_one_size, "minicpmv4_6": partial(_row_of_patches, of="_videos")}
+"""Likewise the tensors of a video; each run of its placeholders is between start and end token."""
+
+
+def _image_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw, *, several: bool) -> tuple[list[int], Tensors]:
+    """Return the token ids and tensors of an image; `several`: its sample has several images."""
+    (make, written), rule = IMAGES[family.model_type], family.tile_tokens
+    assert rule is not None
+    if several and any(join.counts_images for join in family.media.values()):  # an image is written differently then
+        tensors = make(config, grid, draw, thumbnail=True)
+        two = {"image_sizes": tensors["image_sizes"].repeat(2, 1), "batch_num_images": torch.tensor([2])}
+        return _written(config, config.image_token_id, rule(two, config)[:1], written), tensors
+    tensors = make(config, grid, draw)
+    runs = [grid[2]] * grid[1] if written == "rows" else rule(tensors, config)
+    return _written(config, config.image_token_id, runs, written), tensors
+
+
+def _video_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw) -> tuple[list[int], Tensors]:
+    """Return the token ids and tensors of a video."""
+    tensors, rule = VIDEOS[family.model_type](config, grid, draw), family.video_tokens
+    assert rule is not None
+    return _written(config, config.video_token_id, rule(tensors, config), "apart"), tensors
+
+
+def _written(config: Any, placeholder: int, runs: Sequence[int], written: Written) -> list[int]:
+    names = ("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id")
+    names = next((pair for pair in names if hasattr(config, pair[0])), ("boi_token_index", "eoi_token_index"))
+    start, end = (getattr(config, name, word_ids(config)[0]) for name in names)
+    if written in ("joined", "bare"):
+        runs = [sum(runs)]
+    before, after = ([], []) if written == "bare" else ([start], [end])
+    if written == "apart":
+        return [token for run in runs for token in (*before, *[placeholder] * run, *after)]
+    return before + [token for run in runs for token in (*[placeholder] * run, *after)]
