@@ -118,6 +118,6 @@ def test_a_model_that_is_not_as_described_is_refused(name: str, change: dict[str
 
 def test_a_family_of_a_newer_transformers_is_refused_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     newer = replace(FAMILIES["llama"], model_type="llama_next", oldest_transformers=(99, 1))
-    monkeypatch.setattr(registry, "_ALL", (*registry._ALL, newer))
+    monkeypatch.setattr(registry, "DESCRIBED", (*registry.DESCRIBED, newer))
     with pytest.raises(FamilyError, match=rf"transformers {version('transformers')} is installed, .* from 99\.1 on"):
         family_named("llama_next")

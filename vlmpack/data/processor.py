@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.families.registry import FAMILIES
+from vlmpack.families.registry import FAMILIES, by_processor
 
 WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.has_vision}
 """Families whose models have a processor; text models only have a tokenizer."""
-_BY_CLASS = {str(family.processor): family for family in WITH_PROCESSOR.values()}
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Processor classes without settings of their own: they only need their parts."""
 HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
@@ -96,7 +95,7 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
     if of_class.__name__ in HEARING:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
-    reads_videos = _BY_CLASS[of_class.__name__].has_videos and is_torchvision_available()
+    reads_videos = by_processor()[of_class.__name__].has_videos and is_torchvision_available()
     if of_class.__name__ in WITH_VIDEO_PART or reads_videos:
         kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
     return without_parts(
@@ -213,7 +212,7 @@ def _class_beside_model(source: str | os.PathLike[str]) -> type:
         raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(WITH_PROCESSOR)}")
     read = (ProcessorMixin.get_processor_dict, ImageProcessingMixin.get_image_processor_dict)
     named = (settings_in(source)[0].get("processor_class") for settings_in in read)
-    families = (_BY_CLASS[name] for name in named if name in _BY_CLASS)
+    families = (by_processor()[name] for name in named if name in by_processor())
     return next(families, WITH_PROCESSOR[model_type]).processor_class
 
 
@@ -223,9 +222,11 @@ def _class_saved_in(folder: Path) -> type:
     name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
     if name is None:
         raise ConfigError(f"no file in {folder} names the processor's class; copy the config.json of its model into it")
-    if name not in _BY_CLASS:
-        raise FamilyError(f"{folder} holds a {name}, which no supported family has; there are {', '.join(_BY_CLASS)}")
-    return _BY_CLASS[name].processor_class
+    if name not in by_processor():
+        raise FamilyError(
+            f"{folder} holds a {name}, which no supported family has; there are {', '.join(by_processor())}"
+        )
+    return by_processor()[name].processor_class
 
 
 def _read(path: Path) -> dict[str, Any]:

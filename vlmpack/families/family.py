@@ -35,6 +35,7 @@ from vlmpack.families.tiles import (
     TileTokens,
     patches_in,
 )
+from vlmpack.families.tower_inputs import WINDOWS
 from vlmpack.layout.batch import Media
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, MediaTable, Medium, placeholders
@@ -73,8 +74,6 @@ class Family:
 
     model_type: str
     """`config.model_type` of the family."""
-    model_class: str
-    """Name of the transformers class to train."""
     oldest_transformers: tuple[int, int] = (5, 17)
     """Oldest (major, minor) version of transformers that this descriptor was tested with."""
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
@@ -102,16 +101,14 @@ class Family:
     expert_types: str | None = None
     """Keyword of the backbone for the token kinds that select experts, in which tokens that start or end an image or
     video count as its own; None: it has none."""
-    processor: str | None = "Qwen3VLProcessor"
-    """Name of the transformers class of its processor; None: a text model with a tokenizer."""
-    patch_size: int = 16
-    """Side of a patch in pixels."""
+    headless_class: str | None = None
+    """Name of the transformers class of models without a head; None: the model has its head."""
+    processor_name: str | None = None
+    """Name of the transformers class of its processor; None: the one that `AutoProcessor` has for the family."""
     flat_patches: bool = True
     """True if `pixel_values` is [P, C]; False: [P, channels, rows, columns]."""
     patches_of_frames: bool = True
     """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
-    vision_windows: bool = False
-    """True if some blocks of the vision tower attend within windows of a frame (`window_size`)."""
     from_grids: tuple[str, ...] = ()
     """What the vision tower computes from grids and vlmpack computes on the host (`tower_inputs`); (): nothing. Grids
     then stay on the host."""
@@ -144,6 +141,22 @@ class Family:
     """The tokens that attend to later tokens of their sample; None: attention is causal."""
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
     """The backbone's media tensors by name, and how the tensors of several samples are joined."""
+
+    @property
+    def model_class(self) -> str:
+        """Name of the transformers class to train."""
+        from transformers.models.auto import modeling_auto as auto
+
+        with_vision, text = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        return self.headless_class or (with_vision if self.has_vision else text)[self.model_type]
+
+    @property
+    def processor(self) -> str:
+        """Name of the transformers class of its processor."""
+        from transformers.models.auto import processing_auto as auto
+
+        names: Any = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+        return self.processor_name or names[self.model_type]
 
     @property
     def modeling(self) -> str:
@@ -188,7 +201,6 @@ class Family:
     @property
     def processor_class(self) -> type:
         """The transformers class of its processor."""
-        assert self.processor is not None, f"{self.model_type} is a text model"
         return getattr(import_module("transformers"), self.processor)
 
     # ------------------------------------------------------------------ positions
@@ -397,7 +409,7 @@ class Family:
 
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
         """Return all sets of boundaries that blocks of the vision tower attend within, for a call with these grids."""
-        if not self.vision_windows:
+        if WINDOWS not in self.from_grids:
             return (frame_segments(grids),)
         vision = config.vision_config
         window = vision.window_size // vision.patch_size
@@ -438,8 +450,8 @@ class Family:
         """Return the transformers class of a model of this family, even if the model is of a subclass."""
         return next(klass for klass in reversed(type(model).__mro__) if klass.__name__ == self.model_class)
 
-    def headless(self, model_class: str) -> Family:
-        """Return the description of this family's models without a head, which are of the class `model_class`."""
+    def headless(self, class_name: str) -> Family:
+        """Return the description of this family's models without a head, which are of the class `class_name`."""
         prefix = f"{self.backbone_path}."
 
         def inside(path: str) -> str:
@@ -448,7 +460,7 @@ class Family:
         vision = None if self.vision_path is None else inside(self.vision_path)
         audio = None if self.audio is None else replace(self.audio, path=inside(self.audio.path))
         paths = {"backbone_path": "", "text_path": inside(self.text_path), "vision_path": vision}
-        return replace(self, model_class=model_class, audio=audio, **paths)
+        return replace(self, headless_class=class_name, audio=audio, **paths)
 
     def language_model(self, model: nn.Module) -> nn.Module:
         """Return the text part: embeddings and positions in, hidden states out."""

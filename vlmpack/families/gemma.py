@@ -62,19 +62,15 @@ _WITH_PLACES = {
 }
 
 GEMMA = (
-    tiled_family(
-        "gemma3", "Gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", bidirectional=ImageSpans()
-    ),
+    tiled_family("gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", bidirectional=ImageSpans()),
     tiled_family(
         "gemma4",
-        "Gemma4",
         tile_tokens=_tokens_of_patches,
         bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional),
         **_WITH_PLACES,
     ),
     tiled_family(
         "gemma4_unified",
-        "Gemma4Unified",
         oldest_transformers=(5, 23),
         vision_path="model.embed_vision",
         tile_tokens=_tokens_of_merged_patches,
@@ -83,7 +79,6 @@ GEMMA = (
     ),
     tiled_family(
         "paligemma",
-        "PaliGemma",
         oldest_transformers=(5, 23),
         positions_rule=Rotary(axes=1, start=1),
         tile_tokens=_tokens_of_tower,

@@ -24,19 +24,9 @@ _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
 
 
-def _family(model_type: str, name: str, *, processor: str | None = None, **settings: Any) -> Family:
-    """Describe a family whose classes start with `name`.
-
-    `media_over_ranks` is False: these towers were not tested with features and tokens of an image on different ranks.
-    """
-    return Family(
-        model_type=model_type,
-        model_class=f"{name}ForConditionalGeneration",
-        processor=processor or f"{name}Processor",
-        patch_size=14,
-        media_over_ranks=False,
-        **settings,
-    )
+def _family(model_type: str, **settings: Any) -> Family:
+    """Describe a family; its tower was not tested with features and tokens of an image on different ranks."""
+    return Family(model_type=model_type, media_over_ranks=False, **settings)
 
 
 _GLM = {
@@ -47,26 +37,22 @@ _GLM = {
 }
 
 GRIDS = (
-    _family("glm4v", "Glm4v", **_GLM),
-    _family("glm46v", "Glm46V", **_GLM),
+    _family("glm4v", **_GLM),
+    _family("glm46v", **_GLM),
     _family(
         "glm4v_moe",
-        "Glm4vMoe",
-        processor="Glm4vProcessor",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         **_GLM,
     ),
-    _family("glm_ocr", "GlmOcr", processor="Glm46VProcessor", keeps_row={"": "blocks"}, **_GLM),
+    _family("glm_ocr", processor_name="Glm46VProcessor", keeps_row={"": "blocks"}, **_GLM),
     _family(
         "paddleocr_vl",
-        "PaddleOCRVL",
         blocks_path="vision_model.encoder.layers",
         flat_patches=False,
         media=_IMAGES,
     ),
     _family(
         "ernie4_5_vl_moe",
-        "Ernie4_5_VLMoe",
         mechanisms={
             "experts": {
                 "layer": "mlp",
@@ -84,7 +70,6 @@ GRIDS = (
     ),
     _family(
         "kimi_k25",
-        "Kimi_K25",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         positions_rule=Rotary(axes=1),
         token_types=None,

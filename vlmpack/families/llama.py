@@ -47,7 +47,6 @@ _MECHANISMS = {
 LLAMA = (
     tiled_family(
         "llama4",
-        "Llama4",
         oldest_transformers=(5, 23),
         mechanisms=_MECHANISMS,
         backbone_path=None,
@@ -56,8 +55,6 @@ LLAMA = (
         head_path="language_model.lm_head",
         tile_tokens=tokens_of_tiles,
     ),
-    text_family(
-        "llama4_text", "Llama4ForCausalLM", oldest_transformers=(5, 23), mechanisms=_MECHANISMS, text_type="llama4"
-    ),
+    text_family("llama4_text", oldest_transformers=(5, 23), mechanisms=_MECHANISMS, text_type="llama4"),
 )
 """The descriptors."""

@@ -114,15 +114,14 @@ _MEDIA = {
 }
 
 
-def _thinker(name: str, prefix: str, processor: str, **fields: Any) -> Family:
+def _thinker(name: str, prefix: str, **fields: Any) -> Family:
     """Describe the thinker of a family whose code is in the folder `name` of transformers."""
     of_sample = partial(model_positions, model_class=f"{prefix}ThinkerModel")
     return Family(
         model_type=f"{name}_thinker",
-        model_class=f"{prefix}ThinkerForConditionalGeneration",
         oldest_transformers=(5, 23),
         positions_rule=AskModel(of_sample=of_sample),
-        processor=processor,
+        processor_name=f"{prefix}Processor",
         text_type=name,
         token_types=None,
         media=_MEDIA,
@@ -135,16 +134,12 @@ OMNI = (
     _thinker(
         "qwen2_5_omni",
         "Qwen2_5Omni",
-        "Qwen2_5OmniProcessor",
-        patch_size=14,
-        vision_windows=True,
         from_grids=(ROTARY, BOUNDARIES, WINDOWS),
         audio=AudioPart(tokens=pooled_tokens, windows=chunk_windows),
     ),
     _thinker(
         "qwen3_omni_moe",
         "Qwen3OmniMoe",
-        "Qwen3OmniMoeProcessor",
         mechanisms={"experts": {"layer": "mlp"}},
         from_grids=(ROTARY, BOUNDARIES, INTERPOLATION),
         audio=AudioPart(tokens=convolved_tokens, windows=inference_windows, reads_padding=True, passes_row=False),

@@ -19,50 +19,38 @@ _EXPERTS = {"layer": "mlp"}
 QWEN = (
     Family(
         model_type="qwen2_vl",
-        model_class="Qwen2VLForConditionalGeneration",
-        processor="Qwen2VLProcessor",
-        patch_size=14,
         from_grids=(ROTARY, BOUNDARIES),
     ),
     Family(
         model_type="qwen2_5_vl",
-        model_class="Qwen2_5_VLForConditionalGeneration",
         videos=timed_run,
-        processor="Qwen2_5_VLProcessor",
-        patch_size=14,
-        vision_windows=True,
         from_grids=(ROTARY, BOUNDARIES, WINDOWS),
     ),
     Family(
         model_type="qwen3_vl",
-        model_class="Qwen3VLForConditionalGeneration",
         videos=run_per_frame,
         from_grids=_LEARNED,
     ),
     Family(
         model_type="qwen3_vl_moe",
-        model_class="Qwen3VLMoeForConditionalGeneration",
         mechanisms={"experts": _EXPERTS},
         videos=run_per_frame,
         from_grids=_LEARNED,
     ),
     Family(
         model_type="qwen3_5",
-        model_class="Qwen3_5ForConditionalGeneration",
         mechanisms={"gated_delta": _GATED_DELTA},
         videos=run_per_frame,
         from_grids=_LEARNED,
     ),
     Family(
         model_type="qwen3_5_moe",
-        model_class="Qwen3_5MoeForConditionalGeneration",
         mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS},
         videos=run_per_frame,
         from_grids=_LEARNED,
     ),
     Family(
         model_type="qwen4_exp",
-        model_class="Qwen4ExpForConditionalGeneration",
         mechanisms={
             "gated_delta": _GATED_DELTA,
             "experts": _EXPERTS,
@@ -71,7 +59,7 @@ QWEN = (
         videos=run_per_frame,
         from_grids=_LEARNED,
     ),
-    text_family("qwen3", "Qwen3ForCausalLM"),
-    text_family("qwen3_next", "Qwen3NextForCausalLM", mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS}),
+    text_family("qwen3"),
+    text_family("qwen3_next", mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS}),
 )
 """The descriptors."""

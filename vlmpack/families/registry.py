@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import version
 from typing import Any, cast
 
@@ -19,9 +20,12 @@ from vlmpack.families.qwen import QWEN
 from vlmpack.families.text import TEXT
 from vlmpack.families.tiled import TILED
 
-_ALL = (*QWEN, *OMNI, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
+DESCRIBED = (*QWEN, *OMNI, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
+"""All descriptors, also those for a newer transformers."""
 _INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL if family.oldest_transformers <= _INSTALLED}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in DESCRIBED if family.oldest_transformers <= _INSTALLED
+}
 """The families that vlmpack supports with the installed transformers, by `config.model_type`."""
 
 _TALKER = (
@@ -143,7 +147,7 @@ def family_named(model_type: str) -> Family:
     if model_type in _REFUSED:
         raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
     newer = next(
-        (family for family in _ALL if family.model_type == model_type and family not in FAMILIES.values()), None
+        (family for family in DESCRIBED if family.model_type == model_type and family not in FAMILIES.values()), None
     )
     if newer is not None:
         raise FamilyError(
@@ -155,6 +159,12 @@ def family_named(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
+@cache
+def by_processor() -> dict[str, Family]:
+    """Return the first family with each class of processor, by the name of the class."""
+    return {family.processor: family for family in reversed(FAMILIES.values()) if family.has_vision}
+
+
 def family_of_processor(processor: Any) -> Family:
     """Return the first family with this class of processor.
 
@@ -163,12 +173,11 @@ def family_of_processor(processor: Any) -> Family:
     Raises:
         FamilyError: no family has this class of processor.
     """
-    by_class = {family.processor: family for family in reversed(FAMILIES.values()) if family.has_vision}
     for cls in type(processor).__mro__:
-        if cls.__name__ in by_class:
-            return by_class[cls.__name__]
+        if cls.__name__ in by_processor():
+            return by_processor()[cls.__name__]
     raise FamilyError(
-        f"no supported family has a {type(processor).__name__}, only {', '.join(sorted(map(str, by_class)))}; pass the "
+        f"no supported family has a {type(processor).__name__}, only {', '.join(sorted(by_processor()))}; pass the "
         "model's own processor (AutoProcessor), not its image processor, or the tokenizer of a text model"
     )
 

@@ -35,36 +35,35 @@ def divided_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
 # ---------------------------------------------------------------------- the families
 
 
-def text_family(model_type: str, model_class: str, **settings: Any) -> Family:
+def text_family(model_type: str, **settings: Any) -> Family:
     """Describe a family of text models: no processor, no vision, no media."""
-    text: dict[str, Any] = {"processor": None, "text_path": "model", "vision_path": None, "media": {}}
+    text: dict[str, Any] = {"text_path": "model", "vision_path": None, "media": {}}
     text |= {"positions_rule": Rotary(axes=1), "token_types": None}
-    return Family(model_type=model_type, model_class=model_class, **text, **settings)
+    return Family(model_type=model_type, **text, **settings)
 
 
 _EXPERTS = {"experts": {"layer": "mlp", "router": "gate"}}
 
 TEXT = (
-    text_family("llama", "LlamaForCausalLM"),
-    text_family("mistral", "MistralForCausalLM"),
-    text_family("qwen2", "Qwen2ForCausalLM"),
-    text_family("qwen3_moe", "Qwen3MoeForCausalLM", mechanisms=_EXPERTS),
-    text_family("gemma2", "Gemma2ForCausalLM", logits=capped_logits),
-    text_family("gemma3_text", "Gemma3ForCausalLM", logits=capped_logits),
-    text_family("phi3", "Phi3ForCausalLM"),
-    text_family("olmo3", "Olmo3ForCausalLM"),
-    text_family("granite", "GraniteForCausalLM", logits=divided_logits),
-    text_family("cohere2", "Cohere2ForCausalLM", logits=multiplied_logits),
-    text_family("smollm3", "SmolLM3ForCausalLM"),
-    text_family("glm4_moe", "Glm4MoeForCausalLM", mechanisms=_EXPERTS),
-    text_family("deepseek_v3", "DeepseekV3ForCausalLM", mechanisms=_EXPERTS),
-    text_family("lfm2", "Lfm2ForCausalLM", mechanisms={"short_conv": {"layer": "conv"}}, oldest_transformers=(5, 23)),
+    text_family("llama"),
+    text_family("mistral"),
+    text_family("qwen2"),
+    text_family("qwen3_moe", mechanisms=_EXPERTS),
+    text_family("gemma2", logits=capped_logits),
+    text_family("gemma3_text", logits=capped_logits),
+    text_family("phi3"),
+    text_family("olmo3"),
+    text_family("granite", logits=divided_logits),
+    text_family("cohere2", logits=multiplied_logits),
+    text_family("smollm3"),
+    text_family("glm4_moe", mechanisms=_EXPERTS),
+    text_family("deepseek_v3", mechanisms=_EXPERTS),
+    text_family("lfm2", mechanisms={"short_conv": {"layer": "conv"}}, oldest_transformers=(5, 23)),
     text_family(
         "lfm2_moe",
-        "Lfm2MoeForCausalLM",
         mechanisms={"short_conv": {"layer": "conv"}, "experts": {"layer": "feed_forward", "router": "gate"}},
         oldest_transformers=(5, 23),
     ),
-    text_family("gpt_oss", "GptOssForCausalLM", mechanisms={"experts": {"layer": "mlp", "router": "router"}}),
+    text_family("gpt_oss", mechanisms={"experts": {"layer": "mlp", "router": "router"}}),
 )
 """The descriptors."""

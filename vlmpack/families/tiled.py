@@ -22,14 +22,9 @@ from vlmpack.layout.segments import Segments
 Tensors = Mapping[str, torch.Tensor]
 
 
-def tiled_family(model_type: str, name: str, *, processor: str | None = None, **settings: Any) -> Family:
-    """Describe a family whose images are rows of a batch or tiles, and whose text part has one position per token.
-
-    `name`: first part of its class names, `...ForConditionalGeneration` and, without `processor`, `...Processor`.
-    """
+def tiled_family(model_type: str, **settings: Any) -> Family:
+    """Describe a family whose images are rows of a batch or tiles, and whose text part has one position per token."""
     tiled: dict[str, Any] = {
-        "model_class": f"{name}ForConditionalGeneration",
-        "processor": processor or f"{name}Processor",
         "positions_rule": Rotary(axes=1),
         "token_types": None,
         "vision_path": "model.vision_tower",
@@ -253,22 +248,19 @@ _IDEFICS3 = {
 _COHERE2 = {"tile_tokens": shuffled_tiles, "text_type": "cohere2", "oldest_transformers": (5, 23)}
 
 TILED = (
-    tiled_family("internvl", "InternVL", tile_tokens=tiles_of_one_size),
-    tiled_family("llava", "Llava", tile_tokens=images_of_one_size, media=_SIZES),
-    tiled_family("llava_next", "LlavaNext", tile_tokens=tiles_by_size, media=_SIZES),
+    tiled_family("internvl", tile_tokens=tiles_of_one_size),
+    tiled_family("llava", tile_tokens=images_of_one_size, media=_SIZES),
+    tiled_family("llava_next", tile_tokens=tiles_by_size, media=_SIZES),
     tiled_family(
         "llava_onevision",
-        "LlavaOnevision",
         tile_tokens=tiles_of_single_images,
         video_tokens=pooled_frames,
         media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
-    tiled_family("smolvlm", "SmolVLM", **_IDEFICS3),
-    tiled_family("idefics3", "Idefics3", **_IDEFICS3),
+    tiled_family("smolvlm", **_IDEFICS3),
+    tiled_family("idefics3", **_IDEFICS3),
     tiled_family(
         "mistral3",
-        "Mistral3",
-        processor="PixtralProcessor",
         tile_tokens=merged_patches,
         tile_boundaries=patches_of_sizes,
         blocks_path="transformer.layers",
@@ -276,7 +268,6 @@ TILED = (
     ),
     tiled_family(
         "minicpmv4_6",
-        "MiniCPMV4_6",
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
         tile_entries=columns_of_targets,
@@ -295,18 +286,16 @@ TILED = (
     ),
     tiled_family(
         "lfm2_vl",
-        "Lfm2Vl",
         mechanisms={"short_conv": {"layer": "conv"}},
         tile_tokens=shuffled_patches,
         media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
         oldest_transformers=(5, 23),
         text_type="lfm2",
     ),
-    tiled_family("cohere2_vision", "Cohere2Vision", **_COHERE2),
-    tiled_family("aya_vision", "AyaVision", **_COHERE2),
+    tiled_family("cohere2_vision", **_COHERE2),
+    tiled_family("aya_vision", **_COHERE2),
     tiled_family(
         "deepseek_ocr2",
-        "DeepseekOcr2",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
         tile_entries=tiles_of_views,

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing.recipes import MEDIA_TOKENS, RECIPES, Recipe, layer_types, patch_blocks
+from vlmpack.families.family import Family
+from vlmpack.families.registry import FAMILIES
+from vlmpack.testing.recipes import AUDIO_TOKENS, MEDIA_TOKENS, RECIPES, SETTINGS, Part, Recipe, layer_types, sections
 
 DEFAULT_FAMILY = "qwen3_vl"
 """The default family of tiny models and processors."""
@@ -35,7 +37,7 @@ class TinySizes:
     kv_heads: int = 2
     """Key and value heads of the text model."""
     head_dim: int | None = None
-    """Width of one head of the text model; None: `hidden // heads`. Families with `since_qwen3=False` in their recipe
+    """Width of one head of the text model; None: `hidden // heads`. Families with `any_width=False` in their recipe
     take no other value."""
     intermediate: int | None = None
     """Width of the text model's MLP; None: twice `hidden`."""
@@ -124,8 +126,8 @@ def tiny_model(
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = tiny_config(family, processor=processor, like=like, **sizes)
-    auto = AutoModelForCausalLM if RECIPES[family].vision is None else AutoModelForImageTextToText
-    if attn_implementation == "sdpa" and not RECIPES[family].sdpa:
+    auto = AutoModelForImageTextToText if FAMILIES[family].has_vision else AutoModelForCausalLM
+    if attn_implementation == "sdpa" and not recipe_of(family).sdpa:
         attn_implementation = "eager"
     # without devices, fork_rng touches only the CPU's generator; torch.manual_seed would seed all devices
     with torch.random.fork_rng(devices=[]):
@@ -143,20 +145,29 @@ def tiny_config(family: str = DEFAULT_FAMILY, *, processor: Any = None, like: An
         ConfigError: a size is not a field of `TinySizes`, or sizes do not fit together.
         FamilyError: the family is unknown.
     """
-    if family not in RECIPES:
-        raise FamilyError(f"no tiny model of family {family!r}; there are {', '.join(RECIPES)}")
+    if family not in FAMILIES:
+        raise FamilyError(f"no tiny model of family {family!r}; there are {', '.join(FAMILIES)}")
     if unknown := sorted(set(sizes) - set(TinySizes.__dataclass_fields__)):
         raise ConfigError(f"{', '.join(unknown)}: not a size of a tiny model; see TinySizes for those there are")
-    recipe = RECIPES[family]
     if like is not None:
         sizes = _heads_of(like.get_text_config()) | sizes
     chosen = TinySizes(**{**(_processor_sizes(processor) if processor is not None else {}), **sizes})
     if chosen.patch_size is None:
-        chosen = replace(chosen, patch_size=recipe.patch_size or (16 if recipe.since_qwen3 else 14))
-    _check(chosen, recipe, family)
+        chosen = replace(chosen, patch_size=patch_size_of(family))
+    _check(chosen, FAMILIES[family])
     if like is None:
         return copy.deepcopy(_config(chosen, family))
     return _built(family, _settings(chosen, family), like.to_dict())
+
+
+def recipe_of(family: str) -> Recipe:
+    """Return what a family needs besides the settings by size."""
+    return RECIPES.get(family) or Recipe()
+
+
+def patch_size_of(family: str) -> int:
+    """Return the side of a patch in pixels: 16 from Qwen3-VL on, 14 in other families with grids, 6 in tiles."""
+    return 6 if not FAMILIES[family].has_grids else 16 if recipe_of(family).any_width else 14
 
 
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
@@ -186,15 +197,15 @@ def _processor_sizes(processor: Any) -> dict[str, Any]:
     return {**sizes, **ids, "temporal_patch_size": images.temporal_patch_size}
 
 
-def _check(sizes: TinySizes, recipe: Recipe, family: str) -> None:
-    width = sizes.head_width
+def _check(sizes: TinySizes, family: Family) -> None:
+    width, name = sizes.head_width, family.model_type
     if sizes.heads % sizes.kv_heads:
         raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
-    if not recipe.since_qwen3 and width * sizes.heads != sizes.hidden:
-        raise ConfigError(f"{family} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
-    if recipe.experts and sizes.hidden % 8:
+    if not recipe_of(name).any_width and width * sizes.heads != sizes.hidden:
+        raise ConfigError(f"{name} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
+    if family.has("experts") and sizes.hidden % 8:
         raise ConfigError(f"hidden={sizes.hidden} must be a multiple of 8: experts multiply rows of whole 16 bytes")
-    least = 12 if recipe.hybrid else 6
+    least = 12 if family.has("gated_delta") else 6
     if width % 2 or width < least:
         raise ConfigError(
             f"head_dim={width} must be even and at least {least}: time, height and width share the part that rotates"
@@ -257,19 +268,69 @@ def _config(sizes: TinySizes, family: str) -> Any:
     return _built(family, _settings(sizes, family), {})
 
 
+@functools.cache
+def _defaults(family: str) -> dict[Part, dict[str, Any]]:
+    """Return transformers' own settings of each part of a family's configuration."""
+    from transformers import AutoConfig
+
+    whole, recipe = AutoConfig.for_model(family), recipe_of(family)
+    if not FAMILIES[family].has_vision:
+        return {"text": whole.to_dict()}
+    types = {"text": recipe.text_type, "vision": recipe.vision_type, "audio": None}
+    parts: dict[Any, Any] = {
+        name: AutoConfig.for_model(kind) if kind else getattr(whole, f"{name}_config", None)
+        for name, kind in types.items()
+    }
+    return {name: part.to_dict() for name, part in {**parts, "whole": whole}.items() if part is not None}
+
+
 def _settings(sizes: TinySizes, family: str) -> dict[str, Any]:
-    recipe = RECIPES[family]
-    text = _text(sizes, recipe)
-    if recipe.vision is None:
-        return text
-    if recipe.text_type is not None:
-        text["model_type"] = recipe.text_type
-    vision, whole = recipe.vision(sizes), sizes.tokens(MEDIA_TOKENS)
-    if recipe.whole is None:
-        vision = patch_blocks(sizes) | vision
-    else:
-        whole |= recipe.whole(sizes)
-    return {"text_config": text, "vision_config": vision, **whole}
+    """Return the settings that make the configuration tiny: those that it has by default, and the recipe's."""
+    recipe, parts = recipe_of(family), dict[str, dict[str, Any]]()
+    for name, defaults in _defaults(family).items():
+        by_size = {key: x for key, x in SETTINGS[name](sizes).items() if defaults.get(key) is not None}
+        always = _text(sizes, FAMILIES[family], defaults) if name == "text" else {}
+        parts[name] = by_size | always | getattr(recipe, name)(sizes)
+    if "whole" not in parts:
+        return parts["text"]
+    for name, kind in (("text", recipe.text_type), ("vision", recipe.vision_type)):
+        parts[name] |= {"model_type": kind} if kind else {}
+    configs = {f"{name}_config": part for name, part in parts.items() if name != "whole"}
+    tokens = (*MEDIA_TOKENS, *(AUDIO_TOKENS if "audio" in parts else ()))
+    return configs | sizes.tokens(tokens) | parts["whole"]
+
+
+def _text(sizes: TinySizes, family: Family, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that every text model gets.
+
+    In hybrid models, half of the channels of a head rotate (in the released models, a quarter of 256 channels).
+    """
+    kinds = dict.fromkeys(defaults.get("layer_types") or ())
+    text = {
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "max_position_embeddings": sizes.max_positions,
+        "bos_token_id": None,
+        "eos_token_id": sizes.eos_token_id,
+        "pad_token_id": sizes.pad_token_id,
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    any_width, is_hybrid = recipe_of(family.model_type).any_width, family.has("gated_delta")
+    if is_hybrid:
+        rope["partial_rotary_factor"] = 0.5
+    if family.has_vision and (family.positions_rule.axes == 3 or is_hybrid):
+        rope |= {"mrope_interleaved": True} if any_width else {}
+        rope = sections(rope, sizes.head_width // (4 if is_hybrid else 2))
+    if any_width:
+        text["head_dim"] = sizes.head_width
+    if "intermediate_size" in defaults:
+        text["intermediate_size"] = sizes.intermediate or 2 * sizes.hidden
+    if kinds.keys() - {"full_attention"}:
+        text["layer_types"] = layer_types(sizes, kinds)
+    return {**text, "rope_parameters": rope}
 
 
 def _built(family: str, settings: dict[str, Any], like: dict[str, Any]) -> Any:
@@ -304,50 +365,3 @@ def _heads_of(text: Any) -> dict[str, int]:
     width = settings.get("head_dim") or settings["hidden_size"] // heads
     shared = settings.get("num_key_value_heads") not in (None, heads)
     return {"head_dim": width, "heads": 2, "kv_heads": 1 if shared else 2, "hidden": 2 * width}
-
-
-def _text(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
-    text = {
-        "vocab_size": sizes.vocab_size,
-        "hidden_size": sizes.hidden,
-        "num_hidden_layers": sizes.layers,
-        "num_attention_heads": sizes.heads,
-        "num_key_value_heads": sizes.kv_heads,
-        "max_position_embeddings": sizes.max_positions,
-        "rope_parameters": _rope(sizes, recipe),
-        "bos_token_id": None,
-        "eos_token_id": sizes.eos_token_id,
-        "pad_token_id": sizes.pad_token_id,
-    }
-    if recipe.since_qwen3:
-        text["head_dim"] = sizes.head_width
-    if recipe.dense:
-        text["intermediate_size"] = sizes.intermediate or 2 * sizes.hidden
-    if recipe.experts:
-        text["num_experts"] = sizes.experts
-        text["num_experts_per_tok"] = sizes.experts_per_token
-        text["moe_intermediate_size"] = 32
-        if recipe.hybrid:
-            text["shared_expert_intermediate_size"] = 32
-    if recipe.hybrid:  # with fewer key heads than value heads, value heads share key heads
-        text["layer_types"] = layer_types(sizes)
-        text["linear_num_key_heads"] = sizes.kv_heads
-        text["linear_num_value_heads"] = sizes.heads
-        text["linear_key_head_dim"] = text["linear_value_head_dim"] = sizes.head_width
-    return {**text, **(recipe.more(sizes) if recipe.more else {})}
-
-
-def _rope(sizes: TinySizes, recipe: Recipe) -> dict[str, Any]:
-    """Return the rotary settings: height and width get a third of the frequencies each, time gets the rest.
-
-    In hybrid models, half of the channels of a head rotate (in the released models, a quarter of 256 channels).
-    """
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    if recipe.hybrid:
-        rope["partial_rotary_factor"] = 0.5
-    if recipe.vision is not None and recipe.mrope:
-        frequencies = sizes.head_width // (4 if recipe.hybrid else 2)
-        rope["mrope_section"] = [frequencies - 2 * (frequencies // 3), frequencies // 3, frequencies // 3]
-        if recipe.since_qwen3:
-            rope["mrope_interleaved"] = True
-    return rope

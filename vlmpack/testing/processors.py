@@ -17,7 +17,7 @@ from typing import Any
 from vlmpack.data.processor import without_parts
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.testing.models import DEFAULT_FAMILY
+from vlmpack.testing.models import DEFAULT_FAMILY, patch_size_of
 from vlmpack.testing.recipes import MEL_BINS
 
 
@@ -99,7 +99,7 @@ def tiny_processor(
     from transformers import WhisperFeatureExtractor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    patch_size, has_audio = FAMILIES[family].patch_size, family in OMNI_TOKENS
+    patch_size, has_audio = patch_size_of(family), family in OMNI_TOKENS
     token_area = (patch_size * MERGE_SIZE) ** 2
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=patch_size,
@@ -122,8 +122,9 @@ def tiny_processor(
 
 
 def processor_families() -> list[str]:
-    """List the families that have a tiny processor."""
-    return [name for name, one in FAMILIES.items() if name in BUILDERS or (one.has_grids and one.has_videos)]
+    """List the families that have a tiny processor: Qwen's, and those of `BUILDERS`."""
+    is_qwen = {name: one.has_vision and one.processor.startswith("Qwen") for name, one in FAMILIES.items()}
+    return [name for name in FAMILIES if name in BUILDERS or is_qwen[name]]
 
 
 def _tokenizer(family: str, vocab_size: int) -> Any:
