@@ -16,7 +16,7 @@ from service.clients import forward_backward, optim_step, save, save_for_sampler
 from service.fakes import FakeBase, FakeEngine
 
 from vlmpack.errors import ConfigError, RequestError
-from vlmpack.service.checkpoints import StateFolder
+from vlmpack.service.checkpoints import StateFolder, final_name
 from vlmpack.service.journal import parse_path
 
 
@@ -164,13 +164,13 @@ def test_a_folder_that_is_refused_keeps_its_rights(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- folders of states
 
 
-def test_a_folder_has_no_name_until_it_is_published(tmp_path: Path) -> None:
+def test_a_folder_has_no_name_until_it_is_written(tmp_path: Path) -> None:
     state = StateFolder(tmp_path, base_model="b")
     with state.new("a") as folder:
         (folder / "part").mkdir()
         (folder / "part" / "file").write_text("text")
         assert folder.name.startswith(".a-")
-    name = state.publish(folder)
+    name = final_name(folder)
     assert (state.folder(name) / "part" / "file").read_text() == "text"
     assert state.sweep({name}) == []
     assert state.sweep(set()) == [name]

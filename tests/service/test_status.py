@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 from starlette.requests import Request
@@ -22,7 +21,7 @@ def snapshot(*, title: str = "tiny", fault: str | None = None) -> Snapshot:
 
 def answer(path: str) -> Response:
     (route,) = [route for route in routes(snapshot, History()) if route.path == path]
-    return asyncio.run(route.endpoint(Request({"type": "http"})))
+    return route.endpoint(Request({"type": "http"}))
 
 
 def test_metrics_in_the_format_of_prometheus() -> None:

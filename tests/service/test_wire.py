@@ -108,9 +108,9 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"learning_rate": "0.1"}, "adam_params.learning_rate: '0.1'; a finite number"),
         ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000.*a finite number"),
         ({"learning_rate": True}, "adam_params.learning_rate: True; a finite number"),
-        ({"learning_rate": -1}, "adam_params.learning_rate: -1; a number from 0"),
-        ({"beta2": 1.0}, "adam_params.beta2: 1.0; a number from 0 to 1, 1 excluded"),
-        ({"eps": 1e-60}, "adam_params.eps: 1e-60; a number from 1.4"),
+        ({"learning_rate": -1}, "adam_params.learning_rate: -1; a finite number from 0"),
+        ({"beta2": 1.0}, "adam_params.beta2: 1.0; a finite number from 0 to 1, 1 excluded"),
+        ({"eps": 1e-60}, "adam_params.eps: 1e-60; a finite number from 1.4"),
         ({"nesterov": 1}, "adam_params.nesterov: not a setting of this service"),
     ],
     "lora": [
@@ -125,8 +125,8 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ([8], r"lora_config: \[8\]; an object"),
     ],
     "sampling": [
-        ({"temperature": -0.1}, "temperature: -0.1; a number from 0"),
-        ({"top_p": 0}, "top_p: 0; a number from 0 to 1, 0 excluded"),
+        ({"temperature": -0.1}, "temperature: -0.1; a finite number from 0"),
+        ({"top_p": 0}, "top_p: 0; a finite number from 0 to 1, 0 excluded"),
         ({"top_p": 1.5}, "top_p: 1.5"),
         ({"top_k": -2}, "top_k: -2"),
         ({"max_tokens": 0}, "max_tokens: 0; a whole number from 1"),

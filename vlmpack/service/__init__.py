@@ -6,7 +6,6 @@ from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
-from vlmpack.service.protobuf import encode_forward_backward
 from vlmpack.service.server import Base, Service, ServiceSettings, bind
 
 __all__ = [
@@ -23,5 +22,4 @@ __all__ = [
     "StateFolder",
     "TextChunk",
     "bind",
-    "encode_forward_backward",
 ]

@@ -144,9 +144,9 @@ class StateFolder:
 
     @contextmanager
     def new(self, label: str) -> Iterator[Path]:
-        """Yield an empty folder to write to. After the block, its files are flushed to disk.
+        """Yield an empty folder to write to. After the block it is flushed to disk and gets its final name.
 
-        The folder name keeps its leading dot, which marks it as unfinished, until `publish`.
+        Until then its name has a leading dot, which marks it as unfinished; `final_name` returns the name without it.
 
         Args:
             label: start of the folder's name, for human readers.
@@ -164,23 +164,13 @@ class StateFolder:
             with writing(folder):
                 for entry in [*folder.rglob("*"), folder]:
                     _to_disk(entry)
+                folder.rename(self._weights / final_name(folder))
+                _to_disk(self._weights)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise unwritable(folder, error) from error
             raise
-
-    def publish(self, folder: Path) -> str:
-        """Give a finished folder its final name, and return the name.
-
-        Raises:
-            ConfigError: the folder cannot be renamed.
-        """
-        name = folder.name.removeprefix(".")
-        with writing(folder):
-            folder.rename(self._weights / name)
-            _to_disk(self._weights)
-        return name
 
     def sweep(self, wanted: set[str]) -> list[str]:
         """Remove every folder whose name is not wanted, unfinished ones included, and return their names."""
@@ -188,6 +178,11 @@ class StateFolder:
         for name in gone:
             shutil.rmtree(self._weights / name, ignore_errors=True)
         return gone
+
+
+def final_name(folder: Path) -> str:
+    """Return the name that a folder of `StateFolder.new` gets once it is written."""
+    return folder.name.removeprefix(".")
 
 
 def describe(folder: Path, row: CheckpointRow) -> None:

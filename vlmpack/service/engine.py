@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from vlmpack.service.generation import itself
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import AdamParams, LoraConfig
 from vlmpack.service.ranks import Ranks, Sharding
-from vlmpack.service.rows import RowSettings, RowWork, WorkCount
+from vlmpack.service.rows import RowSettings, RowWork
 from vlmpack.service.sampling import BatchedSampling, SamplingSettings
 
 if TYPE_CHECKING:
@@ -148,9 +149,17 @@ class Engine:
         if ranks is not None and self.config.shard_on is not None:
             self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
         self._processor = processor
-        self.counts = WorkCount()
-        """Counts of the rows computed since the engine started."""
+        names = ("rows_total", "trained_tokens_total", "computed_tokens_total", "patches_total")
+        self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
+        """Counts of the rows computed since the engine started, see `status.METRICS`."""
         self._clients: dict[str, ClientModel] = {}
+        self.rows = RowSettings(
+            tokens=self.config.limits.row_tokens,
+            patches=self.config.limits.patches,
+            min_shared=self.config.min_shared if self.sharding is None else None,
+            image_token=self.model.config.image_token_id if self.family.has_vision else None,
+        )
+        """Budgets of a packed row."""
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         parts = parts_of(processor)
@@ -251,18 +260,7 @@ class Engine:
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
         """Plan the packed rows of requests of one model that run together: all up to its next barrier."""
-        client = self.client(requests[0].model_id)
-        limits = self.config.limits
-        settings = RowSettings(
-            tokens=limits.row_tokens,
-            patches=limits.patches,
-            recomputes=self.config.gradient_checkpointing,
-            min_shared=self.config.min_shared if self.sharding is None else None,
-            image_token=self.model.config.image_token_id if self.family.has_vision else None,
-        )
-        return RowWork(
-            requests, client, self.adapters, settings, counts=self.counts, ranks=self.ranks, sharding=self.sharding
-        )
+        return RowWork(self, self.client(requests[0].model_id), requests)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """Take a step with the accumulated gradient, clear it, and return metrics.
@@ -290,9 +288,10 @@ class Engine:
         Raises:
             RequestError: the saved model cannot be read, or was deleted.
         """
+        open_here = partial(self._open_weights, folder)
         if self.sharding is None or self.ranks is None:
-            return self._open_weights(folder)
-        return self.ranks.together(lambda: self._open_weights(folder), name="open_weights")
+            return open_here()
+        return self.ranks.together(open_here, name="open_weights")
 
     # ------------------------------------------------------------------ inside
 

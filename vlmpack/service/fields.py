@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, final, get_args, get
 
 from vlmpack.errors import RequestError
 
-INT32, INT64 = 2**31 - 1, 2**63 - 1
+INT32, INT64, LARGEST = 2**31 - 1, 2**63 - 1, sys.float_info.max
 METADATA_CHARACTERS = 16_384
 """Maximum number of characters of the metadata that a client attaches to a session, model or checkpoint."""
 NAMES = {"name": "path", "lora": "lora_config", "adam": "adam_params", "params": "sampling_params"}
@@ -120,18 +120,13 @@ def read(kind: Any, value: Any, place: str) -> Any:
         return rule(value, place)
     kind = _unwrapped(kind)
     origin = get_origin(kind)
-    if kind is int:
-        bounds = rule or Between()
-        if not bounds.low <= check(int, value, place, f"a whole number {bounds}") <= bounds.high:
-            raise RequestError(f"{place}: {shown(value)}; a whole number {bounds} is needed")
-        return value
-    if kind is float:
-        bounds, largest = rule or Between(-inf, inf), sys.float_info.max
-        if not -largest <= check((int, float), value, place, "a finite number") <= largest:  # no float can hold it
-            raise RequestError(f"{place}: {shown(value)}; a finite number is needed")
-        if not bounds.low <= value <= bounds.high or value == bounds.excluded:
-            raise RequestError(f"{place}: {value}; a number {bounds} is needed")
-        return float(value)
+    if kind is int or kind is float:
+        bounds = rule or (Between() if kind is int else Between(-inf, inf))
+        wanted = f"a {'whole' if kind is int else 'finite'} number {bounds}"
+        check((int, kind), value, place, wanted)
+        if not (bounds.low <= value <= bounds.high and abs(value) <= LARGEST) or value == bounds.excluded:
+            raise RequestError(f"{place}: {shown(value)}; {wanted} is needed")
+        return kind(value)
     if kind is bool:
         return check(bool, value, place, "true or false")
     if kind is str:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, final
 
@@ -41,37 +42,17 @@ NOT_CONTENT = ("sampling_session_seq_id",)
 
 def content_digest(request: Request) -> bytes:
     """Return a digest of a request's parsed content, which does not depend on its encoding."""
-    digest = hashlib.sha256()
-    for part in _parts(request):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
+    return hashlib.sha256(json.dumps(request, default=_content, sort_keys=True).encode()).digest()
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _content(value: Any) -> Any:
+    """Return what stands in JSON for an object, an array or bytes."""
+    if is_dataclass(value):
+        parts = {name: part for name, part in vars(value).items() if name not in NOT_CONTENT}
+        return {"type of the object": type(value).__name__, **parts}
     if isinstance(value, np.ndarray):
-        yield f"{value.dtype.str}{value.shape}".encode()
-        yield np.ascontiguousarray(value).tobytes()
-    elif is_dataclass(value):
-        yield type(value).__name__.encode()
-        for part in fields(value):
-            if part.name not in NOT_CONTENT:
-                yield part.name.encode()
-                yield from _parts(value.__dict__[part.name])
-    elif isinstance(value, Mapping):
-        yield f"{{{len(value)}".encode()
-        for key in sorted(value):
-            yield from _parts(key)
-            yield from _parts(value[key])
-    elif isinstance(value, tuple | list):
-        yield f"[{len(value)}".encode()
-        for part in value:
-            yield from _parts(part)
-    elif isinstance(value, bytes):
-        yield b"b"
-        yield value
-    else:
-        yield f"{type(value).__name__} {value!r}".encode()
+        return [value.dtype.str, value.shape, _content(np.ascontiguousarray(value).tobytes())]
+    return hashlib.sha256(value).hexdigest()
 
 
 @final

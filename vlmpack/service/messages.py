@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, final
 import numpy as np
 
 from vlmpack.errors import RequestError
-from vlmpack.service.fields import INT32, INT64, Between, as_list, check, get, read, read_text, shown
+from vlmpack.service.fields import INT32, INT64, Between, as_list, check, get, read, read_object, read_text, shown
 
 TTL = 10 * 366 * 86_400
 """Maximum number of seconds until a checkpoint expires: ten years, as the client's documentation says."""
@@ -38,12 +38,27 @@ MOST_DRAWS = 64
 # ---------------------------------------------------------------------- what a model reads
 
 
+def read_ids(value: Any, place: str) -> np.ndarray:
+    """Read token ids."""
+    if not all(type(token) is int and abs(token) <= INT32 for token in as_list(value, place)):
+        raise RequestError(f"{place}: something else than token ids, which are whole numbers")
+    return np.array(value, dtype=np.int32)
+
+
+def read_base64(value: Any, place: str) -> bytes:
+    """Decode base64."""
+    try:
+        return base64.b64decode(read_text(value, place), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RequestError(f"{place}: not base64 ({error})") from error
+
+
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextChunk:
     """Consecutive token ids."""
 
-    tokens: np.ndarray
+    tokens: Annotated[np.ndarray, read_ids]
     """int32 [n]: ids as the client sent them, not yet checked against the vocabulary."""
 
 
@@ -52,7 +67,7 @@ class TextChunk:
 class ImageChunk:
     """The bytes of an image file."""
 
-    data: bytes
+    data: Annotated[bytes, read_base64]
     """Bytes of a PNG or JPEG file."""
     format: str
     """"png" or "jpeg", as the client sent it."""
@@ -61,6 +76,8 @@ class ImageChunk:
 
 
 Chunk = TextChunk | ImageChunk
+CHUNKS: Mapping[str, type[Chunk]] = {"encoded_text": TextChunk, "image": ImageChunk}
+"""Types of chunks in JSON."""
 
 
 @final
@@ -378,18 +395,11 @@ def read_prompt(value: Any, place: str) -> tuple[Chunk, ...]:
 def _chunk(value: Any, name: str) -> Chunk:
     values, place = check(dict, value, name, "an object"), f"{name}."
     kind = get(values, "type", str, place=place)
-    if kind == "encoded_text":
-        tokens = get(values, "tokens", Annotated[Any, as_list], place=place)
-        if not all(type(token) is int and abs(token) <= INT32 for token in tokens):
-            raise RequestError(f"{place}tokens: something else than token ids, which are whole numbers")
-        return TextChunk(tokens=np.array(tokens, dtype=np.int32))
-    if kind == "image":
-        data = read_base64(get(values, "data", str, place=place), f"{place}data")
-        expected = get(values, "expected_tokens", int, None, place=place)
-        return ImageChunk(data=data, format=get(values, "format", str, place=place), expected_tokens=expected)
     if kind == "image_asset_pointer":
         raise RequestError(f"{place}location: this service fetches nothing; send the image's bytes (ImageChunk)")
-    raise RequestError(f"{place}type {shown(kind)}: this service takes text and images")
+    if kind not in CHUNKS:
+        raise RequestError(f"{place}type {shown(kind)}: this service takes text and images")
+    return read_object(CHUNKS[kind], values, place)
 
 
 def read_targets(value: Any, place: str) -> SparseMatrix:
@@ -408,14 +418,6 @@ def read_targets(value: Any, place: str) -> SparseMatrix:
     if len(shape) != 2 or shape[0] * shape[1] != len(ids):
         raise RequestError(f"{place}: {len(ids)} ids, but shape {shape}; send [tokens of the prompt - 1, K]")
     return SparseMatrix(keys=np.arange(len(ids)), values=ids, shape=(shape[0], shape[1]), is_dense=True)
-
-
-def read_base64(text: str, place: str) -> bytes:
-    """Decode base64."""
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{place}: not base64 ({error})") from error
 
 
 @final

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError
 from vlmpack.service import messages, wire
-from vlmpack.service.checkpoints import StateFolder, check_name, describe, label_of, size_of
+from vlmpack.service.checkpoints import StateFolder, check_name, describe, final_name, label_of, size_of
 from vlmpack.service.journal import CheckpointRow, Kind, ModelRow, RequestRow, SamplingRow
 from vlmpack.service.ledger import Entry, Lane, Ledger
 
@@ -157,9 +157,8 @@ class Operations:
                 self._engine.export(lane.id, folder)
             else:
                 self._engine.save(lane.id, folder, optimizer=kind == "weights")
-            row = replace(row, folder=folder.name.removeprefix("."), size=size_of(folder))
+            row = replace(row, folder=final_name(folder), size=size_of(folder))
             describe(folder, row)
-        self._state.publish(folder)
         return Done(outcome={"type": tag, "path": row.path}, write=lambda: self._journal.put(row))
 
     def _save_unnamed(self, lane: Lane, request: messages.SaveForSampler) -> Done:
@@ -168,9 +167,8 @@ class Operations:
             raise RequestError(f"the sampling session {sampler} exists: save with the next sampling_session_seq_id")
         with self._state.new(label_of(sampler, "unnamed")) as folder:
             self._engine.save(lane.id, folder, optimizer=False)
-        row = SamplingRow(
-            id=sampler, session=lane.session, created=time.time(), model=lane.id, folder=self._state.publish(folder)
-        )
+        now, saved = time.time(), final_name(folder)
+        row = SamplingRow(id=sampler, session=lane.session, created=now, model=lane.id, folder=saved)
         unnamed = self._journal.rows(SamplingRow, model=lane.id)
         dropped = self._ledger.idle(unnamed, kept=self._ledger.limits.unnamed_saves - 1)
 
@@ -198,10 +196,9 @@ class Operations:
         begin = time.perf_counter()
         with self._state.new(label_of(lane.id, "state")) as folder:
             self._engine.save(lane.id, folder, optimizer=True)
-        name = self._state.publish(folder)
         lane.snapshot_seconds = time.perf_counter() - begin
         lane.seconds = lane.replayed_bytes = 0
-        return name
+        return final_name(folder)
 
     def snapshot_is_due(self, lane: Lane) -> bool:
         """Return whether a snapshot is possible and worth its time."""

@@ -227,26 +227,6 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def encode_forward_backward(request: ForwardBackward) -> bytes:
-    """Encode a training request as a client does; the inverse of `decode_forward_backward`."""
-    encoded = message("ForwardBackwardRequest")(
-        model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
-    )
-    for key, value in request.loss_config.items():
-        setting = encoded.loss_fn_config_v2.add(key=key).value
-        if isinstance(value, str):
-            setting.text = value
-        else:
-            setting.number = value
-    for datum in request.data:
-        added = encoded.data.add()
-        for chunk in datum.chunks:
-            _add_chunk(added.model_input.add(), chunk)
-        for key, given in datum.inputs.items():
-            _fill(added.loss_fn_inputs.add(key=key).value, given)
-    return encoded.SerializeToString()
-
-
 def _fill(tensor: Any, given: np.ndarray | SparseMatrix) -> None:
     """Write an int64 or float32 tensor, dense or as compressed rows (CSR)."""
     values = given.values if isinstance(given, SparseMatrix) else given
@@ -260,15 +240,6 @@ def _fill(tensor: Any, given: np.ndarray | SparseMatrix) -> None:
     else:
         tensor.dense = data
     tensor.shape.extend(given.shape)
-
-
-def _add_chunk(added: Any, chunk: Chunk) -> None:
-    if isinstance(chunk, TextChunk):
-        added.encoded_text.tokens = np.ascontiguousarray(chunk.tokens, "<i4").tobytes()
-        return
-    added.image.data, added.image.format = chunk.data, chunk.format
-    if chunk.expected_tokens is not None:
-        added.image.expected_tokens = chunk.expected_tokens
 
 
 def _loss_config(parsed: Any) -> Mapping[str, float | str]:

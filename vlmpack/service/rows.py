@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ from vlmpack.service.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind
 from vlmpack.service.messages import Failure, ForwardBackwardResult
 from vlmpack.service.ranks import Ranks, Sharding
 
+if TYPE_CHECKING:
+    from vlmpack.service.engine import Engine
+
 log = logging.getLogger(__name__)
 
 SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
@@ -59,33 +62,16 @@ SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
 @final
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """Budgets of a row, and how to compute it. A datum beyond a budget gets its own row."""
+    """Budgets of a row, and what its samples share. A datum beyond a budget gets its own row."""
 
     tokens: int
     """Maximum number of computed tokens."""
     patches: int
     """Maximum number of image patches."""
-    recomputes: bool = False
-    """Recompute layers in the backward pass (gradient checkpointing)."""
     min_shared: int | None = None
     """Minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not shared."""
     image_token: int | None = None
     """Image placeholder id; None: the model takes no images."""
-
-
-@final
-@dataclass(kw_only=True)
-class WorkCount:
-    """Counts of computed rows."""
-
-    rows: int = 0
-    """Number of packed rows."""
-    tokens: int = 0
-    """Number of tokens of the datums."""
-    computed: int = 0
-    """Number of tokens that went through the model; a shared prefix counts once."""
-    patches: int = 0
-    """Number of patches of the datums' images."""
 
 
 # ---------------------------------------------------------------------- which datums share a row
@@ -211,10 +197,8 @@ class RowItem:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Row:
-    """A planned row: datums of one model."""
+    """A planned row."""
 
-    client: ClientModel
-    """The model."""
     items: tuple[RowItem, ...]
     """The datums, in order."""
     backward: bool
@@ -247,6 +231,7 @@ class ComputedRow:
 
 def compute_row(
     row: Row,
+    client: ClientModel,
     adapters: Adapters,
     *,
     recomputes: bool = False,
@@ -259,19 +244,20 @@ def compute_row(
 
     Args:
         row: the row.
+        client: the model.
         adapters: the hooks on the base model.
         recomputes: recompute layers in the backward pass.
         min_shared: minimum number of tokens of a shared prefix that is computed only once; None: no sharing.
         agree: called with whether this row can have a backward pass; returns whether to run it. With a sharded base
             model, all ranks have to agree.
     """
-    model, items = row.client.model, row.items
+    model, items = client.model, row.items
     if recomputes:
         _set_recomputing(model, recomputes=row.backward)
     packed = row_of([item.datum.sequence for item in items], packing_state(model).family, model.config)
     if min_shared is not None:
         packed = share(packed, min_shared=min_shared)
-    with torch.set_grad_enabled(row.backward), adapters.applied(row.client.adapter):
+    with torch.set_grad_enabled(row.backward), adapters.applied(client.adapter):
         logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
         leaf = logprobs.detach().requires_grad_(row.backward)
         losses = _token_losses(leaf, items)
@@ -399,30 +385,9 @@ def _split(
 class RowWork:
     """Training requests of one model that run together. The model changes only when the last row has run."""
 
-    def __init__(
-        self,
-        requests: Sequence[EncodedRequest],
-        client: ClientModel,
-        adapters: Adapters,
-        settings: RowSettings,
-        *,
-        counts: WorkCount,
-        ranks: Ranks | None = None,
-        sharding: Sharding | None = None,
-    ) -> None:
-        """Plan the rows.
-
-        Args:
-            requests: requests that run together.
-            client: the model.
-            adapters: the hooks on the base model.
-            settings: budgets of a row.
-            counts: counts of rows, to which each computed row is added.
-            ranks: ranks that share the rows; None: this process computes all rows.
-            sharding: sharding of the base model over these ranks; None: each rank has the full model.
-        """
-        self._requests, self._client, self._adapters, self._settings = list(requests), client, adapters, settings
-        self._counts, self._ranks, self._sharding = counts, ranks, sharding
+    def __init__(self, engine: Engine, client: ClientModel, requests: Sequence[EncodedRequest]) -> None:
+        """Plan the rows of requests that run together on a model of the engine."""
+        self._engine, self._client, self._requests = engine, client, list(requests)
         self._rows: deque[Row] = deque()
         self._failures: dict[int, Failure] = {}
         self._results: dict[tuple[int, int], DatumResult] = {}
@@ -440,11 +405,11 @@ class RowWork:
         Raises:
             Exception: any error of the model, which has not changed then; `cancel` must be called.
         """
-        if self._ranks is None:
+        if self._engine.ranks is None:
             row = self._rows[0]
             self._take(row, self._compute(row))
         else:
-            self._run_on(self._ranks)
+            self._run_on(self._engine.ranks, self._engine.sharding)
 
     def cancel(self) -> None:
         """Discard all work. The model has not changed."""
@@ -459,7 +424,7 @@ class RowWork:
     # ------------------------------------------------------------------ rows
 
     def _plan(self) -> None:
-        ranks = 1 if self._ranks is None else self._ranks.size
+        settings, ranks = self._engine.rows, 1 if self._engine.ranks is None else self._engine.ranks.size
         for backward in (True, False):
             group = [
                 RowItem(request=at, number=number, datum=datum, loss=request.loss)
@@ -468,35 +433,33 @@ class RowWork:
                 for number, datum in enumerate(request.data)
             ]
             if group:
-                for numbers in plan_rows([item.datum.sequence for item in group], self._settings, ranks=ranks):
-                    items = tuple(group[number] for number in numbers)
-                    self._rows.append(Row(client=self._client, items=items, backward=backward))
+                for numbers in plan_rows([item.datum.sequence for item in group], settings, ranks=ranks):
+                    self._rows.append(Row(items=tuple(group[number] for number in numbers), backward=backward))
 
-    def _compute(self, row: Row) -> ComputedRow:
-        settings = self._settings
+    def _compute(self, row: Row, *, agree: Callable[[bool], bool] = bool) -> ComputedRow:
+        engine = self._engine
+        recomputes, min_shared = engine.config.gradient_checkpointing, engine.rows.min_shared
         with self._lent() if row.backward else nullcontext():
-            return compute_row(row, self._adapters, recomputes=settings.recomputes, min_shared=settings.min_shared)
+            return compute_row(
+                row, self._client, engine.adapters, recomputes=recomputes, min_shared=min_shared, agree=agree
+            )
 
-    def _compute_alike(self, rows: Sequence[Row], rank: int, sharding: Sharding) -> ComputedRow | None:
-        """Compute this rank's row, or an idle one, because all ranks run the same passes."""
-        row, is_idle = rows[min(rank, len(rows) - 1)], rank >= len(rows)
-        if is_idle:
-            row = replace(row, items=(_idle_item(),))
-        with sharding.passes(), self._lent() if row.backward else nullcontext():
-            computed = compute_row(row, self._adapters, recomputes=self._settings.recomputes, agree=sharding.all_agree)
-        return None if is_idle else computed
+    def _run_on(self, ranks: Ranks, sharding: Sharding | None) -> None:
+        """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients.
 
-    def _run_on(self, ranks: Ranks) -> None:
-        """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients."""
+        With a sharded base model, all ranks run the same passes, a rank without a row those of an idle one.
+        """
         rows = [self._rows[at] for at in range(min(ranks.size, len(self._rows)))]
-        if self._sharding is not None:
+        if sharding is not None:
             rows = [row for row in rows if row.backward == rows[0].backward]
         outcome: ComputedRow | str | None = None
         try:
-            if self._sharding is not None:
-                outcome = self._compute_alike(rows, ranks.rank, self._sharding)
-            elif ranks.rank < len(rows):
-                outcome = self._compute(rows[ranks.rank])
+            if ranks.rank < len(rows):
+                with nullcontext() if sharding is None else sharding.passes():
+                    outcome = self._compute(rows[ranks.rank], agree=bool if sharding is None else sharding.all_agree)
+            elif sharding is not None:
+                with sharding.passes():
+                    self._compute(replace(rows[0], items=(_idle_item(),)), agree=sharding.all_agree)
         except Exception as error:  # the other ranks wait for this one's outcome
             log.exception("rank %d failed in a row", ranks.rank)
             outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
@@ -511,10 +474,12 @@ class RowWork:
 
         If datums are not finite, fail their requests, and restart the work without them.
         """
-        self._counts.rows += 1
-        self._counts.tokens += sum(item.datum.sequence.length for item in row.items)
-        self._counts.computed += computed.tokens
-        self._counts.patches += sum(item.datum.sequence.patches for item in row.items)
+        self._engine.counts.update(
+            rows_total=1,
+            trained_tokens_total=sum(item.datum.sequence.length for item in row.items),
+            computed_tokens_total=computed.tokens,
+            patches_total=sum(item.datum.sequence.patches for item in row.items),
+        )
         if row not in self._rows:  # a row of another rank, and the work was restarted
             return
         results = list(zip(row.items, computed.results, strict=True))
@@ -536,8 +501,8 @@ class RowWork:
 
     def _finish(self) -> None:
         gradients, self._gradients = self._gradients, None
-        if self._ranks is not None:
-            gradients = self._ranks.sum(gradients, self._client.parameters)
+        if self._engine.ranks is not None:
+            gradients = self._engine.ranks.sum(gradients, self._client.parameters)
         if gradients is not None:
             self._client.add(gradients)
 

@@ -20,8 +20,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -248,7 +248,8 @@ class Service:
 
     async def _record(self) -> None:
         while True:
-            self.history.add(time.monotonic(), self.engine.counts.tokens, self.engine.sampler.sampled_tokens)
+            counts, sampled = self.engine.counts, self.engine.sampler.sampled_tokens
+            self.history.add(time.monotonic(), counts["trained_tokens_total"], sampled)
             await asyncio.sleep(EVERY)
 
     def drain(self) -> None:
@@ -303,7 +304,7 @@ class Service:
         self.server(on_start=on_start).run(sockets=[listening])
 
     def _snapshot(self) -> Snapshot:
-        fault, counts = self.queue.fault, self.engine.counts
+        fault = self.queue.fault
         now, device = time.time(), self.engine.model.device
         memory = {"process": _resident_bytes()}
         if device.type == "cuda":
@@ -321,13 +322,10 @@ class Service:
         ]
         numbers = {
             **self.queue.stats(),
+            **self.engine.counts,
             "memory_bytes": memory,
             "disk_bytes": {"used": space.used, "free": space.free},
             "up": float(not fault),
-            "rows_total": counts.rows,
-            "trained_tokens_total": counts.tokens,
-            "computed_tokens_total": counts.computed,
-            "patches_total": counts.patches,
             "sampled_tokens_total": self.engine.sampler.sampled_tokens,
         }
         return Snapshot(title=self.engine.base.name, numbers=numbers, models=models, fault=fault)
@@ -379,11 +377,11 @@ def _resident_bytes() -> int:
 def raise_file_limit() -> int:
     """Raise the process's limit of open files as far as `FILES` and the system allow, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= FILES:
+        return FILES
     wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
 
 
 @final
@@ -449,19 +447,7 @@ class _Server(uvicorn.Server):
                 connection.close_if_late()  # pyright: ignore
         return await super().on_tick(counter)
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: Any) -> None:  # uvicorn's own would raise the signal again at the end
         if self.should_exit and sig == signal.SIGINT:
             self.force_exit = True
         self.should_exit = True

@@ -13,7 +13,6 @@ from html import escape
 from itertools import pairwise
 from typing import Any, final
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -132,15 +131,13 @@ class Snapshot:
 def routes(snapshot: Callable[[], Snapshot], history: History) -> list[Route]:
     """Return the routes of the status page and of the metrics. `snapshot` returns the current state."""
 
-    async def metrics(request: Request) -> Response:
-        state = await run_in_threadpool(snapshot)
-        return Response("\n".join(state.lines()) + "\n", media_type=TYPES)
+    def metrics(request: Request) -> Response:
+        return Response("\n".join(snapshot().lines()) + "\n", media_type=TYPES)
 
-    async def page(request: Request) -> Response:
-        text = render(await run_in_threadpool(snapshot), history)
-        return Response(text, media_type="text/html", headers=HEADERS)
+    def page(request: Request) -> Response:
+        return Response(render(snapshot(), history), media_type="text/html", headers=HEADERS)
 
-    return [Route("/", page, methods=["GET"]), Route("/metrics", metrics, methods=["GET"])]
+    return [Route("/", page), Route("/metrics", metrics)]
 
 
 def render(state: Snapshot, history: History) -> str:
