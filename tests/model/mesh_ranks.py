@@ -1,16 +1,18 @@
 """What each of two or four gloo ranks runs, started by test_meshes.py.
 
 Every case of so many ranks loads its model by transformers' own mesh and takes one packed step. Ranks that share a
-batch get the same samples, data ranks their own. Rank 0 writes the gathered gradients to FOLDER/CASE.pt.
+batch get the same samples, data ranks their own. Rank 0 writes what it saw to FOLDER/CASE.pt.
 """
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
@@ -18,8 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from model.two_ranks import samples_of
 
 from vlmpack.context_parallel import Parallel
-from vlmpack.model import PackedStep, enable_packing
-from vlmpack.testing import padded
+from vlmpack.errors import LayoutError
+from vlmpack.families.registry import FAMILIES
+from vlmpack.model import PackedStep, disable_packing, enable_packing
+from vlmpack.model.engine import packing_state
+from vlmpack.testing import Sample, padded
 from vlmpack.testing.samples import VISION
 
 LAYER = "model.language_model.layers.*."
@@ -33,48 +38,145 @@ QWEN3_VL = {
 }
 """A plan for dense Qwen3-VL: the one of transformers divides its head alone. Norms of heads are used by each rank for
 its own heads, so their gradients are summed."""
-MESHES: dict[str, tuple[int, str, dict[str, Any]]] = {
-    "qwen3 tp": (2, "qwen3", {"tp_size": 2}),
-    "qwen3_vl tp": (2, "qwen3_vl", {"tp_size": 2, "tp_plan": QWEN3_VL}),
-    "qwen3_moe tp ep": (2, "qwen3_moe", {"tp_size": 2, "ep_size": 2, "enable_expert_parallel": True}),
-    "qwen3_vl fsdp": (2, "qwen3_vl", {"fsdp_size": 2}),
-    "qwen3_vl fsdp, a rank without images": (2, "qwen3_vl", {"fsdp_size": 2}),
-    "qwen3_5 fsdp": (2, "qwen3_5", {"fsdp_size": 2}),
-    "qwen3_vl fsdp tp": (4, "qwen3_vl", {"fsdp_size": 2, "tp_size": 2, "tp_plan": QWEN3_VL}),
-    "qwen3_moe fsdp ep": (4, "qwen3_moe", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2, "enable_expert_parallel": True}),
-    "qwen3_vl hsdp": (4, "qwen3_vl", {"fsdp_size": 2, "dp_replicate_size": 2}),
-}
-"""Ranks, family and mesh of each case."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One step on a mesh."""
+
+    family: str
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """The mesh, as `DistributedConfig` takes it."""
+    context: int = 1
+    """Data ranks that share a row."""
+
+    @property
+    def ranks(self) -> int:
+        """Return how many processes it takes."""
+        return self.data_ranks * self.context * self.sizes.get("tp_size", 1)
+
+    @property
+    def data_ranks(self) -> int:
+        return self.sizes.get("fsdp_size", 1) * self.sizes.get("dp_replicate_size", 1) // self.context
+
+    @property
+    def has_experts(self) -> bool:
+        return FAMILIES[self.family].has("experts")
+
+    def __str__(self) -> str:
+        sizes = [f"{name.removesuffix('_size')} {size}" for name, size in self.sizes.items() if name != "tp_plan"]
+        return " ".join([self.family, *sizes, *([f"context {self.context}"] if self.context > 1 else [])])
+
+    def shares(self, samples: list[Sample]) -> list[list[Sample]]:
+        """The samples of each data rank. Of two data ranks, the second has no image."""
+        return [samples[rank :: self.data_ranks] for rank in range(self.data_ranks)]
+
+
+def _on(sizes: dict[str, Any], *families: str, **settings: Any) -> list[Case]:
+    plan = {"tp_plan": QWEN3_VL}
+    return [
+        Case(family=family, sizes=sizes | (plan if family == "qwen3_vl" and "tp_size" in sizes else {}), **settings)
+        for family in families
+    ]
+
+
+TEXT, MOE, VL, DELTA = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5"
+CASES = [
+    *_on({"fsdp_size": 2}, VL, DELTA, MOE),
+    *_on({"tp_size": 2}, TEXT, VL, DELTA, MOE),
+    *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, MOE),
+    *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, MOE),
+    *_on({"fsdp_size": 2, "ep_size": 2}, MOE),
+    *_on({"fsdp_size": 2}, VL, DELTA, MOE, context=2),
+    *_on({"dp_replicate_size": 2}, VL),
+    *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE),
+    *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, MOE),
+    *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, MOE),
+    *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE, context=2),
+    *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, MOE, context=2),
+    *_on({"fsdp_size": 4}, VL, MOE, context=2),
+    *_on({"fsdp_size": 2, "dp_replicate_size": 2}, VL, MOE),
+]
 
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for case, (ranks, family, mesh) in MESHES.items():
-        if ranks == dist.get_world_size():
-            gradients = step(folder / family, without_images="without images" in case, **mesh)
+    for case in CASES:
+        if case.ranks == dist.get_world_size():
+            seen = step(case, folder / case.family)
             if dist.get_rank() == 0:
-                torch.save(gradients, folder / f"{case}.pt")
+                torch.save(seen, folder / f"{case}.pt")
     dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
 
-def step(model_folder: Path, *, without_images: bool, **mesh: Any) -> dict[str, torch.Tensor]:
-    """The gradients of one step over all data ranks, gathered: their mean."""
-    auto = AutoModelForImageTextToText if model_folder.name in VISION else AutoModelForCausalLM
-    model: Any = auto.from_pretrained(model_folder, distributed_config=DistributedConfig(**mesh))
+def loaded(case: Case, folder: Path) -> Any:
+    auto = AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM
+    return auto.from_pretrained(folder, distributed_config=DistributedConfig(**case.sizes))
+
+
+def step(case: Case, folder: Path) -> dict[str, Any]:
+    """The loss and the gathered gradients of one step over all data ranks, and what this rank saw of its samples."""
+    model = loaded(case, folder)
     divided = [p for p in model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
-    assert len(divided) > len(list(model.parameters())) / 5, "hardly anything is divided"
-    samples, data_ranks = samples_of(model), dist.get_world_size() // mesh.get("tp_size", 1)
-    half = dist.get_rank() // mesh.get("tp_size", 1) % 2  # replicas get the same half
-    mine = samples if data_ranks == 1 else samples[:2] if half == 0 else samples[2:]
-    if without_images:
-        mine = [each for each in samples if ("pixel_values" in each) == (half == 0)]
-    model = enable_packing(model, parallel=Parallel() if without_images else None)
-    result = PackedStep(model)(padded(mine), num_items_in_batch=padded(samples).metadata.num_targets)
-    result.loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    assert len(divided) > len(list(model.parameters())) / 5 or "dp_replicate_size" in case.sizes, "nothing is divided"
+    own_forward = vars(model.lm_head).get("forward")
+    enable_packing(model, parallel=Parallel(context=case.context) if case.context > 1 else None)
+    parallel = packing_state(model).parallel
+    assert parallel is not None
+    assert (parallel.data_ranks, parallel.ranks) == (case.data_ranks, case.context)
+    samples = samples_of(model)
+    mine = case.shares(samples)[parallel.data_rank]
+    routers = {"output_router_logits": True} if case.has_experts else {}
+    run = PackedStep(model)
+    with Exchanged() as exchanged:
+        result = run(padded(mine), num_items_in_batch=padded(samples).metadata.num_targets, entropy=True, **routers)
+        (result.loss * parallel.data_ranks * parallel.ranks).backward()
+    total = result.loss_sum.detach().clone()
+    dist.all_reduce(total)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    error = refused(run, samples) if "tp_size" in case.sizes else ""
+    if case.data_ranks * case.context == 1:  # FSDP2 changes the class
+        assert vars(disable_packing(model).lm_head).get("forward") is own_forward
+    return {
+        "refused": error,
+        "loss": total * parallel.data_ranks / dist.get_world_size(),
+        "gradients": {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()},
+        "logprobs": result.target_logprobs.detach(),
+        "entropies": result.target_entropies.detach(),
+        "sample losses": result.sample_losses,
+        "aux loss": None if result.aux_loss is None else result.aux_loss.detach(),
+        "expert counts": result.expert_counts,
+        "exchanged": exchanged.calls,
+        "sent": parallel.sent,
+    }
+
+
+def refused(run: PackedStep, samples: list[Sample]) -> str:
+    """What is said where ranks that should have the same samples have different ones."""
+    try:
+        run(padded(samples[dist.get_rank() :]))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+class Exchanged(TorchDispatchMode):
+    """Every collective: its name and the shape of what this rank gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
+            given = args[0]
+            while isinstance(given, list | tuple):
+                given = given[0]
+            self.calls.append((name.rstrip("_"), tuple(given.shape)))
+        return func(*args, **(kwargs or {}))
 
 
 if __name__ == "__main__":

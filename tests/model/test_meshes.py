@@ -1,40 +1,156 @@
-"""Transformers' own meshes, tensor, expert and sharded data parallel: a packed step is that of all samples alone."""
+"""Transformers' own meshes, and ranks that share rows: a packed step is that of all samples alone."""
 
+from __future__ import annotations
+
+from collections import Counter
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, limits_of
-from model.mesh_ranks import MESHES
+from equality import limits_of, without_zeros
+from model.mesh_ranks import CASES, Case
 from model.two_ranks import samples_of
 from ranks import on_ranks
 
-from vlmpack.testing import tiny_model
+from vlmpack.errors import ConfigError
+from vlmpack.families.registry import FAMILIES
+from vlmpack.model import enable_packing
+from vlmpack.testing import Sample, alone, padded, tiny_model
 from vlmpack.testing.samples import VISION
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.dist
+LOSS = 1e-6
+GRADIENT = 1e-5
+"""Of the largest entry."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the first rank left the gradients of every case."""
-    folder = tmp_path_factory.mktemp("meshes")
-    for family in {family for _, family, _ in MESHES.values()}:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What the first rank saw of a case. All cases of so many ranks are run at the first question for one."""
+    folder, started = tmp_path_factory.mktemp("meshes"), set()
+    for family in {case.family for case in CASES}:
         model_of(family).save_pretrained(folder / family)
-    for ranks in (2, 4):
-        on_ranks(Path(__file__).with_name("mesh_ranks.py"), folder, ranks=ranks)
-    return folder
+
+    def of(case: Case) -> dict[str, Any]:
+        if case.ranks not in started:
+            started.add(case.ranks)
+            on_ranks(Path(__file__).with_name("mesh_ranks.py"), folder, ranks=case.ranks)
+        return torch.load(folder / f"{case}.pt")
+
+    return of
 
 
-def model_of(family: str):
+def model_of(family: str) -> Any:
     return tiny_model(family, seed=3, **({"vision_depth": 1} if family in VISION else {}))
 
 
-@pytest.mark.parametrize("case", MESHES)
-def test_every_gradient_is_that_of_all_samples_alone(folder: Path, case: str) -> None:
-    ranks, family, mesh = MESHES[case]
-    model = model_of(family)
-    own = alone_through(model, samples_of(model))
-    halves = 1 if ranks == mesh.get("tp_size") else 2  # gradients are the mean of those of the data ranks
-    found = {name: halves * gradient for name, gradient in torch.load(folder / f"{case}.pt").items()}
-    check_gradients(own, {name: gradient for name, gradient in found.items() if gradient.any()}, limits_of(family))
+def cases(which: list[Case]) -> Any:
+    marked = [pytest.param(case, marks=[pytest.mark.slow] if case.ranks > 2 else [], id=str(case)) for case in which]
+    return pytest.mark.parametrize("case", marked)
+
+
+def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found - truth).detach().abs().max() / truth.detach().abs().max())
+
+
+@cases(CASES)
+def test_a_step_is_that_of_all_samples_alone(case: Case, seen: Any) -> None:
+    """Each data rank adds the routers' loss of its own samples, as the unmodified model does."""
+    model, found = model_of(case.family), seen(case)
+    samples = samples_of(model)
+    items = padded(samples).metadata.num_targets
+    truth = [Alone(model, share, items) for share in case.shares(samples)]
+    assert relative(found["loss"] / items, sum(share.loss for share in truth)) <= LOSS
+    sum(share.loss + share.added for share in truth).backward()
+    own = truth[0]  # of the first data rank
+    for name, value in {
+        "logprobs": torch.cat(own.logprobs),
+        "entropies": torch.cat(own.entropies),
+        "sample losses": torch.stack([-each.mean() for each in own.logprobs]),
+        "aux loss": own.balance,
+    }.items():
+        assert value is None or relative(found[name], value.detach()) <= 5e-6, name
+    if case.has_experts:
+        assert torch.equal(found["expert counts"], own.counts)
+    expected = without_zeros({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    gradients = without_zeros(found["gradients"])
+    assert gradients.keys() == expected.keys()
+    far = {name: relative(gradients[name], truth) for name, truth in expected.items()}
+    limit = max(GRADIENT, limits_of(case.family).gradient)
+    assert max(far.values()) <= limit, sorted(far.items(), key=lambda item: -item[1])[:5]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.family == "qwen3"], ids=str)
+def test_tensor_ranks_exchange_no_logits(case: Case, seen: Any) -> None:
+    """Of each target five numbers in place of a logit for each id; of each token what transformers exchanges."""
+    model = model_of(case.family)
+    batch, text = padded(samples_of(model)), model.config
+    tokens, targets = int(batch.attention_mask.sum()), batch.metadata.num_targets
+    layers, width = text.num_hidden_layers, text.hidden_size
+    forward, backward = 1 + 2 * layers, 5 * layers  # of embeddings, attention and MLP; of q, k, v, gate and up
+    assert Counter(seen(case)["exchanged"]) == {
+        ("all_reduce", (1, tokens, width)): forward + backward,
+        ("allreduce", (targets,)): 1,  # largest logits
+        ("allreduce", (3, targets)): 1,  # sums of exponentials, the targets' logits, and for the entropy
+        ("all_reduce", (targets, width)): 1,  # gradient of hidden states
+        ("allreduce", (text.head_dim,)): 2 * layers,  # gradients of the heads' norms
+        ("allgather", (1, 4)): 1,  # digest of the row
+    }
+
+
+@cases([case for case in CASES if case.context > 1 and "tp_size" in case.sizes and case.family == "qwen3_vl"])
+def test_context_ranks_exchange_the_heads_that_tensor_ranks_have(case: Case, seen: Any) -> None:
+    model = model_of(case.family)
+    text, ranks = model.config.text_config, case.context
+    heads, kv_heads = (n // case.sizes["tp_size"] for n in (text.num_attention_heads, text.num_key_value_heads))
+    tokens = -(-int(padded(samples_of(model)).attention_mask.sum()) // ranks)
+    numbers = (2 * heads + 2 * max(kv_heads, ranks)) * text.head_dim
+    assert seen(case)["sent"]["attention"] == text.num_hidden_layers * 2 * (ranks - 1) * tokens * numbers * 4 // ranks
+
+
+def test_ranks_of_a_tensor_group_that_were_given_different_rows_say_so(seen: Any) -> None:
+    assert "ranks [0, 1] of one tensor group were given different rows" in seen(CASES[3])["refused"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "plan", "message"),
+    [
+        ({"heads": 6, "kv_heads": 3, "head_dim": 16}, {}, "3 num_key_value_heads of this qwen3.*sizes that fit: 3$"),
+        ({"heads": 3, "kv_heads": 3, "head_dim": 16}, {}, "does not divide the 3 num_attention_heads"),
+        ({}, {"model.layers.*.self_attn.k_norm": None}, "no rule for model.layers.*.self_attn.k_norm"),
+    ],
+)
+def test_a_plan_by_which_a_step_would_be_wrong_is_refused(sizes: Any, plan: Any, message: str) -> None:
+    model = tiny_model("qwen3", **sizes)
+    model._tp_size = 2
+    model._tp_plan = {name: how for name, how in model.tp_plan.items() if name not in plan}
+    with pytest.raises(ConfigError, match=message):
+        enable_packing(model)
+
+
+class Alone:
+    """Samples of one data rank, each alone through the unmodified model."""
+
+    def __init__(self, model: Any, samples: list[Sample], items: int) -> None:
+        family = FAMILIES[model.config.model_type]
+        asked = {"output_router_logits": True} if family.has("experts") else {}
+        outputs = [model(**alone(sample, labels=False), use_cache=False, **asked) for sample in samples]
+        targets = [sample["labels"][1:] for sample in samples]
+        logits = [o.logits[0, :-1][t != -100].float() for o, t in zip(outputs, targets, strict=True)]
+        targets = [each[each != -100] for each in targets]
+        log_softmax = [each.log_softmax(-1) for each in logits]
+        self.logprobs = [each.gather(1, ids[:, None])[:, 0] for each, ids in zip(log_softmax, targets, strict=True)]
+        self.entropies = [-(each.exp() * each).sum(1) for each in log_softmax]
+        self.loss = -sum(each.sum() for each in self.logprobs) / items
+        self.balance = self.counts = None
+        self.added = torch.zeros(())
+        if asked:
+            experts, top = model.config.num_experts, model.config.num_experts_per_tok
+            layers = [torch.cat(of_layer) for of_layer in zip(*(o.router_logits for o in outputs), strict=True)]
+            balance_of = import_module(family.modeling).load_balancing_loss_func
+            self.balance = balance_of(tuple(layers), experts, top)
+            self.added = model.router_aux_loss_coef * self.balance
+            chosen = [layer.topk(top).indices.flatten().bincount(minlength=experts) for layer in layers]
+            self.counts = torch.stack(chosen)

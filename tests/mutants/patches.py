@@ -113,8 +113,8 @@ def rows_of_a_step_are_averaged_each_by_itself(original, items, targets):
 
 
 @breaks("vlmpack.model.head._by_chunks", tests="model/test_head.py")
-def targets_after_the_first_chunk_are_not_trained_on(original, score, hidden, targets, head, chunk):
-    scores = original(score, hidden, targets, head, chunk)
+def targets_after_the_first_chunk_are_not_trained_on(original, scoring, hidden, targets, head, chunk):
+    scores = original(scoring, hidden, targets, head, chunk)
     return torch.cat([scores[:chunk], scores[chunk:].detach()])
 
 

@@ -101,11 +101,11 @@ class Collectives:
 
     # ------------------------------------------------------------------ plain
 
-    def all_reduce_(self, x: torch.Tensor, what: str) -> None:
-        """Sum over all ranks in place. No gradient."""
+    def all_reduce_(self, x: torch.Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> None:
+        """Sum over all ranks in place, or reduce by another operation. No gradient."""
         if self.size > 1:
             self.sent[what] += 2 * (self.size - 1) * _bytes(x) // self.size
-            dist.all_reduce(x, group=self._group)
+            dist.all_reduce(x, op, group=self._group)
 
     def _send_parts(self, x: torch.Tensor, what: str, send: list[int], receive: list[int]) -> torch.Tensor:
         out = x.new_empty(sum(receive), *x.shape[1:])

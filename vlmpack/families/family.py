@@ -485,9 +485,12 @@ class Family:
         """Return the linear layer after the hidden states."""
         return model.get_submodule(self.head_path)
 
-    def to_logits(self, model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function from hidden states [..., D] to logits [..., V]: the head, then `logits`."""
-        head, config = self.head(model), self.text_config(model.config)
+    def to_logits(
+        self, model: Any, head: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function from hidden states [..., D] to logits [..., V]: the head (None: the model's), then
+        `logits`."""
+        head, config = head or self.head(model), self.text_config(model.config)
         return head if self.logits is plain_logits else lambda hidden: self.logits(head(hidden), config)
 
     # ------------------------------------------------------------------ parts of the configuration

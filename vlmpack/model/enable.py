@@ -29,6 +29,7 @@ from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.short_conv import ShortConv
+from vlmpack.model.mechanisms.tensor_parallel import TensorParallel
 from vlmpack.model.mechanisms.upstream import check_logits, check_text_positions
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_forward, check_is_only_one, find_model
@@ -38,7 +39,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 MECHANISMS: tuple[Mechanism, ...] = (
     *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
-    *(Audio(), Vision(), Attention(), InnerHead()),
+    *(Audio(), Vision(), Attention(), InnerHead(), TensorParallel()),
 )
 """All mechanisms that packing supports. A family's descriptor names the ones that its layers have."""
 

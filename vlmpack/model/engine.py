@@ -27,6 +27,7 @@ from vlmpack.model.known_ids import for_compiler
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
+from vlmpack.model.mechanisms.tensor_parallel import divided_logits
 from vlmpack.model.plain import check_unchanged
 from vlmpack.model.positions import positions_of_row
 from vlmpack.model.result import StepResult, Work, target_sums
@@ -420,7 +421,7 @@ def _result(
     scoring: Scoring,
 ) -> StepResult:
     """Compute the result from hidden states [1, t, D]: run the head at labeled positions, then sum and count."""
-    row, part, head = setup.row, setup.part, setup.model.family.to_logits(setup.model.core)
+    row, part, head = setup.row, setup.part, divided_logits(setup.model)
     labels, index = targets_of(row, row.known_metadata.num_targets)
     targets_of_part = part.targets(index, labels)
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
@@ -441,7 +442,7 @@ def _result(
         loss=loss,
         target_entropies=entropies[0] if entropies else None,
         work=work,
-        row_logits=part.gather(head(hidden)[0])[None] if logits else None,
+        row_logits=part.gather(setup.model.family.to_logits(setup.model.core)(hidden)[0])[None] if logits else None,
         routers=routers,
     )
 

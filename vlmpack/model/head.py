@@ -13,8 +13,11 @@ from typing import final
 
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import require
 from vlmpack.layout.row import IGNORE
@@ -78,21 +81,9 @@ def score_targets(
     """
     if index.numel() == 0:
         # No targets, but keep every parameter in the graph: other ranks may block on its gradient.
-        nothing = hidden.float().sum() * 0 + head(hidden[:, :1]).float().sum() * 0
+        nothing = hidden.float().sum() * 0 + _own(head(hidden[:, :1])).float().sum() * 0
         return [nothing.expand(0)] * (2 if scoring.entropy else 1)
-    hidden_LD = hidden[0].index_select(0, index)
-    if scoring == Scoring():
-        return [target_logprobs(hidden_LD, targets, head, chunk=chunk)]
-
-    def scores(hidden_lD: torch.Tensor, targets_l: torch.Tensor, head: Head) -> torch.Tensor:
-        logits_lV = head(hidden_lD).float() / scoring.temperature
-        if not scoring.entropy:
-            return -F.cross_entropy(logits_lV, targets_l, reduction="none")[:, None]
-        # Not `cross_entropy`: Liger's replacement overwrites the logits.
-        target_l = logits_lV.gather(-1, targets_l[:, None])[:, 0]
-        return torch.stack([target_l - logits_lV.logsumexp(-1), entropies(logits_lV)], -1)
-
-    return list(_by_chunks(scores, hidden_LD, targets, head, chunk).unbind(-1))
+    return list(_by_chunks(scoring, hidden[0].index_select(0, index), targets, head, chunk).unbind(-1))
 
 
 def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:
@@ -104,7 +95,7 @@ def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head
         head: maps hidden states [l, D] to logits [l, V].
         chunk: rows of logits in memory at a time.
     """
-    return _by_chunks(_logprobs, hidden_LD, targets_L, head, chunk)
+    return _by_chunks(Scoring(), hidden_LD, targets_L, head, chunk)[:, 0]
 
 
 def entropies(logits_LV: torch.Tensor) -> torch.Tensor:
@@ -112,21 +103,55 @@ def entropies(logits_LV: torch.Tensor) -> torch.Tensor:
     return logits_LV.logsumexp(-1) - (logits_LV.softmax(-1) * logits_LV).sum(-1)
 
 
-def _logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head) -> torch.Tensor:
-    """Compute log-probabilities in float32, as Hugging Face models compute their cross-entropy."""
-    return -F.cross_entropy(head(hidden_LD).float(), targets_L, reduction="none")
-
-
 def _by_chunks(
-    score: Callable[[torch.Tensor, torch.Tensor, Head], torch.Tensor],
-    hidden_LD: torch.Tensor,
-    targets_L: torch.Tensor,
-    head: Head,
-    chunk: int,
+    scoring: Scoring, hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, chunk: int
 ) -> torch.Tensor:
-    """Score [L] targets, a chunk of logits at a time."""
+    """Score [L] targets, a chunk of logits at a time: [L, 1], or [L, 2] with entropies."""
     pieces = list(zip(hidden_LD.split(chunk), targets_L.split(chunk), strict=True))
     if len(pieces) == 1:
-        return score(*pieces[0], head)
+        return _scores(*pieces[0], head, scoring)
     # checkpoint() restores the random state, because an adapter on the head may have dropout.
-    return torch.cat([checkpoint(score, hidden, targets, head, use_reentrant=False) for hidden, targets in pieces])
+    return torch.cat([checkpoint(_scores, *piece, head, scoring, use_reentrant=False) for piece in pieces])
+
+
+def _scores(hidden_lD: torch.Tensor, targets_l: torch.Tensor, head: Head, scoring: Scoring) -> torch.Tensor:
+    """Score one chunk, in float32, as Hugging Face models compute their cross-entropy."""
+    logits_lV = head(hidden_lD)
+    own_lv = _own(logits_lV).float()
+    own_lv = own_lv if scoring.temperature == 1 else own_lv / scoring.temperature
+    if isinstance(logits_lV, DTensor):
+        return _scores_of_shards(own_lv, targets_l, logits_lV, scoring)
+    if not scoring.entropy:
+        return -F.cross_entropy(own_lv, targets_l, reduction="none")[:, None]
+    # Not `cross_entropy`: Liger's replacement overwrites the logits.
+    target_l = own_lv.gather(-1, targets_l[:, None])[:, 0]
+    return torch.stack([target_l - own_lv.logsumexp(-1), entropies(own_lv)], -1)
+
+
+# ---------------------------------------------------------------------- logits divided over the vocabulary
+#
+# Vocabulary-parallel cross-entropy (Shoeybi et al., 2019, Megatron-LM, section 3). Each of R ranks has the logits of
+# v = V / R ids. Of each target, ranks exchange their largest logit, then their sum of exponentials, the target's logit
+# (0 where another rank has it) and for the entropy Σ exp(x) x: three or four numbers in place of V.
+
+
+def _own(logits_lV: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the logits, [l, v], or all of them if they are not divided."""
+    return logits_lV.to_local() if isinstance(logits_lV, DTensor) else logits_lV
+
+
+def _scores_of_shards(
+    own_lv: torch.Tensor, targets_l: torch.Tensor, logits_lV: DTensor, scoring: Scoring
+) -> torch.Tensor:
+    ranks, width = Collectives(logits_lV.device_mesh.get_group()), own_lv.shape[-1]
+    greatest_l = own_lv.detach().amax(-1)
+    ranks.all_reduce_(greatest_l, "vocabulary", dist.ReduceOp.MAX)
+    own_lv = own_lv - greatest_l[:, None]
+    exp_lv = own_lv.exp()
+    place_l = targets_l - ranks.rank * -(-logits_lV.shape[-1] // ranks.size)  # the last rank may have fewer ids
+    target_l = own_lv.gather(-1, place_l.clamp(0, width - 1)[:, None])[:, 0]
+    terms = [exp_lv.sum(-1), target_l.where((place_l >= 0) & (place_l < width), 0)]
+    terms += [(exp_lv * own_lv).sum(-1)] if scoring.entropy else []
+    total_l, target_l, *weighted_l = ranks.all_reduce(torch.stack(terms), "vocabulary")
+    log_l = total_l.log()
+    return torch.stack([target_l - log_l, *(log_l - weighted / total_l for weighted in weighted_l)], -1)
