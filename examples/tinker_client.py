@@ -30,9 +30,9 @@ TOKEN_SIDE = 32  # side of an image token of Qwen3-VL, in pixels
 COLUMNS, ROWS = 6, 8  # an image of 192 x 256 pixels has 48 tokens
 
 service = tinker.ServiceClient(base_url=args.url)
-base_model = service.get_server_capabilities().supported_models[0].model_name
+base_model = tinker.RestClient(base_url=args.url).get_server_capabilities().result().supported_models[0].model_name
 assert base_model is not None
-client = service.create_lora_training_client(base_model=base_model, rank=16, seed=0)
+client = service.create_lora_training_client(base_model=base_model, rank=16, seed=0).result()
 tokenizer = client.get_tokenizer()
 (end_of_turn,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
@@ -85,7 +85,7 @@ for epoch in range(args.epochs):
     print(f"supervised {epoch}: loss {trained.result().metrics['loss:sum'] / sum(map(len, answers)):.4f} a token")
 
 for step in range(args.rounds):
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     settings = [
         types.SamplingParams(max_tokens=12, stop=[end_of_turn], seed=1000 * step + i) for i in range(len(prompts))
     ]
