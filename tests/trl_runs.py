@@ -267,13 +267,16 @@ def compared(
     steps: int = 3,
     padded: Any = None,
     adapted: Callable[[Any], Any] = lambda model: model,
+    enabled: Callable[[Any], Any] = lambda model: model,
     **settings: Any,
 ) -> Any:
     """Take the same steps with TRL's trainer and with ours, and compare them; return ours."""
     kind, runs, found = KINDS[name], [], []
     ours = getattr(vlmpack.trainer.trl, f"Packed{name}Trainer")
     for trainer in (padded or getattr(trl, f"{name}Trainer"), ours):  # one after the other: it seeds the generator
-        runs.append(run_of(name, trainer, adapted(saved(folder, family)), folder, max_steps=steps, **settings))
+        model = adapted(saved(folder, family))
+        model = enabled(model) if trainer is ours else model
+        runs.append(run_of(name, trainer, model, folder, max_steps=steps, **settings))
         if trainer is ours:
             check_trainer(runs[-1])
         found.append(finish(runs[-1]))

@@ -1,13 +1,14 @@
 """Groups larger than a row go through the model in pieces: every sample is what it is alone in plain transformers, and
 each token goes through the model once."""
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
-from cases import one_of_each, slow
+from cases import one_of_each, slow, slow_cases
 from equality import alone_through, check_gradients, gradients
 from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
+from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
 from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
 
@@ -26,6 +27,7 @@ GROUPS = {
     "rollouts": (rollouts(5, 1, 9, 1, 5, 12, 3, 8),),
     "videos": (VIDEOS, rollouts(3, 6)),
 }
+WAYS = "group", "row"
 SAMPLE = StepConfig(aux_loss="sample")
 CAPACITIES = 20, 40, 80, 160, 640
 
@@ -38,14 +40,34 @@ def in_pieces(step, row, **settings):
     raise AssertionError("no capacity is enough")
 
 
-def check_group(family, name, prepare=lambda model: model, given=lambda row: row):
+def whole_row(model, row, group):
+    """The row as one step, in the same pieces."""
+    capacity = max(sum(group.cut.tree.lengths[node] for node in piece.nodes) for piece in group.cut.pieces)
+    result = PackedStep(model, StepConfig(capacity=capacity))(row)
+    result.loss.backward()
+    return result
+
+
+@contextmanager
+def tokens_through(model):
+    """Counts the tokens of each call of the embeddings."""
+    seen = []
+    embeddings = find_model(model).get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel()))
+    yield seen
+    hook.remove()
+
+
+def check_group(family, name, prepare=lambda model: model, given=lambda row: row, way="group"):
     samples = samples_of(fresh(family).config, *GROUPS[name], masked=MASKED)
     truth, model = alone_through(prepare(fresh(family)), samples), prepare(fresh(family))
     row = given(shared(samples))
     group = in_pieces(PackedStep(model), row)
-    with counted(find_model(model)) as seen:
-        result = group.backward()
+    with counted(find_model(model)) as seen, tokens_through(model) as embedded:
+        result = group.backward() if way == "group" else whole_row(model, row, group)
     assert len(group) > 1
+    total, first = group.cut.tree.num_tokens, sum(group.cut.tree.lengths[node] for node in group.cut.pieces[0].nodes)
+    assert sum(embedded) == (total if way == "group" else 2 * total - first), "only branches go forward twice"
     assert torch.allclose(result.loss, truth.loss, rtol=1e-6, atol=0)
     assert torch.allclose(result.target_logprobs, -truth.outcome.target_losses, rtol=0, atol=5e-6)
     check_gradients(truth, gradients(model), limits(family))
@@ -55,7 +77,8 @@ def check_group(family, name, prepare=lambda model: model, given=lambda row: row
     if FAMILIES[family].has_grids:
         whole = PackedStep(fresh(family))(row).work
         assert work.attended_pairs == whole.attended_pairs
-        assert work.vision_patches == seen["patches"] == whole.vision_patches, "each image goes through the tower once"
+        assert work.vision_patches == whole.vision_patches, "each image goes through the tower once"
+        assert way != "group" or seen["patches"] == work.vision_patches
 
 
 @pytest.mark.parametrize(
@@ -70,14 +93,47 @@ def test_so_it_is_with_other_groups(name):
     check_group("qwen3_vl", name)
 
 
-def test_samples_that_share_nothing_go_through_in_pieces_too():
-    check_group("qwen3_vl", "rollouts", given=unshare)
+@pytest.mark.parametrize("way", WAYS)
+def test_samples_that_share_nothing_go_through_in_pieces_too(way):
+    check_group("qwen3_vl", "rollouts", given=unshare, way=way)
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "reentrant checkpointing", "LoRA", *slow("LoRA, checkpointing")])
-@pytest.mark.parametrize("family", ["qwen3_vl", *slow("gemma3")])
-def test_in_every_circumstance_of_training(family, name):
-    check_group(family, "rollouts", CIRCUMSTANCES[name])
+@pytest.mark.parametrize(
+    ("family", "way"), [("qwen3_vl", "group"), *slow_cases(("gemma3", "group"), ("qwen3_vl", "row"))]
+)
+def test_in_every_circumstance_of_training(family, way, name):
+    check_group(family, "rollouts", CIRCUMSTANCES[name], way=way)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen3_5_moe", "gemma3", "lfm2_vl")])
+def test_a_row_larger_than_the_capacity_is_one_step_in_pieces(family):
+    check_group(family, "deep", way="row")
+
+
+def test_what_is_computed_again_drops_out_the_same_numbers():
+    def dropping():
+        torch.manual_seed(3)
+        config = LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.5)
+        model = get_peft_model(fresh("qwen3"), config)
+        torch.manual_seed(7)
+        return model
+
+    row = shared(samples_of(fresh("qwen3").config, *GROUPS["rollouts"]))
+    expected = (group := in_pieces(PackedStep(pieces := dropping()), row)).backward().loss
+    assert torch.isclose(whole_row(whole := dropping(), row, group).loss, expected, rtol=1e-6)
+    assert not torch.isclose(whole_row(dropping().eval(), row, group).loss, expected, rtol=1e-3)
+    for (name, ours), theirs in zip(whole.named_parameters(), pieces.parameters(), strict=True):
+        assert theirs.grad is None or (ours.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max(), name
+
+
+def test_a_model_that_cannot_compute_pieces_takes_the_row_whole_and_says_so_once(caplog):
+    model = fresh("qwen4_exp")
+    row = shared(samples_of(model.config, rollouts(4, 6)))
+    step, whole = PackedStep(model, StepConfig(capacity=20)), PackedStep(fresh("qwen4_exp"))(row)
+    assert all(torch.equal(step(row).logprobs, whole.logprobs) for _ in range(2))
+    (record,) = caplog.records
+    assert "goes through the model whole: " in record.message
 
 
 def test_each_piece_may_have_a_loss_of_its_own():
@@ -195,6 +251,8 @@ def test_data_parallelism_takes_groups_whose_gradients_stay_on_the_rank(mesh):
     step = PackedStep(model)
     with pytest.raises(ConfigError, match=r"model.no_sync\(\)"):
         step.group(row, capacity=12)
+    with pytest.raises(ConfigError, match=r"model.no_sync\(\)"):
+        PackedStep(DistributedDataParallel(fresh("qwen3")), StepConfig(capacity=12))
     with model.no_sync():
         group = step.group(row, capacity=12)
     with pytest.raises(ConfigError, match=r"model.no_sync\(\)"):

@@ -15,7 +15,7 @@ from plan.naive import fewest_rows, naive_pairs, naive_tokens
 
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.plan import Budget, LengthTable, Plan, PrefixGroups, attended_pairs, plan_bins
-from vlmpack.plan.planner import STRATEGIES
+from vlmpack.plan.planner import STRATEGIES, split_groups
 
 CAPACITY = 23
 
@@ -103,6 +103,33 @@ def test_a_group_that_is_too_large_is_cut_and_each_piece_repeats_the_prefix():
     plan = plan_bins([9, 7, 6, 5], 10, groups=flat([0, 0, 0, 0], [4]))
     assert plan.bins == ((0, 3), (1, 2))
     assert plan.tree_tokens.tolist() == [10, 9]
+
+
+@given(samples=grouped_lengths(), seed=st.none() | st.integers(0, 5))
+def test_whole_groups_are_those_that_do_not_fit_and_splitting_them_again_gives_rows_that_fit(samples, seed):
+    lengths, groups = samples
+    plan = plan_bins(lengths, CAPACITY, groups=groups, whole_groups=True, seed=seed).check()
+    again = split_groups(plan).check()
+    assert plan.whole_groups
+    assert not again.whole_groups
+    assert sorted(plan.sample_ids) == sorted(again.sample_ids) == list(range(len(lengths)))
+    assert max(again.tree_tokens) <= CAPACITY
+    for row, tokens in zip(plan, plan.tree_tokens, strict=True):
+        prefixes = [_path(groups, int(groups.of_samples[sample])) for sample in row]
+        shared = max((groups.tokens[group] for group in set.intersection(*prefixes)), default=0)
+        assert tokens <= CAPACITY or shared > CAPACITY / 4
+
+
+def _path(groups: PrefixGroups, group: int) -> set[int]:
+    return set() if group < 0 else {group} | _path(groups, int(groups.parents[group]))
+
+
+def test_prompts_behind_a_short_system_prompt_are_whole_groups():
+    groups = PrefixGroups(of_samples=np.array([1, 2] * 3), parents=np.array([-1, 0, 0]), tokens=np.array([2, 9, 9]))
+    plan = plan_bins([11] * 6, 12, groups=groups, whole_groups=True)
+    assert plan.bins == ((0, 2, 4), (1, 3, 5))
+    assert plan.tree_tokens.tolist() == [15, 15]
+    assert split_groups(plan).tree_tokens.tolist() == [11] * 6
 
 
 def test_a_group_in_a_group_stays_together_where_the_outer_one_is_cut():

@@ -225,6 +225,30 @@ def test_an_adapter_of_before_whose_reference_is_its_copy(tmp_path):
     assert run.state.log_history[1]["kl"] > 0
 
 
+IN_PIECES = {
+    "SFT": {},
+    "DPO": {"gradient_accumulation_steps": 2, "max_grad_norm": 1.0},
+    "GRPO": {"beta": 0.3, "num_iterations": 2, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "RLOO": {"max_grad_norm": 1.0},
+    "Distillation": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_rows_in_pieces_have_the_losses_metrics_and_gradients_of_trl(name, tmp_path):
+    capacity, widths = 24, []
+
+    def in_pieces(model):
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, args: widths.append(args[0].shape))
+        return enable_packing(model, StepConfig(capacity=capacity))
+
+    run = compared(name, tmp_path, steps=2, enabled=in_pieces, **IN_PIECES[name])
+    rows = [width for samples, width in widths if samples == 1]  # generation has more samples
+    assert max(rows) <= capacity
+    assert len(rows) > 3 * run.state.global_step * run.args.gradient_accumulation_steps
+
+
 @pytest.mark.slow
 def test_an_evaluation(tmp_path):
     found = []

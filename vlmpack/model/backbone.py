@@ -39,6 +39,8 @@ from vlmpack.model.forward import (
     row_of,
     unpackable,
 )
+from vlmpack.model.in_pieces import Outputs, RowInPieces
+from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.known_ids import for_compiler, with_plain_ids
 from vlmpack.model.mechanisms import RowSetup, subclass
 from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
@@ -65,6 +67,12 @@ class _Caller:
     """bool [B, S]: real tokens."""
     offsets: tuple[int, ...] | None
     """First column of each sample; None: the input was already a row."""
+    computed: RowSetup
+    """What the call computes: the row, or its first piece."""
+    pieces: RowInPieces | None
+    """The row's pieces; None: it goes through whole."""
+    works: list[Work]
+    """Of each piece, or of the row."""
 
     def in_shape(self, part_t: torch.Tensor) -> torch.Tensor:
         """Unpack computed tokens [t, ...] to [B, S, ...], 0 on padding."""
@@ -147,12 +155,33 @@ class _BackboneHooks:
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
         if not handed_row and self._min_shared is not None:
             row = _shared(row, self._min_shared, state.family.media_reader(model.core.config))
-        compact = state.compact(row)
+        compact, works = state.compact(row), list[Work]()
         setup = setup_row(model, compact.row, parallel=state.parallel, backend=state.config.attention)
-        packed = backbone_inputs(setup, state.mechanisms, rope_segments=None)
-        packed[CONTEXT].entries[_ENTRY] = _Caller(setup=setup, compact=compact, mask=real, offsets=offsets)
-        packed["return_dict"] = True
-        return packed | ({"output_router_logits": bool(routers)} if state.family.has("experts") else {})
+
+        def inputs_of(setup: RowSetup) -> dict[str, Any]:
+            packed = backbone_inputs(setup, state.mechanisms, rope_segments=None) | {"return_dict": True}
+            return packed | ({"output_router_logits": bool(routers)} if state.family.has("experts") else {})
+
+        def inputs_of_piece(row: PackedRow, piece: PieceOfGroup) -> tuple[RowSetup, dict[str, Any]]:
+            of_piece = setup_row(model, row, parallel=None, backend=state.config.attention, piece=piece)
+            return of_piece, inputs_of(of_piece)
+
+        def run(row: PackedRow, piece: PieceOfGroup) -> Outputs:
+            of_piece, packed = inputs_of_piece(row, piece)
+            output = state.family.backbone(self.core)(**with_plain_ids(packed))
+            works.append(finish(of_piece, state.mechanisms, packed[CONTEXT].entries))
+            return _outputs(output)
+
+        computed, pieces = setup, state.in_pieces(self.core, compact.row, run)
+        if pieces is None:
+            packed = inputs_of(setup)
+        else:
+            first = pieces.first_row.to(row.input_ids.device)
+            computed, packed = inputs_of_piece(first, pieces.first)
+        packed[CONTEXT].entries[_ENTRY] = _Caller(
+            setup=setup, compact=compact, mask=real, offsets=offsets, computed=computed, pieces=pieces, works=works
+        )
+        return packed
 
     @outside_graph
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -161,13 +190,21 @@ class _BackboneHooks:
         if context is None or state is None or _ENTRY not in context.entries:
             return None
         caller: _Caller = context.entries[_ENTRY]
-        work = finish(caller.setup, state.mechanisms, context.entries)
-        output.last_hidden_state = caller.in_shape(output.last_hidden_state[0])
+        caller.works.append(finish(caller.computed, state.mechanisms, context.entries))
+        hidden, *router_logits = outputs = _outputs(output)
+        if caller.pieces is not None:
+            hidden, *router_logits = caller.pieces.rest(*outputs)
+        work = Work.total(caller.works, caller.setup.row.segments.num_tokens)
+        output.last_hidden_state = caller.in_shape(hidden[0])
         if output.get("router_logits") is not None:
-            output.router_logits = tuple(map(caller.of_real_tokens, output.router_logits))
+            output.router_logits = tuple(map(caller.of_real_tokens, router_logits))
         if self._report is not None:
             self._report(work, caller.mask.numel())
         return output
+
+
+def _outputs(output: Any) -> Outputs:
+    return output.last_hidden_state, *(output.get("router_logits") or ())
 
 
 def _shared(row: PackedRow, min_shared: int, read_media: ReadMedia) -> PackedRow:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, prod
@@ -14,21 +15,23 @@ from torch import nn
 
 from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
-from vlmpack.errors import ConfigError, LayoutError, check_kind
+from vlmpack.errors import ConfigError, LayoutError, check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, on_host, outside_graph
 from vlmpack.layout.media import IMAGE, VIDEO, Grid
 from vlmpack.layout.packing import Compact, without_gaps
+from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Scoring, score_targets, target_positions
+from vlmpack.model.in_pieces import Outputs, RowInPieces
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.known_ids import for_compiler
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.mechanisms.tensor_parallel import divided_logits
-from vlmpack.model.plain import check_unchanged
+from vlmpack.model.plain import check_unchanged, find_model
 from vlmpack.model.positions import positions_of_row
 from vlmpack.model.result import StepResult, Work, target_sums
 from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
@@ -54,8 +57,13 @@ class StepConfig:
     a batch; "sample": the mean of each sample's own loss."""
     z_loss_coef: float = 0.0
     """Factor by which the routers' z-loss is added to the loss. transformers has no z-loss, so the default is 0."""
+    capacity: int | None = None
+    """Maximum number of tokens that go through the backbone at a time. A larger row goes through in pieces, shared
+    prefixes once; gradients take a second forward pass through all pieces but the first. None: rows of any size."""
 
     def __post_init__(self) -> None:
+        if self.capacity is not None:
+            check_whole_number("capacity", self.capacity)
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
         if self.attention not in (AUTO, *BACKENDS):
             raise ConfigError(f"attention is {self.attention!r}; it is one of {', '.join((AUTO, *BACKENDS))}")
@@ -101,6 +109,38 @@ class PackingState:
         check_targets(row)
         return without_gaps(row, self.slots)
 
+    def in_pieces(self, core: nn.Module, row: PackedRow, run: Callable[[PackedRow, PieceOfGroup], Outputs]) -> Any:
+        """Return the `RowInPieces` of a row that is larger than the capacity; None: it goes through whole.
+
+        Args:
+            core: the model.
+            row: the row without gaps, on the model's device.
+            run: runs the row of a piece, on the model's device, through the backbone.
+        """
+        capacity, tokens = self.config.capacity, (row.segments if row.tree is None else row.tree).num_tokens
+        if capacity is None or tokens <= capacity or row.segments.total != row.segments.num_tokens:
+            return None
+        if (problem := self.problem_of_pieces(core)) is not None:
+            if problem not in _logged:
+                _logged.add(problem)
+                _LOG.warning("a row of %d tokens goes through the model whole: %s", tokens, problem)
+            return None
+        device = row.input_ids.device
+        cut = cut_group(row.to("cpu"), capacity, read_media=self.family.media_reader(core.config))
+        return RowInPieces(cut, lambda row, piece: run(row.to(device, non_blocking=True), piece))
+
+    def problem_of_pieces(self, model: nn.Module) -> str | None:
+        """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""
+        if self.parallel is not None and self.parallel.ranks > 1:
+            return (
+                f"{self.parallel.ranks} ranks share its rows, and a prefix tree goes through one rank whole: Parallel()"
+            )
+        if any({base.__name__ for base in type(x).__mro__} & _SHARDED for x in model.modules()):
+            return "FSDP frees its parameters behind the first backward pass: give groups that fit a row"
+        parts = self.parts_of(find_model(model))
+        problems = (mechanism.problem_of_groups(parts) for mechanism in self.mechanisms)
+        return next((problem for problem in problems if problem is not None), None)
+
     def check(self, core: Any, *, attached: bool) -> None:
         """Check the model again, because parts of it may have been replaced.
 
@@ -120,6 +160,10 @@ class PackingState:
 
 def _computes_together(parallel: Parallel | None) -> bool:
     return parallel is not None and parallel.same_calls
+
+
+_SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+_LOG, _logged = logging.getLogger(__name__), set[str]()
 
 
 def stored_state(core: nn.Module) -> PackingState | None:
@@ -175,27 +219,44 @@ def run_row(
     compact = state.compact(row)
     if rope_segments is not None:
         rope_segments = rope_segments.without_gaps(state.slots)
-    setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention, piece=piece)
-    inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
     recorded = balance or config.z_loss_coef > 0
-    if family.has("experts"):
-        inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
-    if hidden_states:
-        inputs.update(output_hidden_states=hidden_states, return_dict=True)
-    with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
-        output = family.backbone(core)(**for_compiler(inputs))
-    hidden = output[0]  # a tuple if the configuration says return_dict=False
-    work = finish(setup, state.mechanisms, inputs[CONTEXT].entries)
-    routers = None
-    if recorded:
-        settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
-        logits_of_layers = getattr(output, "router_logits", None) if family.returns_router_logits else router_logits
-        if logits_of_layers is None:
+    works: list[Work] = []
+
+    def backbone(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
+        setup = setup_row(model, row, parallel=state.parallel, backend=config.attention, piece=piece)
+        inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
+        if family.has("experts"):
+            inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
+        if hidden_states:
+            inputs.update(output_hidden_states=hidden_states, return_dict=True)
+        with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
+            output = family.backbone(core)(**for_compiler(inputs))
+        works.append(finish(setup, state.mechanisms, inputs[CONTEXT].entries))
+        if recorded and family.returns_router_logits:
+            router_logits = getattr(output, "router_logits", None)
+        if router_logits is None:
             raise ConfigError(
                 f"{type(core).__name__} of this transformers returns no router logits, which the routers' losses and "
                 "counts are made of; upgrade transformers, or set the coefficients of these losses to 0"
             )
-        hidden, routers = router_statistics(tuple(logits_of_layers), hidden, setup, **settings)
+        return setup, output, router_logits
+
+    def outputs(row: PackedRow, piece: PieceOfGroup) -> Outputs:
+        _, output, router_logits = backbone(row, piece)
+        return output[0], *router_logits
+
+    may_cut = piece is None and rope_segments is None and not hidden_states
+    if may_cut and (pieces := state.in_pieces(core, compact.row, outputs)) is not None:
+        output = None
+        hidden, *router_logits = pieces.rest(*pieces.run_first())
+        setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention)
+    else:
+        setup, output, router_logits = backbone(compact.row, piece)
+        hidden = output[0]  # a tuple if the configuration says return_dict=False
+    work, routers = works[0] if output is not None else Work.total(works, setup.row.segments.num_tokens), None
+    if recorded:
+        settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
+        hidden, routers = router_statistics(tuple(router_logits), hidden, setup, **settings)
     if piece is not None and piece.own is not None:
         hidden = piece.own.root = piece.keep(LAST_HIDDEN, hidden, hidden[:, -1:])
     settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}

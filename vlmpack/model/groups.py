@@ -14,7 +14,7 @@ gradient with respect to them: compute them without gradients, and weight those 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import to_device
-from vlmpack.layout.pieces import CutGroup, GroupPiece
+from vlmpack.layout.pieces import CutGroup
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.model.engine import PackingState, packing_state
-from vlmpack.model.kept import KeptPrefix, PieceOfGroup
+from vlmpack.model.kept import KeptPrefix, OpenPieces, PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, has_balance, wants_balance
 from vlmpack.model.plain import find_model
@@ -114,15 +114,12 @@ class GroupStep:
         """
         self._check()
         self._results = []
-        open_pieces: list[tuple[int, Piece, KeptPrefix]] = []
-        is_training = torch.is_grad_enabled()
+        path, is_training = OpenPieces(), torch.is_grad_enabled()
         for number, cut in enumerate(self.cut.pieces):
-            while open_pieces and open_pieces[-1][0] != cut.parent:
-                _close(open_pieces.pop()[1], is_training)
-            before = open_pieces[-1][2] if open_pieces else None
+            before = path.up_to(cut.parent)
             kept = KeptPrefix(before, is_training=is_training) if cut.is_kept else None
             row = self.cut.row(cut)
-            result = self._run(row, self._place(cut, row, before, kept), self._items)
+            result = self._run(row, PieceOfGroup.of(self.cut, cut, row, before=before, own=kept), self._items)
             result = replace(result, width=max(self.cut.tree.segments.lengths))
             piece = Piece(row, [*cut.samples], result, kept)
             self._results.append(_detached(result))
@@ -133,9 +130,8 @@ class GroupStep:
                     "piece, or iterate under torch.no_grad()"
                 )
             if kept is not None:
-                open_pieces.append((number, piece, kept))
-        while open_pieces:
-            _close(open_pieces.pop()[1], is_training)
+                path.add(number, kept, piece.finish if is_training else lambda: None)
+        path.up_to(None)
 
     def backward(self, loss: Callable[[Piece], torch.Tensor] | None = None) -> StepResult:
         """Run all pieces, forward and backward, and return the group's result.
@@ -167,21 +163,6 @@ class GroupStep:
             )
         return self._joined(self._results)
 
-    def _place(
-        self, cut: GroupPiece, row: PackedRow, before: KeptPrefix | None, kept: KeptPrefix | None
-    ) -> PieceOfGroup:
-        segments = self.cut.tree.segments
-        whole = (segments.lengths[sample] for sample in cut.samples)
-        return PieceOfGroup(
-            before=before,
-            own=kept,
-            kept_tokens=cut.kept,
-            ends=tuple(n == of_group for n, of_group in zip(row.segments.lengths, whole, strict=True)),
-            group_samples=segments.num_samples,
-            group_tokens=segments.num_tokens,
-            has_targets=self.num_targets > 0,
-        )
-
     def _joined(self, results: list[StepResult]) -> StepResult:
         segments, device = self.cut.tree.segments, results[0].loss.device
         samples = [torch.tensor(piece.samples, device=device) for piece in self.cut.pieces]
@@ -199,7 +180,6 @@ class GroupStep:
             return zeros.index_add(0, torch.cat(samples), torch.cat(values))
 
         entropies = [result.target_entropies for result in results if result.target_entropies is not None]
-        work = {each.name: sum(getattr(result.work, each.name) for result in results) for each in fields(Work)}
         return StepResult(
             loss=torch.stack([result.loss for result in results]).sum(),
             loss_sum=torch.stack([result.loss_sum for result in results]).sum(),
@@ -210,14 +190,9 @@ class GroupStep:
             target_index=index,
             target_entropies=in_order(entropies) if entropies else None,
             segments=segments,
-            work=Work(**{**work, "real_tokens": segments.num_tokens}),
+            work=Work.total([result.work for result in results], segments.num_tokens),
             routers=_routers([result.routers for result in results if result.routers is not None]),
         )
-
-
-def _close(piece: Piece, is_training: bool) -> None:
-    if is_training:
-        piece.finish()
 
 
 def _routers(pieces: list[RouterStatistics]) -> RouterStatistics | None:
@@ -264,23 +239,17 @@ def _problems(
     model: nn.Module, state: PackingState, parts: ModelParts, output_router_logits: bool | None
 ) -> Iterator[str]:
     """Yield the reasons why a group cannot go through the model piece by piece."""
-    if state.parallel is not None and state.parallel.ranks > 1:
-        yield f"{state.parallel.ranks} ranks share its rows, and a prefix tree goes through one rank whole: Parallel()"
     for module in model.modules():
         if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
             yield (
                 "DistributedDataParallel would exchange gradients in the first of its backward passes: make the group "
                 "and iterate over it under model.no_sync(), and let another batch's backward pass exchange them"
             )
-        if {base.__name__ for base in type(module).__mro__} & {"FSDPModule", "FullyShardedDataParallel"}:
-            yield "FSDP frees its parameters behind the first backward pass: give groups that fit a row"
-            break
     is_balanced = parts.family.has("experts") and has_balance(parts.family)
     if is_balanced and state.config.aux_loss == "row" and wants_balance(parts, output_router_logits):
         yield (
             "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
             'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
         )
-    for mechanism in state.mechanisms:
-        if (problem := mechanism.problem_of_groups(parts)) is not None:
-            yield problem
+    if (reason := state.problem_of_pieces(model)) is not None:
+        yield reason

@@ -10,10 +10,13 @@ gradients: also where gradient checkpointing computes the layer again, with eith
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, final
 
 import torch
+
+from vlmpack.layout.pieces import CutGroup, GroupPiece
+from vlmpack.layout.row import IGNORE, PackedRow
 
 
 @final
@@ -94,6 +97,24 @@ class KeptPrefix:
 
 
 @final
+class OpenPieces:
+    """The kept pieces on the path to the next piece. Each is closed behind the last piece that starts from it."""
+
+    def __init__(self) -> None:
+        self._open: list[tuple[int, KeptPrefix, Callable[[], Any]]] = []
+
+    def up_to(self, number: int | None) -> KeptPrefix | None:
+        """Close the pieces behind the one of this number, and return what it keeps; None: close all."""
+        while self._open and self._open[-1][0] != number:
+            self._open.pop()[2]()
+        return self._open[-1][1] if self._open else None
+
+    def add(self, number: int, kept: KeptPrefix, close: Callable[[], Any]) -> None:
+        """Open a kept piece."""
+        self._open.append((number, kept, close))
+
+
+@final
 class PieceOfGroup:
     """The place of a row among the pieces of a group."""
 
@@ -122,6 +143,23 @@ class PieceOfGroup:
         """Number of tokens of these samples, each in full."""
         self.has_targets = has_targets
         """Whether the group has targets."""
+
+    @classmethod
+    def of(
+        cls, cut: CutGroup, piece: GroupPiece, row: PackedRow, *, before: KeptPrefix | None, own: KeptPrefix | None
+    ) -> PieceOfGroup:
+        """Return the place of a piece with this row."""
+        segments, labels = cut.tree.segments, cut.group.shift_labels
+        whole = (segments.lengths[sample] for sample in piece.samples)
+        return cls(
+            before=before,
+            own=own,
+            kept_tokens=piece.kept,
+            ends=tuple(n == of_group for n, of_group in zip(row.segments.lengths, whole, strict=True)),
+            group_samples=segments.num_samples,
+            group_tokens=segments.num_tokens,
+            has_targets=labels is not None and bool((labels != IGNORE).any()),
+        )
 
     @property
     def path(self) -> list[KeptPrefix]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, final
 
 import torch
@@ -42,6 +42,12 @@ class Work:
     """Query-key pairs in one layer with a sliding window or chunked attention; 0: there are no such layers."""
     audio_frames: int = 0
     """Log-mel frames that went through the audio tower, without padding; 0: there is no audio."""
+
+    @classmethod
+    def total(cls, works: Sequence[Work], real_tokens: int) -> Work:
+        """Add up the work of a row's pieces. `real_tokens`: of the row."""
+        sums = {each.name: sum(getattr(work, each.name) for work in works) for each in fields(cls)}
+        return cls(**{**sums, "real_tokens": real_tokens})
 
 
 @final

@@ -24,6 +24,7 @@ from typing import Any, Literal, final
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError
@@ -45,7 +46,7 @@ from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.model.enable import enable_packing
-from vlmpack.model.engine import StepConfig, check_targets, divisor, stored_state, targets_of
+from vlmpack.model.engine import StepConfig, check_targets, divisor, packing_state, stored_state, targets_of
 from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall
 from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
@@ -71,6 +72,7 @@ class PackedStep:
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
+            ConfigError: rows would go in pieces through a model that is wrapped for data parallelism.
         """
         self.model, core = model, find_model(model)
         state = stored_state(core)
@@ -78,6 +80,11 @@ class PackedStep:
             enable_packing(core, config, parallel=parallel)
         elif config is not None or parallel is not None:
             enable_packing(core, config or state.config, parallel=parallel or state.parallel)
+        if packing_state(core).config.capacity is not None and isinstance(model, DistributedDataParallel):
+            raise ConfigError(
+                "DistributedDataParallel would exchange gradients in the first of the backward passes of a row in "
+                "pieces: leave StepConfig(capacity=...) out, or use step.group(row, capacity=...) under model.no_sync()"
+            )
 
     def __call__(
         self,

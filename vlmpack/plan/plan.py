@@ -60,6 +60,8 @@ class Plan:
     """Further limits of a row: patches, images."""
     overlength: Overlength = "error"
     """What happened to samples that are too large for a row: refused, dropped, or each placed in its own row."""
+    whole_groups: bool = False
+    """Whether groups that are too large for a row have their own row too, if their prefix is long."""
     strategy: str = "exact_fill"
     """Bin packing strategy, see `plan_bins`."""
     seed: int | None = None
@@ -221,7 +223,8 @@ class Plan:
             of_groups = None if groups is None else budget.of_groups(len(groups))
             held.append((budget.name, self.sums(budget.costs, of_groups), budget.limit))
         for name, needs, limit in held:
-            if (over := (needs > limit) & ((sizes > 1) | (self.overlength != "own_row"))).any():
+            is_refused = (sizes > 1) & (not self.whole_groups) | (sizes == 1) & (self.overlength != "own_row")
+            if (over := (needs > limit) & is_refused).any():
                 row = int(over.argmax())
                 raise LayoutError(f"row {row} holds {needs[row]} {name}, and at most {limit} may be; plan again")
         return self
@@ -233,6 +236,7 @@ class Plan:
         """Summary of the plan without its rows, ready for JSON."""
         segments, tree_tokens = np.diff(self.bounds), self.tree_tokens
         trees = {"tree_tokens": int(tree_tokens.sum()), "longest_tree": int(tree_tokens.max(initial=0))}
+        trees |= {"whole_groups": True} if self.whole_groups else {}
         return {
             "rows": len(self),
             "samples": len(self.lengths),
@@ -281,6 +285,7 @@ class Plan:
                     for name, most in manifest["budgets"].items()
                 ),
                 groups=PrefixGroups.of_arrays(arrays),
+                whole_groups=manifest.get("whole_groups", False),
             )
 
     def _arrays(self) -> dict[str, np.ndarray]:

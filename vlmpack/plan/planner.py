@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from vlmpack.plan.lengths import (
 )
 from vlmpack.plan.packing_buffer import rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, make_items
+from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, large_groups, make_items
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
@@ -60,6 +61,16 @@ def split_rows(plan: Plan, multiple: int) -> Plan:
     return replace(plan, bounds=bounds)
 
 
+def split_groups(plan: Plan) -> Plan:
+    """Plan again without `whole_groups`."""
+    order = np.concatenate([plan.sample_ids, plan.dropped])
+    is_used = np.isin(np.arange(len(order)), plan.sample_ids)
+    needs = None if plan.groups is None else _needs(plan.groups, plan.lengths, plan.capacity, plan.budgets)
+    names = ("lengths", "capacity", "budgets", "overlength", "strategy", "seed", "groups")
+    settings: dict[str, Any] = {name: getattr(plan, name) for name in names} | {"whole_groups": False}
+    return Plan.from_assignment(_bins(order, is_used, needs, **settings), order, **settings)
+
+
 def middle(lengths: Sequence[int] | np.ndarray) -> int:
     """Return how many samples to keep in the first half, so that both halves have about as many tokens (n >= 2)."""
     before = np.cumsum(lengths)[:-1]
@@ -79,6 +90,7 @@ def plan_bins(
     overlength: Overlength = "error",
     seed: int | None = None,
     groups: PrefixGroups | None = None,
+    whole_groups: bool = False,
 ) -> Plan:
     """Choose which samples share a row.
 
@@ -94,6 +106,8 @@ def plan_bins(
         groups: groups of samples that share a prefix, which a row computes once (`VLMCollator(share_prefixes=True)`);
             with a table, `table.groups`. Capacity and budgets then limit the computed tokens and costs. A group is
             placed in one row, or split into pieces that each fit a row. None: nothing is shared.
+        whole_groups: give a group that is too large its own row, in place of splitting it, if its prefix takes more
+            than a quarter of a row. PackedTrainer computes such a row in pieces (`StepConfig(capacity=...)`).
 
     Raises:
         SampleError: a length is not finite, whole and positive; a sample is shorter than the prefix it shares; or, with
@@ -110,24 +124,54 @@ def plan_bins(
         if groups is not None:
             groups = lengths.groups_by_place(groups)
     needs = None if groups is None else _needs(groups, sizes, capacity, budgets)
-    over, usable = too_large(sizes, capacity, budgets), sizes > 0
     if overlength == "error":
-        refuse_too_large(over, sizes, capacity, budgets)
+        refuse_too_large(too_large(sizes, capacity, budgets), sizes, capacity, budgets)
     shuffle = None if seed is None else np.random.default_rng(seed)
     order = np.arange(len(sizes)) if shuffle is None else shuffle.permutation(len(sizes))
-    bin_of = np.full(len(sizes), -1)
+    settings: dict[str, Any] = {"capacity": capacity, "budgets": tuple(budgets), "overlength": overlength}
+    settings |= {"strategy": strategy, "groups": groups, "lengths": sizes, "whole_groups": whole_groups}
+    settings["seed"] = None if seed is None else int(seed)  # JSON cannot hold numpy's numbers
+    bin_of = _bins(order, sizes > 0, needs, **settings)
+    plan = Plan.from_assignment(bin_of, order, **settings)
+    return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
+
+
+def _bins(
+    order: np.ndarray,
+    usable: np.ndarray,
+    needs: Needs | None,
+    *,
+    lengths: np.ndarray,
+    capacity: int,
+    budgets: Sequence[Budget],
+    overlength: Overlength,
+    whole_groups: bool,
+    strategy: str,
+    **_: Any,
+) -> np.ndarray:
+    """Return the bin of each sample, int64 [N]; -1: none.
+
+    Args:
+        order: int64 [N]: samples in planning order.
+        usable: bool [N]: samples to plan.
+        needs: costs of groups; None: nothing is shared.
+        lengths: with those that follow, see `Plan`.
+    """
+    bin_of, over = np.full(len(lengths), -1), usable & too_large(lengths, capacity, budgets)
+    row_of = np.where(over, over.cumsum() - 1, -1) if overlength == "own_row" else np.full(len(over), -1)
+    if whole_groups and needs is not None:
+        planned = usable if overlength == "own_row" else usable & ~over
+        samples, group_of = large_groups(needs, order[planned[order]])
+        over[samples] = True
+        row_of[samples] = len(over) + group_of
     if len(fitting := order[(usable & ~over)[order]]):
         if needs is None:
-            bin_of[fitting] = _place(sizes, capacity, strategy, budgets, fitting)
+            bin_of[fitting] = _place(lengths, capacity, strategy, budgets, fitting)
         else:
             bin_of[fitting] = _place_groups(needs, strategy, fitting)
-    if overlength == "own_row":
-        bin_of[over] = bin_of.max(initial=-1) + 1 + np.arange(over.sum())
-    settings = {"capacity": capacity, "budgets": tuple(budgets), "overlength": overlength, "strategy": strategy}
-    settings["groups"] = groups
-    settings["seed"] = None if seed is None else int(seed)  # JSON cannot hold numpy's numbers
-    plan = Plan.from_assignment(bin_of, order, lengths=sizes, **settings)
-    return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
+    alone = row_of >= 0
+    bin_of[alone] = bin_of.max(initial=-1) + 1 + np.unique(row_of[alone], return_inverse=True)[1]
+    return bin_of
 
 
 def _place(

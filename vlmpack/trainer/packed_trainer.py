@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -21,9 +23,12 @@ from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_c
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.loading.sampler import PackedBatchSampler, Remainder
 from vlmpack.loading.stream import PackedStream, StreamLoader
-from vlmpack.model.enable import is_packing
+from vlmpack.model.enable import enable_packing, is_packing
+from vlmpack.model.engine import packing_state, stored_state
 from vlmpack.model.forward import STEP, StepCall
+from vlmpack.model.plain import find_model
 from vlmpack.plan.plan import Plan
+from vlmpack.plan.planner import split_groups
 from vlmpack.rows import PackedDataset
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoints import PLAN_FILE, RenamedWeights, stream_file
@@ -36,6 +41,8 @@ from vlmpack.trainer.evaluation import (
     check_sharing,
 )
 from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, mean_loss, weighed
+
+_LOG = logging.getLogger(__name__)
 
 
 class PackedTrainer(RenamedWeights):
@@ -52,7 +59,8 @@ class PackedTrainer(RenamedWeights):
     Args:
         *args: arguments of Trainer; `data_collator` is optional for a `PackedDataset`, which brings its own.
         plan: rows of `train_dataset`, planned from the lengths of all its samples or from their `LengthTable`. None:
-            `train_dataset` is a `PackedStream`, or Trainer makes batches as usual and the model packs them.
+            `train_dataset` is a `PackedStream`, or Trainer makes batches as usual and the model packs them. Groups
+            that a plan with `whole_groups=True` keeps whole go through the model in pieces, each prefix once.
         costs: [N]: compute cost of each sample of the plan, to balance ranks; None: its length.
         group_costs: [K]: compute cost of the prefix of each of the plan's groups; required with `costs`.
         remainder: what to do with rows that do not fill the last step, see `PackedBatchSampler`.
@@ -102,6 +110,7 @@ class PackedTrainer(RenamedWeights):
         self._warned_of_means = False
         self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
+        take_rows_whole(self)
         # The model's own value refuses Trainer's evaluation when read there. Ours is exact, so make it a plain bool.
         self.model_accepts_loss_kwargs = bool(self.model_accepts_loss_kwargs)
         if isinstance(self.train_dataset, PackedStream):
@@ -241,6 +250,7 @@ class PackedTrainer(RenamedWeights):
                 "one: plan_bins(measure_lengths(dataset, collator), capacity)"
             )
         check_sharing(self.plan, self.data_collator)
+        plan = _with_whole_groups(self, self.plan)
         if count := len(dropped := self.plan.dropped):
             warnings.warn(
                 f"{count} of the {len(dataset)} samples are in no row of the plan, so they are not trained on: "
@@ -249,7 +259,7 @@ class PackedTrainer(RenamedWeights):
                 stacklevel=2,
             )
         return PackedBatchSampler(
-            self.plan,
+            plan,
             ranks=self.args.world_size,
             rank=self.args.process_index,
             accumulation=self.args.gradient_accumulation_steps,
@@ -410,6 +420,40 @@ class PackedTrainer(RenamedWeights):
                 stacklevel=2,
             )
         return outputs
+
+
+def _with_whole_groups(trainer: Any, plan: Plan) -> Plan:
+    """Return the plan, with the capacity of its rows set on the model; or with groups split if the model cannot compute
+    a group in pieces."""
+    if not plan.whole_groups or not is_packing(trainer.model):
+        return plan
+    core = find_model(trainer.model)
+    state = packing_state(core)
+    if (problem := problem_of_pieces(trainer)) is not None:
+        _LOG.warning("groups that do not fit a row are split, and each part computes the prefix again: %s", problem)
+        return split_groups(plan)
+    if state.config.capacity is None:
+        enable_packing(core, replace(state.config, capacity=plan.capacity), parallel=state.parallel)
+    return plan
+
+
+def problem_of_pieces(trainer: Any) -> str | None:
+    """Return why this trainer cannot compute rows in pieces; None: it can."""
+    if trainer.args.world_size > 1 or trainer.is_deepspeed_enabled:
+        return "several ranks exchange gradients in the first of its backward passes"
+    return packing_state(find_model(trainer.model)).problem_of_pieces(trainer.model)
+
+
+def take_rows_whole(trainer: Any) -> None:
+    """Take `StepConfig.capacity` from a model that this trainer cannot train on rows in pieces."""
+    core = find_model(trainer.model)
+    state = stored_state(core)
+    if state is None or state.config.capacity is None or (problem := problem_of_pieces(trainer)) is None:
+        return
+    _LOG.warning(
+        "rows larger than the capacity of %d tokens go through the model whole: %s", state.config.capacity, problem
+    )
+    enable_packing(core, replace(state.config, capacity=None), parallel=state.parallel)
 
 
 class RowLoader(DataLoader[Any]):

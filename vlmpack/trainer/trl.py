@@ -31,7 +31,7 @@ from vlmpack.trainer.check import packing_of_trl, shared_rows
 from vlmpack.trainer.checkpoints import RenamedWeights
 from vlmpack.trainer.evaluation import BatchLosses, RowLosses
 from vlmpack.trainer.loss import channels_of, sample_losses_of
-from vlmpack.trainer.packed_trainer import PackedTrainer
+from vlmpack.trainer.packed_trainer import PackedTrainer, take_rows_whole
 
 check_extra("rl", "trl", needed_by="vlmpack.trainer.trl")
 
@@ -103,6 +103,7 @@ class _PackedHead(RenamedWeights):
         for name, data in unprepared.items():
             setattr(self, name, data)
         self._check_settings()
+        take_rows_whole(self)
         self._pack(self.model)
 
     def _unprepared(self, settings: dict[str, Any]) -> dict[str, Any]:

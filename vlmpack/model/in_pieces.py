@@ -1,0 +1,143 @@
+"""A row that is larger than `StepConfig.capacity`: through the backbone in pieces, with any head and loss behind it.
+
+    forward     P            with its graph: the first piece, which the caller runs
+                A B, C D     from the keys, values and states of P, without a graph
+                ──────────▶  hidden states of the whole row, and one loss
+    backward    A B          computed again, from the gradient of their hidden states
+                C D
+                P            once, with the gradients of all that starts from it
+
+So the branches go forward twice, as under gradient checkpointing, and a prefix once. `PackedStep.group` computes
+nothing twice; there each piece has a loss of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from vlmpack.layout.device import to_device
+from vlmpack.layout.pieces import CutGroup
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import ranges
+from vlmpack.model.kept import KeptPrefix, OpenPieces, PieceOfGroup
+
+Outputs = tuple[torch.Tensor, ...]
+"""What the backbone returns of a row: hidden states [1, t, D], then router logits [t, E] of each layer."""
+
+RunPiece = Callable[[PackedRow, PieceOfGroup], Outputs]
+"""Runs the row of a piece, which is on the host, through the backbone."""
+
+
+@final
+class RowInPieces:
+    """A row's pieces. The caller runs the first one, and hands its outputs to `rest`."""
+
+    def __init__(self, cut: CutGroup, run: RunPiece) -> None:
+        self._cut, self._run = cut, run
+        piece = cut.pieces[0]
+        kept = KeptPrefix(None, is_training=torch.is_grad_enabled()) if piece.is_kept else None
+        self.first_row = cut.row(piece)
+        """The row of the first piece."""
+        self.first = PieceOfGroup.of(cut, piece, self.first_row, before=None, own=kept)
+        """Its place in the row."""
+
+    def run_first(self) -> Outputs:
+        """Run the first piece."""
+        return self._run(self.first_row, self.first)
+
+    def rest(self, *of_first: torch.Tensor) -> Outputs:
+        """Return the outputs of the whole row, in the order of its tree, from those of the first piece."""
+        return _Rest.apply(self, *of_first)
+
+    def walk(self, use: Callable[[int, Outputs], Any]) -> None:
+        """Run all pieces but the first, and `use` the outputs of each; of a kept one behind those that start there."""
+        path, cut, nothing = OpenPieces(), self._cut, lambda: None
+        if self.first.own is not None:
+            path.add(0, self.first.own, nothing)
+        for number, piece in enumerate(cut.pieces[1:], 1):
+            before, row = path.up_to(piece.parent), cut.row(piece)
+            own = KeptPrefix(before, is_training=torch.is_grad_enabled()) if piece.is_kept else None
+            outputs = self._run(row, PieceOfGroup.of(cut, piece, row, before=before, own=own))
+            done = partial(use, number, outputs)
+            if own is None:
+                done()
+            else:
+                path.add(number, own, done)
+        path.up_to(None)
+
+    def index(self, number: int, device: torch.device) -> torch.Tensor:
+        """int64 [t of the piece]: where the tokens of a piece are among all that go through the model."""
+        nodes = [*self._cut.pieces[number].nodes]
+        starts = np.array([start for start, _ in self._cut.tree.nodes.spans])[nodes]
+        return to_device(ranges(starts, np.array(self._cut.tree.lengths)[nodes]), device)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that go through the model."""
+        return self._cut.tree.num_tokens
+
+
+class _Rest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pieces: RowInPieces, *of_first: torch.Tensor) -> Outputs:
+        ctx.pieces, ctx.again = pieces, _AsNow(of_first[0])
+        at = [x.ndim - 2 for x in of_first]  # hidden states have a batch of one row
+        whole = [
+            x.new_empty(*x.shape[:dim], pieces.num_tokens, *x.shape[dim + 1 :])
+            for x, dim in zip(of_first, at, strict=True)
+        ]
+
+        def use(number: int, outputs: Outputs) -> None:
+            index = pieces.index(number, outputs[0].device)
+            for rows, values, dim in zip(whole, outputs, at, strict=True):
+                rows.index_copy_(dim, index.to(rows.device), values.detach())
+
+        use(0, of_first)
+        pieces.walk(use)
+        return tuple(whole)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        pieces: RowInPieces = ctx.pieces
+
+        def of_piece(number: int) -> list[torch.Tensor]:
+            index = pieces.index(number, grads[0].device)
+            return [grad.index_select(grad.ndim - 2, index.to(grad.device)) for grad in grads]
+
+        def use(number: int, outputs: Outputs) -> None:
+            pairs = [(x, grad) for x, grad in zip(outputs, of_piece(number), strict=True) if x.requires_grad]
+            torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+
+        with ctx.again, torch.enable_grad():
+            pieces.walk(use)
+        return None, *of_piece(0)
+
+
+class _AsNow(ExitStack):
+    """Enter it to compute again what is computed now: with this autocast and these random numbers (dropout)."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self._kind, self._cpu_state = hidden.device.type, torch.get_rng_state()
+        self._devices, self._states = get_device_states(hidden)
+        self._autocast = {
+            kind: {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+            for kind in {self._kind, "cpu"}
+        }
+
+    def __enter__(self) -> _AsNow:
+        of_device = {"device_type": self._kind} if self._devices else {}
+        self.enter_context(torch.random.fork_rng(self._devices, **of_device))
+        torch.set_rng_state(self._cpu_state)
+        if self._devices:
+            set_device_states(self._devices, self._states, **of_device)
+        for kind, settings in self._autocast.items():
+            self.enter_context(torch.autocast(kind, **settings))
+        return self
