@@ -9,8 +9,22 @@ import torch
 from cases import slow
 from chats import chat, processor_of
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
-from training import Samples, Stream, arguments, collator, lengths_of, losses_alone, receipts
+from training import (
+    Gradients,
+    Samples,
+    Stream,
+    apart,
+    arguments,
+    collator,
+    gradients,
+    lengths_of,
+    logged,
+    loss_sums,
+    losses_alone,
+    receipts,
+)
 from transformers import Trainer
+from trees import rollouts, samples_of
 
 from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning
@@ -18,6 +32,7 @@ from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
+from vlmpack.plan.planner import split_groups
 from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
@@ -74,6 +89,36 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
         run.train()
     assert sorted(trained) == [0, 1, 3, 4, 5]
     assert [one.index for one in table.refused] == [2]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen4_exp", *slow("qwen3_5_moe")])
+def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, tmp_path, caplog):
+    """Where layers cannot start from a kept prefix, the group is split and its prefix computed again."""
+    processor = processor_of(family)
+    collate = VLMCollator(processor, layout="packed", share_prefixes=SharePrefixes(min_shared=4))
+    plain, model = (tiny_model(family, layers=2, vision_depth=1, processor=processor) for _ in range(2))
+    samples = samples_of(plain.config, rollouts(4, 6, 3, 5, 7, prefix=20, images=0), rollouts(9), masked=(6, 11))
+    losses, counts = loss_sums(plain, samples)
+    (expected := losses.sum() / counts.sum()).backward()
+    groups = PrefixGroups.of_keys([0] * 5 + [None], [20] * 5 + [0])
+    plan = plan_bins(lengths_of(samples), CAPACITY, groups=groups, oversize="whole_group")
+    assert max(plan.tree_tokens) == 45
+    in_pieces, given, seen = family != "qwen4_exp", [], Gradients()
+    rows = len(plan if in_pieces else split_groups(plan))
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: given.append(args[0].numel()))
+    settings = arguments(tmp_path, gradient_accumulation_steps=rows, max_steps=1)
+    run = PackedTrainer(enable_packing(model), settings, collate, Samples(samples), plan=plan, callbacks=[seen])
+    run.train()
+    assert logged(run) == pytest.approx([expected.item()], rel=1e-6)
+    assert apart(gradients(plain), seen.steps[0]) < 2e-5
+    assert max(given) <= CAPACITY
+    branches = 4 + 6 + 3 + 5 + 7
+    once = 20 + 2 * branches if in_pieces else 2 * 20 + branches
+    assert sum(given) == once + sum(lengths_of(samples[5:]))
+    assert in_pieces or "each part computes the prefix again: " in caplog.text
+
+
+CAPACITY = 36
 
 
 def test_a_plan_of_other_samples_is_warned_of_once(tmp_path):

@@ -7,8 +7,7 @@
     backward    P            with the sums: one backward pass for all of its branches
 
 Each piece has its own loss, and the group's is their sum: cross-entropies over a known divisor (`num_items_in_batch`),
-or any function of a piece's log-probabilities. A loss that needs the log-probabilities of all samples first (DPO) has a
-gradient with respect to them: compute them without gradients, and weight those of each piece by it.
+or any function of a piece's log-probabilities. A loss that needs those of all samples (DPO): `StepConfig.capacity`.
 """
 
 from __future__ import annotations
