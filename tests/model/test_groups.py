@@ -120,8 +120,10 @@ def test_what_is_computed_again_drops_out_the_same_numbers():
         return model
 
     row = shared(samples_of(fresh("qwen3").config, *GROUPS["rollouts"]))
-    expected = (group := in_pieces(PackedStep(pieces := dropping()), row)).backward().loss
-    assert torch.isclose(whole_row(whole := dropping(), row, group).loss, expected, rtol=1e-6)
+    pieces = dropping()
+    expected = (group := in_pieces(PackedStep(pieces), row)).backward().loss
+    whole = dropping()
+    assert torch.isclose(whole_row(whole, row, group).loss, expected, rtol=1e-6)
     assert not torch.isclose(whole_row(dropping().eval(), row, group).loss, expected, rtol=1e-3)
     for (name, ours), theirs in zip(whole.named_parameters(), pieces.parameters(), strict=True):
         assert theirs.grad is None or (ours.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max(), name

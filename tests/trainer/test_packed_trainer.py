@@ -101,7 +101,7 @@ def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, tmp_path, caplog
     losses, counts = loss_sums(plain, samples)
     (expected := losses.sum() / counts.sum()).backward()
     groups = PrefixGroups.of_keys([0] * 5 + [None], [20] * 5 + [0])
-    plan = plan_bins(lengths_of(samples), CAPACITY, groups=groups, oversize="whole_group")
+    plan = plan_bins(lengths_of(samples), CAPACITY, groups=groups, whole_groups=True)
     assert max(plan.tree_tokens) == 45
     in_pieces, given, seen = family != "qwen4_exp", [], Gradients()
     rows = len(plan if in_pieces else split_groups(plan))

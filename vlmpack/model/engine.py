@@ -221,6 +221,7 @@ def run_row(
         rope_segments = rope_segments.without_gaps(state.slots)
     recorded = balance or config.z_loss_coef > 0
     works: list[Work] = []
+    of_layers: Any = None
 
     def backbone(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
         setup = setup_row(model, row, parallel=state.parallel, backend=config.attention, piece=piece)
@@ -247,13 +248,13 @@ def run_row(
 
     may_cut = piece is None and rope_segments is None and not hidden_states
     if may_cut and (pieces := state.in_pieces(core, compact.row, outputs)) is not None:
-        output = None
         hidden, *router_logits = pieces.rest(*pieces.run_first())
         setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention)
     else:
         setup, output, router_logits = backbone(compact.row, piece)
         hidden = output[0]  # a tuple if the configuration says return_dict=False
-    work, routers = works[0] if output is not None else Work.total(works, setup.row.segments.num_tokens), None
+        of_layers = output.hidden_states if hidden_states else None
+    work, routers = Work.total(works, compact.row.segments.num_tokens), None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
         hidden, routers = router_statistics(tuple(router_logits), hidden, setup, **settings)
@@ -270,7 +271,7 @@ def run_row(
         segments=row.segments,
         target_index=compact.place(result.target_index),
         row_logits=None if result.row_logits is None else compact.spread(result.row_logits),
-        row_hidden_states=tuple(map(of_row, output.hidden_states)) if hidden_states else None,
+        row_hidden_states=None if of_layers is None else tuple(map(of_row, of_layers)),
         row_last_hidden=of_row(hidden) if last_hidden else None,
     )
 

@@ -127,17 +127,15 @@ class _AsNow(ExitStack):
         super().__init__()
         self._kind, self._cpu_state = hidden.device.type, torch.get_rng_state()
         self._devices, self._states = get_device_states(hidden)
-        self._autocast = {
-            kind: {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-            for kind in {self._kind, "cpu"}
-        }
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in {self._kind, "cpu"}
+        ]
 
     def __enter__(self) -> _AsNow:
-        of_device = {"device_type": self._kind} if self._devices else {}
-        self.enter_context(torch.random.fork_rng(self._devices, **of_device))
+        kind = self._kind if self._devices else "cuda"  # any, of no devices
+        self.enter_context(torch.random.fork_rng(self._devices, device_type=kind))
         torch.set_rng_state(self._cpu_state)
-        if self._devices:
-            set_device_states(self._devices, self._states, **of_device)
-        for kind, settings in self._autocast.items():
-            self.enter_context(torch.autocast(kind, **settings))
+        set_device_states(self._devices, self._states, device_type=kind)
+        for kind, dtype, enabled in self._autocast:
+            self.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         return self
