@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from numbers import Integral
-from typing import SupportsInt, cast, final
+from typing import Any, SupportsInt, cast
 
 
 class VlmpackError(Exception):
@@ -31,30 +31,51 @@ class VlmpackError(Exception):
 
 
 class SampleError(VlmpackError, ValueError):
-    """One sample cannot be used.
+    """One sample, or a part of it such as an image, cannot be used: the error, and the record of it.
+
+    Two errors are equal if their fields are.
 
     Args:
         message: what was seen and what to do about it, without the sample's name.
-        index: position of the sample in the list given to the collator. None: `message` already names the sample,
-            for example when torch rebuilds the error of a DataLoader worker from its text.
-        sample_id: the sample's id, if it has one.
         reason: a short slug such as ``"image_token_mismatch"``, used as the key for counting.
+        index: position of the sample in the data set, or in the list given to the collator. None: `message` already
+            names the sample, for example when torch rebuilds the error of a DataLoader worker from its text.
+        sample_id: the sample's id, if it has one.
     """
 
     def __init__(
-        self, message: str, *, index: int | None = None, reason: str = "unknown", sample_id: str | int | None = None
+        self, message: str, reason: str = "unknown", *, index: int | None = None, sample_id: str | int | None = None
     ) -> None:
         self.index = index
-        self.reason = reason
         self.sample_id = sample_id
+        self.reason = reason
         self.detail = message
         if index is not None:
             message = f"sample {index}{'' if sample_id is None else f' (id {sample_id!r})'}: {message}"
         super().__init__(message)
 
+    def of_sample(self, index: int | None, sample_id: str | int | None = None) -> SampleError:
+        """Return the same error, of the sample with this index and id. None: the id is the error's own."""
+        sample_id = self.sample_id if sample_id is None else sample_id
+        return SampleError(self.detail, self.reason, index=index, sample_id=sample_id)
+
+    def within(self, where: str) -> SampleError:
+        """Return the same error, naming the part of the sample where it occurred."""
+        return SampleError(f"{where}: {self.detail}", self.reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return index, sample_id, reason and detail, for JSON."""
+        return {"index": self.index, "sample_id": self.sample_id, "reason": self.reason, "detail": self.detail}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SampleError) and self.to_dict() == other.to_dict()
+
+    def __hash__(self) -> int:
+        return hash((self.index, self.reason, self.detail))
+
     def __reduce__(self) -> tuple:
         """Pickle the constructor's arguments; the default would pass the finished text as `message`."""
-        return _rebuild_sample_error, (self.detail, self.index, self.reason, self.sample_id)
+        return _rebuild_sample_error, (self.to_dict(),)
 
 
 class LayoutError(VlmpackError):
@@ -174,22 +195,5 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _rebuild_sample_error(message: str, index: int | None, reason: str, sample_id: str | int | None) -> SampleError:
-    return SampleError(message, index=index, reason=reason, sample_id=sample_id)
-
-
-@final
-class Refusal(Exception):  # noqa: N818 (internal: the collator turns it into a SampleError)
-    """A sample cannot be used. The collator adds its index and id, and counts it under `reason`.
-
-    Args:
-        reason: a short slug, listed in docs/troubleshooting.md.
-        message: what was seen and what to do about it.
-        of_all: True if it probably applies to all samples, which points to a mistake in the setup.
-    """
-
-    def __init__(self, reason: str, message: str, *, of_all: bool = False) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-        self.of_all = of_all
+def _rebuild_sample_error(fields: dict[str, Any]) -> SampleError:
+    return SampleError(fields.pop("detail"), **fields)

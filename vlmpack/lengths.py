@@ -36,7 +36,7 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.readers import StoredRows
-from vlmpack.errors import ConfigError, Refusal, SampleError, SkippedWarning, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import writing
 from vlmpack.layout.batch import HostMetadata
 from vlmpack.layout.media import IMAGE, VIDEO
@@ -45,7 +45,7 @@ from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.sharing import find_prefix_tree
 from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
-from vlmpack.plan.length_table import LengthTable, Refused
+from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import divided_up
 from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
 from vlmpack.workers import Executor, Start, in_order
@@ -169,7 +169,7 @@ def _table_of(samples: Sequence[_Measured], min_shared: int | None) -> LengthTab
         if entry.reason is None:
             rows.append({"sample_ids": index, **entry._asdict()})
         else:
-            refused.append(Refused(index=index, sample_id=sample_id, reason=entry.reason, detail=entry.detail or ""))
+            refused.append(SampleError(entry.detail or "", entry.reason, index=index, sample_id=sample_id))
     marks = [PrefixMarks.from_bytes(row["marks"]) for row in rows if row["marks"] is not None]
     groups = None if min_shared is None else groups_of_marks(marks, min_shared=min_shared)
     return LengthTable.from_rows(rows, refused, groups)
@@ -196,12 +196,12 @@ def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
     """
     read = [refused for refused in table.refused if refused.reason != "row_unreadable"]
     if collator.on_bad == "raise" and not len(table) and read and {refused.reason for refused in read} == {NO_COLUMNS}:
-        raise ConfigError(str(read[0].error()))
+        raise ConfigError(str(read[0]))
 
 
-def _about_refused(refused: Sequence[Refused], total: int) -> str:
+def _about_refused(refused: Sequence[SampleError], total: int) -> str:
     """Write a warning about refused samples: how many, the first ones, and where all are listed."""
-    listed = "; ".join(f"{each.error()} ({each.reason})" for each in refused[:LISTED])
+    listed = "; ".join(f"{each} ({each.reason})" for each in refused[:LISTED])
     more = f"; and {len(refused) - LISTED:,} more" if len(refused) > LISTED else ""
     return (
         f"{len(refused):,} of {total:,} samples cannot be used, so that no plan of this table has them: {listed}{more}"
@@ -305,11 +305,6 @@ class _Measurer:
             return Entry.of(measured, None if marks is None else marks.to_bytes())
         except SampleError as error:
             return Entry(reason=error.reason, detail=error.detail)
-        except ConfigError as error:
-            refusal = error.__cause__
-            if not isinstance(refusal, Refusal) or refusal.reason != NO_COLUMNS:
-                raise
-            return Entry(reason=refusal.reason, detail=refusal.message)  # other rows may have known columns
 
 
 # ---------------------------------------------------------------------- the cache

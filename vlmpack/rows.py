@@ -52,7 +52,7 @@ from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.skipped import SkipLog
 from vlmpack.collate.video import FrameSampling
 from vlmpack.data.formats import sample_id_of
-from vlmpack.data.images import DEFAULT_LIMITS, ImageError, load_image, read_encoded
+from vlmpack.data.images import DEFAULT_LIMITS, load_image, read_encoded
 from vlmpack.data.messages import KNOWN_KEYS, MediaRef
 from vlmpack.data.videos import open_video
 from vlmpack.errors import (
@@ -330,8 +330,8 @@ def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence
         try:
             for kind in MEDIA:
                 about[kind] = [_describe(visual, kind, media[kind], collator) for visual in getattr(sample, kind)]
-        except ImageError as error:
-            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample.sample_id) from error
+        except SampleError as error:
+            raise error.of_sample(place, sample.sample_id) from error
         described.append({name: value for name, value in about.items() if value not in (None, [])})
     return {
         "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
@@ -749,11 +749,10 @@ def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
         ConfigError: more samples were refused than the collator's skip limit allows, or all of them.
     """
     check_refused(table, collator)
-    errors = [refusal.error() for refusal in table.refused]
     skip_log = SkipLog(limit=collator.skip_log.limit)
     with skip_log.at_once():
-        for before, error in zip([-1, *(refusal.index for refusal in table.refused)], errors, strict=False):
-            if used := index(error.index or 0) - before - 1:
+        for before, error in zip([-1, *(each.index or 0 for each in table.refused)], table.refused, strict=False):
+            if used := (error.index or 0) - before - 1:
                 skip_log.use(used)
             (skip_log.note if collator.leaves_out(error.reason) else skip_log.refuse)(error)
     if not len(table):
@@ -781,7 +780,7 @@ def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dat
         plan = plan_bins(slotted, settings.capacity, budgets=budgets, groups=table.groups, **chosen)
     except SampleError as error:
         name = None if error.index is None else sample_id_of(sample_at(dataset, error.index))
-        raise SampleError(error.detail, index=error.index, reason=error.reason, sample_id=name) from None
+        raise error.of_sample(error.index, name) from None
     if not len(plan):
         raise ConfigError(f"all {len(table)} samples exceed a row of {settings.capacity} tokens; raise the capacity")
     return split_rows(plan, settings.rows_multiple)
@@ -817,7 +816,7 @@ def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]
 
 def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
     """List the samples in no row, by index. The data set is read for the ids of samples that are too large."""
-    entries = {refusal.index: asdict(refusal) for refusal in table.refused}
+    entries: dict[Any, dict[str, Any]] = {error.index: error.to_dict() for error in table.refused}
     limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
     for at in set(plan.dropped.tolist()) - entries.keys():
         over = [f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most]

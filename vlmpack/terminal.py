@@ -78,11 +78,6 @@ def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:
         console.print(Text(" " * indent).append_text(line), highlight=False, soft_wrap=True)
 
 
-def sample_name(index: int, sample_id: int | str | None) -> str:
-    """Name a sample by its index, and also by its id if that differs."""
-    return f"{index}" if sample_id in (None, index) else f"{index} (id {sample_id!r})"
-
-
 def format_bytes(count: int) -> str:
     """Format a number of bytes in the largest unit that gives at least 1."""
     value, unit = float(count), 0

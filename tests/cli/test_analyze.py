@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 from vlmpack.cli import app
 from vlmpack.cli.analyze import analysis_of, print_analysis, row_numbers
 from vlmpack.collate.encoded import Encoded
+from vlmpack.errors import SampleError
 from vlmpack.layout import PrefixTree, Segments
 from vlmpack.plan import LengthTable, PaddedRecipe
-from vlmpack.plan.length_table import Refused
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 LONG = [{"role": "user", "content": "again and " * 60}, {"role": "assistant", "content": "4"}]
@@ -54,7 +54,7 @@ def numbers(*arguments: Any) -> dict[str, Any]:
     return json.loads(analyze(*arguments, "--json").stdout)
 
 
-def table_of(lengths: list[int], refused: tuple[Refused, ...] = ()) -> LengthTable:
+def table_of(lengths: list[int], refused: tuple[SampleError, ...] = ()) -> LengthTable:
     text, zeros = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
     columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches"), zeros)
     return LengthTable(sample_ids=np.arange(len(text)), text_tokens=text, targets=text // 2, refused=refused, **columns)

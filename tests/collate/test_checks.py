@@ -17,7 +17,7 @@ from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import run_lengths
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import Refusal
+from vlmpack.errors import SampleError
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEXT = f"<|im_start|>user\n{HOLE}{HOLE}Total?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
@@ -41,7 +41,7 @@ def answer(**more: Any) -> Sample:
 
 
 def refusal(feature: Sample) -> tuple[str, str]:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(SampleError) as caught:
         ENCODER.encode(feature)
     return caught.value.reason, str(caught.value)
 

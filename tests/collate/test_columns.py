@@ -10,7 +10,7 @@ from chats import chat, picture, processor_of, says
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data.messages import check_unread, read_conversation
-from vlmpack.errors import Refusal
+from vlmpack.errors import SampleError
 
 DROPPED = "set TrainingArguments(remove_unused_columns=False)"
 
@@ -30,11 +30,10 @@ DROPPED = "set TrainingArguments(remove_unused_columns=False)"
     ],
 )  # fmt: skip
 def test_a_sample_without_text_is_told_its_own_remedy(feature: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(SampleError) as caught:
         read_conversation(feature)
     said = str(caught.value)
     assert caught.value.reason == "no_columns"
-    assert caught.value.of_all
     assert "of the columns input_ids, messages, conversations, conversation, prompt (with completion); it has" in said
     assert remedy in said
     assert (DROPPED in said) == (DROPPED in remedy or "TRL" in remedy)
@@ -57,7 +56,7 @@ REFUSED = {
 @pytest.mark.parametrize(("more", "kind"), REFUSED.values(), ids=REFUSED)
 def test_a_column_that_looks_like_the_only_medium_is_not_left_out_in_silence(more: dict[str, Any], kind: str) -> None:
     (name,) = more
-    with pytest.raises(Refusal, match=f"it has a column {name}, which looks like its {kind}") as caught:
+    with pytest.raises(SampleError, match=f"it has a column {name}, which looks like its {kind}") as caught:
         check_unread(chat(**more), has_media=False, texts=[])
     assert caught.value.reason == "unread_column"
     assert check_unread(chat(**more), has_media=True, texts=[]) == (name,)
@@ -82,7 +81,7 @@ def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any
     if more in NOTES:
         assert check_unread(chat(**more), has_media=True, texts=[]) == (name,)
         return
-    with pytest.raises(Refusal, match=f"it has a column {name}, which weights samples or") as caught:
+    with pytest.raises(SampleError, match=f"it has a column {name}, which weights samples or") as caught:
         check_unread(chat(**more), has_media=True, texts=[])
     assert caught.value.reason == "unread_column"
 
@@ -90,7 +89,7 @@ def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any
 @pytest.mark.parametrize("place", ["<bbox>", "<ref-object>", "<quad>"])
 def test_grounding_rows_of_ms_swift_do_not_train_on_the_names_of_their_places(place: str) -> None:
     objects = {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}
-    with pytest.raises(Refusal, match=f"it has a column objects, from which ms-swift fills '{place}' in its text"):
+    with pytest.raises(SampleError, match=f"it has a column objects, from which ms-swift fills '{place}' in its text"):
         check_unread(chat(objects=objects), has_media=True, texts=["Find it.", f"at {place}"])
     assert check_unread(chat(objects=objects), has_media=True, texts=["at 1, 2"]) == ("objects",)
     assert check_unread(chat(), has_media=True, texts=[f"at {place}"]) == ()

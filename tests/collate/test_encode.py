@@ -11,7 +11,7 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import ConfigError, FamilyError, Refusal
+from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
@@ -25,7 +25,7 @@ def encode(feature, family="qwen3_vl"):
 
 
 def refusal(feature, **settings):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(SampleError) as caught:
         encode(feature, **settings)
     return caught.value
 
@@ -161,7 +161,9 @@ BAD_TEXTS = [
 @pytest.mark.parametrize("feature", BAD_TEXTS, ids=["question", "answer", "prompt", "completion", "argument"])
 def test_half_a_character_is_refused_wherever_it_comes_from(feature):
     processor = tiny_processor(chat_template=CHAT_TEMPLATE + "{{- signature -}}")
-    with pytest.raises(Refusal, match=r"holds '\\ud83d', half of a surrogate pair, in '.*a smile: \\ud83d, ") as caught:
+    with pytest.raises(
+        SampleError, match=r"holds '\\ud83d', half of a surrogate pair, in '.*a smile: \\ud83d, "
+    ) as caught:
         encoder(processor).measure(feature)
     assert caught.value.reason == "bad_text"
 
@@ -184,7 +186,7 @@ TEMPLATES = {
 def test_a_template_that_forgets_images_or_headers_or_fails_is_noticed(reason, template, fault):
     feature = chat("?", "x", picture())
     feature["messages"] = [*feature["messages"], *chat()["messages"]]
-    with pytest.raises(Refusal, match=fault) as caught:
+    with pytest.raises(SampleError, match=fault) as caught:
         encoder(tiny_processor(chat_template=template)).encode(feature)
     assert caught.value.reason == reason
 
@@ -192,9 +194,9 @@ def test_a_template_that_forgets_images_or_headers_or_fails_is_noticed(reason, t
 def test_a_template_without_chatml_is_a_mistake_of_the_setup_with_a_remedy():
     template = CHAT_TEMPLATE.replace("<|im_start|>", "").replace("<|im_end|>", "")
     seen = r"no '<.im_start.>assistant' turns for 1 assistant message.*train_on='all'"
-    with pytest.raises(Refusal, match=seen):
+    with pytest.raises(SampleError, match=seen):
         encoder(tiny_processor(chat_template=template)).encode(chat())
-    with pytest.raises(ConfigError, match=seen):
+    with pytest.raises(SampleError, match=f"^sample 0: .*{seen}"):
         VLMCollator(tiny_processor(chat_template=template))([chat()])
     assert encoder(tiny_processor(chat_template=template), "all").encode(chat()).num_targets > 0
 
@@ -210,7 +212,9 @@ def test_a_processor_without_a_template_is_a_mistake_of_the_setup():
 def test_an_image_processor_s_own_refusal_is_passed_on():
     processor = tiny_processor()
     processor.image_processor.size["longest_edge"] = 0
-    with pytest.raises(Refusal, match="image 0: the image processor refused it: `size` dict must contain") as caught:
+    with pytest.raises(
+        SampleError, match="image 0: the image processor refused it: `size` dict must contain"
+    ) as caught:
         encoder(processor).encode(chat("?", "x", picture()))
     assert caught.value.reason == "image_processing"
 

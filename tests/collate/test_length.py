@@ -13,7 +13,7 @@ from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import check_sample, fit
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import Refusal, SampleError
+from vlmpack.errors import SampleError
 from vlmpack.layout import SlotRule
 from vlmpack.testing import tiny_processor
 
@@ -46,7 +46,7 @@ def encoded_dialogue(family, frames):
 
 
 def refusal(action):
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(SampleError) as caught:
         action()
     return caught.value.reason, str(caught.value)
 

@@ -22,7 +22,7 @@ from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import MediaRef
-from vlmpack.errors import ConfigError, Refusal, SampleError
+from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import tiny_processor
 
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -102,10 +102,10 @@ def test_an_image_sized_by_keys_is_measured_as_it_is_cut(family: str) -> None:
         image = Image.new("RGB", (width, height))
         try:
             expected = cut(reader, image, **keys).grid
-        except Refusal as refusal:
-            with pytest.raises(Refusal) as caught:
+        except SampleError as refusal:
+            with pytest.raises(SampleError) as caught:
                 measured(reader, image, **keys)
-            assert (caught.value.reason, caught.value.message) == (refusal.reason, refusal.message)
+            assert (caught.value.reason, caught.value.detail) == (refusal.reason, refusal.detail)
             continue
         assert measured(reader, image, **keys).grid == expected
         grids.add(expected)
@@ -121,7 +121,7 @@ def test_a_processor_that_does_not_resize_takes_only_what_it_can_cut(width: int,
         assert measured(reader, image).grid == cut(reader, image).grid == (1, height // 16, width // 16)
         return
     for read in (measured, cut):
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(SampleError) as caught:
             read(reader, image)
         assert caught.value.reason == "image_processing"
 

@@ -19,7 +19,8 @@ from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate.video import VideoSettings, frame_timestamps, load_video, patchify, read_frames, resize_frames
-from vlmpack.data.images import ImageError, load_image
+from vlmpack.data.images import load_image
+from vlmpack.errors import SampleError
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,
@@ -161,7 +162,7 @@ def test_timestamps_are_those_of_qwen3s_processor(count, depth):
 
 @pytest.mark.parametrize("video", ["film.mp4", b"mp4", None, 3, torch.zeros(2, 3, 4, 4)])
 def test_what_is_no_list_of_frames_is_refused(video):
-    with pytest.raises(ImageError, match=r"give its file .* or a list of its frames as images") as caught:
+    with pytest.raises(SampleError, match=r"give its file .* or a list of its frames as images") as caught:
         read_frames(video, load_image)
     assert caught.value.reason == "video_source"
 

@@ -24,7 +24,7 @@ from vlmpack import VLMCollator
 from vlmpack.collate import FrameSampling
 from vlmpack.collate.video import VideoSettings, file_rules_of, sample_frames
 from vlmpack.collate.video import load_video as load_clip
-from vlmpack.data import ImageError, VideoLimits
+from vlmpack.data import VideoLimits
 from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
@@ -100,7 +100,7 @@ def test_frames_are_those_that_transformers_takes(
     header = VideoHeader(num_frames=total, fps=rate, height=1, width=1)
     try:
         frames = sample_frames(header, {}, sampling=sampling, spacing=spacing, depth=2, max_sampled=10**6)
-    except ImageError as error:
+    except SampleError as error:
         assert error.reason == "video_frames"
         return
     expected = RULES[spacing](holder, metadata, fps=holder.fps, num_frames=num_frames).tolist()

@@ -13,7 +13,7 @@ import pytest
 from cases import slow
 
 from vlmpack.collate.video import check_enlarged, has_image_keys, image_size, number, video_frame_size
-from vlmpack.data.images import ImageError
+from vlmpack.errors import SampleError
 
 needs_qwen = pytest.mark.skipif(
     importlib.util.find_spec("qwen_vl_utils") is None,
@@ -37,7 +37,7 @@ def our_size(case: dict) -> list:
         if "num_frames" in case:
             return list(video_frame_size(case["element"], size, num_frames=case["num_frames"], **settings))
         return list(image_size(case["element"], size, **settings))
-    except ImageError as error:
+    except SampleError as error:
         return [error.reason]
 
 
@@ -114,7 +114,7 @@ def test_none_is_absent_and_text_is_a_number():
 
 @pytest.mark.parametrize("value", ["many", -1, float("nan"), float("inf"), True, [3], "nan", 10**400])
 def test_a_key_must_be_a_number(value):
-    with pytest.raises(ImageError, match=r"max_pixels=.* must be a number, finite and not negative") as caught:
+    with pytest.raises(SampleError, match=r"max_pixels=.* must be a number, finite and not negative") as caught:
         image_size({"max_pixels": value}, (9, 9), factor=28)
     assert caught.value.reason == "vision_key"
 
@@ -132,7 +132,7 @@ def test_a_key_must_be_a_number(value):
     ],
 )
 def test_a_size_that_cannot_be_made_is_refused_with_what_is_wrong(keys, shape, seen):
-    with pytest.raises(ImageError, match=seen):
+    with pytest.raises(SampleError, match=seen):
         image_size(keys, shape, factor=28)
 
 
@@ -148,6 +148,6 @@ def test_a_size_that_cannot_be_made_is_refused_with_what_is_wrong(keys, shape, s
 def test_a_picture_may_be_enlarged_as_far_as_the_rule_makes_any(made, given, num_frames):
     check_enlarged(made, source=given, factor=28, num_frames=num_frames)
     wider = made[0], made[1] + 28
-    with pytest.raises(ImageError, match=r"enlarge it from \d+ x \d+ to \d+ x \d+ pixels .* lower") as caught:
+    with pytest.raises(SampleError, match=r"enlarge it from \d+ x \d+ to \d+ x \d+ pixels .* lower") as caught:
         check_enlarged(wider, source=given, factor=28, num_frames=num_frames)
     assert caught.value.reason == "vision_key"

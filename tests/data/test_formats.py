@@ -266,7 +266,7 @@ class TestColumns:
         assert open_dataset(whole, columns={"chosen": "messages"})[0] == {"messages": [question, *chosen], "id": 0}
         with pytest.raises(ConfigError, match=r"PackedDPOTrainer .* columns=\{'chosen': 'messages'\}"):
             open_dataset(whole)
-        with pytest.raises(ConfigError, match=r"PackedDPOTrainer .* columns=\{'chosen': 'completion'\}"):
+        with pytest.raises(SampleError, match=r"PackedDPOTrainer .* columns=\{'chosen': 'completion'\}"):
             read({"prompt": [question], "chosen": chosen, "rejected": rejected})
 
     @pytest.mark.parametrize(

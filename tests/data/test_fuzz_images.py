@@ -23,7 +23,8 @@ import pytest
 from cases import slow
 from PIL import Image, ImageOps
 
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageLimits, load_image, read_size
+from vlmpack.errors import SampleError
 
 SEED, CASES = 20, 2000
 LIMITS = ImageLimits(max_pixels=250_000)
@@ -145,7 +146,7 @@ def outcome(read: Callable[..., Any], source: bytes | Path) -> Any:
     """What was read, or the reason of the refusal."""
     try:
         return read(source, limits=LIMITS)
-    except ImageError as error:
+    except SampleError as error:
         assert error.reason in REASONS, error.reason
         assert len(error.detail) > 40
         return error.reason

@@ -15,7 +15,8 @@ import pytest
 from PIL import ExifTags, Image, ImageFile
 
 from vlmpack.data import images
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageLimits, load_image, read_size
+from vlmpack.errors import SampleError
 
 UPRIGHT = {  # EXIF orientation -> what brings the stored array upright (EXIF 2.32, table "Orientation")
     1: lambda a: a,
@@ -46,7 +47,7 @@ def png_header(width: int, height: int) -> bytes:
 
 
 def reason_of(source, **options) -> str:
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(SampleError) as caught:
         load_image(source, **options)
     return caught.value.reason
 
@@ -91,7 +92,7 @@ def test_every_kind_of_source_gives_the_same_pixels(tmp_path):
 )
 def test_remote_addresses_are_refused_without_opening_a_connection(address, monkeypatch):
     monkeypatch.setattr(socket, "socket", lambda *_: pytest.fail("a connection was opened"))
-    with pytest.raises(ImageError, match=r"is remote; nothing is fetched.*download the image first") as caught:
+    with pytest.raises(SampleError, match=r"is remote; nothing is fetched.*download the image first") as caught:
         load_image(address)
     assert caught.value.reason == "image_remote"
     assert reason_of({"bytes": None, "path": address}) == "image_remote"
@@ -126,7 +127,7 @@ SQUARE = Image.new("RGB", (8, 8))
     ],
 )
 def test_what_cannot_be_used_is_refused(source, reason, message):
-    with pytest.raises(ImageError, match=message) as caught:
+    with pytest.raises(SampleError, match=message) as caught:
         load_image(source)
     assert caught.value.reason == reason
     again = pickle.loads(pickle.dumps(caught.value))  # as a worker sends it
@@ -203,7 +204,7 @@ def test_transparency_is_laid_over_white(picture, options, expected):
     ],
 )
 def test_colours_of_unknown_meaning_are_refused(picture, seen):
-    with pytest.raises(ImageError, match=seen) as caught:
+    with pytest.raises(SampleError, match=seen) as caught:
         load_image(picture)
     assert caught.value.reason == "image_mode"
 
@@ -233,7 +234,7 @@ def test_some_rows_at_a_time_give_the_same_pixels(mode, monkeypatch):
 )
 def test_a_decompression_bomb_is_refused_by_its_header(side, message, monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda _: pytest.fail("pixels were decoded"))
-    with pytest.raises(ImageError, match=message) as caught:
+    with pytest.raises(SampleError, match=message) as caught:
         load_image(png_header(side, side))
     assert caught.value.reason == "image_too_large"
 
@@ -259,7 +260,7 @@ def test_a_thumbnail_has_an_end_of_its_own():
     exif = Image.Exif()
     exif[270] = small.decode("latin-1")
     whole = encoded(Image.fromarray(noise(97, 61)), "JPEG", exif=exif.tobytes() + small)
-    with pytest.raises(ImageError, match="it has no marker of its end"):
+    with pytest.raises(SampleError, match="it has no marker of its end"):
         load_image(whole[:-300] + bytes(300))
 
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from vlmpack.data import open_dataset
-from vlmpack.data.images import ImageError, load_image
+from vlmpack.data.images import load_image
 from vlmpack.data.open import OpenDataset
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 
@@ -209,6 +209,6 @@ def test_files_that_may_not_be_opened_are_named(tmp_path: Path, monkeypatch: pyt
         sources = [tmp_path / each for each in source] if isinstance(source, list) else tmp_path / source
         with pytest.raises(ConfigError, match=rf"{name} cannot be read: \[Errno 13\] .*; check the permissions"):
             open_dataset(sources)
-    with pytest.raises(ImageError, match=r"the image file .*0.png' cannot be read: \[Errno 13\]") as caught:
+    with pytest.raises(SampleError, match=r"the image file .*0.png' cannot be read: \[Errno 13\]") as caught:
         load_image(tmp_path / "0.png")
     assert caught.value.reason == "image_missing"

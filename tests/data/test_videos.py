@@ -14,9 +14,9 @@ import pytest
 from cases import slow
 from clips import clip_bytes, number_of, write_clip
 
-from vlmpack.data import ImageError, VideoLimits, videos
+from vlmpack.data import VideoLimits, videos
 from vlmpack.data.videos import decode_frames, read_video_header
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 
 NAMES = ["h264.mp4", "h264.mkv", "mpeg4.avi", *slow("h264.mov", "vp9.webm", "vp8.webm")]
 """Of `CODECS`."""
@@ -34,8 +34,8 @@ def all_frames(path: Path) -> list[np.ndarray]:
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 
 
-def refused(source: Any, **limits: Any) -> ImageError:
-    with pytest.raises(ImageError) as caught:
+def refused(source: Any, **limits: Any) -> SampleError:
+    with pytest.raises(SampleError) as caught:
         read_video_header(source, limits=VideoLimits(**limits))
     return caught.value
 
@@ -196,7 +196,7 @@ def test_a_file_that_was_cut_short_anywhere_is_refused_by_its_header(name: str, 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_damage_is_refused_or_leaves_a_video_of_that_length(name: str, tmp_path: Path) -> None:
-    """Whatever bytes are changed: an ImageError, or every frame that was measured. Some damage no codec can see."""
+    """Whatever bytes are changed: an SampleError, or every frame that was measured. Some damage no codec can see."""
     write_clip(tmp_path / name)
     whole, outcomes = (tmp_path / name).read_bytes(), []
     rng = random.Random(name)
@@ -209,7 +209,7 @@ def test_damage_is_refused_or_leaves_a_video_of_that_length(name: str, tmp_path:
             frames = list(decode_frames(bytes(data), range(header.num_frames)))
             assert len(frames) == header.num_frames
             outcomes.append("used")
-        except ImageError as error:
+        except SampleError as error:
             assert error.reason.startswith("video_")
             outcomes.append("refused")
     assert outcomes.count("refused") >= 10

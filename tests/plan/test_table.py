@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import LengthTable, Plan, plan_bins
-from vlmpack.plan.length_table import COLUMNS, HistogramBin, Refused, Summary, histogram, summary
+from vlmpack.plan.length_table import COLUMNS, HistogramBin, Summary, histogram, summary
 
 ROWS = (
     {"sample_ids": 0, "text_tokens": 12, "image_tokens": 0, "video_tokens": 0, "images": 0, "videos": 0}
@@ -21,7 +21,7 @@ ROWS = (
     {"sample_ids": 3, "text_tokens": 7, "image_tokens": 0, "video_tokens": 64, "images": 0, "videos": 1}
     | {"patches": 256, "targets": 3},
 )
-REFUSED = Refused(index=1, sample_id="r-17", reason="no_targets", detail="none of its 4 tokens is learnt")
+REFUSED = SampleError("none of its 4 tokens is trained on", "no_targets", index=1, sample_id="r-17")
 
 
 @pytest.fixture

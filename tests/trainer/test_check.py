@@ -16,7 +16,7 @@ from transformers import DataCollatorWithFlattening, Trainer, default_data_colla
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
@@ -261,7 +261,7 @@ def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
         run = Trainer(model, arguments(tmp_path, remove_unused_columns=True), collate, [sample])
         assert seen in refusal(run)
         if "messages" in lost:
-            with pytest.raises(ConfigError, match=r"it has: none at all.*remove_unused_columns=False"):
+            with pytest.raises(SampleError, match=r"it has: none at all.*remove_unused_columns=False"):
                 run.train()
         check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=False), collate, [sample]))
     check_trainer(Trainer(model, arguments(tmp_path, remove_unused_columns=True), vlm, [tokens]))

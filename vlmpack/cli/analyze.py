@@ -153,7 +153,7 @@ def analysis_of(
         "refused": {
             "samples": len(table.refused),
             "reasons": table.reasons,
-            "listed": [asdict(refused) for refused in table.refused],
+            "listed": [error.to_dict() for error in table.refused],
         },
         "images": int(table.images.sum()),
         "videos": int(table.videos.sum()),

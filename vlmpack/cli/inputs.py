@@ -16,7 +16,7 @@ from rich.text import Text
 
 from vlmpack.cli.options import DataOptions, refuse_file
 from vlmpack.errors import ConfigError, skipped_are_reported
-from vlmpack.terminal import print_text, progress_lines, sample_name
+from vlmpack.terminal import print_text, progress_lines
 
 if TYPE_CHECKING:
     from vlmpack.collate.collator import VLMCollator
@@ -176,8 +176,7 @@ def print_refused(table: LengthTable, console: Console) -> None:
     count = f"{len(table.refused):,} of {table.measured:,}"
     console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
     for each in table.refused[:LISTED]:
-        line = f"{sample_name(each.index, each.sample_id)}: {each.reason}: {each.detail}"
-        print_text(console, Text(line), indent=2)
+        print_text(console, Text(f"{each} ({each.reason})"), indent=2)
     more = len(table.refused) - LISTED
     console.print(f"  and {more:,} more (`vlmpack analyze --json` lists all)\n" if more > 0 else "", highlight=False)
 

@@ -17,14 +17,13 @@ from rich.text import Text
 from vlmpack.cli import options
 from vlmpack.cli.inputs import mix_lines, mix_numbers, open_inputs
 from vlmpack.cli.options import DataOptions, of_rows, of_samples
-from vlmpack.errors import check_extra
+from vlmpack.errors import SampleError, check_extra
 from vlmpack.terminal import (
     format_bytes,
     number_columns,
     print_table,
     print_text,
     progress_lines,
-    sample_name,
     text_column,
 )  # fmt: skip
 
@@ -124,8 +123,8 @@ def print_store(out: Path, manifest: Manifest, console: Console, *, mix: dict[st
         console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")
         with (out / LEFT_OUT).open(encoding="utf-8") as lines:
             for line in map(json.loads, islice(lines, LISTED)):
-                text = f"sample {sample_name(line['index'], line['sample_id'])}: {line['detail']}"
-                print_text(console, Text(text), indent=2)
+                error = SampleError(line["detail"], line["reason"], index=line["index"], sample_id=line["sample_id"])
+                print_text(console, Text(str(error)), indent=2)
 
 
 def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:

@@ -23,10 +23,9 @@ import torch
 
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
-from vlmpack.data.images import ImageError
 from vlmpack.data.messages import MediaRef
 from vlmpack.data.videos import load_audio
-from vlmpack.errors import ConfigError, Refusal
+from vlmpack.errors import ConfigError, SampleError
 
 FEATURES, MASK = "input_features", "feature_attention_mask"
 """Names of the tensors of audio."""
@@ -50,7 +49,7 @@ class AudioReader:
         """Convert the audios of a sample to log-mel frames, in order.
 
         Raises:
-            Refusal: one of them cannot be used.
+            SampleError: one of them cannot be used.
             ConfigError: the processor makes another number of frames or tokens than counted.
         """
         if not refs:
@@ -73,7 +72,7 @@ class AudioReader:
         """Count the tokens of a sample's audios from their lengths.
 
         Raises:
-            Refusal: one of them cannot be used.
+            SampleError: one of them cannot be used.
         """
         arrays = self._arrays(refs)
         width = _longest(arrays)
@@ -85,17 +84,19 @@ class AudioReader:
         """Read the audios of a tokenized sample from its `input_features` and `feature_attention_mask`.
 
         Raises:
-            Refusal: one of the two is missing, or the shapes differ from the processor's (`audio_shape`).
+            SampleError: one of the two is missing, or the shapes differ from the processor's (`audio_shape`).
         """
         there = [name for name in (FEATURES, MASK) if feature.get(name) is not None]
         if not there:
             return ()
         if len(there) == 1:
-            raise Refusal("audio_shape", f"it has {there[0]} alone; {FEATURES} and {MASK} come from one call")
+            raise SampleError(f"it has {there[0]} alone; {FEATURES} and {MASK} come from one call", "audio_shape")
         features, mask = (torch.as_tensor(feature[name]) for name in (FEATURES, MASK))
         if features.ndim != 3 or features.shape[::2] != mask.shape or not features.is_floating_point():
             seen = f"{FEATURES} is {features.dtype} {list(features.shape)} and {MASK} {list(mask.shape)}"
-            raise Refusal("audio_shape", f"{seen}; give floats [audios, mel bins, frames] and a mask [audios, frames]")
+            raise SampleError(
+                f"{seen}; give floats [audios, mel bins, frames] and a mask [audios, frames]", "audio_shape"
+            )
         kept = [values[:, of_audio.bool()] for values, of_audio in zip(features, mask, strict=True)]
         return tuple(_audio(values[None], self.tokens_of(values.shape[1])) for values in kept)
 
@@ -110,26 +111,26 @@ class AudioReader:
         """Return each audio of a sample as float32 [n].
 
         Raises:
-            Refusal: one of them cannot be used, or is too short for a token.
+            SampleError: one of them cannot be used, or is too short for a token.
         """
         arrays = [self._array(ref) for ref in refs]
         for ref, array, frames in zip(refs, arrays, self._frames(arrays, _longest(arrays)), strict=True):
             if self.tokens_of(frames) < 1:
-                raise Refusal("audio_source", f"audio {ref.index} has {len(array)} samples, too few for one token")
+                raise SampleError(f"audio {ref.index} has {len(array)} samples, too few for one token", "audio_source")
         # the spectrogram mirrors the start over half a window, unless silence follows the audio
         least = self._extractor.n_fft // 2 + 1 if arrays and self._pads_to_longest else 0
         if arrays and (longest := _longest(arrays)) < least:
             at = refs[int(np.argmax([*map(len, arrays)]))].index
             seen = f"audio {at}, the longest, has {longest} samples, but the processor's spectrum takes {least}"
-            raise Refusal("audio_source", f"{seen}; lengthen it with silence")
+            raise SampleError(f"{seen}; lengthen it with silence", "audio_source")
         return arrays
 
     def _array(self, ref: MediaRef) -> np.ndarray:
         """Return one audio as float32 [n].
 
         Raises:
-            Refusal: it is not a single-channel array at the processor's sampling rate, or its values or its length are
-                out of range.
+            SampleError: it is not a single-channel array at the processor's sampling rate, or its values or its length
+                are out of range.
         """
         source, rate, at = ref.source, ref.options.get("sampling_rate"), ref.index
         if isinstance(source, Mapping) and source.get("array") is not None:
@@ -137,29 +138,29 @@ class AudioReader:
         elif isinstance(source, str | bytes | Path | Mapping):
             try:
                 source, rate = load_audio(source, rate=self._extractor.sampling_rate), None
-            except ImageError as error:
-                raise Refusal(error.reason, f"audio {at}: {error.detail}") from error
+            except SampleError as error:
+                raise error.within(f"audio {at}") from error
         if not np.shape(source):
             fault = f"audio {at} is a {type(source).__name__}; give a file, an array [n], or datasets.Audio's mapping"
-            raise Refusal("audio_source", fault)
+            raise SampleError(fault, "audio_source")
         array = np.asarray(source)
         if array.ndim != 1 or array.dtype.kind != "f" or not np.isfinite(array).all():
             seen = f"{array.dtype} {list(array.shape)}"
-            raise Refusal("audio_source", f"audio {at} is {seen}; it must be finite floats [n] of one channel")
+            raise SampleError(f"audio {at} is {seen}; it must be finite floats [n] of one channel", "audio_source")
         if len(array) and np.abs(array).max() > LOUDEST:
             most = np.abs(array).max()
-            raise Refusal(
-                "audio_source", f"audio {at} has values up to {most:.6g}, beyond -1 ... 1; divide 16-bit by 32768"
+            raise SampleError(
+                f"audio {at} has values up to {most:.6g}, beyond -1 ... 1; divide 16-bit by 32768", "audio_source"
             )
         extractor = self._extractor
         if rate is not None and rate != extractor.sampling_rate:
             seen = f"audio {at} has a sampling rate of {rate}, but its processor takes {extractor.sampling_rate}"
-            raise Refusal("audio_rate", f"{seen}; resample it (cast_column, datasets.Audio(sampling_rate=...))")
+            raise SampleError(f"{seen}; resample it (cast_column, datasets.Audio(sampling_rate=...))", "audio_rate")
         # WhisperFeatureExtractor truncates long audio unless told not to
         if self._options.get("truncation", True) and len(array) > extractor.n_samples:
             lasts, most = (count / extractor.sampling_rate for count in (len(array), extractor.n_samples))
             seen = f"audio {at} lasts {lasts:.1f} s, but the processor cuts off what is beyond {most:.0f} s"
-            raise Refusal("audio_too_long", f"{seen}; cut it into parts")
+            raise SampleError(f"{seen}; cut it into parts", "audio_too_long")
         return array.astype(np.float32)
 
     def _padding(self, longest: int) -> dict[str, Any]:

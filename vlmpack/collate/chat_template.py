@@ -45,7 +45,7 @@ from jinja2.parser import Parser
 from vlmpack.collate.processor_metadata import parts_of
 from vlmpack.data.formats import is_empty
 from vlmpack.data.messages import Conversation, is_trained, text_of
-from vlmpack.errors import ConfigError, Refusal
+from vlmpack.errors import ConfigError, SampleError
 
 Span = tuple[int, int]
 """Start and stop, in characters of a text or in tokens."""
@@ -124,7 +124,7 @@ class ChatTemplate:
         """Render the messages of a conversation.
 
         Raises:
-            Refusal: the template cannot write them (`template_error`), or leaves out part of their content
+            SampleError: the template cannot write them (`template_error`), or leaves out part of their content
                 (`template_ignores`).
             ConfigError: the processor has no template.
         """
@@ -136,7 +136,7 @@ class ChatTemplate:
             text = self._write(self._formed(conversation.messages), **conversation.template_options)
         except Exception as error:  # a template can fail in any way on messages it rejects
             fault = f"the chat template cannot write its messages ({type(error).__name__}: {error})"
-            raise Refusal("template_error", f"{fault}; check their roles and contents") from error
+            raise SampleError(f"{fault}; check their roles and contents", "template_error") from error
         self._check_texts(conversation.messages, conversation.template_options, text)
         return text
 
@@ -144,7 +144,7 @@ class ChatTemplate:
         """Find the text of each assistant turn, including its end, in `text`, the result of `render`.
 
         Raises:
-            Refusal: the template marks another number of answers, or begins or ends a trained turn differently when
+            SampleError: the template marks another number of answers, or begins or ends a trained turn differently when
                 other turns follow it (`turn_mismatch`).
         """
         messages = conversation.messages
@@ -155,7 +155,7 @@ class ChatTemplate:
             faults = (x for x, weight in zip(layout.answers, weights, strict=True) if is_trained(weight))
             if fault := next((x for x in faults if isinstance(x, str)), None):
                 remedy = "use a template with {% generation %} marks, train_on='all', or tokenized samples with labels"
-                raise Refusal("turn_mismatch", f"the chat template writes {fault}; {remedy}")
+                raise SampleError(f"the chat template writes {fault}; {remedy}", "turn_mismatch")
             marks = (((0, 0), (0, 0)) if isinstance(x, str) else x for x in layout.answers)
             return [(ends[one] + start, ends[other] + stop) for (one, start), (other, stop) in marks]
         spans = self._marked(conversation, text)
@@ -165,7 +165,7 @@ class ChatTemplate:
         if len(spans) != len(turns):
             fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages"
             remedy = "repair its {% generation %}, use train_on='all', or give tokenized samples with labels"
-            raise Refusal("turn_mismatch", f"{fault}; {remedy}", of_all=not spans)
+            raise SampleError(f"{fault}; {remedy}", "turn_mismatch")
         said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
         return [self._with_end(text, span, messages[at + 1 :]) for at, span in said]
 
@@ -232,7 +232,7 @@ class ChatTemplate:
         )
         if written != text:
             fault = "apply_chat_template writes another text than the one with {% generation %} marks"
-            raise Refusal("turn_mismatch", f"{fault}; use train_on='all'", of_all=True)
+            raise SampleError(f"{fault}; use train_on='all'", "turn_mismatch")
         return [(int(start), int(stop)) for start, stop in spans]
 
     def _located(self, conversation: Conversation, text: str) -> tuple[Layout, list[int]]:
@@ -445,11 +445,11 @@ class ChatTemplate:
         options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
         if "tools" in options and self._leaves_tools_out:
             fault = "it has tools, which the chat template does not write; give the processor one that does"
-            raise Refusal("template_ignores", fault)
+            raise SampleError(fault, "template_ignores")
         if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
             fault = f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads"
             remedy = f"{', '.join(sorted(self._variables)) or 'none'}: correct or remove it"
-            raise Refusal("template_ignores", f"{fault} {remedy}")
+            raise SampleError(f"{fault} {remedy}", "template_ignores")
 
     @cached_property
     def _leaves_tools_out(self) -> bool:
@@ -487,7 +487,7 @@ class ChatTemplate:
         and arguments of tools as JSON or as Python's `repr`.
 
         Raises:
-            Refusal: `template_ignores`.
+            SampleError: `template_ignores`.
         """
         leaves, key = leaves_of(messages, options)
         if key not in self.shapes:
@@ -664,7 +664,7 @@ def check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mapping
         raise refusal_of(Leaf(at, key, ""), messages)
 
 
-def refusal_of(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
+def refusal_of(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> SampleError:
     where = f"messages[{leaf.message}] ({messages[leaf.message]['role']})"
     fault = f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it"
     remedy = "write it into the content, give the processor a chat template that writes it, or take it out"
@@ -676,7 +676,7 @@ def refusal_of(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> Refusal:
             remedy = "use one that does, such as trl.chat_template_utils.get_training_chat_template(processor) returns"
     elif leaf.key != "tool_calls":
         remedy += f" (VLMCollator(ignored_keys=({leaf.key!r},)) leaves it out)"
-    return Refusal("template_ignores", f"{fault}; {remedy}")
+    return SampleError(f"{fault}; {remedy}", "template_ignores")
 
 
 # ---------------------------------------------------------------------- texts of messages
@@ -766,7 +766,7 @@ def check_characters(text: str) -> None:
     """Refuse half a surrogate pair, which JSON can write and a `str` can hold, but which no text can contain.
 
     Raises:
-        Refusal: the text holds one (`bad_text`).
+        SampleError: the text holds one (`bad_text`).
     """
     try:
         text.encode()
@@ -774,4 +774,4 @@ def check_characters(text: str) -> None:
         context = text[max(error.start - SHOWN, 0) : error.end + SHOWN]
         fault = f"its text holds {text[error.start]!r}, half of a surrogate pair, in {context!r}"
         remedy = "remove it, or put '?' in its place with text.encode(errors='replace').decode()"
-        raise Refusal("bad_text", f"{fault}; {remedy}") from error
+        raise SampleError(f"{fault}; {remedy}", "bad_text") from error

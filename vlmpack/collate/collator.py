@@ -26,7 +26,6 @@ from vlmpack.data.messages import Markers
 from vlmpack.data.videos import VideoLimits
 from vlmpack.errors import (
     ConfigError,
-    Refusal,
     SampleError,
     SkippedWarning,
     VlmpackError,
@@ -180,8 +179,7 @@ class VLMCollator:
 
         Raises:
             SampleError: a sample cannot be used and `on_bad` is "raise". The error names the sample and the remedy.
-            ConfigError: no sample of this kind can be used (for example, none has a known column) and `on_bad` is
-                "raise"; or more samples were refused than the skip limit allows.
+            ConfigError: more samples were refused than the skip limit allows.
             LayoutError: the samples do not fit the fixed sizes of `slots`.
         """
         if isinstance(features, Mapping):
@@ -201,8 +199,7 @@ class VLMCollator:
 
         Raises:
             SampleError: the sample cannot be used, whatever `on_bad` says.
-            ConfigError: no sample of this kind can be used and `on_bad` is "raise"; or this processor cannot measure
-                images without decoding them.
+            ConfigError: this processor cannot measure images without decoding them.
         """
         sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature)))
         return sample if index is None else _with_id(sample, index)
@@ -312,20 +309,13 @@ class VLMCollator:
         try:
             sample_id, channel = sample_id_of(feature), channel_of(feature)
             sample = make()
-        except VlmpackError:
-            raise
         except Exception as error:  # a dataset may hold anything
-            raise self._error(_to_refusal(error), index, sample_id) from error
+            if isinstance(error, VlmpackError) and not isinstance(error, SampleError):
+                raise
+            raise _named(_as_sample_error(error), index, sample_id) from error
         names = {"sample_id": sample_id, "channel": sample.channel if channel is None else channel}
         is_named = (sample.sample_id, sample.channel) == tuple(names.values())
         return sample if is_named else replace(sample, **names)
-
-    def _error(self, refusal: Refusal, index: int | None, sample_id: int | str | None) -> SampleError | ConfigError:
-        """Name the sample in a refusal. A setup mistake becomes a ConfigError, unless samples are to be skipped."""
-        is_named = index is not None or sample_id is None
-        message = refusal.message if is_named else f"sample {sample_id!r}: {refusal.message}"
-        error = SampleError(message, index=index, reason=refusal.reason, sample_id=sample_id)
-        return ConfigError(str(error)) if refusal.of_all and self.on_bad == "raise" else error
 
     # ------------------------------------------------------------------ counts
 
@@ -368,18 +358,25 @@ class VLMCollator:
         return isinstance(outcome, SampleError) and self.on_bad == "raise" and not self.leaves_out(outcome.reason)
 
 
-def _to_refusal(error: Exception) -> Refusal:
-    """Turn any error into a refusal. An unforeseen error keeps its name and its code location in this package."""
-    if isinstance(error, Refusal):
+def _named(error: SampleError, index: int | None, sample_id: int | str | None) -> SampleError:
+    """Name the sample in an error; without an index, in its text."""
+    if index is None and sample_id is not None:
+        error = error.within(f"sample {sample_id!r}")
+    return error.of_sample(index, sample_id)
+
+
+def _as_sample_error(error: Exception) -> SampleError:
+    """Turn any error into that of a sample. An unforeseen error keeps its name and its location in this package."""
+    if isinstance(error, SampleError):
         return error
     if isinstance(error, RecursionError):
-        return Refusal("bad_row", "it is nested too deeply to be read; give lists and mappings of a few levels")
+        return SampleError("it is nested too deeply to be read; give lists and mappings of a few levels", "bad_row")
     if isinstance(error, MemoryError):
         fault = f"the memory does not suffice for it ({error or 'MemoryError'})"
-        return Refusal("out_of_memory", f"{fault}; make its images smaller, or lower ImageLimits.max_pixels")
+        return SampleError(f"{fault}; make its images smaller, or lower ImageLimits.max_pixels", "out_of_memory")
     frame = [frame for frame in extract_tb(error.__traceback__) if _PACKAGE in Path(frame.filename).parents][-1]
     place = f"{Path(frame.filename).name}, line {frame.lineno}, in {frame.name}"
-    return Refusal("unexpected", f"{type(error).__name__}: {error} ({place}); look at what its columns hold there")
+    return SampleError(f"{type(error).__name__}: {error} ({place}); look at what its columns hold there", "unexpected")
 
 
 def _with_id(sample: Encoded, index: int) -> Encoded:

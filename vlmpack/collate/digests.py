@@ -25,11 +25,11 @@ from PIL import Image
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.data.formats import sample_id_of
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_encoded, read_size
+from vlmpack.data.images import ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.messages import read_conversation
 from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
-from vlmpack.errors import ConfigError, Refusal, SampleError
+from vlmpack.errors import SampleError
 
 RULES = 5
 """Increase this with every change that alters the length of a sample."""
@@ -79,7 +79,7 @@ def sample_key(feature: Any, settings: bytes, collator: VLMCollator, *, has_mark
         if has_marks:
             content += _content_of(feature, collator, partial(content_sums, limits=collator.limits), _no_key)[-2:]
         return _digest(content, key=settings, default=_plain)
-    except (Refusal, ImageError, TypeError, ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return None
 
 
@@ -96,7 +96,7 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
     read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
     try:
         return _digest([sample_id_of(sample), *_content_of(sample, collator, *read)], default=_plain).hex()
-    except (Refusal, ConfigError, TypeError, ValueError, RecursionError):  # a bad sample, or a tokenized one
+    except (TypeError, ValueError, RecursionError):  # a bad sample, or a tokenized one
         pass
     try:
         return _digest(sample, default=_any_content).hex()
@@ -111,7 +111,7 @@ def _content_of(
 
     Raises:
         TypeError: the sample is not a conversation, is already tokenized, or holds audio.
-        Refusal: its columns contradict each other.
+        SampleError: its columns contradict each other.
     """
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         raise TypeError("no conversation")
@@ -185,7 +185,7 @@ def content_sums(source: Any, limits: ImageLimits) -> Any:
             data, size = image.tobytes(), [image.size]
         else:
             data, size = read_encoded(source, limits=limits), []
-    except ImageError as error:
+    except SampleError as error:
         return error.reason
     return [*size, len(data), zlib.crc32(data), zlib.adler32(data)]
 
@@ -197,7 +197,7 @@ def _file_sums(video: Any, limits: VideoLimits) -> Any:
         with open_video(video, limits=limits) as file:
             while data := file.read(2**20):
                 length, crc, adler = length + len(data), zlib.crc32(data, crc), zlib.adler32(data, adler)
-    except ImageError as error:
+    except SampleError as error:
         return error.reason
     return ["file", length, crc, adler]
 

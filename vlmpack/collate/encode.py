@@ -57,7 +57,7 @@ from vlmpack.data.messages import (
     read_conversation,
     text_of,
 )
-from vlmpack.errors import FamilyError, Refusal
+from vlmpack.errors import FamilyError, SampleError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 
@@ -147,7 +147,7 @@ class Encoder:
         """Encode and check one sample. Media that are already in `batch` are not processed again.
 
         Raises:
-            Refusal: the sample cannot be used.
+            SampleError: the sample cannot be used.
             ConfigError: no sample can be used with this processor.
         """
 
@@ -158,7 +158,7 @@ class Encoder:
         """Encode and check one sample without pixels: images and videos are only measured.
 
         Raises:
-            Refusal: the sample cannot be used, as far as can be told without decoding its media.
+            SampleError: the sample cannot be used, as far as can be told without decoding its media.
             ConfigError: this processor cannot be used at all, or cannot measure images.
         """
         return self._encode(feature, self.media.measure_each)
@@ -205,7 +205,7 @@ class Encoder:
 
     def _encode(self, feature: Any, read: Callable[..., Sequence[Visual]]) -> Encoded:
         if not isinstance(feature, Mapping):
-            raise Refusal("bad_row", f"a sample must be a mapping of columns, got a {type(feature).__name__}")
+            raise SampleError(f"a sample must be a mapping of columns, got a {type(feature).__name__}", "bad_row")
         if feature.get("input_ids") is not None:
             sample = self._tokenized(feature)
             made = self._family.expert_types if self._family else None  # token types by which experts are chosen
@@ -239,7 +239,7 @@ class Encoder:
     def _tokenized(self, feature: Mapping[str, Any]) -> Encoded:
         """Read a tokenized sample. Token types for experts are computed anew."""
         if self._columns:
-            raise Refusal("bad_row", f"it has input_ids, but {self._is_of_prefix}, and images", of_all=True)
+            raise SampleError(f"it has input_ids, but {self._is_of_prefix}, and images", "bad_row")
         sample = read_tokenized(feature, self.metadata, train_on=self.train_on)
         if self.metadata.has_audio:
             sample = replace(sample, audios=self.media.audio.read_tokenized(feature))
@@ -250,7 +250,7 @@ class Encoder:
         num_images, num_videos = len(conversation.media["image"]), len(conversation.media["video"])
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
-            raise Refusal("no_vision", f"{seen}; give VLMCollator the model's processor")
+            raise SampleError(f"{seen}; give VLMCollator the model's processor", "no_vision")
         media: Visuals = {kind: read(kind) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
@@ -258,7 +258,7 @@ class Encoder:
 
     def _chat(self, conversation: Conversation, media: Visuals) -> Encoded:
         if self._columns:
-            raise Refusal("template_error", f"it is a conversation, but {self._is_of_prefix}", of_all=True)
+            raise SampleError(f"it is a conversation, but {self._is_of_prefix}", "template_error")
         text = self._template.render(conversation)
         weights = conversation.turn_weights
         if self.train_on == "all":
@@ -290,7 +290,7 @@ class Encoder:
         prompt, completion = self._marked(conversation.plain[0], media), conversation.plain[1]
         if self._columns and not media["image"]:
             name = type(self.processor).__name__
-            raise Refusal("bad_row", f"a {name} writes no prompt without an image, and it has none; leave it out")
+            raise SampleError(f"a {name} writes no prompt without an image, and it has none; leave it out", "bad_row")
         if not completion.rstrip().endswith(self.metadata.eos_token):
             completion += self.metadata.eos_token
         may_cut = self.max_length is not None
@@ -340,7 +340,7 @@ class Encoder:
         if len(spans) != count:
             fault = f"the chat template wrote {len(spans) or 'no'} '<|im_start|>assistant' turns for {count} assistant"
             remedy = "use a ChatML template, train_on='all', or tokenized samples with labels"
-            raise Refusal("turn_mismatch", f"{fault} messages; {remedy}", of_all=not spans)
+            raise SampleError(f"{fault} messages; {remedy}", "turn_mismatch")
         return [slice(*span) for span in spans]
 
     def _answer(self, tokens: Tokens, span: Span) -> slice:
@@ -389,8 +389,8 @@ class Encoder:
             has_offsets: also find the characters of each token; always done if the processor encodes samples itself.
 
         Raises:
-            Refusal: the number of placeholders is wrong (`placeholder_mismatch`), or the text holds half a surrogate
-                pair (`bad_text`).
+            SampleError: the number of placeholders is wrong (`placeholder_mismatch`), or the text holds half a
+                surrogate pair (`bad_text`).
         """
         check_characters(text)
         expanded, places, spans = self._expand(text, media)
@@ -424,7 +424,7 @@ class Encoder:
                 fault = (
                     f"the tokenizer makes {len(at)} placeholders for {len(needed)} of its {kind}s; use the model's own"
                 )
-                raise Refusal("placeholder_mismatch", fault, of_all=True)
+                raise SampleError(fault, "placeholder_mismatch")
             repeats[at] = needed
         return repeats
 
@@ -437,7 +437,7 @@ class Encoder:
             found = [match.span() for match in re.finditer(re.escape(token), text)]
             if len(found) != len(visuals):
                 counts = f"{len(found)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
-                raise Refusal("placeholder_mismatch", f"its text has {counts}; write one for each {kind}")
+                raise SampleError(f"its text has {counts}; write one for each {kind}", "placeholder_mismatch")
             places += found
             written = self._written(kind, visuals, text)
             texts |= {start: to for (start, _), to in zip(found, written, strict=True)}
@@ -482,7 +482,7 @@ class Encoder:
                 continue
             if prompt.count(marker) != count:
                 seen = f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s)"
-                raise Refusal("media_count_mismatch", f"{seen}; write one for each")
+                raise SampleError(f"{seen}; write one for each", "media_count_mismatch")
             start, end = around.get(kind, (metadata.vision_start, metadata.vision_end))
             prompt = prompt.replace(marker, f"{start}{token}{end}")
         return prompt
@@ -491,7 +491,7 @@ class Encoder:
         """Apply the processor's layout of a text before images are inserted. PaliGemma's adds text around them.
 
         Raises:
-            Refusal: the layout changes a chat template's text, so that the positions of answers would be lost.
+            SampleError: the layout changes a chat template's text, so that the positions of answers would be lost.
         """
         if not count or not self.metadata.by_processor:
             return text
@@ -499,7 +499,7 @@ class Encoder:
         laid_out = self.processor.prepare_inputs_layout(images=[[blank] * count], text=[text])[1][0]
         if is_chat and laid_out != text:
             fault = f"the {type(self.processor).__name__} changes the chat template's text, so answers are not found"
-            raise Refusal("template_error", f"{fault}; give prompt and completion as strings", of_all=True)
+            raise SampleError(f"{fault}; give prompt and completion as strings", "template_error")
         return laid_out
 
     # ------------------------------------------------------------------ special tokens in a sample's own text
@@ -517,7 +517,7 @@ class Encoder:
             reserved = self._reserved if conversation.plain is None else self._media_tokens
             if token := next((token for token in reserved if token in framed), None):
                 fault = f"its text holds {token!r}, which only the processor and the chat template may write; remove it"
-                raise Refusal("reserved_token_in_text", fault)
+                raise SampleError(fault, "reserved_token_in_text")
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
@@ -624,21 +624,21 @@ def _check_answered(conversation: Conversation) -> None:
     if texts and not any(text.strip() for text in texts):
         which = "its answer is" if len(texts) == 1 else f"all its {len(texts)} answers are"
         fault = f"{which} empty ({texts[-1]!r:.40}), so only the end of a turn would be trained on"
-        raise Refusal("no_targets", f"{fault}; write the answer, or leave the sample out")
+        raise SampleError(f"{fault}; write the answer, or leave the sample out", "no_targets")
 
 
 def _check_unweighed(conversation: Conversation) -> None:
     """Refuse weights other than 0 and 1 if everything is trained on. 0 and 1 only choose answers, and are ignored."""
     factors = [weight for pieces in conversation.turn_weights or () for _, weight in pieces]
     if odd := next((weight for weight in factors if weight not in (0, 1)), None):
-        raise Refusal("bad_row", f"an answer has the weight {odd}, but train_on='all' weights every token alike")
+        raise SampleError(f"an answer has the weight {odd}, but train_on='all' weights every token alike", "bad_row")
 
 
 def _weights(tokens: Tokens, answers: Sequence[slice], conversation: Conversation) -> np.ndarray | None:
     """Return the weight of each token, float32 [n]: 1 outside the answers. None: 1 everywhere.
 
     Raises:
-        Refusal: `turn_mismatch`: an answer's texts have several weights, but cannot be found in it.
+        SampleError: `turn_mismatch`: an answer's texts have several weights, but cannot be found in it.
     """
     if conversation.turn_weights is None or not answers:
         return None
@@ -666,7 +666,7 @@ def _weights_of_pieces(tokens: Tokens, answer: slice, pieces: Weights) -> list[f
     first = said.find(wanted)
     if first < 0 or (first and said.find(wanted, first + 1) >= 0):
         fault = f"texts of an answer have several weights, but the template does not write {wanted[:40]!r} once in it"
-        raise Refusal("turn_mismatch", f"{fault}; give the answer one weight")
+        raise SampleError(f"{fault}; give the answer one weight", "turn_mismatch")
     begins = np.array([places[first + at] for at in accumulate(sizes[:-1])])  # starts of the second text, the third ...
     weights = []
     for begin, end in zip(tokens.starts[answer].tolist(), tokens.stops[answer].tolist(), strict=True):

@@ -15,7 +15,7 @@ import torch
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import KINDS, Kind
 from vlmpack.data.messages import MediaRef
-from vlmpack.errors import Refusal
+from vlmpack.errors import SampleError
 from vlmpack.families.spans import media_runs, prefix_length
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs
 from vlmpack.layout.row import IGNORE
@@ -116,7 +116,7 @@ class Encoded:
 
 
 def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
-    """Raise a `Refusal` for the first fault of a sample (reasons: docs/troubleshooting.md)."""
+    """Raise a `SampleError` for the first fault of a sample (reasons: docs/troubleshooting.md)."""
     check_ids(sample.input_ids, metadata)
     _check_labels(sample.labels, metadata)
     for visual in chain.from_iterable(sample.media.values()):
@@ -125,27 +125,29 @@ def check_sample(sample: Encoded, metadata: ProcessorMetadata) -> None:
         check_pixels(visual, metadata)
     for video in sample.videos:
         if video.grid is not None and video.grid[0] % metadata.frames_per_token:
-            raise Refusal("bad_grid", f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}")
+            raise SampleError(
+                f"a video has {video.grid[0]} frames, no multiple of {metadata.frames_per_token}", "bad_grid"
+            )
     highest = sample.types.max(initial=0)  # most samples have no video, and many no image: nothing to look for
     for kind, visuals in sample.media.items():
         if visuals or highest >= TYPES[kind]:
             check_runs(sample.types, visuals, metadata, kind=kind)
     if metadata.video_ends and sample.images and sample.videos:
         seen = f"{len(sample.images)} image(s) and {len(sample.videos)} video(s)"
-        raise Refusal("ambiguous_media", f"it has {seen}, but its model takes one kind; give frames as images")
+        raise SampleError(f"it has {seen}, but its model takes one kind; give frames as images", "ambiguous_media")
     if sample.num_targets == 0:
         fault = f"none of its {sample.num_tokens} tokens is trained on; it needs an assistant turn or a completion"
-        raise Refusal("no_targets", f"{fault} with text in it, or train_on='all', or labels that are not all -100")
+        raise SampleError(f"{fault} with text in it, or train_on='all', or labels that are not all -100", "no_targets")
 
 
 def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
     """Check that there are ids, and that the embedding has a row for each."""
     if len(input_ids) == 0:
-        raise Refusal("empty", "it has no tokens at all; leave it out of the data set")
+        raise SampleError("it has no tokens at all; leave it out of the data set", "empty")
     low, high = int(input_ids.min()), int(input_ids.max())
     if low < 0 or high >= metadata.vocab_size:
         fault = f"it holds the token id {low if low < 0 else high}, but ids run from 0 to {metadata.vocab_size - 1}"
-        raise Refusal("id_out_of_range", f"{fault}; use this processor's tokenizer, or pass vocab_size=")
+        raise SampleError(f"{fault}; use this processor's tokenizer, or pass vocab_size=", "id_out_of_range")
 
 
 def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
@@ -155,17 +157,17 @@ def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: Processor
     if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
         return
     if not visuals:
-        raise Refusal(
-            f"{kind}_tokens_without_pixels", f"it has {sum(lengths)} {kind} tokens but no {kind} {_VALUES[kind]}"
+        raise SampleError(
+            f"it has {sum(lengths)} {kind} tokens but no {kind} {_VALUES[kind]}", f"{kind}_tokens_without_pixels"
         )
     if not lengths:
-        raise Refusal(f"pixels_without_{kind}_tokens", f"it has {len(visuals)} {kind}(s) but no {kind} token")
+        raise SampleError(f"it has {len(visuals)} {kind}(s) but no {kind} token", f"pixels_without_{kind}_tokens")
     at = next(i for i, (a, b) in enumerate(zip_longest(lengths, needed)) if a != b)
     wanted = f"its grids need {_some(needed)}: frames * rows * columns / {metadata.merge_size**2} tokens in each run"
     if metadata.by_processor or kind == "audio":
         wanted = f"its processor writes {_some(needed)} for its {len(visuals)} {kind}(s)"
     seen = f"its runs of {kind} tokens are {_some(lengths)} long but {wanted} (first difference at run {at})"
-    raise Refusal(f"{kind}_token_mismatch", f"{seen}; take ids and pixels from one call of the processor")
+    raise SampleError(f"{seen}; take ids and pixels from one call of the processor", f"{kind}_token_mismatch")
 
 
 _VALUES: Mapping[Kind, str] = {
@@ -212,21 +214,21 @@ def _check_labels(labels: np.ndarray, metadata: ProcessorMetadata) -> None:
     if in_range + np.count_nonzero(labels == IGNORE) < len(labels):
         odd = labels[(labels != IGNORE) & ((labels < 0) | (labels >= metadata.vocab_size))]
         fault = f"it holds the label {int(odd[0])}; labels are -100 or ids from 0 to {metadata.vocab_size - 1}"
-        raise Refusal("label_out_of_range", fault)
+        raise SampleError(fault, "label_out_of_range")
 
 
 def check_labels_are_ids(sample: Encoded) -> None:
     """Check that each label is its token's id or -100. A token that samples share is predicted only once.
 
     Raises:
-        Refusal: a label is something else (`label_not_its_id`).
+        SampleError: a label is something else (`label_not_its_id`).
     """
     foreign = np.flatnonzero((sample.labels != sample.input_ids) & (sample.labels != IGNORE))
     foreign = foreign[foreign > 0]  # nothing predicts the first token
     if len(foreign):
         at = int(foreign[0])
         seen = f"token {at} has the label {sample.labels[at]} and the id {sample.input_ids[at]}"
-        raise Refusal("label_not_its_id", f"{seen}; labels that are not ids need share_prefixes=False")
+        raise SampleError(f"{seen}; labels that are not ids need share_prefixes=False", "label_not_its_id")
 
 
 def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
@@ -241,16 +243,16 @@ def check_pixels(visual: Visual, metadata: ProcessorMetadata) -> None:
         expected = (prod(visual.grid), metadata.patch_dim)[:axes]
         if tuple(pixels.shape[:axes]) != expected or (axes == 2 and pixels.ndim != axes):
             seen = f"the grid {grid_text(visual.grid)} needs pixels of shape {list(expected)}, got {list(pixels.shape)}"
-            raise Refusal("pixel_shape", f"{seen}; take both from one call of this processor")
+            raise SampleError(f"{seen}; take both from one call of this processor", "pixel_shape")
     if not pixels.is_floating_point():
-        raise Refusal("pixel_dtype", f"pixels are {pixels.dtype}; give the processor's normalized floats")
+        raise SampleError(f"pixels are {pixels.dtype}; give the processor's normalized floats", "pixel_dtype")
 
 
 def _check_grid(grid: Grid, metadata: ProcessorMetadata) -> None:
     merge = metadata.merge_size
     if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
-        raise Refusal(
-            "bad_grid", f"rows and columns of the grid {grid_text(grid)} must be multiples of {merge}, above 0"
+        raise SampleError(
+            f"rows and columns of the grid {grid_text(grid)} must be multiples of {merge}, above 0", "bad_grid"
         )
 
 
@@ -337,7 +339,7 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     """Return the sample if it has at most `max_length` tokens; otherwise apply the policy for overlong samples.
 
     Raises:
-        Refusal: it does not fit (reason "overlength"), or truncation would leave no target ("truncated_away").
+        SampleError: it does not fit (reason "overlength"), or truncation would leave no target ("truncated_away").
     """
     if max_length is None or sample.num_tokens <= max_length:
         return sample
@@ -348,7 +350,7 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
     seen = f"{media} of them for {len(sample.images)} image(s) and {len(sample.videos)} video(s){audio}"
     fault = f"it has {sample.num_tokens} tokens ({seen}) but max_length={max_length}"
     remedy = "raise max_length, lower the processor's max_pixels, or choose overlength='drop' or 'truncate'"
-    raise Refusal(OVERLENGTH, f"{fault}; {remedy}")
+    raise SampleError(f"{fault}; {remedy}", OVERLENGTH)
 
 
 def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, of_start: bool = False) -> Encoded:
@@ -364,7 +366,7 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
         of_start: True: remove the start. False: remove the end.
 
     Raises:
-        Refusal: no target would be left, or the sample's images are encoded together and not all would be left.
+        SampleError: no target would be left, or the sample's images are encoded together and not all would be left.
     """
     media = {kind: list(_media_spans(sample, metadata, kind)) for kind in KINDS}
     whole = [*sample.whole, *(_with_borders(sample, span, metadata) for each in media.values() for _, span in each)]
@@ -387,7 +389,7 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
     elif shorter.num_targets == 0:
         fault = f"max_length={max_length} keeps its tokens {start} to {stop} of {sample.num_tokens}, none is a target"
     if fault:
-        raise Refusal("truncated_away", f"{fault}; raise max_length")
+        raise SampleError(f"{fault}; raise max_length", "truncated_away")
     return shorter
 
 

@@ -57,9 +57,9 @@ from vlmpack.collate.video import (
     resize,
 )
 from vlmpack.data.formats import Kind
-from vlmpack.data.images import ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import ImageLimits, load_image, read_size
 from vlmpack.data.messages import MediaRef
-from vlmpack.errors import ConfigError, Refusal, VlmpackError
+from vlmpack.errors import ConfigError, SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
 from vlmpack.layout.batch import Grid
@@ -123,16 +123,16 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind) ->
     """Read an image or video. A refusal names it by its position in the sample.
 
     Raises:
-        Refusal: it cannot be used.
+        SampleError: it cannot be used.
     """
     try:
         return read(ref)
-    except ImageError as error:
-        raise Refusal(error.reason, f"{kind} {ref.index}: {error.detail}") from error
+    except SampleError as error:
+        raise error.within(f"{kind} {ref.index}") from error
     except VlmpackError:  # the processor is at fault, not this image
         raise
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        raise Refusal("image_processing", f"{kind} {ref.index}: the image processor refused it: {error}") from error
+        raise SampleError(f"{kind} {ref.index}: the image processor refused it: {error}", "image_processing") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +160,7 @@ class MediaReader:
         processed, since the processor's `size` bounds them.
 
         Raises:
-            Refusal: one of them cannot be used.
+            SampleError: one of them cannot be used.
         """
         if kind == "audio":
             return self.audio.load_each(refs)
@@ -182,7 +182,7 @@ class MediaReader:
         """Measure a sample's media of one kind, in order, from their headers.
 
         Raises:
-            Refusal: a header shows that a medium cannot be used.
+            SampleError: a header shows that a medium cannot be used.
             ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
         if kind == "audio":
@@ -196,7 +196,7 @@ class MediaReader:
         """Return a measured sample with the tensors of all its media.
 
         Raises:
-            Refusal: one of them cannot be used, or its size is not the measured one (`image_changed`, ...).
+            SampleError: one of them cannot be used, or its size is not the measured one (`image_changed`, ...).
         """
         filled: dict[str, Any] = {f"{k}s": self._filled(media, k, batch) for k, media in sample.media.items()}
         return replace(sample, **filled)
@@ -217,7 +217,7 @@ class MediaReader:
             if _shape(visual) != _shape(before):
                 at = before.source.index if before.source else 0
                 seen = f"{kind} {at} was measured as {_shape(before)} and is now {_shape(visual)}"
-                raise Refusal(f"{kind}_changed", f"{seen}; it or the processor changed: measure and plan again")
+                raise SampleError(f"{seen}; it or the processor changed: measure and plan again", f"{kind}_changed")
             check_pixels(visual, self.metadata)
             visuals.append(visual)
         return tuple(visuals)
@@ -246,7 +246,7 @@ class MediaReader:
         if self.metadata.by_processor and has_image_keys(ref.options):
             keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
             name = type(self.processor).__name__
-            raise ImageError(f"it has {keys} beside it; a {name} sizes all images alike: leave them out", "vision_key")
+            raise SampleError(f"it has {keys} beside it; a {name} sizes all images alike: leave them out", "vision_key")
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
         """Return the (height, width) in pixels that an image's keys set, after checking that it is not too large."""
@@ -280,10 +280,10 @@ class MediaReader:
         """Make a video by the processor's own rules; only its file is decoded here. Measuring uses blank frames."""
         part, name = self.parts.video_processor, type(self.processor).__name__
         if not self._family.has_videos:
-            raise ImageError(f"a {name} reads images alone; give frames as images", "no_video")
+            raise SampleError(f"a {name} reads images alone; give frames as images", "no_video")
         if part is None:
             fault = f"this {name} has no video processor, which needs torchvision; install it and load it again"
-            raise ImageError(fault, "no_video")
+            raise SampleError(fault, "no_video")
         frames = read_clip(element, part, rules=self.file_rules, limits=self.limits)
         if is_measured:
             return self._blank_video(frames.shape, frames.metadata)

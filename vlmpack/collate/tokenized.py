@@ -14,7 +14,7 @@ from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, m
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, is_empty
 from vlmpack.data.messages import LABEL_COLUMNS, SECONDS_COLUMNS, WEIGHT_COLUMN
-from vlmpack.errors import LayoutError, Refusal
+from vlmpack.errors import LayoutError, SampleError
 from vlmpack.layout.batch import lengths_from_mask
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
@@ -34,22 +34,22 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     it. `loss_weights` weight the labels. `mm_token_type_ids` are optional, but are checked.
 
     Raises:
-        Refusal: columns contradict each other, or the sample is already a packed row.
+        SampleError: columns contradict each other, or the sample is already a packed row.
     """
     if named := [name for name in BOUNDARY_COLUMNS if feature.get(name) is not None]:
         fault = f"samples bring {', '.join(named)}: they are packed rows already, and would be read as one sample each"
-        raise Refusal(
-            "bad_row", f"{fault}; collate them with data_collator=dataset.collate (PackedDataset)", of_all=True
-        )
+        raise SampleError(f"{fault}; collate them with data_collator=dataset.collate (PackedDataset)", "bad_row")
     _check_read(feature)
     if feature.get("position_ids") is not None:
-        raise Refusal("unexpected_positions", "it has position_ids, but positions are computed here; remove the column")
+        raise SampleError(
+            "it has position_ids, but positions are computed here; remove the column", "unexpected_positions"
+        )
     all_ids = _tokens(feature, "input_ids")
 
     def column(name: str) -> np.ndarray:
         values = _tokens(feature, name)
         if len(values) != len(all_ids):
-            raise Refusal("bad_shape", f"{name} covers {len(values)} tokens but input_ids has {len(all_ids)}")
+            raise SampleError(f"{name} covers {len(values)} tokens but input_ids has {len(all_ids)}", "bad_shape")
         return values
 
     keep = slice(0, len(all_ids))
@@ -57,7 +57,7 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         try:  # the mask must be one unbroken run of real tokens; padding on either side is removed
             spans = lengths_from_mask(torch.from_numpy(mask)[None])
         except LayoutError as error:
-            raise Refusal("bad_mask", str(error).removeprefix("row 0: ")) from error
+            raise SampleError(str(error).removeprefix("row 0: "), "bad_mask") from error
         keep = slice(spans.offsets[0], spans.offsets[0] + spans.lengths[0])
     ids = all_ids[keep]
     types = token_types(ids, metadata)
@@ -67,16 +67,16 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
             fault = (
                 "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
             )
-            raise Refusal("token_type_mismatch", fault)
+            raise SampleError(fault, "token_type_mismatch")
     masks = {name: column(name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
     if metadata.by_processor:  # in families encoded by their processor, token ids alone do not tell everything
         pixels = [name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))]
         if pixels and not metadata.has_grids:
             fault = f"it has input_ids and {pixels[0]}, but no grids of its images; give messages and images"
-            raise Refusal("bad_row", fault, of_all=True)
+            raise SampleError(fault, "bad_row")
         if train_on != "all" and not masks:
             fault = f"its template is not ChatML; give {', '.join(LABEL_COLUMNS)} or messages, or choose train_on='all'"
-            raise Refusal("turn_mismatch", fault, of_all=True)
+            raise SampleError(fault, "turn_mismatch")
     if masks:
         labels = masks.pop("labels", ids)
         for mask in masks.values():
@@ -90,9 +90,9 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         weights = _array(feature[WEIGHT_COLUMN], WEIGHT_COLUMN).reshape(-1).astype(np.float32)
         if len(weights) != len(all_ids):
             fault = f"{WEIGHT_COLUMN} covers {len(weights)} tokens but input_ids has {len(all_ids)}"
-            raise Refusal("bad_shape", fault)
+            raise SampleError(fault, "bad_shape")
         if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise Refusal("bad_mask", f"{WEIGHT_COLUMN} holds {weights.min()}; weights are numbers from 0")
+            raise SampleError(f"{WEIGHT_COLUMN} holds {weights.min()}; weights are numbers from 0", "bad_mask")
         weights = weights[keep]
     sample = Encoded(
         input_ids=ids,
@@ -120,7 +120,7 @@ def _check_read(feature: Mapping[str, Any]) -> None:
         if not fault and pixels not in given and (named := next((name for name in columns if name in given), None)):
             fault = f"input_ids and {named}, but no {pixels}; give what the processor made, or leave input_ids out"
     if fault:
-        raise Refusal("bad_row", f"it has {fault}")
+        raise SampleError(f"it has {fault}", "bad_row")
 
 
 def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
@@ -143,12 +143,12 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
     if values.ndim == 2 and values.shape[0] == 1:
         values = values[0]
     if values.ndim != 1:
-        raise Refusal("bad_shape", f"{name} has shape {list(values.shape)}; one sample's are [n] (or [1, n])")
+        raise SampleError(f"{name} has shape {list(values.shape)}; one sample's are [n] (or [1, n])", "bad_shape")
     is_mask = name in _MASKS
     if values.size and not np.issubdtype(values.dtype, np.integer) and not (is_mask and values.dtype == bool):
-        raise Refusal("bad_dtype", f"{name} holds {values.dtype}; it must hold whole numbers")
+        raise SampleError(f"{name} holds {values.dtype}; it must hold whole numbers", "bad_dtype")
     if name in LABEL_COLUMNS[1:] and ((values != 0) & (values != 1)).any():
-        raise Refusal("bad_mask", f"{name} holds other values than 0 and 1; weights belong in {WEIGHT_COLUMN}")
+        raise SampleError(f"{name} holds other values than 0 and 1; weights belong in {WEIGHT_COLUMN}", "bad_mask")
     return values.astype(np.int64)
 
 
@@ -157,9 +157,9 @@ def _array(value: Any, name: str) -> np.ndarray:
     try:
         array = value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else _as_array(value)
     except (ValueError, TypeError, OverflowError) as error:
-        raise Refusal("bad_shape", f"{name} is not an array: {error}") from error
+        raise SampleError(f"{name} is not an array: {error}", "bad_shape") from error
     if array.dtype.kind not in "biuf":
-        raise Refusal("bad_dtype", f"{name} holds {array.dtype}; it must hold numbers")
+        raise SampleError(f"{name} holds {array.dtype}; it must hold numbers", "bad_dtype")
     return array
 
 
@@ -182,7 +182,9 @@ def _visuals(
         return ()
     if missing:
         given = grid_name if missing == [pixel_name] else pixel_name
-        raise Refusal("pixel_shape", f"it has {given} but no {missing[0]}; both come from one call of the processor")
+        raise SampleError(
+            f"it has {given} but no {missing[0]}; both come from one call of the processor", "pixel_shape"
+        )
     pixels, table = feature[pixel_name], _array(feature[grid_name], grid_name)
     if not isinstance(pixels, torch.Tensor):
         array = _array(pixels, pixel_name)  # Arrow's arrays are read-only, and PyTorch would warn about them
@@ -190,18 +192,18 @@ def _visuals(
         pixels = pixels.float() if pixels.dtype == torch.float64 else pixels  # numpy makes float64 of lists
     if table.dtype.kind not in "iu" or table.ndim not in (1, 2) or table.shape[-1] != 3:
         seen = f"{feature[grid_name]!r:.80}"
-        raise Refusal("bad_grid", f"{grid_name} must be integers [N, 3] (frames, rows, columns), got {seen}")
+        raise SampleError(f"{grid_name} must be integers [N, 3] (frames, rows, columns), got {seen}", "bad_grid")
     grids: list[Grid] = [(frames, rows, columns) for frames, rows, columns in table.reshape(-1, 3).tolist()]
     rows = [frames * height * width for frames, height, width in grids]
     has_form = pixels.ndim == 2 or (metadata.by_processor and pixels.ndim > 2)  # patches may have rows and columns
     if min(rows, default=0) < 0 or not has_form or sum(rows) != pixels.shape[0]:
         seen = f"{pixel_name} has shape {list(pixels.shape)} but {grid_name} {list(map(list, grids))} needs {sum(rows)}"
-        raise Refusal("pixel_shape", f"{seen} rows of patches")
+        raise SampleError(f"{seen} rows of patches", "pixel_shape")
     seconds: list[float | None] = [None] * len(grids)
     name = next((name for name in SECONDS_COLUMNS if feature.get(name) is not None), None)
     if pixel_name == "pixel_values_videos" and name is not None:
         seconds = _array(feature[name], name).reshape(-1).tolist()
         if len(seconds) != len(grids):
-            raise Refusal("bad_shape", f"{name} has {len(seconds)} entries for {len(grids)} videos")
+            raise SampleError(f"{name} has {len(seconds)} entries for {len(grids)} videos", "bad_shape")
     visuals = zip(pixels.split(rows), grids, seconds, strict=True)
     return tuple(Visual(pixels=part, grid=grid, seconds=second) for part, grid, second in visuals)

@@ -88,10 +88,10 @@ from torch.nn.functional import interpolate
 
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
-from vlmpack.data.images import DEFAULT_LIMITS, ImageError, ImageLimits, load_image, read_size
+from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits, load_image, read_size
 from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
-from vlmpack.errors import ConfigError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
 from vlmpack.layout.batch import Grid
 
 Size = tuple[int, int]
@@ -272,8 +272,8 @@ def load_video(
         is_measured: read only headers and make no patches; damage behind a sound header goes unnoticed.
 
     Raises:
-        ImageError: there are no frames; a frame cannot be used (it is named); frames differ in size; or a file or a key
-            cannot be used.
+        SampleError: there are no frames; a frame cannot be used (it is named); frames differ in size; or a file or a
+            key cannot be used.
         ConfigError: the video is a file, and PyAV is not installed.
     """
     if isinstance(element.get("video"), FILE_TYPES):
@@ -320,19 +320,19 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
     """Read each frame of a video with `load_image` or `read_size`.
 
     Raises:
-        ImageError: see `load_video`.
+        SampleError: see `load_video`.
     """
     if isinstance(video, str | bytes) or not isinstance(video, Sequence):
         fault = f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes)"
-        raise ImageError(f"{fault}, or a list of its frames as images", "video_source")
+        raise SampleError(f"{fault}, or a list of its frames as images", "video_source")
     if not video:
-        raise ImageError("the video has no frames; give at least one or drop the sample", "video_frames")
+        raise SampleError("the video has no frames; give at least one or drop the sample", "video_frames")
     results = []
     for index, frame in enumerate(video):
         try:
             results.append(read(frame, limits=limits))
-        except ImageError as error:
-            raise ImageError(f"frame {index}: {error.detail}", error.reason) from error
+        except SampleError as error:
+            raise error.within(f"frame {index}") from error
     return results
 
 
@@ -345,7 +345,7 @@ def resize_frames(
     in float32 with rounding, like torchvision's `resize` in qwen-vl-utils.
 
     Raises:
-        ImageError: frames differ in size after the first step; see also `video_frame_size`.
+        SampleError: frames differ in size after the first step; see also `video_frame_size`.
     """
     first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
     arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
@@ -369,7 +369,7 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
     for index, (height, width) in enumerate(first):
         if (height, width) != first[0]:
             seen = f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing)"
-            raise ImageError(f"{seen}; all frames of a video must have one size", "video_frames")
+            raise SampleError(f"{seen}; all frames of a video must have one size", "video_frames")
     for size in (first[0], final):
         check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
     return first[0], final
@@ -409,7 +409,7 @@ def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
     """Return each list frame's time in seconds, as in transformers' `VideoMetadata`. None: no key gives times.
 
     Raises:
-        ImageError: the keys contradict each other, or do not match the number of frames.
+        SampleError: the keys contradict each other, or do not match the number of frames.
     """
     given = [
         key for key in ("timestamps", "frames_indices", "fps", "sample_fps", "raw_fps") if element.get(key) is not None
@@ -419,12 +419,12 @@ def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
     values = element.get(given[0], ()) if given[0] != "fps" else range(count)
     if given not in (["timestamps"], ["frames_indices", "fps"], ["fps"]):
         fault = f"{' and '.join(given)} beside its frames: give timestamps, or fps and frames_indices, or sample_fps"
-        raise ImageError(fault, "vision_key")
+        raise SampleError(fault, "vision_key")
     fps = 1.0 if given == ["timestamps"] else _rate(element, "fps", FPS)
     is_rising = isinstance(values, Sequence) and len(values) == count and [*values] == sorted(values)
     if not is_rising or not all(isinstance(value, int | float) and value >= 0 for value in values):
         fault = f"{given[0]}={values!r:.60} must be a rising list of numbers, one for each of its {count} frame(s)"
-        raise ImageError(fault, "vision_key")
+        raise SampleError(fault, "vision_key")
     return [value / fps for value in values]
 
 
@@ -453,7 +453,7 @@ def _value_table(settings: VideoSettings) -> np.ndarray:
 def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
     if rate := number(element, key, default):
         return rate
-    raise ImageError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
+    raise SampleError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
 
 
 # ---------------------------------------------------------------------- videos for a processor's own video processor
@@ -481,16 +481,16 @@ def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits
         limits: size limits for each frame of a list.
 
     Raises:
-        ImageError: as in `load_video`; or this video processor does not read a key.
+        SampleError: as in `load_video`; or this video processor does not read a key.
     """
     video, name = element.get("video"), type(part).__name__
     if key := next((key for key in VIDEO_KEYS if element.get(key) is not None), None):
         fault = f"it has {key} beside it, by which Qwen's videos are sized; a {name} sizes all videos alike"
-        raise ImageError(f"{fault}: leave it out", "vision_key")
+        raise SampleError(f"{fault}: leave it out", "vision_key")
     if not isinstance(video, FILE_TYPES):
         sizes = read_frames(video, read_size, limits=limits)
         if len({*sizes}) > 1:
-            raise ImageError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
+            raise SampleError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
         times = _times(element, len(sizes)) or [at / _rate(element, "sample_fps", FPS) for at in range(len(sizes))]
         metadata = {"total_num_frames": len(sizes), "fps": 1.0, "duration": times[-1], "frames_indices": tuple(times)}
         return Clip(
@@ -506,7 +506,7 @@ def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits
     unread = [*(chosen.keys() - read), *(key for key in FILE_KEYS[2:] if element.get(key) is not None)]
     if unread:
         fault = f"{unread[0]} chooses no frames of a {name}; it reads {' and '.join(read) or 'its own settings alone'}"
-        raise ImageError(fault, "vision_key")
+        raise SampleError(fault, "vision_key")
     metadata = {"total_num_frames": header.num_frames, "fps": header.fps, "duration": header.num_frames / header.fps}
     metadata |= {"height": header.height, "width": header.width, "video_backend": "pyav"}
     indices = range(header.num_frames)
@@ -518,10 +518,10 @@ def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits
         try:
             indices = [int(at) for at in part.sample_frames(metadata=VideoMetadata(**metadata), **own)]
         except ValueError as error:
-            raise ImageError(f"its video processor takes no frames of it: {error}", "video_frames") from error
+            raise SampleError(f"its video processor takes no frames of it: {error}", "video_frames") from error
     if not 0 < len(indices) <= rules.limits.max_sampled:
         fault = f"{len(indices)} frames would be taken of it, and VideoLimits.max_sampled={rules.limits.max_sampled}"
-        raise ImageError(f"{fault}; choose fewer by fps", "video_too_large")
+        raise SampleError(f"{fault}; choose fewer by fps", "video_too_large")
 
     def decode() -> np.ndarray:
         wanted = sorted({*indices})
@@ -558,7 +558,7 @@ def sample_frames(
         max_sampled: `VideoLimits.max_sampled`.
 
     Raises:
-        ImageError: a key has no meaning here (`vision_key`), or there are too few or too many frames (`video_frames`,
+        SampleError: a key has no meaning here (`vision_key`), or there are too few or too many frames (`video_frames`,
             `video_too_large`).
     """
     sampling = _keyed(element, sampling)
@@ -566,13 +566,13 @@ def sample_frames(
     total = last - first + 1
     count = _count(total, header.fps, sampling, spacing, depth)
     if count > total:
-        raise ImageError(f"{count} frames are to be taken of {total}; lower nframes (or num_frames)", "video_frames")
+        raise SampleError(f"{count} frames are to be taken of {total}; lower nframes (or num_frames)", "video_frames")
     if count < MIN_FRAMES:
         fault = f"of its {total} frame(s) at {header.fps:g} per second {count} would be taken, and a video has at least"
-        raise ImageError(f"{fault} {MIN_FRAMES}; raise fps, or give the frame as an image", "video_frames")
+        raise SampleError(f"{fault} {MIN_FRAMES}; raise fps, or give the frame as an image", "video_frames")
     if count > max_sampled:
         fault = f"{count} frames would be taken of it, more than VideoLimits.max_sampled={max_sampled}; lower fps"
-        raise ImageError(fault, "video_too_large")
+        raise SampleError(fault, "video_too_large")
     if spacing == "linspace":
         chosen = np.linspace(0, total - 1, count).round().astype(int).tolist()
     else:  # rounding may make `arange` return one more index, `total` itself, which is no frame
@@ -600,10 +600,12 @@ def _keyed(element: Mapping[str, Any], sampling: FrameSampling) -> FrameSampling
     """Override the settings with the keys beside one video."""
     if key := next((key for key in ("sample_fps", "raw_fps") if element.get(key) is not None), None):
         fault = f"{key}={element[key]!r:.80} is the rate of frames in a list, and a file has its own; give fps"
-        raise ImageError(fault, "vision_key")
+        raise SampleError(fault, "vision_key")
     fps, nframes = element.get("fps"), element.get("nframes")
     if fps is not None and nframes is not None:
-        raise ImageError(f"fps={fps!r:.80} and nframes={nframes!r:.80}: only one can hold; leave one out", "vision_key")
+        raise SampleError(
+            f"fps={fps!r:.80} and nframes={nframes!r:.80}: only one can hold; leave one out", "vision_key"
+        )
     changes: dict[str, Any] = {}
     if fps is not None:
         changes = {"fps": number(element, "fps", FPS), "num_frames": None}
@@ -613,13 +615,13 @@ def _keyed(element: Mapping[str, Any], sampling: FrameSampling) -> FrameSampling
     try:
         return replace(sampling, **changes)
     except ConfigError as error:
-        raise ImageError(f"the keys beside it: {error}", "vision_key") from error
+        raise SampleError(f"the keys beside it: {error}", "vision_key") from error
 
 
 def _whole(element: Mapping[str, Any], key: str) -> int:
     value = number(element, key, 0.0)
     if value != int(value):
-        raise ImageError(f"{key}={element[key]!r:.80} must be a whole number of frames", "vision_key")
+        raise SampleError(f"{key}={element[key]!r:.80} must be a whole number of frames", "vision_key")
     return int(value)
 
 
@@ -633,7 +635,7 @@ def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
     if first >= last and any(element.get(key) is not None for key in ("video_start", "video_end")):
         seen = f"between video_start={start:g} and video_end={end:g} seconds lie fewer than {MIN_FRAMES} frames of its"
         rate = f"{header.num_frames} at {header.fps:g} per second ({duration:g} seconds)"
-        raise ImageError(f"{seen} {rate}; widen it or leave both out", "vision_key")
+        raise SampleError(f"{seen} {rate}; widen it or leave both out", "vision_key")
     return first, last
 
 
@@ -645,7 +647,7 @@ def _decoded(video: Any, header: VideoHeader, frames: SampledFrames, limits: Vid
     for index, frame in zip(frames.indices, decode_frames(video, frames.indices, limits=limits), strict=True):
         if frame.shape[:2] != (header.height, header.width):
             seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {header.width} x {header.height}"
-            raise ImageError(f"{seen}; all frames of a video must have one size: encode it again", "video_frames")
+            raise SampleError(f"{seen}; all frames of a video must have one size: encode it again", "video_frames")
         yield torch.from_numpy(frame).permute(2, 0, 1)
 
 
@@ -713,7 +715,7 @@ def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
     """Refuse keys beside a video that choose its frames or give their times, but that nothing would read.
 
     Raises:
-        ImageError: there is such a key (reason ``"vision_key"``).
+        SampleError: there is such a key (reason ``"vision_key"``).
     """
     unread = (*FRAME_KEYS, *TIMES) if is_file else (*FILE_KEYS[1:], *TIMES)
     key = next((key for key in unread if element.get(key) is not None), None)
@@ -724,14 +726,14 @@ def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
     )
     if is_file:
         remedy = "a file's frames have their times in it: choose them by fps, nframes, video_start and video_end"
-    raise ImageError(f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out", "vision_key")
+    raise SampleError(f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out", "vision_key")
 
 
 def number(element: Mapping[str, Any], key: str, default: float) -> float:
     """Return the finite, non-negative number under a key, or `default` if the key is absent or None.
 
     Raises:
-        ImageError: the value is anything else (reason ``"vision_key"``).
+        SampleError: the value is anything else (reason ``"vision_key"``).
     """
     value = element.get(key)
     if value is None:
@@ -742,7 +744,7 @@ def number(element: Mapping[str, Any], key: str, default: float) -> float:
             return parsed
     except (TypeError, ValueError, OverflowError):
         pass
-    raise ImageError(f"{key}={value!r:.80} must be a number, finite and not negative", "vision_key")
+    raise SampleError(f"{key}={value!r:.80} must be a number, finite and not negative", "vision_key")
 
 
 def smart_resize(
@@ -762,7 +764,7 @@ def smart_resize(
         Height and width in pixels.
 
     Raises:
-        ImageError: the aspect ratio is above 200, the bounds exclude each other, or a side would be 0.
+        SampleError: the aspect ratio is above 200, the bounds exclude each other, or a side would be 0.
     """
     low = IMAGE_TOKENS[0] * factor**2 if min_pixels is None else min_pixels
     high = IMAGE_TOKENS[1] * factor**2 if max_pixels is None else max_pixels
@@ -776,7 +778,7 @@ def smart_resize(
         size = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     if min(size) < 1:
         fault = f"{height:g} x {width:g} pixels (height x width) within max_pixels={high:g} would leave a side of 0"
-        raise ImageError(f"{fault}; raise max_pixels or make the picture less thin", "vision_key")
+        raise SampleError(f"{fault}; raise max_pixels or make the picture less thin", "vision_key")
     return size
 
 
@@ -792,12 +794,12 @@ def image_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
         factor: side of a token in pixels: patch size times merge size.
 
     Raises:
-        ImageError: see `smart_resize`; also if only one of `resized_height` and `resized_width` is set, which
+        SampleError: see `smart_resize`; also if only one of `resized_height` and `resized_width` is set, which
             qwen-vl-utils ignores.
     """
     height, width = element.get("resized_height"), element.get("resized_width")
     if (height is None) != (width is None):
-        raise ImageError(f"resized_height={height} and resized_width={width}: give both or none", "vision_key")
+        raise SampleError(f"resized_height={height} and resized_width={width}: give both or none", "vision_key")
     if height is not None:
         forced = number(element, "resized_height", 0.0), number(element, "resized_width", 0.0)
         return smart_resize(*forced, factor=factor)
@@ -820,7 +822,7 @@ def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1
         num_frames: number of frames of that size.
 
     Raises:
-        ImageError: the size is larger (reason ``"vision_key"``).
+        SampleError: the size is larger (reason ``"vision_key"``).
     """
     share = max(FRAME_TOKENS[1], ENLARGED_TOKENS // num_frames)
     tokens = math.ceil(source[0] / factor) * math.ceil(source[1] / factor)
@@ -830,7 +832,7 @@ def check_enlarged(size: Size, *, source: Size, factor: int, num_frames: int = 1
         frames = f", {num_frames} frames" if num_frames > 1 else ""
         remedy = "lower min_pixels, resized_height and resized_width"
         most_said = f"more than the {most} tokens of {factor} x {factor} pixels that it can have at most"
-        raise ImageError(f"the keys beside it enlarge it {sizes}{frames}), {most_said}; {remedy}", "vision_key")
+        raise SampleError(f"the keys beside it enlarge it {sizes}{frames}), {most_said}; {remedy}", "vision_key")
 
 
 def resize(image: Image.Image, size: Size) -> Image.Image:
@@ -861,7 +863,7 @@ def video_frame_size(
         is_file: True: skip the first step, which resizes frames one by one.
 
     Raises:
-        ImageError: see `smart_resize`.
+        SampleError: see `smart_resize`.
     """
     if not is_file:
         size, num_frames = first_frame_size(element, size, factor=factor), num_frames + num_frames % FRAME_FACTOR
@@ -880,10 +882,10 @@ def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> t
 def _check_size(height: float, width: float, min_pixels: float, max_pixels: float) -> None:
     seen = f"{height:g} x {width:g} pixels (height x width)"
     if min(height, width) <= 0:
-        raise ImageError(f"{seen}: there is nothing in it", "image_zero_size")
+        raise SampleError(f"{seen}: there is nothing in it", "image_zero_size")
     if max_pixels < min_pixels:
         fault = f"max_pixels={max_pixels:g} is below min_pixels={min_pixels:g} (which may be a default); set both"
-        raise ImageError(fault, "vision_key")
+        raise SampleError(fault, "vision_key")
     if (ratio := max(height, width) / min(height, width)) > MAX_ASPECT_RATIO:
         fault = f"{seen}, an aspect ratio of {ratio:.1f}, more than {MAX_ASPECT_RATIO}, where Qwen's resize rule ends"
-        raise ImageError(f"{fault}; cut or pad it", "image_aspect_ratio")
+        raise SampleError(f"{fault}; cut or pad it", "image_aspect_ratio")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from vlmpack.data.cord import json2token, load_cord, to_conversation, token2json
 from vlmpack.data.formats import branch_turns
-from vlmpack.data.images import ImageError, ImageLimits
+from vlmpack.data.images import ImageLimits
 from vlmpack.data.mixed import MixedDataset, mix_datasets
 from vlmpack.data.open import OpenDataset, open_dataset
 from vlmpack.data.processor import load_processor, save_processor
 from vlmpack.data.videos import VideoLimits
 
 __all__ = [
-    "ImageError",
     "ImageLimits",
     "MixedDataset",
     "OpenDataset",

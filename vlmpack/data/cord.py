@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlmpack.data.images import ImageError, load_image
+from vlmpack.data.images import load_image
 from vlmpack.errors import SampleError
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ class CordDataset:
         parse_of(row, index=at)
         try:
             image = load_image(row["image"])
-        except ImageError as error:
-            raise SampleError(error.detail, index=at, reason=error.reason) from error
+        except SampleError as error:
+            raise error.of_sample(at) from error
         return {"image": image, "ground_truth": row["ground_truth"]}
 
 

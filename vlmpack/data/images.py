@@ -44,7 +44,7 @@ from PIL import ExifTags, Image, ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from vlmpack.errors import VlmpackError
+from vlmpack.errors import SampleError
 
 ImageSource = Image.Image | bytes | bytearray | memoryview | str | Path | Mapping
 """Types that `load_image` accepts."""
@@ -67,24 +67,6 @@ _ORIENTATION_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp"
 """Keys of `Image.info` from which Pillow reads an orientation."""
 _PIXELS_AT_ONCE = 2**18
 """Number of pixels of a large image that are converted at a time."""
-
-
-class ImageError(VlmpackError):
-    """One image (or video) cannot be used. The collator turns this into a `SampleError` with the sample's index.
-
-    Args:
-        message: what was seen and what to do about it.
-        reason: a short slug such as ``"image_undecodable"``, under which the error is counted.
-    """
-
-    def __init__(self, message: str, reason: str) -> None:
-        self.reason = reason
-        self.detail = message
-        super().__init__(message)
-
-    def __reduce__(self) -> tuple:
-        """Keep both arguments when the error is pickled in a DataLoader worker."""
-        return ImageError, (self.detail, self.reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +97,7 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
         A PIL image of mode RGB. A PIL image that is already RGB and upright is returned as it is, not copied.
 
     Raises:
-        ImageError: the image cannot be used; the message names the fault and the remedy, `.reason` is a slug.
+        SampleError: the image cannot be used; the message names the fault and the remedy, `.reason` is a slug.
     """
     is_open = isinstance(source, Image.Image)
     image = source if is_open else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
@@ -145,7 +127,7 @@ def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> t
         limits: limits, as in `load_image`.
 
     Raises:
-        ImageError: the image cannot be read, or its header is outside the limits.
+        SampleError: the image cannot be read, or its header is outside the limits.
     """
     if isinstance(source, Image.Image):
         return _size(source, limits)
@@ -158,13 +140,13 @@ def read_encoded(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -
     """Return the encoded bytes of a source that is not a PIL image, unchanged.
 
     Raises:
-        ImageError: there are no bytes, they cannot be read, or they exceed the limits.
+        SampleError: there are no bytes, they cannot be read, or they exceed the limits.
     """
     with open_source(source, kind="image", max_bytes=limits.max_bytes) as file:
         try:
             return file.read()
         except OSError as error:
-            raise ImageError(f"the image file cannot be read: {error}", "image_missing") from error
+            raise SampleError(f"the image file cannot be read: {error}", "image_missing") from error
 
 
 # ---------------------------------------------------------------------- encoded bytes
@@ -179,7 +161,7 @@ def open_source(source: Any, *, kind: Literal["image", "video", "audio"], max_by
         max_bytes: largest size in bytes.
 
     Raises:
-        ImageError: there are no bytes (`image_missing`, `image_remote`, `image_source`, `image_undecodable`, or the
+        SampleError: there are no bytes (`image_missing`, `image_remote`, `image_source`, `image_undecodable`, or the
             same with `video` or `audio`), or there are too many (`image_too_large`).
     """
     file = _opened(source, kind)
@@ -189,13 +171,13 @@ def open_source(source: Any, *, kind: Literal["image", "video", "audio"], max_by
         return file
     file.close()
     if not size:
-        raise ImageError(
+        raise SampleError(
             f"the {kind} is empty (0 bytes); write the file again or drop the sample", f"{kind}_undecodable"
         )
     limits = "ImageLimits" if kind == "image" else "VideoLimits"
     fault = f"the encoded {kind} has {size} bytes, more than {limits}.max_bytes={max_bytes}; re-encode it or"
     remedy = "cut it into parts" if kind == "audio" else "raise the limit"
-    raise ImageError(f"{fault} {remedy}", f"{kind}_too_large")
+    raise SampleError(f"{fault} {remedy}", f"{kind}_too_large")
 
 
 def _opened(source: Any, kind: str) -> IO[bytes]:
@@ -203,7 +185,7 @@ def _opened(source: Any, kind: str) -> IO[bytes]:
         content = next((source[key] for key in ("bytes", "path") if source.get(key) is not None), None)
         if content is None:
             keys = sorted(map(str, source))
-            raise ImageError(f"a dict of the {kind} must hold 'bytes' or 'path'; its keys: {keys}", f"{kind}_source")
+            raise SampleError(f"a dict of the {kind} must hold 'bytes' or 'path'; its keys: {keys}", f"{kind}_source")
         return _opened(content, kind)
     if isinstance(source, str):
         source = _path_or_bytes(source, kind)
@@ -213,7 +195,7 @@ def _opened(source: Any, kind: str) -> IO[bytes]:
         return _open_file(source, kind)
     others = {"image": "a PIL image (of an array: Image.fromarray) or a data: URI", "video": "a list of frames"}
     fault = f"the {kind} is of type {type(source).__name__}, which cannot be read; give the path of its file, its bytes"
-    raise ImageError(f"{fault}, a {{'bytes', 'path'}} dict, or {others.get(kind, 'an array [n]')}", f"{kind}_source")
+    raise SampleError(f"{fault}, a {{'bytes', 'path'}} dict, or {others.get(kind, 'an array [n]')}", f"{kind}_source")
 
 
 def _path_or_bytes(text: str, kind: str) -> Path | bytes:
@@ -229,15 +211,15 @@ def _path_or_bytes(text: str, kind: str) -> Path | bytes:
         if "://" not in text[:32]:
             return Path(text)
         fault = f"the {kind} address {_short(text)} is remote; nothing is fetched while samples are read: download the"
-        raise ImageError(f"{fault} {kind} first and give its path or bytes", f"{kind}_remote")
+        raise SampleError(f"{fault} {kind} first and give its path or bytes", f"{kind}_remote")
     header, _, payload = text.partition(",")
     if not header.lower().endswith(";base64"):
         example = {"image": "data:image/png", "video": "data:video/mp4", "audio": "data:audio/wav"}[kind]
-        raise ImageError(f"the data URI {_short(text)} is no {example};base64,<payload>", f"{kind}_source")
+        raise SampleError(f"the data URI {_short(text)} is no {example};base64,<payload>", f"{kind}_source")
     try:
         return base64.b64decode("".join(payload.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ImageError(f"the data URI {_short(text)} is not valid base64: {error}", f"{kind}_source") from None
+        raise SampleError(f"the data URI {_short(text)} is not valid base64: {error}", f"{kind}_source") from None
 
 
 def _open_file(path: Path, kind: str) -> IO[bytes]:
@@ -250,8 +232,8 @@ def _open_file(path: Path, kind: str) -> IO[bytes]:
     except OSError as error:
         if error.errno != ENAMETOOLONG:
             fault = f"the {kind} file {_short(str(path))} cannot be read: {error}"
-            raise ImageError(fault, f"{kind}_missing") from error
-    raise ImageError(f"there is no {kind} file at {_short(str(path))}; check the path", f"{kind}_missing")
+            raise SampleError(fault, f"{kind}_missing") from error
+    raise SampleError(f"there is no {kind} file at {_short(str(path))}; check the path", f"{kind}_missing")
 
 
 def _short(text: str) -> str:
@@ -271,26 +253,26 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
             return Image.open(file, formats=limits.formats)
     except Image.DecompressionBombError as error:
         fault = f"the image is too large for Pillow ({error}); scale it down, or raise PIL.Image.MAX_IMAGE_PIXELS and"
-        raise ImageError(f"{fault} ImageLimits.max_pixels={limits.max_pixels}", "image_too_large") from error
+        raise SampleError(f"{fault} ImageLimits.max_pixels={limits.max_pixels}", "image_too_large") from error
     except Exception as error:  # on damaged bytes Pillow's plug-ins raise errors of every kind
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         fault = f"{size} bytes starting with {file.read(16)!r} are not an image of the formats"
         fault += f" {', '.join(limits.formats)} ({type(error).__name__}); write the file again, name another format"
-        raise ImageError(f"{fault} in ImageLimits(formats=...), or drop the sample", "image_undecodable") from error
+        raise SampleError(f"{fault} in ImageLimits(formats=...), or drop the sample", "image_undecodable") from error
 
 
 def _check_header(image: Image.Image, limits: ImageLimits) -> None:
     width, height = image.size
     if width < 1 or height < 1:
-        raise ImageError(f"the image is {width} x {height} pixels: there is nothing in it; drop it", "image_zero_size")
+        raise SampleError(f"the image is {width} x {height} pixels: there is nothing in it; drop it", "image_zero_size")
     if width * height > limits.max_pixels:
         fault = f"the image is {width} x {height} = {width * height} pixels, more than ImageLimits.max_pixels="
-        raise ImageError(f"{fault}{limits.max_pixels}; scale it down or raise the limit", "image_too_large")
+        raise SampleError(f"{fault}{limits.max_pixels}; scale it down or raise the limit", "image_too_large")
     if max(width, height) > limits.max_aspect_ratio * min(width, height):
         fault = f"the image is {width} x {height} pixels, an aspect ratio of {max(image.size) / min(image.size):.1f}"
         remedy = f"more than {limits.max_aspect_ratio:g}, where Qwen's resize rule ends; cut or pad it"
-        raise ImageError(f"{fault}, {remedy}", "image_aspect_ratio")
+        raise SampleError(f"{fault}, {remedy}", "image_aspect_ratio")
 
 
 def _decode(image: Image.Image) -> None:
@@ -305,9 +287,9 @@ def _decode(image: Image.Image) -> None:
         raise _damaged(image, fault)
 
 
-def _damaged(image: Image.Image, fault: str) -> ImageError:
+def _damaged(image: Image.Image, fault: str) -> SampleError:
     seen = f"the {image.format or 'image'} data of {image.width} x {image.height} pixels are damaged or cut short"
-    return ImageError(f"{seen} ({fault}); write the file again or drop the sample", "image_undecodable")
+    return SampleError(f"{seen} ({fault}); write the file again or drop the sample", "image_undecodable")
 
 
 def _size(image: Image.Image, limits: ImageLimits) -> tuple[int, int]:
@@ -331,7 +313,7 @@ def _orientation(read: Callable[[], Mapping[int, Any]]) -> int:
         return by if by in _TURNS else 1
     except Exception as error:  # EXIF is nested offsets; damaged ones raise errors of every kind
         fault = f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error});"
-        raise ImageError(f"{fault} save the image without EXIF", "image_exif") from error
+        raise SampleError(f"{fault} save the image without EXIF", "image_exif") from error
 
 
 # ---------------------------------------------------------------------- truncated files
@@ -423,7 +405,7 @@ def _part_to_rgb(image: Image.Image) -> Image.Image:
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     except ValueError as error:
-        raise ImageError(f"mode {image.mode} has no way to RGB ({error}); convert it first", "image_mode") from None
+        raise SampleError(f"mode {image.mode} has no way to RGB ({error}); convert it first", "image_mode") from None
 
 
 def _full_scale(image: Image.Image) -> float:
@@ -436,7 +418,7 @@ def _check_range(image: Image.Image) -> None:
     low, high = float(ends.min()), float(ends.max())  # NaN if any of them is NaN
     if not (low >= 0.0 and high <= _full_scale(image)):  # written so that NaN fails too
         fault = f"the {image.mode} image holds values from {low:g} to {high:g}; only 0 to {_full_scale(image):g} has a"
-        raise ImageError(f"{fault} known meaning: convert it to 8 bits first", "image_mode")
+        raise SampleError(f"{fault} known meaning: convert it to 8 bits first", "image_mode")
     if image.mode == "F" and 0.0 < high <= 1.0:
         fault = "the float image ends at 1: it would come out black, as full scale is 255; multiply it by 255 first"
-        raise ImageError(fault, "image_mode")
+        raise SampleError(fault, "image_mode")

@@ -49,7 +49,7 @@ from vlmpack.data.formats import (
     with_arguments,
     without_nulls,
 )
-from vlmpack.errors import Refusal, SampleError
+from vlmpack.errors import SampleError
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages in a chat template."""
@@ -221,7 +221,7 @@ def read_conversation(
         ignored_keys: keys to drop from messages and their parts.
 
     Raises:
-        Refusal: no known column exists (`no_columns`); the conversation is None or contradicts itself (`bad_row`,
+        SampleError: no known column exists (`no_columns`); the conversation is None or contradicts itself (`bad_row`,
             `media_count_mismatch`, `ambiguous_media`, `media_in_text`); a key beside an image is misspelled
             (`vision_key`); or an unread column holds something that the sample needs (`unread_column`).
     """
@@ -231,10 +231,10 @@ def read_conversation(
         feature = {**feature, **{name: _without(feature[name], ignored_keys) for name in turns}}
     try:
         row = as_messages(feature, inline=reads_media)
-    except SampleError as error:
-        raise Refusal(error.reason, error.detail) from error
+    except SampleError:
+        raise
     except ValueError as error:
-        raise Refusal("bad_row", f"it {error}") from error
+        raise SampleError(f"it {error}", "bad_row") from error
     present, marked = {k: v for k, v in row.items() if v is not None}, marked_kinds(row, markers if has_vision else "")
     conversation = _read(present, row, marked, has_audio=has_audio, reads_media=reads_media)
     said = "\n".join(conversation.questions())
@@ -267,22 +267,26 @@ def _read(
     if is_pair := TURNS[3] in present and TURNS[4] in present:
         forms.append("prompt and completion")
     if len(forms) > 1:
-        raise Refusal("bad_row", f"it has {' and '.join(forms)}, of which only one would be read; keep one")
+        raise SampleError(f"it has {' and '.join(forms)}, of which only one would be read; keep one", "bad_row")
     if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
-        raise Refusal("bad_row", f"it has {match}, which belongs to input_ids, and {forms[0]}; keep one of them")
+        raise SampleError(f"it has {match}, which belongs to input_ids, and {forms[0]}; keep one of them", "bad_row")
     if match := next((name for name in MEDIA[4:] if not has_audio and not is_empty(present.get(name))), None):
-        raise Refusal("bad_row", f"it has {match}, which these models do not take; leave the sample or the column out")
+        raise SampleError(
+            f"it has {match}, which these models do not take; leave the sample or the column out", "bad_row"
+        )
     if not forms:
         raise _no_columns(feature)
     prompt, completion, turns = present.get("prompt"), present.get("completion"), list[dict[str, Any]]()
     if is_pair and isinstance(prompt, str) != isinstance(completion, str):
-        raise Refusal("bad_row", "prompt and completion must both be strings or both be lists of messages")
+        raise SampleError("prompt and completion must both be strings or both be lists of messages", "bad_row")
     if is_pair and isinstance(prompt, str):
         for column, named in ((BRANCH_COLUMN, "questions"), (ANSWER_COLUMN, "answers")):
             if (number := present.get(column)) is not None:
                 _number(column, number, 0, named)
         if present.get("system"):
-            raise Refusal("bad_row", f"it has a column system, {short(present['system'])}; write it into the prompt")
+            raise SampleError(
+                f"it has a column system, {short(present['system'])}; write it into the prompt", "bad_row"
+            )
         if reads_media:
             _check_inline_media([prompt])
         return Conversation(plain=(prompt, str(completion)), media=_numbered(partial(_column_media, present)))
@@ -318,13 +322,13 @@ def _numbered(media_of: Callable[[Kind], Iterable[MediaRef]]) -> dict[Kind, tupl
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
     options, tools = without_nulls(present.get("chat_template_kwargs", {})), without_nulls(present.get("tools", []))
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise Refusal("bad_row", f"chat_template_kwargs must be a mapping of names, got {short(options)}")
+        raise SampleError(f"chat_template_kwargs must be a mapping of names, got {short(options)}", "bad_row")
     try:
         tools = read_tools(tools)
     except ValueError as error:
-        raise Refusal("bad_row", str(error)) from error
+        raise SampleError(str(error), "bad_row") from error
     if tools and not is_empty(options.get("tools")):
-        raise Refusal("bad_row", "it has tools in a column and in chat_template_kwargs; keep the column")
+        raise SampleError("it has tools in a column and in chat_template_kwargs; keep the column", "bad_row")
     return {**options, **({"tools": tools} if tools else {})}
 
 
@@ -339,7 +343,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         try:
             written["tool_calls"] = with_arguments(written["tool_calls"])
         except ValueError as error:
-            raise Refusal("bad_row", f"it has {error}; write them as an object") from error
+            raise SampleError(f"it has {error}; write them as an object", "bad_row") from error
     return written
 
 
@@ -376,7 +380,7 @@ def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool
             hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
         else:
             hint = ", of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
-        raise Refusal("bad_row", f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
+        raise SampleError(f"{column} must be a non-empty list of messages, got {short(value)}{hint}", "bad_row")
     turns = []
     for at, item in enumerate(value):
         where = f"{column}[{at}]"
@@ -386,7 +390,7 @@ def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool
     if unknown := next((role for role in roles if role not in usable), None):
         near = get_close_matches(unknown.lower(), (*ROLES, *ALIASES), n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise Refusal("bad_row", f"{column} has the unknown role {unknown!r}{hint}; known are {', '.join(usable)}")
+        raise SampleError(f"{column} has the unknown role {unknown!r}{hint}; known are {', '.join(usable)}", "bad_row")
     read: list[dict[str, Any]] = []
     for turn in turns:
         message = {**turn, "role": _canonical(turn["role"])}
@@ -408,9 +412,11 @@ def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -
     """Convert a turn of Qwen's fine-tuning format to a message. Split and strip its text as Qwen's own code does."""
     text, role = turn.get("value"), turn["from"]
     if not isinstance(text, str) or not isinstance(role, str):
-        raise Refusal("bad_row", f"{where} must have a from and a value, got {short(turn)}")
+        raise SampleError(f"{where} must have a from and a value, got {short(turn)}", "bad_row")
     if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
-        raise Refusal("bad_row", f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
+        raise SampleError(
+            f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them", "bad_row"
+        )
     if marked and _canonical(role) == "user":
         _check_inline_media([text])
     content = text if _canonical(role) == "assistant" else _split_at_markers(text, marked, strip=True)
@@ -422,16 +428,16 @@ def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -
 
 def _turn(message: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        raise Refusal("bad_row", f"{where} must be a mapping with a role and a content, got {short(message)}")
+        raise SampleError(f"{where} must be a mapping with a role and a content, got {short(message)}", "bad_row")
     content = message.get("content")
     if content is None and all(is_empty(message.get(key)) for key in SPEAKING):
-        raise Refusal("bad_row", f"{where} ({role}) has no content; it has the keys {_keys(message)}")
+        raise SampleError(f"{where} ({role}) has no content; it has the keys {_keys(message)}", "bad_row")
     content = "" if content is None else [content] if isinstance(content, Mapping) else content
     if isinstance(content, list | tuple):
         content = [_part(part, f"{where}.content[{i}]", kinds, role) for i, part in enumerate(content)]
     elif not isinstance(content, str):
         hint = _READ_AS_JSON if isinstance(content, Number) else ""
-        raise Refusal("bad_row", f"{where}.content must be a string or a list of parts, got {short(content)}{hint}")
+        raise SampleError(f"{where}.content must be a string or a list of parts, got {short(content)}{hint}", "bad_row")
     _check_no_payload(message, where, but=())
     rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
     return {**rest, "content": content, "weight": _weight(message, role, where)}
@@ -442,24 +448,24 @@ def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, A
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
         hint = _READ_AS_JSON if isinstance(part, Number) else ""
-        raise Refusal("bad_row", f"{where} must be a mapping with a type, got {short(part)}{hint}")
+        raise SampleError(f"{where} must be a mapping with a type, got {short(part)}{hint}", "bad_row")
     part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "audio", "text") if k in part), "")
     if not isinstance(kind, str):
-        raise Refusal("bad_row", f"{where}.type must be a text, such as 'image', got {short(kind)}")
+        raise SampleError(f"{where}.type must be a text, such as 'image', got {short(kind)}", "bad_row")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in kinds:
         usable, hint = f"{', '.join(kinds[:-1])} and {kinds[-1]}", "" if kind else _READ_AS_JSON
-        raise Refusal("bad_row", f"{where} is of type {kind!r}; only {usable} parts can be used{hint}")
+        raise SampleError(f"{where} is of type {kind!r}; only {usable} parts can be used{hint}", "bad_row")
     if kind == "text" and not isinstance(part.get("text"), str):
-        raise Refusal("bad_row", f"{where} is a text part without a text, got {short(part)}")
+        raise SampleError(f"{where} is a text part without a text, got {short(part)}", "bad_row")
     _check_no_payload(part, where, but=_PAYLOADS[kind])
     known = ("text", *FLAGS) if kind == "text" else ("index", "sampling_rate", *_SOURCES, *KNOWN_KEYS)
     for key, value in part.items():
         # a nearly known key beside a medium is refused later, with a suggestion
         if key not in ("type", *known) and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
             fault = f"{where} has {key!r} beside its {kind}, which nothing reads; remove it, or choose"
-            raise Refusal("bad_row", f"{fault} VLMCollator(ignored_keys=({key!r},))")
+            raise SampleError(f"{fault} VLMCollator(ignored_keys=({key!r},))", "bad_row")
     if kind != "text":
         return {"type": kind, "medium": _medium(part, kind), "keys": _keys_beside(part), "index": part.get("index")}
     weight = {"weight": _weight(part, role, where)} if part.keys() & {*FLAGS} else {}
@@ -471,34 +477,34 @@ def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, 
     keys = (key for names in _PAYLOADS.values() for key in names if key not in but)
     if media := next((key for key in keys if not is_empty(holder.get(key))), None):
         fault = f"{where} holds {media!r}, where no template reads it; give it as a part of the content or as a column"
-        raise Refusal("bad_row", fault)
+        raise SampleError(fault, "bad_row")
 
 
 def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dict[str, Any]]:
     """Add a turn of JSON calls: to the previous assistant turn, as ms-swift does, or as a separate turn."""
     before = turns[-1] if turns else None
     if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
-        raise Refusal("bad_row", f"it has a function call with a part of type {medium!r}; a call is JSON text")
+        raise SampleError(f"it has a function call with a part of type {medium!r}; a call is JSON text", "bad_row")
     is_more = before is not None and (before["role"], before["weight"]) == ("assistant", message["weight"])
     try:
         calls = calls_in(text_of(message))
         if before is not None and is_more and message.keys() == {"role", "content", "weight"}:
             return [*turns[:-1], {**before, "tool_calls": [*with_arguments(before.get("tool_calls") or []), *calls]}]
     except ValueError as error:
-        raise Refusal("bad_row", f"it has {error}; a turn of the role assistant may say anything") from error
+        raise SampleError(f"it has {error}; a turn of the role assistant may say anything", "bad_row") from error
     return [*turns, {**message, "content": "", "tool_calls": calls}]
 
 
 def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
     """Put the text of a column `system` in front of the turns, as LLaMA-Factory does."""
     if not isinstance(system, str):
-        raise Refusal("bad_row", f"the column system must be a text, got {short(system)}; give it as a message")
+        raise SampleError(f"the column system must be a text, got {short(system)}; give it as a message", "bad_row")
     systems = [text_of(turn).strip() for turn in turns if turn["role"] == "system"]
     if not system.strip() or system.strip() in systems:
         return turns
     if systems:
         seen = f"the column system says {system[:40]!r}, the system message {systems[0][:40]!r}"
-        raise Refusal("bad_row", f"{seen}; keep one of them")
+        raise SampleError(f"{seen}; keep one of them", "bad_row")
     return [{"role": "system", "content": system}, *turns]
 
 
@@ -511,10 +517,10 @@ def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
         if not isinstance(value, int | float) or not (0 <= value < inf if is_factor else value in (0, 1)):
             usual = "a weight is a number from 0" if is_factor else "a flag is true or false"
             usual = usual if is_answer else "only the assistant's turns have weights"
-            raise Refusal("bad_row", f"{where}.{name} is {value!r}; {usual}")
+            raise SampleError(f"{where}.{name} is {value!r}; {usual}", "bad_row")
     factors = {float(value) for name, value in flags.items() if name in FACTORS}
     if len(factors) > 1 or len({bool(value) for value in flags.values()}) > 1:
-        raise Refusal("bad_row", f"{where} has {flags}, which contradict each other")
+        raise SampleError(f"{where} has {flags}, which contradict each other", "bad_row")
     return next(iter(factors), float(all(flags.values()))) if is_answer else 1.0
 
 
@@ -541,7 +547,7 @@ def _number(column: str, turn: Any, count: int, named: str) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < count:
-        raise Refusal("bad_row", f"its {column} is {turn!r}, but it has {count} {named}, numbered from 0")
+        raise SampleError(f"its {column} is {turn!r}, but it has {count} {named}, numbered from 0", "bad_row")
     return number
 
 
@@ -560,7 +566,9 @@ def _branch_of(turns: list[dict[str, Any]], turn: Any) -> list[dict[str, Any]]:
     pairs, rest = divmod(len(roles) - first, 2)
     if rest or roles[first:] != ["user", "assistant"] * pairs:
         fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles)}"
-        raise Refusal("bad_row", f"{fault}; questions and answers must alternate, or open with branches='conversation'")
+        raise SampleError(
+            f"{fault}; questions and answers must alternate, or open with branches='conversation'", "bad_row"
+        )
     number = _number(BRANCH_COLUMN, turn, pairs, "questions")
     question, answer = turns[first + 2 * number : first + 2 * number + 2]
     shown = [part for part in _parts_in(turns[first]) if part["type"] != "text"]
@@ -597,7 +605,7 @@ def _place_media(turns: list[dict[str, Any]], present: Mapping[str, Any], kind: 
             _check_numbered(turns, kind)
         asked = next((turn for turn in turns if turn["role"] == "user"), None)
         if asked is None:
-            raise Refusal("media_count_mismatch", f"{len(column)} {kind}(s), but no user message to put them in")
+            raise SampleError(f"{len(column)} {kind}(s), but no user message to put them in", "media_count_mismatch")
         asked["content"] = [{"type": kind} for _ in column] + _parts_in(asked)
     parts = [part for turn in turns for part in _parts_in(turn) if part["type"] == kind]
     empty = [part for part in parts if part.get("medium") is None]
@@ -606,13 +614,13 @@ def _place_media(turns: list[dict[str, Any]], present: Mapping[str, Any], kind: 
         if empty:
             remedy = f"give each placeholder its {kind}{_also_has(present) if len(empty) > len(column) else ''}"
         seen = f"the messages have {len(empty)} {kind} placeholder(s) without a source, but the columns hold"
-        raise Refusal("media_count_mismatch", f"{seen} {len(column)} {kind}(s); {remedy}")
+        raise SampleError(f"{seen} {len(column)} {kind}(s); {remedy}", "media_count_mismatch")
     indices: list[Any] = [part.get("index") for part in empty]
     if all(index is None for index in indices):
         indices = [*range(len(column))]
     elif sorted(indices, key=repr) != sorted(range(len(column)), key=repr):
         seen = f"its {kind} parts have the index {', '.join(map(repr, indices))}"
-        raise Refusal("ambiguous_media", f"{seen} for {len(column)} {kind}(s), numbered from 0; name each once")
+        raise SampleError(f"{seen} for {len(column)} {kind}(s), numbered from 0; name each once", "ambiguous_media")
     for part, at in zip(empty, indices, strict=True):
         part["medium"] = MediaRef(source=column[at].source, options={**column[at].options, **part.get("keys", {})})
 
@@ -622,7 +630,7 @@ def _check_inline_media(texts: Iterable[str]) -> None:
     if match := next(filter(None, map(_INLINE.search, texts)), None):
         kind = "image" if match[1] == "img" else match[1]
         remedy = f"write <{kind}> there and the path into a column {kind}s, or choose markers='text'"
-        raise Refusal("media_in_text", f"the user's text holds {match[0]!r:.80}, the path of a medium; {remedy}")
+        raise SampleError(f"the user's text holds {match[0]!r:.80}, the path of a medium; {remedy}", "media_in_text")
 
 
 _INLINE = re.compile(r"<(img|image|video|audio)>[^<>\n]+</\1>")
@@ -639,18 +647,18 @@ def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
     matches = (match for text in texts for match in _NUMBERED.finditer(text))
     if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
         fault = f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of its column"
-        raise Refusal("ambiguous_media", f"{fault}; write <{kind}> for each, or choose markers='text'")
+        raise SampleError(f"{fault}; write <{kind}> for each, or choose markers='text'", "ambiguous_media")
 
 
 def _refuse_marker(kind: str, count: int, feature: Mapping[str, Any]) -> None:
     """Refuse markers in users' texts for media that the sample lacks: they would be trained on as text."""
     columns = [name for name in (kind, f"{kind}s") if name in feature]
     reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
-    raise Refusal(
-        "media_count_mismatch",
+    raise SampleError(
         f"the user's text holds '<{kind}>' {count} time(s), but the sample has no {kind} to put there "
         f"({' and '.join(reasons) or f'it has no column {kind} or {kind}s'}){_also_has(feature)}; give it in a column "
         f"{kind} or {kind}s, or take the marker out; where it is text, choose markers='text'",
+        "media_count_mismatch",
     )
 
 
@@ -658,15 +666,15 @@ def _column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...
     """Return the media of the column for a kind: `images` or `image`, `videos` or `video`, `audios` or `audio`."""
     item, many = (None if is_absent(present.get(name)) else present[name] for name in (kind, f"{kind}s"))
     if item is not None and many is not None:
-        raise Refusal("ambiguous_media", f"it has both a column {kind} and a column {kind}s; keep one of them")
+        raise SampleError(f"it has both a column {kind} and a column {kind}s; keep one of them", "ambiguous_media")
     value = item if many is None else many
     if is_empty(value):
         return ()
     if not isinstance(value, list | tuple) or (many is None and _is_one(value[0], kind)):
         value = [value]
     if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
-        raise Refusal(
-            f"{kind}_missing", f"{kind} {nothing} of the {len(value)} in its column is {value[nothing]!r}; give it"
+        raise SampleError(
+            f"{kind} {nothing} of the {len(value)} in its column is {value[nothing]!r}; give it", f"{kind}_missing"
         )
     return tuple(_medium(item, kind) or MediaRef(source=item) for item in value)
 
@@ -689,10 +697,10 @@ def _split_turns(turns: list[dict[str, Any]], kind: Kind, count: int) -> bool:
     counts = [sum(part.get("text", "").count(marker) for part in _parts_in(turn)) for turn in turns]
     answers = sum(n for n, turn in zip(counts, turns, strict=True) if turn["role"] == "assistant")
     if any(counts) and (answers or sum(counts) != count):
-        raise Refusal(
-            "ambiguous_media",
+        raise SampleError(
             f"the messages hold {marker!r} {sum(counts)} time(s), {answers} of them in the assistant's turns, for "
             f"{count} {kind}(s) of the column; write one {marker!r} for each outside the assistant's turns",
+            "ambiguous_media",
         )
     for turn in (turn for n, turn in zip(counts, turns, strict=True) if n):
         pieces = (_split_at_markers(p["text"], [kind]) if marker in p.get("text", "") else [p] for p in _parts_in(turn))
@@ -722,7 +730,7 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
     if isinstance(source, Mapping) and {"mode", "size"} <= set(source) and not {"bytes", "path"} & set(source):
         fault = f"its {kind} is a dict of the attributes of a PIL image, without its pixels, as datasets.map stores it"
         remedy = "make images when samples are read (dataset.with_transform), or put them in a column"
-        raise Refusal(f"{kind}_source", f"{fault}; {remedy}")
+        raise SampleError(f"{fault}; {remedy}", f"{kind}_source")
     return MediaRef(source=source, options=_keys_beside(item))
 
 
@@ -732,7 +740,9 @@ def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: value for name, value in item.items() if name not in known and value is not None}
     for name in options:
         if key := misspelt_key(str(name)):
-            raise Refusal("vision_key", f"the key {name!r} beside an image or video is unknown; did you mean {key!r}?")
+            raise SampleError(
+                f"the key {name!r} beside an image or video is unknown; did you mean {key!r}?", "vision_key"
+            )
     return options
 
 
@@ -748,7 +758,7 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
         texts: the sample's texts.
 
     Raises:
-        Refusal: `unread_column`: an unread column holds media and the sample has none; or it holds preferences or
+        SampleError: `unread_column`: an unread column holds media and the sample has none; or it holds preferences or
             weights; or it is ms-swift's `objects` and the text has placeholders for them.
     """
     unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
@@ -761,7 +771,7 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
             fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
         if fault:
-            raise Refusal("unread_column", f"it has a column {name}, {fault}; nothing reads it")
+            raise SampleError(f"it has a column {name}, {fault}; nothing reads it", "unread_column")
     return tuple(name for name in unread if name not in _NOTES)
 
 
@@ -790,13 +800,13 @@ def _looks_like(name: str, value: Any) -> str:
     return next((kind for kind, names in _NAMED.items() if is_medium and names.fullmatch(name)), "")
 
 
-def _no_columns(feature: Mapping[str, Any]) -> Refusal:
+def _no_columns(feature: Mapping[str, Any]) -> SampleError:
     """Make the refusal of a feature without any of the columns that hold a sample's text.
 
     If a column exists but is None, the sample is at fault; if no column exists, the setup is.
     """
     if empty := [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]:
-        return Refusal("bad_row", f"its {' and '.join(empty)} is None; fill it, or leave the sample out")
+        return SampleError(f"its {' and '.join(empty)} is None; fill it, or leave the sample out", "bad_row")
     seen = f"it has none of the columns input_ids, {', '.join(TURNS[:4])} (with completion); it has:"
     names = {str(name): get_close_matches(str(name).lower(), _TEXT_COLUMNS, n=1, cutoff=0.8) for name in feature}
     near = [f"{name!r}: did you mean {hit[0]!r}?" for name, hit in names.items() if hit and name not in _TEXT_COLUMNS]
@@ -813,7 +823,7 @@ def _no_columns(feature: Mapping[str, Any]) -> Refusal:
         remedy = "HF Trainer drops dataset columns that the model's forward does not name: set TrainingArguments("
         remedy += "remove_unused_columns=False). TRL's trainers keep only messages, prompt, completion, image and "
         remedy += "images even then: rename a `conversation` column to `messages`, and write videos into them"
-    return Refusal("no_columns", f"{seen} {_listed(feature) or 'none at all'}. {remedy}", of_all=True)
+    return SampleError(f"{seen} {_listed(feature) or 'none at all'}. {remedy}", "no_columns")
 
 
 def _also_has(feature: Mapping[str, Any]) -> str:

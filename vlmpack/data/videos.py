@@ -30,8 +30,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from vlmpack.data.images import ImageError, open_source
-from vlmpack.errors import check_extra
+from vlmpack.data.images import open_source
+from vlmpack.errors import SampleError, check_extra
 
 VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
 """A video file: its path, its bytes, or {"bytes", "path"}."""
@@ -81,7 +81,7 @@ def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDE
     """Read the header of a video file. Decodes its first frame, to know its size and rotation.
 
     Raises:
-        ImageError: the video cannot be used; the message names the fault and the remedy, `.reason` is a slug.
+        SampleError: the video cannot be used; the message names the fault and the remedy, `.reason` is a slug.
         ConfigError: PyAV is not installed.
     """
     with _opened(source, limits) as video:
@@ -96,7 +96,7 @@ def read_video_header(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDE
         num_frames, rate = len(scan.shown), _rate(scan, rate)
     if not rate or rate <= 0:
         fault = "the file does not say how many frames it has a second; write it again with a constant frame rate"
-        raise ImageError(f"{fault} (ffmpeg -r), or give the frames as pictures with 'sample_fps'", "video_rate")
+        raise SampleError(f"{fault} (ffmpeg -r), or give the frames as pictures with 'sample_fps'", "video_rate")
     return VideoHeader(num_frames=num_frames, fps=float(rate), height=height, width=width)
 
 
@@ -114,7 +114,7 @@ def decode_frames(
         Each frame, uint8 `[H, W, 3]`, upright RGB.
 
     Raises:
-        ImageError: a frame cannot be decoded, or the file cannot be used at all.
+        SampleError: a frame cannot be decoded, or the file cannot be used at all.
         ConfigError: PyAV is not installed.
     """
     with _opened(source, limits) as video:
@@ -137,7 +137,7 @@ def upright(frame: Any) -> np.ndarray:
     """Return a frame as RGB, uint8 `[H, W, 3]`, rotated as its file demands.
 
     Raises:
-        ImageError: the rotation is not a multiple of 90 degrees.
+        SampleError: the rotation is not a multiple of 90 degrees.
     """
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _turn_of(frame) // 90))
 
@@ -147,7 +147,7 @@ def _turn_of(frame: Any) -> int:
     turn = frame.rotation % 360
     if turn not in _RIGHT_ANGLES:
         fault = f"the video is to be shown turned by {turn} degrees, and only right angles can be; encode it upright"
-        raise ImageError(fault, "video_rotation")
+        raise SampleError(fault, "video_rotation")
     return turn
 
 
@@ -155,7 +155,7 @@ def open_video(source: VideoSource, *, limits: VideoLimits = DEFAULT_VIDEO_LIMIT
     """Open the encoded bytes of a video, unchanged.
 
     Raises:
-        ImageError: there are no bytes, they cannot be read, or they exceed the limits.
+        SampleError: there are no bytes, they cannot be read, or they exceed the limits.
     """
     return open_source(source, kind="video", max_bytes=limits.max_bytes)
 
@@ -192,10 +192,12 @@ class _Video:
         ]
         if not streams:
             kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "none at all"
-            raise ImageError(f"the file has no stream of video (its streams: {kinds}); drop the sample", "video_frames")
+            raise SampleError(
+                f"the file has no stream of video (its streams: {kinds}); drop the sample", "video_frames"
+            )
         self.stream = streams[0]
         if self.stream.codec_context is None:
-            raise ImageError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
+            raise SampleError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
         self.stream.codec_context.thread_count = 1
         self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
         self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
@@ -204,7 +206,7 @@ class _Video:
         """Decode frames from the current position of the container.
 
         Raises:
-            ImageError: the next frame is damaged.
+            SampleError: the next frame is damaged.
         """
         for frame in self.container.decode(self.stream):
             if frame.is_corrupt:
@@ -216,7 +218,7 @@ class _Video:
         """Count the frames in the container's index. None: it has no index, or an incomplete one.
 
         Raises:
-            ImageError: there are too many frames.
+            SampleError: there are too many frames.
         """
         index = self.stream.index_entries
         if not self.stream.frames or self.stream.frames != len(index):
@@ -229,7 +231,7 @@ class _Video:
         """Read all packets of a container at its start, without decoding.
 
         Raises:
-            ImageError: there are no frames, or too many.
+            SampleError: there are no frames, or too many.
         """
         is_vp8 = self.stream.codec_context.codec.canonical_name == "vp8"
         shown, keys, ends = [], [], []
@@ -272,7 +274,7 @@ class _Video:
         """Decode frames by counting from the first; decode all of them if there are no times to compare.
 
         Raises:
-            ImageError: a frame is damaged, or is not the one that the container lists at that index.
+            SampleError: a frame is damaged, or is not the one that the container lists at that index.
         """
         wanted, count = set(indices), 0
         for frame in self.frames():
@@ -288,19 +290,19 @@ class _Video:
 
     def _check_size(self, height: int, width: int) -> None:
         if min(height, width) < 1:
-            raise ImageError(f"its frames are {width} x {height} pixels: there is nothing in them", "video_frames")
+            raise SampleError(f"its frames are {width} x {height} pixels: there is nothing in them", "video_frames")
         if height * width > self.limits.max_pixels:
             fault = f"its frames are {width} x {height} = {width * height} pixels, more than VideoLimits.max_pixels="
-            raise ImageError(f"{fault}{self.limits.max_pixels}; scale it down or raise the limit", "video_too_large")
+            raise SampleError(f"{fault}{self.limits.max_pixels}; scale it down or raise the limit", "video_too_large")
         if max(height, width) > self.limits.max_aspect_ratio * min(height, width):
             fault = f"its frames are {width} x {height} pixels, an aspect ratio above {self.limits.max_aspect_ratio:g},"
-            raise ImageError(f"{fault} where Qwen's resize rule ends; cut or pad them", "video_aspect_ratio")
+            raise SampleError(f"{fault} where Qwen's resize rule ends; cut or pad them", "video_aspect_ratio")
 
     def _check_count(self, count: int) -> None:
         if not count:
-            raise ImageError("the file has no frames; write it again or drop the sample", "video_frames")
+            raise SampleError("the file has no frames; write it again or drop the sample", "video_frames")
         if count > self.limits.max_frames:
-            raise ImageError(
+            raise SampleError(
                 f"it has more than VideoLimits.max_frames={self.limits.max_frames} frames; cut it, or raise the limit",
                 "video_too_large",
             )
@@ -308,7 +310,7 @@ class _Video:
 
 @contextmanager
 def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
-    """Open a video file. Any error of libav, whenever it occurs, becomes an `ImageError`."""
+    """Open a video file. Any error of libav, whenever it occurs, becomes an `SampleError`."""
     check_extra("video", "av", needed_by="a file of a video")
     import av
     from av.error import FFmpegError
@@ -372,12 +374,12 @@ def _first_from(frames: Iterator[Any], time: int) -> Any:
 
     try:
         return next((frame for frame in frames if frame.pts is None or frame.pts >= time), None)
-    except (FFmpegError, ImageError):  # after a seek, frames that a key frame's successors refer to may be missing
+    except (FFmpegError, SampleError):  # after a seek, frames that a key frame's successors refer to may be missing
         return None
 
 
-def _undecodable(fault: str) -> ImageError:
-    return ImageError(
+def _undecodable(fault: str) -> SampleError:
+    return SampleError(
         f"the video cannot be decoded: {fault}; write the file again or drop the sample", "video_undecodable"
     )
 
@@ -395,7 +397,7 @@ def load_audio(source: Any, *, rate: int) -> np.ndarray:
         rate: sample rate of the result in Hz; audio with another rate is resampled.
 
     Raises:
-        ImageError: the audio cannot be read (`audio_missing`, `audio_source`, `audio_undecodable`, ...).
+        SampleError: the audio cannot be read (`audio_missing`, `audio_source`, `audio_undecodable`, ...).
         ConfigError: PyAV is not installed.
     """
     check_extra("video", "av", needed_by="a file of audio")
@@ -407,11 +409,11 @@ def load_audio(source: Any, *, rate: int) -> np.ndarray:
         try:
             with av.open(file, options={"format_whitelist": _OF_AUDIO, "protocol_whitelist": ""}) as container:
                 if not container.streams.audio:
-                    raise ImageError("the file has no stream of audio; drop the sample", "audio_source")
+                    raise SampleError("the file has no stream of audio; drop the sample", "audio_source")
                 resampler = av.AudioResampler("fltp", rate=rate)
                 for frame in (*container.decode(container.streams.audio[0]), None):  # None flushes the resampler
                     parts += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
         except (FFmpegError, UnicodeDecodeError) as error:
             fault = f"libav cannot read it ({type(error).__name__}: {error}); write the file again or drop the sample"
-            raise ImageError(fault, "audio_undecodable") from error
+            raise SampleError(fault, "audio_undecodable") from error
     return np.concatenate(parts)

@@ -379,7 +379,7 @@ class StreamPacker(Generic[Sample]):
         except SampleError as error:
             if error.index is not None:
                 raise
-            raise SampleError(error.detail, index=number, reason=error.reason, sample_id=error.sample_id) from error
+            raise error.of_sample(number) from error
 
     def _take(self, *, at_least: float = 0.0) -> Row:
         """Take one row; return an empty one if it would hold fewer than `at_least` tokens."""

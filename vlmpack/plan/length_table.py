@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, final
@@ -98,25 +98,6 @@ FORMAT = "vlmpack.lengths"
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """A sample that cannot be used."""
-
-    index: int
-    """Index in the data set."""
-    sample_id: int | str | None
-    """The sample's own id, if it has one."""
-    reason: str
-    """Slug under which refusals are counted."""
-    detail: str
-    """What is wrong, and what to do."""
-
-    def error(self) -> SampleError:
-        """Return the refusal as an error that names the sample."""
-        return SampleError(self.detail, index=self.index, reason=self.reason, sample_id=self.sample_id)
-
-
-@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LengthTable:
     """Tokens, media and targets of N samples."""
@@ -137,7 +118,7 @@ class LengthTable:
     """int64 [N]: patches for the vision tower."""
     targets: np.ndarray
     """int64 [N]: tokens trained on."""
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[SampleError, ...] = ()
     """Samples that cannot be used, ordered by index."""
     groups: PrefixGroups | None = None
     """The N samples grouped by shared prefixes; None: shared prefixes were not measured."""
@@ -159,7 +140,7 @@ class LengthTable:
 
     @classmethod
     def from_rows(
-        cls, rows: Iterable[Mapping[str, int]], refused: Iterable[Refused] = (), groups: PrefixGroups | None = None
+        cls, rows: Iterable[Mapping[str, int]], refused: Iterable[SampleError] = (), groups: PrefixGroups | None = None
     ) -> LengthTable:
         """Make a table from one mapping per sample, whose keys are the column names."""
         entries = [[row[name] for name in COLUMNS] for row in rows]
@@ -190,7 +171,7 @@ class LengthTable:
 
     @property
     def _places(self) -> int:
-        return 1 + max((*self.sample_ids[-1:].tolist(), *(sample.index for sample in self.refused)), default=-1)
+        return 1 + max((*self.sample_ids[-1:].tolist(), *(error.index or 0 for error in self.refused)), default=-1)
 
     @property
     def measured(self) -> int:
@@ -222,7 +203,7 @@ class LengthTable:
     def save(self, path: str | Path) -> None:
         """Write the table to one file, atomically; the same table always gives the same bytes."""
         groups = {} if self.groups is None else self.groups.arrays()
-        content = {"samples": len(self), "refused": [asdict(sample) for sample in self.refused]}
+        content = {"samples": len(self), "refused": [error.to_dict() for error in self.refused]}
         write_archive(path, content, {**self._columns(), **groups}, kind=FORMAT)
 
     @classmethod
@@ -234,7 +215,7 @@ class LengthTable:
             LayoutError: the file was changed after it was written.
         """
         with read_archive(path, kind=FORMAT) as (manifest, arrays):
-            refused = tuple(Refused(**fields) for fields in manifest["refused"])
+            refused = tuple(SampleError(fields.pop("detail"), **fields) for fields in manifest["refused"])
             groups = PrefixGroups.of_arrays(arrays)
             return cls(**{name: arrays[name] for name in COLUMNS}, refused=refused, groups=groups)
 

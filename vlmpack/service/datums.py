@@ -20,8 +20,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.data.images import ImageError, load_image, read_size
-from vlmpack.errors import RequestError
+from vlmpack.data.images import load_image, read_size
+from vlmpack.errors import RequestError, SampleError
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import Grid
 from vlmpack.service.limits import FORMATS, ServiceLimits
@@ -332,7 +332,7 @@ def _named_chunk(at: int) -> Iterator[None]:
     """Turn errors about an image into a `RequestError` that names its chunk."""
     try:
         yield
-    except ImageError as error:
+    except SampleError as error:
         raise RequestError(f"chunk {at}: {error}") from error
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
         raise RequestError(f"chunk {at}: the model's image processor refused it: {error}") from error

@@ -36,7 +36,6 @@ from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work
 from vlmpack.model.step import PackedStep
 from vlmpack.plan.balance import EMPTY, balance_rows
-from vlmpack.plan.length_table import Refused
 from vlmpack.plan.lengths import OVERLENGTH
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
@@ -57,7 +56,7 @@ class Evaluation:
     """float64 [N]: mean over each sample's targets of cross-entropy (nats) times weight; 0 without targets."""
     sample_targets: np.ndarray
     """int64 [N]: number of targets of each sample."""
-    refused: tuple[Refused, ...]
+    refused: tuple[SampleError, ...]
     """Samples that could not be used, ordered by index."""
     rows: int
     """Number of rows computed."""
@@ -156,7 +155,7 @@ class EvaluationRows:
     """Data set indices of the samples of each row."""
     tokens: np.ndarray
     """int64 [G]: tokens of each row."""
-    refused: tuple[Refused, ...]
+    refused: tuple[SampleError, ...]
     """Samples in no row, and why."""
 
     @classmethod
@@ -216,12 +215,12 @@ def check_sharing(plan: Plan, collator: object) -> None:
         )
 
 
-def _dropped(plan: Plan) -> tuple[Refused, ...]:
+def _dropped(plan: Plan) -> tuple[SampleError, ...]:
     """Return the samples in no row; those with length 0 were refused when lengths were measured."""
     too_long = (OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens")
     refused = ("refused_before", "it was refused when its length was measured: LengthTable.refused has the reason")
     reasons = {at: too_long if plan.lengths[at] else refused for at in plan.dropped.tolist()}
-    return tuple(Refused(index=at, sample_id=None, reason=r, detail=detail) for at, (r, detail) in reasons.items())
+    return tuple(SampleError(detail, reason, index=at) for at, (reason, detail) in reasons.items())
 
 
 @final
@@ -247,7 +246,7 @@ class NumberedCollator:
             if error.index is None or error.index not in range(len(places)):
                 raise
             place, sample_id = places[error.index], sample_id_of(samples[error.index])
-            raise SampleError(error.detail, index=place, reason=error.reason, sample_id=sample_id) from error
+            raise SampleError(error.detail, error.reason, index=place, sample_id=sample_id) from error
 
 
 @final
@@ -283,7 +282,7 @@ class RowLosses:
         self._places: list[int] = []
         self._losses: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
-        self._refused: list[Refused] = []
+        self._refused: list[SampleError] = []
         self._work: Counter[str] = Counter()
 
     def add(self, batch: Any, result: StepResult) -> None:
@@ -305,7 +304,7 @@ class RowLosses:
             )
         detail = "the collator left it out of its row; its log of skipped samples has the reason"
         absent = [place for place in row if place not in present]
-        self._refused += [Refused(index=at, sample_id=None, reason="left_out", detail=detail) for at in absent]
+        self._refused += [SampleError(detail, "left_out", index=at) for at in absent]
         self._places += present
         self._work.update(asdict(result.work))
         if present:
@@ -331,7 +330,7 @@ class RowLosses:
             sample_ids=sample_ids[order],
             sample_losses=np.concatenate(losses)[order],
             sample_targets=np.concatenate(targets)[order].astype(np.int64),
-            refused=tuple(sorted(chain(rows.refused, *refused), key=lambda sample: sample.index)),
+            refused=tuple(sorted(chain(rows.refused, *refused), key=lambda sample: sample.index or 0)),
             rows=len(rows.rows),
             work=Work(**{kind.name: sum(counts[kind.name] for counts in work) for kind in fields(Work)}),
         )
