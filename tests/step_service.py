@@ -178,7 +178,8 @@ def plain_logprobs(model: Any, engine: Engine, datum: Datum) -> torch.Tensor:
     ids = torch.from_numpy(sequence.input_ids)[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if engine.base.is_vision:
-        inputs["mm_token_type_ids"] = (ids == processor_for(engine.base.arch).image_token_id).long()
+        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
+        inputs |= engine.family.expert_types_of(ids, model.config)
     if sequence.images:
         inputs["pixel_values"] = torch.cat([image.pixel_values for image in sequence.images])
         inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])

@@ -30,7 +30,7 @@ from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Sample,
 
 WITH_IMAGES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
-    *("glm4v", "glm46v", "glm4v_moe", "glm_ocr"),
+    *("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "ernie4_5_vl_moe"),
 )
 """Families whose images can be encoded: each image is one grid of patches and one run of placeholders."""
 
@@ -38,7 +38,7 @@ WITH_IMAGES = (
 def not_served(family: Family) -> str | None:
     """Return why requests for a family cannot be served; None: they can.
 
-    Text models and the vision models of Qwen and GLM can be served.
+    Text models can be served, and the vision models of `WITH_IMAGES`.
     """
     if family.has("query_scale"):
         return (
@@ -56,7 +56,7 @@ class EncodedImage:
     """An image as patches."""
 
     pixel_values: torch.Tensor
-    """float32 [P, C]: P patches of C numbers."""
+    """float32 [P, C] or [P, 3, side, side]: P patches of C numbers."""
     grid: Grid
     """Frames, rows and columns of patches."""
     tokens: int

@@ -342,6 +342,7 @@ class Reader:
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self.family.has_vision:
             tensors["mm_token_type_ids"] = self.family.media_types(ids, self.core.config)
+            tensors |= self.family.expert_types_of(ids, self.core.config)
         if images := [image for prompt in prompts for image in prompt.images]:
             tensors["pixel_values"] = torch.cat([image.pixel_values for image in images])
             tensors["image_grid_thw"] = torch.tensor([image.grid for image in images])
