@@ -1,10 +1,9 @@
-"""OpenAI's endpoints over plain HTTP; the oracle is the unmodified model with its processor and chat template."""
+"""OpenAI's endpoints through its own client; the oracle is the unmodified model with its processor and template."""
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -28,13 +27,16 @@ def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-def post(running: Running, path: str, /, **body: Any) -> Any:
-    """What is answered to a body; lines of events of a stream."""
-    headers = {"Authorization": f"Bearer {KEY}"}
-    answer = httpx.post(f"{running.address}/v1/{path}", json={"model": NAME, **body}, headers=headers, timeout=WAIT)
-    if answer.headers["content-type"].startswith("text/event-stream"):
-        return answer.text.split("\n\n")
-    return answer.json() | {"status": answer.status_code}
+@pytest.fixture(name="client", scope="module")
+def _client(running: Running) -> Iterator[Any]:
+    openai = pytest.importorskip("openai", reason="needs OpenAI's client: pip install openai")
+    with openai.OpenAI(base_url=f"{running.address}/v1", api_key=KEY, max_retries=0, timeout=WAIT) as client:
+        yield client
+
+
+def completed(client: Any, **body: Any) -> dict[str, Any]:
+    """A completion as the client reads it."""
+    return client.completions.create(**{"model": NAME, **body}).model_dump()
 
 
 def generated(running: Running, count: int, **inputs: Any) -> tuple[list[int], torch.Tensor]:
@@ -56,12 +58,12 @@ def generated(running: Running, count: int, **inputs: Any) -> tuple[list[int], t
     return new.tolist(), logits.log_softmax(-1)
 
 
-def test_a_completion_is_what_the_model_generates(running: Running) -> None:
+def test_a_completion_is_what_the_model_generates(running: Running, client: Any) -> None:
     tokenizer = running.base.processor.tokenizer
     new, logprobs = generated(running, 5, input_ids=torch.tensor([TEXT]))
-    answer = post(running, "completions", prompt=TEXT, max_tokens=5, temperature=0, logprobs=2)
+    answer = completed(client, prompt=TEXT, max_tokens=5, temperature=0, logprobs=2)
     (choice,) = answer["choices"]
-    assert answer["usage"] == {"prompt_tokens": 6, "completion_tokens": 5, "total_tokens": 11}
+    assert [answer["usage"][f"{name}_tokens"] for name in ("prompt", "completion", "total")] == [6, 5, 11]
     assert choice["finish_reason"] == "length"
     assert choice["text"] == tokenizer.decode(new, skip_special_tokens=True)
     assert choice["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in new]
@@ -70,12 +72,12 @@ def test_a_completion_is_what_the_model_generates(running: Running) -> None:
     assert max(choice["logprobs"]["top_logprobs"][0].values()) == pytest.approx(float(logprobs[0].max()), abs=1e-4)
 
 
-def test_a_prompt_is_scored_by_an_echo_of_it(running: Running) -> None:
+def test_a_prompt_is_scored_by_an_echo_of_it(running: Running, client: Any) -> None:
     """As evaluation harnesses compare continuations."""
     with torch.no_grad():
         logprobs = running.plain(input_ids=torch.tensor([TEXT])).logits[0, :-1].log_softmax(-1)
     body = {"prompt": [TEXT, TEXT[:3]], "max_tokens": 0, "echo": True, "logprobs": 1}
-    first, second = post(running, "completions", **body)["choices"]
+    first, second = completed(client, **body)["choices"]
     expected = logprobs.gather(1, torch.tensor(TEXT[1:])[:, None])[:, 0].tolist()
     for choice, count in ((first, 6), (second, 3)):
         found = choice["logprobs"]
@@ -84,7 +86,7 @@ def test_a_prompt_is_scored_by_an_echo_of_it(running: Running) -> None:
         assert "".join(found["tokens"]) == choice["text"] == running.base.processor.tokenizer.decode(TEXT[:count])
 
 
-def test_a_chat_with_an_image_is_what_the_model_generates_after_its_template(running: Running) -> None:
+def test_a_chat_with_an_image_is_what_the_model_generates_after_its_template(running: Running, client: Any) -> None:
     content: list[Any] = [{"type": "text", "text": "what"}, {"type": "image"}, {"type": "text", "text": "is it"}]
     processor = running.base.processor
     text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
@@ -92,43 +94,43 @@ def test_a_chat_with_an_image_is_what_the_model_generates_after_its_template(run
     new, logprobs = generated(running, 4, **inputs)
     content[1] = {"type": "image_url", "image_url": {"url": URL}}
     messages = [{"role": "user", "content": content}]
-    chat = {"messages": messages, "max_completion_tokens": 4, "temperature": 0, "logprobs": True, "top_logprobs": 1}
-    answer = post(running, "chat/completions", **chat)
+    chat: Any = {"model": NAME, "messages": messages, "max_completion_tokens": 4, "temperature": 0, "top_logprobs": 1}
+    answer = client.chat.completions.create(**chat, logprobs=True).model_dump()
     (choice,) = answer["choices"]
     assert answer["usage"]["prompt_tokens"] == inputs["input_ids"].shape[1]
     assert choice["message"]["content"] == processor.tokenizer.decode(new, skip_special_tokens=True)
     for at, entry in enumerate(choice["logprobs"]["content"]):
         assert entry["logprob"] == pytest.approx(float(logprobs[at, new[at]]), abs=1e-4)
         assert entry["top_logprobs"][0]["logprob"] == pytest.approx(float(logprobs[at].max()), abs=1e-4)
-    events = post(running, "chat/completions", **chat, stream=True, stream_options={"include_usage": True})
-    assert events[-2:] == ["data: [DONE]", ""]
-    begin, end, usage = (json.loads(event.removeprefix("data: ")) for event in events[:3])
-    assert begin["choices"][0]["delta"] == choice["message"]
-    assert (end["choices"][0]["delta"], end["choices"][0]["finish_reason"]) == ({}, "length")
+    chunks = list(client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True}))
+    begin, end, usage = (chunk.model_dump() for chunk in chunks)
+    assert begin["choices"][0]["delta"]["content"] == choice["message"]["content"]
+    assert (end["choices"][0]["delta"]["content"], end["choices"][0]["finish_reason"]) == (None, "length")
     assert usage["usage"] == answer["usage"]
 
 
-def test_choices_are_seeded_and_end_before_a_stop(running: Running) -> None:
+def test_choices_are_seeded_and_end_before_a_stop(client: Any) -> None:
     body = {"prompt": "abc", "n": 2, "seed": 3, "max_tokens": 12}
-    first, again = (post(running, "completions", **body)["choices"] for _ in range(2))
+    first, again = (completed(client, **body)["choices"] for _ in range(2))
     assert first == again and first[0]["text"] != first[1]["text"]
     text = first[0]["text"]
-    stopped = post(running, "completions", **body, stop=["never this", text[5:8]], logprobs=0)["choices"][0]
+    stopped = completed(client, **body, stop=["never this", text[5:8]], logprobs=0)["choices"][0]
     assert (stopped["text"], stopped["finish_reason"]) == (text[: text.index(text[5:8])], "stop")
     assert "".join(stopped["logprobs"]["tokens"]).startswith(stopped["text"])
 
 
-def test_a_checkpoint_is_a_model(running: Running) -> None:
-    client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
-    model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
+def test_a_checkpoint_is_a_model(running: Running, client: Any) -> None:
+    trainer = tinker.ServiceClient(base_url=running.address, api_key=KEY)
+    model = trainer.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
     path = model.save_weights_for_sampler("named").result(WAIT).path
-    answer = httpx.get(f"{running.address}/v1/models", headers={"X-API-Key": KEY}).json()
-    assert [each["id"] for each in answer["data"]] == [NAME, path]
-    texts = [post(running, "completions", model=name, prompt=TEXT, temperature=0)["choices"] for name in (NAME, path)]
+    assert [each.id for each in client.models.list()] == [NAME, path]
+    texts = [completed(client, model=name, prompt=TEXT, temperature=0)["choices"] for name in (NAME, path)]
     assert texts[0] == texts[1]  # nothing was trained
-    client.create_rest_client().delete_checkpoint_from_tinker_path(path).result(WAIT)
-    assert post(running, "completions", model=path, prompt=TEXT)["status"] == 404
-    client.close("success").result(WAIT)
+    trainer.create_rest_client().delete_checkpoint_from_tinker_path(path).result(WAIT)
+    with pytest.raises(Exception, match="404") as refused:
+        completed(client, model=path, prompt=TEXT)
+    assert type(refused.value).__name__ == "NotFoundError"
+    trainer.close("success").result(WAIT)
 
 
 def saying(**message: Any) -> dict[str, Any]:
@@ -159,6 +161,7 @@ REMOTE = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
     ],
 )
 def test_what_is_not_served_is_refused_by_name(running: Running, path: str, body: dict[str, Any], message: str) -> None:
-    answer = post(running, path, **body)
-    assert answer["status"] in (400, 404)
-    assert re.search(message, answer["error"]["message"]), answer
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{running.address}/v1/{path}", json={"model": NAME, **body}, headers=headers, timeout=WAIT)
+    assert answer.status_code in (400, 404)
+    assert re.search(message, answer.json()["error"]["message"])
