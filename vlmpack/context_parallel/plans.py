@@ -65,7 +65,7 @@ def plan_for(config: Any, *, tp_size: int) -> dict[str, str]:
             f"{family.model_type} has no tensor-parallel plan for its layers, in transformers or in vlmpack: divide "
             "the model with fsdp_size=, or experts with ep_size="
         )
-    _check_heads(family, model, plan, tp_size)
+    _check_heads(model, plan, tp_size)
     return plan
 
 
@@ -73,10 +73,11 @@ def check_plan(model: Any) -> None:
     """Check that the tensor-parallel plan that a model was loaded with gives exact gradients.
 
     Raises:
-        ConfigError: gradients of norms of heads would not be summed over tensor ranks.
+        ConfigError: a head would be divided, or gradients of norms of heads would not be summed over tensor ranks.
     """
     if (getattr(model, "_tp_size", None) or 1) == 1:
         return
+    _check_heads(model, model.tp_plan, model._tp_size)
     apart = [name for name, norm in _norms_of_heads(model, model.tp_plan) if norm.weight.requires_grad]
     if apart:
         raise ConfigError(
@@ -108,7 +109,7 @@ def _norms_of_heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple
                 yield f"{name}.{kind}_norm", norm
 
 
-def _check_heads(family: Family, model: Any, plan: Mapping[str, str], tp_size: int) -> None:
+def _check_heads(model: Any, plan: Mapping[str, str], tp_size: int) -> None:
     """Check that every rank gets whole heads; other layers may be divided unevenly."""
     counts = [
         projection.out_features // attention.head_dim
@@ -120,7 +121,7 @@ def _check_heads(family: Family, model: Any, plan: Mapping[str, str], tp_size: i
     if heads % tp_size:
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         raise ConfigError(
-            f"tp_size={tp_size} does not divide the {heads} key-value heads of {family.model_type}: use one of "
+            f"tp_size={tp_size} does not divide the {heads} key-value heads of {model.config.model_type}: use one of "
             f"{sizes}, and fsdp_size= for the other ranks"
         )
 

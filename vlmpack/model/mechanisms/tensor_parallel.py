@@ -1,4 +1,4 @@
-"""Tensor parallelism by transformers: the language-model head keeps its logits where they are, and plans are checked.
+"""Tensor parallelism by transformers: a divided language-model head keeps its logits where they are.
 
 transformers gathers the logits of a head that it divides over the vocabulary, [l, V] on every rank. The loss does not
 need them (`vlmpack.model.head`), so the head's forward takes a further keyword with which it returns this rank's part
@@ -8,7 +8,7 @@ as a `DTensor`. How its weight is divided is known only while it runs, when FSDP
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import Any, ClassVar, final
 
 import torch
@@ -56,9 +56,8 @@ class TensorParallel(Mechanism):
             if id(head) not in kept and (plain := _plain_forward(head)) is not None:
                 head.forward = plain
 
-    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """Report a plan by which gradients would be wrong, or heads be cut in two."""
-        return None if attached else next(_problems(model), None)
+    def problem(self, model: ModelParts, *, attached: bool) -> None:
+        """Return None: a head whose forward was replaced gathers its logits, which changes no value."""
 
     def prepare(self, setup: RowSetup) -> None:
         """Prepare nothing."""
@@ -84,36 +83,3 @@ def _plain_forward(head: nn.Module) -> Any:
     """Return the forward that a head had before ours; None: it has no forward of ours."""
     forward = vars(head).get("forward")
     return forward.args[1] if isinstance(forward, functools.partial) and forward.func is _forward else None
-
-
-def _problems(model: ModelParts) -> Iterator[str]:
-    """Yield what is wrong with the model's plan of tensor parallelism."""
-    core, size = model.core, getattr(model.core, "_tp_size", None) or 1
-    if size == 1:
-        return
-    text_config, family = model.family.text_config(core.config), model.family.model_type
-    plan: dict[str, str] = core.tp_plan or {}
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
-    for rule, style in plan.items():
-        layer, _, name = rule.rpartition(".")
-        if style != "colwise" or name not in heads:
-            continue
-        number = getattr(text_config, heads[name], None)
-        if number is not None and number % size:
-            fitting = [n for n in range(2, number + 1) if number % n == text_config.num_attention_heads % n == 0]
-            yield (
-                f"tp_size={size} does not divide the {number} {heads[name]} of this {family}, so that a head would be "
-                f"cut in two; sizes that fit: {', '.join(map(str, fitting)) or 'none, leave it out'}"
-            )
-        norm = f"{layer}.{name[0]}_norm"
-        if norm not in plan and any(_matches(norm, name) for name, _ in core.named_parameters()):
-            yield (
-                f"the tp_plan of this {family} divides {rule} over {size} ranks and has no rule for {norm}, so each "
-                "rank would have the norm's gradient from its own heads alone: add "
-                f'{{"{norm}": "replicated_with_grad_allreduce"}} to tp_plan'
-            )
-
-
-def _matches(pattern: str, parameter: str) -> bool:
-    parts, names = pattern.split("."), parameter.split(".")[:-1]
-    return len(parts) == len(names) and all(part in ("*", name) for part, name in zip(parts, names, strict=True))
