@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
@@ -22,8 +23,11 @@ from model.two_ranks import samples_of
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import PackedRow, Segments
+from vlmpack.layout.batch import Media
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
+from vlmpack.model.head import Scoring, score_targets
 from vlmpack.testing import Sample, padded
 from vlmpack.testing.samples import VISION
 
@@ -99,6 +103,10 @@ CASES = [
 ]
 
 
+WHERE = (([Shard(1)], 4), ([Shard(1)], 11), ([Replicate()], 4))
+"""Where the logits of a head of 13 ids are, and how many at a time."""
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -107,6 +115,10 @@ def main(folder: Path) -> None:
             seen = step(case, folder / case.family)
             if dist.get_rank() == 0:
                 torch.save(seen, folder / f"{case}.pt")
+    if dist.get_world_size() == 2:
+        seen = {str(number): scores(*where) for number, where in enumerate(WHERE)} | {"towers": other_towers()}
+        if dist.get_rank() == 0:
+            torch.save(seen, folder / "parts.pt")
     dist.barrier()  # nobody leaves while another still talks
     dist.destroy_process_group()
 
@@ -157,6 +169,39 @@ def refused(run: PackedStep, samples: list[Sample]) -> str:
     """What is said where ranks that should have the same samples have different ones."""
     try:
         run(padded(samples[dist.get_rank() :]))
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def scores(placement: Any, chunk: int) -> list[tuple[torch.Tensor, ...]]:
+    """Log-probabilities, entropies and the gradients of both, with the logits where `placement` says and whole."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = []
+    for places in (placement, None):
+        rng = torch.Generator().manual_seed(0)
+        hidden, weight = (torch.randn(n, 8, generator=rng).requires_grad_() for n in (11, 13))
+        targets = torch.randint(13, (11,), generator=rng)
+
+        def head(hidden_lD: torch.Tensor, weight=weight, places=places) -> torch.Tensor:
+            logits = hidden_lD @ weight.T
+            logits = logits if places is None else DTensor.from_local(logits, mesh, [Replicate()])
+            return logits if places is None else logits.redistribute(mesh, places)
+
+        settings = {"chunk": chunk, "scoring": Scoring(temperature=0.7, entropy=True)}
+        logprobs, entropy = score_targets(hidden[None], torch.arange(11), targets, head, **settings)
+        (logprobs * torch.arange(11) + entropy.square()).sum().backward()
+        found.append((logprobs.detach(), entropy.detach(), hidden.grad, weight.grad))
+    return found
+
+
+def other_towers() -> str:
+    """What is said where one data rank has an image and one has none, and blank ones cannot be computed."""
+    parallel = Parallel(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    media = Media(pixel_values=torch.ones(2, 3)) if dist.get_rank() else Media()
+    row = PackedRow(input_ids=torch.ones(1, 4).long(), segments=Segments.from_lengths([4]), media=media)
+    try:
+        parallel.check_same_towers(row, "llava")
     except LayoutError as error:
         return str(error)
     return ""

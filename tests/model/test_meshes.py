@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from equality import limits_of, without_zeros
-from model.mesh_ranks import CASES, Case
+from model.mesh_ranks import CASES, WHERE, Case
 from model.two_ranks import samples_of
 from ranks import on_ranks
 
@@ -33,11 +33,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
     for family in {case.family for case in CASES}:
         model_of(family).save_pretrained(folder / family)
 
-    def of(case: Case) -> dict[str, Any]:
+    def of(case: Case, what: str = "") -> dict[str, Any]:
         if case.ranks not in started:
             started.add(case.ranks)
             on_ranks(Path(__file__).with_name("mesh_ranks.py"), folder, ranks=case.ranks)
-        return torch.load(folder / f"{case}.pt")
+        return torch.load(folder / f"{what or case}.pt")
 
     return of
 
@@ -114,10 +114,29 @@ def test_ranks_of_a_tensor_group_that_were_given_different_rows_say_so(seen: Any
     assert "ranks [0, 1] of one tensor group were given different rows" in seen(CASES[3])["refused"]
 
 
-def test_ranks_that_would_divide_a_head_are_refused() -> None:
-    model = tiny_model("qwen3", heads=6, kv_heads=3, head_dim=16)
-    model._tp_size = 2
-    with pytest.raises(ConfigError, match="tp_size=2 does not divide the 3 key-value heads of qwen3: use one of 1, 3"):
+@pytest.mark.parametrize("number", range(len(WHERE)))
+def test_scores_of_a_divided_head_are_those_of_the_whole(number: int, seen: Any) -> None:
+    """13 ids, which two ranks do not divide, at another temperature."""
+    divided, whole = seen(CASES[0], "parts")[str(number)]
+    torch.testing.assert_close(divided, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_data_ranks_that_would_run_other_towers_say_so(seen: Any) -> None:
+    message = seen(CASES[0], "parts")["towers"]
+    assert "some rows of ranks [0, 1] have images or audio and some have none, and llava cannot" in message
+
+
+@pytest.mark.parametrize(
+    ("family", "model_sizes", "mesh_size", "message"),
+    [
+        ("qwen3", {"heads": 6, "kv_heads": 3, "head_dim": 16}, "_tp_size", "not divide the 3 key-value heads.* 1, 3"),
+        ("kimi_k25", {}, "_fsdp_size", "kimi_k25 was loaded with fsdp_size=2, and transformers mixes up"),
+    ],
+)
+def test_a_mesh_on_which_a_model_would_be_wrong_is_refused(family, model_sizes, mesh_size, message) -> None:
+    model = tiny_model(family, **model_sizes)
+    setattr(model, mesh_size, 2)
+    with pytest.raises(ConfigError, match=message):
         enable_packing(model)
 
 

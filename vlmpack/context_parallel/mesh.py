@@ -146,6 +146,21 @@ class Parallel:
                     ranks = [ranks[0], *(rank for rank, same in zip(ranks, same_R.tolist(), strict=True) if not same)]
                 require(same_R.all(), _DIFFERENT.format(ranks=ranks, name=name), LayoutError)
 
+    def check_same_towers(self, row: PackedRow, family: str) -> None:
+        """Check that all data ranks run the same towers, for a family whose images cannot be left blank.
+
+        Else a rank without images would wait forever for the others, or they for it. Asynchronous on an accelerator.
+
+        Raises:
+            LayoutError: some ranks have images or audio in their rows, and some have none. Names the ranks.
+        """
+        media = row.media
+        has = media.pixel_values is not None or media.pixel_values_videos is not None, "input_features" in media.tensors
+        for group in self._known.own_rows:
+            all_R2 = group.all_gather_equal(row.input_ids.new_tensor([has]), "check")
+            message = _OTHER_TOWERS.format(ranks=group.members, family=family)
+            require((all_R2 == all_R2[:1]).all(), message, LayoutError)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         """Return `self`: process groups cannot be copied, so the copy of a model uses the same ones."""
         return self
@@ -169,6 +184,12 @@ class Parallel:
 _DIFFERENT = (
     "ranks {ranks} of one {name} group were given different rows; give all of them the same batch: let the sampler "
     "count num_replicas=parallel.data_ranks, rank=parallel.data_rank"
+)
+
+
+_OTHER_TOWERS = (
+    "some rows of ranks {ranks} have images or audio and some have none, and {family} cannot compute blank ones, so "
+    "that ranks would wait for each other forever: give every data rank a row with media, or none"
 )
 
 
@@ -196,6 +217,9 @@ class _Ranks:
                 self.data_ranks *= size
         self.same_row = {kind: Collectives(group) for kind, group in groups.items()}
         """The ranks that get the same row as this one, by dimension."""
+        own = [name for name, kind, size in _dimensions(mesh) if kind in _OWN_ROWS and size > 1]
+        self.own_rows = [Collectives(mesh.get_group(name)) for name in own] if mesh is not None else []
+        """The ranks with rows of their own, by dimension."""
 
 
 def mesh_of(model: Any) -> DeviceMesh | None:

@@ -136,12 +136,23 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     return model
 
 
+_MIXED_UP = ("kimi_k25",)
+"""Families whose checkpoints hold queries, keys and values in one weight. transformers 5.24 splits a part of it as if
+it were the whole."""
+
+
 def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Parallel | None:
     """Return the ranks that train together: as given, or as the model's mesh says.
 
     Raises:
         ConfigError: the mesh cannot train packed rows, or the family's images cannot be computed by ranks together.
     """
+    if family.model_type in _MIXED_UP and (getattr(core, "_fsdp_size", None) or 1) > 1:
+        raise ConfigError(
+            f"{family.model_type} was loaded with fsdp_size={core._fsdp_size}, and transformers mixes up the queries, "
+            "keys and values of its vision tower when it loads a checkpoint in parts: load it without a mesh, and call "
+            "fully_shard on its layers"
+        )
     over_ranks = not family.has_vision or (family.has_grids and family.media_over_ranks)
     if parallel is None and mesh_of(core) is not None:
         parallel = Parallel()

@@ -326,9 +326,11 @@ def setup_row(
         LayoutError: media or token ids do not match the row or the model; or ranks that should have the same row have
             others.
     """
+    family, media, config = model.family, row.media, model.core.config
     if parallel is not None:
         parallel.check_same_row(row)
-    family, media, config = model.family, row.media, model.core.config
+        if not parallel.same_calls and _trains_tower(model):
+            parallel.check_same_towers(row, family.model_type)
     family.check_floats(media)
     if family.audio is not None:
         family.audio.check_features(media, config)
@@ -341,6 +343,11 @@ def setup_row(
         _check_pixels(model, media.pixel_values_videos, computed.grids(VIDEO), "pixel_values_videos")
     types = family.types_of_row(row, config)
     return RowSetup(model=model, row=row, media=table, part=part, types=types, backend=backend)
+
+
+def _trains_tower(model: ModelParts) -> bool:
+    path = model.family.vision_path
+    return path is not None and any(weight.requires_grad for weight in model.core.get_submodule(path).parameters())
 
 
 def part_of(row: PackedRow, parallel: Parallel | None, piece: PieceOfGroup | None = None) -> RowPart:

@@ -117,6 +117,8 @@ def _by_chunks(
 def _scores(hidden_lD: torch.Tensor, targets_l: torch.Tensor, head: Head, scoring: Scoring) -> torch.Tensor:
     """Score one chunk, in float32, as Hugging Face models compute their cross-entropy."""
     logits_lV = head(hidden_lD)
+    if isinstance(logits_lV, DTensor) and not (len(logits_lV.placements) == 1 and logits_lV.placements[0].is_shard(1)):
+        logits_lV = logits_lV.full_tensor()
     own_lv = _own(logits_lV).float()
     own_lv = own_lv if scoring.temperature == 1 else own_lv / scoring.temperature
     if isinstance(logits_lV, DTensor):
