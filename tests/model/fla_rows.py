@@ -23,7 +23,7 @@ from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing
-from vlmpack.model.mechanisms import gated_delta, gated_delta_states
+from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
@@ -101,7 +101,7 @@ def test_a_row_goes_through_a_layer_in_one_call_and_equals_alone_with_poison_in_
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(
     ("owner", "part", "nothing"),
-    [(gated_delta, "conv_taps", 0), (gated_delta_states, "fla_boundaries", {})],
+    [(gated_delta, "conv_taps", 0), (gated_delta, "fla_boundaries", {})],
     ids=["zeros", "boundaries"],
 )
 def test_a_row_leaks_without(model: Any, alone: Alone, owner: Any, part: str, nothing: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_prefix_tree_is_computed_in_one_call_a_level_each_node_from_its_parent
 def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_samples(
     model: Any, branches: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
     monkeypatch.setattr(LayerState, "update_recurrent_state", None)  # as where transformers asks for something else
     row, result = of_tree(model, branches)
     assert result.work.delta_tokens > row.segments.num_tokens > row.tree.num_tokens

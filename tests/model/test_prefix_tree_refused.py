@@ -7,13 +7,14 @@ import pytest
 import torch
 from cases import slow
 from equality import alone_through, check_step, limits_of
+from torch.utils.flop_counter import FlopCounterMode
 from trees import DEEP, STRANGER, rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import LayoutError
 from vlmpack.layout import MediaTable, unshare
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms import gated_delta_states
+from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState
 from vlmpack.testing import tiny_model
 
@@ -91,24 +92,36 @@ def test_without_the_protocol_layers_run_along_the_paths(family, monkeypatch):
     model = small(family)
     samples = samples_of(model.config, DEEP, STRANGER)
     alone = alone_through(model, samples)
-    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
     monkeypatch.delattr(LayerState, "update_conv_state")  # as where transformers asks for something else
     result = PackedStep(model)(shared(samples), logits=True)
     check_step(alone, model, result, limits_of(family))
-    assert list(gated_delta_states._HANDS.values()) == [False]
+    assert list(gated_delta._SUPPORTED.values()) == [False]
     assert result.work.delta_tokens >= result.work.real_tokens > result.work.physical_tokens
+
+
+def test_counting_operations_does_not_make_layers_run_along_the_paths(monkeypatch):
+    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
+    model = small("qwen3_5")
+    row = shared(samples_of(model.config, DEEP, STRANGER))
+    with FlopCounterMode(display=False) as first:
+        PackedStep(model)(row)
+    with FlopCounterMode(display=False) as second:
+        result = PackedStep(model)(row)
+    assert result.work.delta_tokens < result.work.real_tokens
+    assert first.get_total_flops() == second.get_total_flops()
 
 
 @pytest.mark.parametrize("method", ["get_recurrent_state", "update_recurrent_state"])
 def test_a_protocol_that_loses_the_state_is_found_out(method, monkeypatch):
     assert states_are_handed_on()
-    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
     monkeypatch.setattr(LayerState, method, lambda *_, **__: None)
     assert not states_are_handed_on()
 
 
 def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
-    monkeypatch.setattr(gated_delta_states, "_HANDS", {})
+    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
 
     def copied(self, state, *_, **__):
         self.state = state.detach()
@@ -123,4 +136,4 @@ def states_are_handed_on():
     model = small("qwen3_5")
     layer_class = type(model.model.language_model.layers[0].linear_attn)
     cut, device = partial(Buckets.cheapest, call_cost=16), torch.device("cpu")
-    return gated_delta_states.supports_initial_state(layer_class, model.config.text_config, cut=cut, device=device)
+    return gated_delta.supports_initial_state(layer_class, model.config.text_config, cut=cut, device=device)

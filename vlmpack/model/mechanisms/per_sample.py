@@ -11,7 +11,7 @@ the row to their token ids (`InRow`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -21,7 +21,7 @@ from transformers.masking_utils import create_causal_mask
 
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, PreHook, RowSetup, subclass
 from vlmpack.model.mechanisms.attention import plain_config
 from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.plain import warn_past_the_forward
@@ -39,40 +39,12 @@ class PerSample(ClassMechanism):
         attention, ngram = attention_layers(model), ngram_layers(model)
         return [*((layer, attention_class) for layer in attention), *((layer, ngram_class) for layer in ngram)]
 
-    def find(self, model: ModelParts) -> list[nn.Module]:
-        """Return every layer, and the text model with its hook."""
-        return [*super().find(model), model.text]
-
-    def attach(self, model: ModelParts) -> None:
-        """Change the classes, and hook the text model so that n-gram layers get the row with their token ids."""
-        super().attach(model)
-        if not self._is_hooked(model):
-            ids = model.family.mechanisms[self.name]["ngram_ids"]
-            hook = functools.partial(_add_row, ids)  # can be copied and pickled with the model
-            model.text.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
-        """Restore the classes and remove the hook."""
-        super().detach(model, kept=kept)
-        text = model.text
-        if id(text) not in kept:
-            for number in [number for number, hook in text._forward_pre_hooks.items() if _is_ours(hook)]:
-                del text._forward_pre_hooks[number]
-                text._forward_pre_hooks_with_kwargs.pop(number, None)
-
-    def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """Report a class that was changed, or a text model without the hook."""
-        if attached and not self._is_hooked(model):
-            return (
-                "n-gram layers no longer get the row: the text model was exchanged or lost its hooks after "
-                "enable_packing; call enable_packing(model) again"
-            )
-        return super().problem(model, attached=attached)
+    def hook(self, model: ModelParts) -> tuple[nn.Module, PreHook]:
+        """Give n-gram layers the row with their token ids, which the text model passes on."""
+        return model.text, functools.partial(_add_row, model.family.mechanisms[self.name]["ngram_ids"])
 
     def problem_of_groups(self, model: ModelParts) -> str | None:
         """Report layers that look at whole samples."""
-        if not self.find(model):
-            return None
         return (
             "its sparse attention or n-gram layers look at whole samples, so that a kept prefix would have to go "
             "through them again: give groups that fit a row"
@@ -86,9 +58,6 @@ class PerSample(ClassMechanism):
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the pairs that the indexer selects."""
         return {"attended_pairs": selected_pairs(setup.row.segments, setup.text_config)}
-
-    def _is_hooked(self, model: ModelParts) -> bool:
-        return any(map(_is_ours, model.text._forward_pre_hooks.values()))
 
 
 def attention_layers(model: ModelParts) -> list[nn.Module]:
@@ -124,10 +93,6 @@ class InRow:
         """The tensor, [1, T]."""
         self.row = row
         """The row."""
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(hook, functools.partial) and hook.func is _add_row
 
 
 def _add_row(

@@ -14,7 +14,7 @@ inserts them at their placeholders as usual, and adds deepstack features after i
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
 
@@ -33,6 +33,7 @@ from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
     ModelParts,
+    PreHook,
     RowSetup,
     handed_row,
     handing_class,
@@ -104,27 +105,10 @@ class Vision(ClassMechanism):
             changed += [(x, taking_class) for x in (part if isinstance(part, nn.ModuleList) else (part,))]
         return changed
 
-    def find(self, model: ModelParts) -> list[nn.Module]:
-        """Return every module that changes, and the tower, which gets a hook."""
-        tower = _tower_with_grids(model)
-        return [*super().find(model), *([] if tower is None else [tower])]
-
-    def attach(self, model: ModelParts) -> None:
-        """Change the classes, and hook the tower, so that it computes from grids on the host."""
-        super().attach(model)
-        tower = _tower_with_grids(model)
-        if tower is not None and not any(map(_is_ours, tower._forward_pre_hooks.values())):
-            hook = functools.partial(_add_tower_inputs, model.family.from_grids)  # can be copied and pickled
-            tower.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
-        """Restore the classes and remove the hook."""
-        super().detach(model, kept=kept)
-        tower = _tower_with_grids(model)
-        if tower is not None and id(tower) not in kept:
-            for number in [number for number, hook in tower._forward_pre_hooks.items() if _is_ours(hook)]:
-                del tower._forward_pre_hooks[number]
-                tower._forward_pre_hooks_with_kwargs.pop(number, None)
+    def hook(self, model: ModelParts) -> tuple[nn.Module, PreHook] | None:
+        """Compute the tower's inputs from grids on the host."""
+        tower = model.family.vision_tower(model.core) if model.family.from_grids else None
+        return None if tower is None else (tower, functools.partial(_add_tower_inputs, model.family.from_grids))
 
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Derive the boundaries of images and videos, and pass on the pixels or compute this rank's features."""
@@ -152,21 +136,12 @@ class Vision(ClassMechanism):
 # tower gets them there, and before it runs, transformers' own functions compute on the host what it would compute.
 
 
-def _tower_with_grids(model: ModelParts) -> nn.Module | None:
-    """Return the tower if its inputs can be computed on the host; otherwise None."""
-    return model.family.vision_tower(model.core) if model.family.from_grids else None
-
-
 def _host_grids(family: Family, calls: Sequence[Sequence[Grid]]) -> dict[str, torch.Tensor]:
     """Return the grids of images and videos, int64 [n, 3] on the host; {} if the tower reads them on its device."""
     if not family.from_grids:
         return {}
     named = zip(("image_grid_thw", "video_grid_thw"), calls, strict=False)
     return {name: torch.tensor(grids, device="cpu") for name, grids in named if grids}
-
-
-def _is_ours(hook: Any) -> bool:
-    return isinstance(hook, functools.partial) and hook.func is _add_tower_inputs
 
 
 @outside_graph
