@@ -35,7 +35,7 @@ def checks_of(family: str) -> list[Check]:
     setup = _setup(model, None, None)
     with preserved_state(model):
         branching = setup.branching()
-        return packed_checks(branching, run.tree_references(branching), progress=lambda part: None)
+        return packed_checks(branching, run.References(branching), progress=lambda part: None)
 
 
 def bad(checks: list[Check]) -> set[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlmpack.probing import Report, checks, probe, reference, run
+from vlmpack.probing import Report, checks, probe, reference
 from vlmpack.probing.forward_passes import AUTOCAST, LEFT
 from vlmpack.probing.report import Check, Part
 from vlmpack.testing import tiny_model
@@ -53,7 +53,7 @@ def test_a_circumstance_that_raises_leaves_the_others(monkeypatch: pytest.Monkey
 
 RAISING: dict[str, tuple[Any, str, str, Part]] = {
     "mixed precision that the model alone cannot do": (reference, "_autocast_reference", AUTOCAST.name, "equality"),
-    "samples that share prefixes and raise alone": (run, "tree_references", "tree", "equality"),
+    "samples that share prefixes and raise alone": (reference, "_tree_reference", "tree", "equality"),
     "results that cannot be checked": (checks, "result_checks", "mechanisms", "mechanism"),
     "router losses of the padded batch": (reference, "reference_router_losses", "load-balancing loss", "equality"),
 }

@@ -31,7 +31,6 @@ from vlmpack.probing.reference import (
     held_to,
     open_share,
     record_references,
-    value_of,
 )
 from vlmpack.probing.report import BAD, Check, Part
 from vlmpack.probing.work import check_pairs, check_syncs, tree_work
@@ -138,14 +137,16 @@ def _circumstance_checks(
         where = "" if circumstance is GAPS else f"in {circumstance.title}: "
         found = caught("mechanism", "mechanisms", run)
         checks += [replace(check, detail=where + check.detail) if check.is_bad else check for check in found]
-    if always and references.routers is not None:
+    if always and setup.probed.family.has("experts"):
         right = not any(check.is_bad and check.name in ("head", "loss count") for check in checks)
 
-        def of_routers(packed: PackedPass) -> list[Check]:
-            routers = value_of(references.routers)
-            return [] if routers is None else check_routers(setup, packed, reference, routers, losses_right=right)
+        def of_routers() -> list[Check]:
+            if (routers := references.routers) is None:
+                return []
+            with packing(setup, circumstance) as packed:
+                return check_routers(setup, packed, reference, routers, losses_right=right)
 
-        checks += run_packed("equality", f"{circumstance.name}: load-balancing loss", run=of_routers)
+        checks += caught("equality", f"{circumstance.name}: load-balancing loss", of_routers)
     return checks
 
 

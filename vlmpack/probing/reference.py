@@ -27,11 +27,11 @@ tokens, so the results of the other samples are the same bit for bit unless some
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar, final
+from functools import cached_property, partial
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -259,74 +259,58 @@ class Reference:
     """The choices of experts of each sample alone, in float32."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class References:
-    """The references of all circumstances. An exception is what the model alone raised."""
-
-    train: Reference | Exception | None
-    """Reference in train mode, in most models the same as in eval mode; None: not deterministic in train mode."""
-    autocast: Reference | Exception | None
-    """Reference in mixed precision; None: not deterministic, or the weights are already in low precision."""
-    routers: RouterLosses | Exception | None
-    """Router losses of plain transformers for the padded batch with its 2D mask; None: no routers, or no such loss."""
-    eval: Reference | None = None
-    """Reference in eval mode; None: the samples share prefixes, which are probed in train mode only."""
-
-    def of(self, circumstance: Circumstance) -> Reference | None:
-        """Return the reference of a circumstance; None: the model is not deterministic in it.
-
-        Raises:
-            Exception: the error that the model alone raised in this circumstance.
-        """
-        if circumstance.autocast:
-            return value_of(self.autocast)
-        return value_of(self.train) if circumstance.train else self.eval
-
-
-Value = TypeVar("Value")
-
-
-def value_or_error(compute: Callable[[], Value]) -> Value | Exception:
-    """Compute a part of the reference, or return its error, which `value_of` raises in the checks that need it."""
-    try:
-        return compute()
-    except UnsteadyError:
-        raise
-    except Exception as error:
-        return error
-
-
-def value_of(found: Value | Exception) -> Value:
-    """Return a part of the reference, or raise the error of computing it."""
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
 class UnsteadyError(ArithmeticError):
     """The model returns different numbers when it runs again."""
 
 
-def compute_references(setup: ProbeSetup) -> References:
-    """Compute the references of all circumstances. In low precision, this temporarily makes a float32 model copy.
-
-    Raises:
-        UnsteadyError: two runs of the same samples differ in eval mode.
-        ArithmeticError: the model returns NaN or infinity without any packing.
+@final
+class References:
+    """The references of all circumstances, computed when they are needed. In low precision, this temporarily makes a
+    float32 copy of the model. An error of the model alone is raised in the checks of each circumstance that needs it.
     """
-    alone = _run_alone(setup, GAPS)
-    in_eval = _exact_reference(setup, GAPS, alone)
-    in_train = value_or_error(lambda: _train_reference(setup, alone, in_eval))
-    in_autocast = in_train
-    if isinstance(in_train, Reference):
-        in_autocast = None if setup.probed.is_low else value_or_error(lambda: _autocast_reference(setup, in_train))
-    return References(
-        eval=in_eval,
-        train=in_train,
-        autocast=in_autocast,
-        routers=value_or_error(lambda: reference_router_losses(setup.probed, setup.samples)),
-    )
+
+    def __init__(self, setup: ProbeSetup) -> None:
+        self._setup = setup
+
+    def of(self, circumstance: Circumstance) -> Reference | None:
+        """Return the reference of a circumstance; None: the model is not deterministic in it."""
+        if circumstance.autocast:
+            return self.autocast
+        return self.train if circumstance.train else self.eval
+
+    @cached_property
+    def eval(self) -> Reference:
+        """Reference in eval mode.
+
+        Raises:
+            ArithmeticError: the model returns NaN or infinity without any packing.
+        """
+        return _exact_reference(self._setup, GAPS, self._alone)
+
+    @cached_property
+    def train(self) -> Reference | None:
+        """Reference in train mode, in most models the same as in eval mode; None: not deterministic in train mode.
+
+        Raises:
+            UnsteadyError: two runs of the same samples differ in eval mode.
+        """
+        setup = self._setup
+        return _tree_reference(setup) if setup.branches else _train_reference(setup, self._alone, self.eval)
+
+    @cached_property
+    def autocast(self) -> Reference | None:
+        """Reference in mixed precision; None: not deterministic, or the weights are already in low precision."""
+        return None if self.train is None or self._setup.probed.is_low else _autocast_reference(self._setup, self.train)
+
+    @cached_property
+    def routers(self) -> RouterLosses | None:
+        """Router losses of plain transformers for the padded batch with its 2D mask; None: no routers, or no such
+        loss."""
+        return reference_router_losses(self._setup.probed, self._setup.samples)
+
+    @cached_property
+    def _alone(self) -> _AloneRun:
+        return _run_alone(self._setup, GAPS)
 
 
 DELTA_GRADIENT = 2e-3
@@ -335,19 +319,14 @@ DELTA_GRADIENT = 2e-3
 leaks of these layers' states."""
 
 
-def tree_references(setup: ProbeSetup) -> References:
-    """Compute the references of samples that share prefixes, for a model that is deterministic in train mode."""
-
-    def compute() -> Reference:
-        reference = _exact_reference(setup, TREE, _run_alone(setup, TREE))
-        if not setup.probed.family.has("gated_delta"):
-            return reference
-        limits, layer = reference.limits, setup.probed.family.mechanisms["gated_delta"]["layer"]
-        wider = {group: max(limit, DELTA_GRADIENT) for group, limit in limits.gradients.items() if layer in group}
-        return replace(reference, limits=replace(limits, gradients={**limits.gradients, **wider}))
-
-    routers = value_or_error(lambda: reference_router_losses(setup.probed, setup.samples))
-    return References(train=value_or_error(compute), autocast=None, routers=routers)
+def _tree_reference(setup: ProbeSetup) -> Reference:
+    """Compute the reference of samples that share prefixes, for a model that is deterministic in train mode."""
+    reference, family = _exact_reference(setup, TREE, _run_alone(setup, TREE)), setup.probed.family
+    if not family.has("gated_delta"):
+        return reference
+    limits, layer = reference.limits, family.mechanisms["gated_delta"]["layer"]
+    wider = {group: max(limit, DELTA_GRADIENT) for group, limit in limits.gradients.items() if layer in group}
+    return replace(reference, limits=replace(limits, gradients={**limits.gradients, **wider}))
 
 
 @final
@@ -416,8 +395,11 @@ def _reference(
             result = forward(setup.samples)
         return compare(result.outcome(probed.model, setup.samples), truth, low=low)
 
-    padded, factor = value_or_error(of_batch), LOW_PRECISION_FACTOR if low else 2.0
-    limits = Limits.beyond(errors, errors if isinstance(padded, Exception) else padded, factor=factor)
+    try:
+        padded = of_batch()
+    except Exception:
+        padded = errors
+    limits = Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0)
     return Reference(outcome=truth, limits=limits, choices=choices)
 
 

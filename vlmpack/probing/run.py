@@ -25,12 +25,11 @@ from vlmpack.probing.losses import result_checks
 from vlmpack.probing.reference import (
     ProbeSetup,
     Reference,
+    References,
     UnsteadyError,
-    compute_references,
     held_to,
     open_share,
     record_references,
-    tree_references,
 )
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
 from vlmpack.probing.work import count_pairs
@@ -191,21 +190,26 @@ def _checks(
     setup: ProbeSetup, progress: Progress, *, plain: bool, share_prefixes: bool
 ) -> tuple[list[Check], list[Baseline]]:
     progress("each sample alone")
+    references = References(setup)
     try:
-        references = compute_references(setup)
-    except UnsteadyError as error:
-        return [not_deterministic("", str(error))], []
+        in_eval = references.eval
     except Exception as error:  # nothing to compare with, which is itself a finding
         return [Check.raised("equality", "each sample alone", error)], []
+    try:
+        is_steady = references.train is not None
+    except UnsteadyError as error:
+        return [not_deterministic("", str(error))], []
+    except Exception:  # the checks in train mode will report it
+        is_steady = True
     progress("plain transformers")
-    baselines = _baselines(setup, references.eval) if plain and references.eval else []
+    baselines = _baselines(setup, in_eval) if plain else []
     checks = packed_checks(setup, references, progress=progress)
-    if share_prefixes and references.train is not None:
-        del references  # the gradients in it are as large as the model
+    if share_prefixes and is_steady:
+        del references, in_eval  # the gradients in them are as large as the model
 
         def of_tree() -> list[Check]:
             branching = setup.branching()
-            return packed_checks(branching, tree_references(branching), progress=progress)
+            return packed_checks(branching, References(branching), progress=progress)
 
         checks += caught("equality", TREE.name, of_tree)
     return worst_of_each(checks), baselines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.layout.packing import pack
-from vlmpack.layout.row import PackedRow
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel
@@ -183,74 +182,37 @@ def check_syncs(setup: ProbeSetup, packed: PackedPass) -> Check:
 
 
 def tree_work(setup: ProbeSetup, packed: PackedPass) -> Iterator[Check]:
-    """Compare the computed tokens, patches and query-key pairs with those of the samples' distinct prefixes."""
-    row = packed.row(setup.samples)
-    assert row.tree is not None
-    tokens, pairs, patches = distinct_prefixes(setup, packed)
-    with torch.no_grad():
-        work = packed.step(packed.inputs(setup.samples)).work
-    computed, dense = count_pairs(lambda: packed(setup.samples), setup.probed)
-    parts = ModelParts(family=setup.probed.family, core=setup.probed.core)
-    local, sparse = _is_local(parts), setup.probed.family.has("per_sample")
-    counts: dict[str, tuple[int, int, Cause]] = {
-        "tokens": (work.physical_tokens, tokens, "packing"),
-        "patches": (work.vision_patches, patches, "vision"),
-        **({} if sparse or local else {"pairs": (work.attended_pairs, pairs, "mask")}),
-    }
-    # kernels get each node's queries and all keys on its path; layers that run sample by sample get each whole path
-    needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
-    if sparse:
-        needed = sum(length**2 for length in row.segments.lengths)
-    if bidirectional_spans(parts) is not None:  # a second call: queries of spans, all keys up to their ends
-        needed += _pairs_of_spans(row, setup)
-    if computed is not None and not dense:
-        counts["attended pairs"] = computed, min(computed, needed) if local else needed, "mask"
-    for name, (value, expected, cause) in counts.items():
-        check = Check(part="work", name=f"tree: {name}", finding="ok", value=value, allowed=expected)
-        detail = f"{value} {name} are computed, and the samples' distinct prefixes have {expected}"
-        yield check if value == expected else replace(check, finding="differs", cause=cause, detail=detail)
-    yield replace(check_syncs(setup, packed), name="tree: host-device syncs")
+    """Compare the computed tokens, patches and query-key pairs with those of the distinct pieces of the samples.
 
-
-def distinct_prefixes(setup: ProbeSetup, packed: PackedPass) -> tuple[int, int, int]:
-    """Count the work that remains if every prefix is computed once, with a trie of single tokens.
-
-    Placeholders are equal only if they belong to the same piece. A token that attends to later tokens is equal to
-    another one only if all of these are equal, too.
-
-    Returns:
-        (tokens, query-key pairs of causal attention, patches of the media at distinct nodes of the trie).
+    Fewer are right too: different pieces may begin with the same words.
     """
     assert setup.branches is not None
-    probed, branches = setup.probed, setup.branches
-    numbers, pairs, seen = dict[tuple[int, Hashable], int](), 0, list[int]()
-    for path, sample in zip(branches.paths, branches.samples, strict=True):
-        pieces = [piece for piece in path for _ in branches.pieces[piece]["input_ids"]]
-        is_media = (probed.family.media_types(sample["input_ids"], probed.config) > 0).tolist()
-        contents = [piece if medium else None for piece, medium in zip(pieces, is_media, strict=True)]
-        symbols: list[Hashable] = [*zip(sample["input_ids"].tolist(), contents, strict=True)]
-        for start, stop in probed.runs_of(sample):
-            symbols[start:stop] = [(place, *symbols[start:stop]) for place in range(stop - start)]
-        before, new = 0, set[int]()
-        for depth, (symbol, content) in enumerate(zip(symbols, contents, strict=True), start=1):
-            if (before, symbol) not in numbers:
-                numbers[before, symbol] = len(numbers) + 1
-                pairs += depth
-                new |= set() if content is None else {content}
-            before = numbers[before, symbol]
-        seen += new
-    row = pack(padded([branches.pieces[piece] for piece in seen])) if seen else None
-    with torch.no_grad():
-        return len(numbers), pairs, 0 if row is None else packed.step(row).work.vision_patches
-
-
-def _pairs_of_spans(row: PackedRow, setup: ProbeSetup) -> int:
-    """Sum, over the distinct runs of bidirectional tokens, of the run's queries times the keys up to its end."""
+    branches, probed = setup.branches, setup.probed
+    parts = ModelParts(family=probed.family, core=probed.core)
+    row = packed.row(setup.samples)
     assert row.tree is not None
-    place = row.tree.place().tolist()
-    runs = {
-        place[first + start]: (stop - start) * stop
-        for (first, _), sample in zip(row.segments.spans, setup.samples, strict=True)
-        for start, stop in setup.probed.runs_of(sample)
+    paths = {path[:stop] for path in branches.paths for stop in range(1, len(path) + 1)}
+    lengths = {path: [len(branches.pieces[piece]["input_ids"]) for piece in path] for path in paths}
+    with torch.no_grad():
+        work = packed.step(packed.inputs(setup.samples)).work
+        apart = packed.step(pack(padded([branches.pieces[path[-1]] for path in paths]))).work
+    # kernels get each node's queries and all keys on its path; layers that run sample by sample get each whole path;
+    # bidirectional tokens are computed again, as queries of all keys up to the end of their span
+    needed = sum(n * k for n, k in zip(row.tree.lengths, row.tree.keys.lengths, strict=True))
+    if probed.family.has("per_sample"):
+        needed = sum(length**2 for length in row.segments.lengths)
+    needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
+    computed, dense = count_pairs(lambda: packed(setup.samples), probed)
+    counts: dict[str, tuple[int, int, Cause]] = {
+        "tokens": (work.physical_tokens, apart.physical_tokens, "packing"),
+        "patches": (work.vision_patches, apart.vision_patches, "vision"),
     }
-    return sum(runs.values())
+    if not (probed.family.has("per_sample") or _is_local(parts) or bidirectional_spans(parts)):
+        causal = sum(of[-1] * sum(of) - of[-1] * (of[-1] - 1) // 2 for of in lengths.values())
+        counts["pairs"] = work.attended_pairs, causal, "mask"
+    if computed is not None and not dense:
+        counts["attended pairs"] = computed, needed, "mask"
+    for name, (value, allowed, cause) in counts.items():
+        detail = f"{value} {name} are computed, and the samples' distinct pieces have {allowed}"
+        yield Check.measured("work", f"tree: {name}", value, allowed, detail, cause=cause)
+    yield replace(check_syncs(setup, packed), name="tree: host-device syncs")
