@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,7 +22,7 @@ from vlmpack.families.audio import AskModel
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import Media, check_is_tensor
 from vlmpack.layout.device import copied, on_host, outside_graph, require
-from vlmpack.layout.media import IMAGE, KINDS, TEXT, VIDEO, MediaTable, Medium
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, TEXT, VIDEO, MediaTable
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, checked_boundaries
 from vlmpack.model.mechanisms import ModelParts
@@ -154,90 +154,52 @@ def check_restarts(rope: Segments, segments: Segments, table: MediaTable) -> Non
 
 @outside_graph
 def check_rope_index(model: ModelParts) -> None:
-    """Compare positions for a sample with an image (and a video, if the family takes videos) with the model's own.
+    """Compare positions for a sample with an image, and with a video and audio if the family takes them, with the
+    model's own.
 
     Raises:
         FamilyError: the model's `get_rope_index` gives other positions than the family's descriptor.
     """
-    family, config = model.family, model.core.config
-    if isinstance(family.positions_rule, AskModel):
-        _check_asked(model)
-        return
-    merge = family.merge(config)
-    images, videos = [(1, 2 * merge, 3 * merge)], [(2, merge, 2 * merge)] * family.has_videos
-    kinds, runs = [TEXT] * 2, []
-    for kind, lengths in ((IMAGE, [family.media_tokens(images, config)]), (VIDEO, family.video_runs(videos, config))):
-        for tokens in lengths:
-            runs.append((len(kinds), len(kinds) + tokens))
-            kinds += [kind] * tokens + [TEXT]
-    media = [Medium(kind=IMAGE, grid=images[0], runs=(runs[0],))]
-    media += [Medium(kind=VIDEO, grid=grid, runs=tuple(runs[1:])) for grid in videos]
-    segments = Segments.from_lengths([len(kinds)])
-    expected = family.positions(MediaTable(media=tuple(media)), segments, config=config)
-    grids = {"image_grid_thw": torch.tensor(images)}
-    if videos:
-        grids["video_grid_thw"] = torch.tensor(videos)
-    backbone: Any = family.backbone(model.core)
-    types = torch.tensor([kinds])
-    # get_rope_index reads the types, not the token ids
-    own, _ = backbone.get_rope_index(torch.zeros_like(types), mm_token_type_ids=types, **grids)
-    _compare(own, expected, model, f"{len(videos)} videos")
-
-
-def _compare(upstream: torch.Tensor, expected: torch.Tensor, model: ModelParts, others: str) -> None:
-    """Compare positions from the model's own code, [3, 1, L], with those from the descriptor, [4, 1, L]."""
-    family = model.family
-    if (differs := upstream.cpu() != expected[1:]).any():
-        at = int(differs.any(0)[0].int().argmax())
-        raise FamilyError(
-            f"token {at} of a sample with 1 image and {others} is at {upstream[:, 0, at].tolist()} "
-            f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
-            f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers of "
-            "the supported range, and an unmodified model"
-        )
-
-
-def _check_asked(model: ModelParts) -> None:
-    """Compare positions of a sample with audio, with and without video, for a model whose own code reads token ids."""
-    family, config = model.family, model.core.config
-    assert family.audio is not None
-    merge, frames = family.merge(config), 30
-    image, video = (1, 2 * merge, 3 * merge), (3, merge, 2 * merge)
-    audio_tokens = family.audio.tokens(frames, config.audio_config)
-    ids = [*_marked(config.vision_start_token_id, config.image_token_id, family.media_tokens([image], config))]
-    ids += _marked(config.audio_start_token_id, config.audio_token_id, audio_tokens)
-    clip = _marked(config.vision_start_token_id, config.video_token_id, family.media_tokens([video], config))
-    backbone: Any = family.backbone(model.core)
-    for videos in ([], [video]):
-        input_ids = torch.tensor([[*ids, *clip * len(videos)]])
-        seconds = [0.7] * len(videos)
-        row = PackedRow(
-            input_ids=input_ids,
-            segments=Segments.from_lengths([input_ids.shape[1]]),
-            media=Media(
-                image_grid_thw=torch.tensor([image]),
-                video_grid_thw=torch.tensor(videos) if videos else None,
-                tensors={
-                    "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64),
-                    **({"video_second_per_grid": torch.tensor(seconds)} if videos else {}),
-                },
-            ),
-        )
-        expected = family.positions(family.media_of_row(row, config), row.segments, config=config)
-        upstream, _ = backbone.get_rope_index(
-            input_ids,
-            image_grid_thw=torch.tensor([image]),
-            video_grid_thw=torch.tensor(videos) if videos else None,
-            attention_mask=torch.ones_like(input_ids),
-            audio_seqlens=torch.tensor([frames]),
-            second_per_grids=torch.tensor(seconds) if videos else None,
-        )
-        _compare(upstream, expected, model, f"{len(videos)} videos and 1 audio")
-
-
-def _marked(start: int, placeholder: int, count: int) -> list[int]:
-    """Return the tokens of one medium, with a text token before and after it (0 is the id of some word)."""
-    return [0, start, *[placeholder] * count, 0]
+    family, config, backbone = model.family, model.core.config, cast(Any, model.family.backbone(model.core))
+    merge, frames, seconds = family.merge(config), 30, [0.7]
+    images, video = torch.tensor([[1, 2 * merge, 3 * merge]]), (2, merge, 2 * merge)
+    for videos in (None, torch.tensor([video]))[: 1 + family.has_videos]:
+        runs = [(IMAGE, family.media_tokens(images.tolist(), config))]
+        tensors: dict[str, torch.Tensor] = {}
+        if family.audio is not None:
+            runs.append((AUDIO, family.audio.tokens(frames, config.audio_config)))
+            tensors["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
+        if videos is not None:
+            runs += [(VIDEO, tokens) for tokens in family.video_runs([video], config)]
+            if "video_second_per_grid" in family.media:
+                tensors["video_second_per_grid"] = torch.tensor(seconds)
+        ids, kinds = list[int](), list[int]()
+        for kind, tokens in runs:
+            name = KINDS[IMAGE if family.videos_as_images else kind]
+            start = getattr(config, f"{'audio' if kind == AUDIO else 'vision'}_start_token_id", 0)
+            ids += [0, start, *[getattr(config, f"{name}_token_id")] * tokens, 0]  # 0 is the id of some word
+            kinds += [TEXT, TEXT, *[kind] * tokens, TEXT]
+        input_ids, types = torch.tensor([ids]), torch.tensor([kinds])
+        media = Media(image_grid_thw=images, video_grid_thw=videos, tensors=tensors)
+        segments = Segments.from_lengths([len(ids)])
+        row = PackedRow(input_ids=input_ids, segments=segments, mm_token_type_ids=types, media=media)
+        expected = family.positions(family.media_of_row(row, config), segments, config=config)
+        further: dict[str, Any] = {"mm_token_type_ids": types}
+        if isinstance(family.positions_rule, AskModel):
+            further = {"attention_mask": torch.ones_like(input_ids), "audio_seqlens": torch.tensor([frames])}
+            further["second_per_grids"] = tensors.get("video_second_per_grid")
+        if videos is not None:
+            further["video_grid_thw"] = videos
+        upstream, _ = backbone.get_rope_index(input_ids, image_grid_thw=images, **further)
+        if (differs := upstream.cpu() != expected[1:]).any():
+            at = int(differs.any(0)[0].int().argmax())
+            kinds_seen = ", ".join(dict.fromkeys(KINDS[kind] for kind, _ in runs))
+            raise FamilyError(
+                f"token {at} of a sample with {kinds_seen} is at {upstream[:, 0, at].tolist()} "
+                f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
+                f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers "
+                "of the supported range, and an unmodified model"
+            )
 
 
 @outside_graph
