@@ -47,6 +47,7 @@ _EXPERTS = {"experts": {"layer": "mlp", "router": "gate"}}
 TEXT = (
     text_family("llama"),
     text_family("mistral"),
+    text_family("mixtral", mechanisms=_EXPERTS),
     text_family("qwen2"),
     text_family("qwen3_moe", mechanisms=_EXPERTS),
     text_family("gemma2", logits=capped_logits),
@@ -56,6 +57,7 @@ TEXT = (
     text_family("granite", logits=divided_logits),
     text_family("cohere2", logits=multiplied_logits),
     text_family("smollm3"),
+    text_family("glm4"),
     text_family("glm4_moe", mechanisms=_EXPERTS),
     text_family("deepseek_v3", mechanisms=_EXPERTS),
     text_family("lfm2", mechanisms={"short_conv": {"layer": "conv"}}, oldest_transformers=(5, 23)),
