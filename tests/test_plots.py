@@ -22,7 +22,6 @@ from vlmpack.plots import (
     packed_pieces,
     padded_pieces,
     plot_balance,
-    plot_curves,
     plot_fill,
     plot_lengths,
     plot_losses,
@@ -97,15 +96,6 @@ def test_the_dearest_rank_of_each_step_is_the_upper_edge_and_a_last_step_with_em
     assert axes.get_title(loc="right") == f"{schedule.imbalance - 1:.2%} of the time lost"
     (axes,) = plot_balance({"x": balance_rows(np.ones(10), ranks=4)}).axes
     assert len(axes.lines[0].get_xdata()) == 2
-
-
-def test_curves_begin_at_one_or_where_they_were_measured_and_a_panel_has_a_log_axis_on_request():
-    panels = {"Loss": {"train": [3.0, 2.0]}, "Field F1": {"all": {10: 0.1, 20: 0.7}}}
-    loss, f1 = plot_curves(panels, log=("Loss",), x="samples").axes
-    assert list(loss.lines[0].get_xdata()) == [1, 2]
-    assert list(f1.lines[0].get_xdata()) == [10, 20]
-    assert list(f1.lines[0].get_ydata()) == [0.1, 0.7]
-    assert (loss.get_yscale(), f1.get_yscale(), f1.get_xlabel()) == ("log", "linear", "samples")
 
 
 def test_the_picture_of_the_readme_is_drawn_from_receipts(tmp_path):

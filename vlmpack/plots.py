@@ -10,7 +10,6 @@
 | `plot_fill({"exact fill": plan, ...})` | how full the rows of plans are |
 | `plot_balance({"balanced": schedule, ...})` | the cost of each step on data parallel ranks |
 | `plot_losses({"padded": [...], "packed": [...]})` | loss curves that should agree, and their differences |
-| `plot_curves({"Field F1": {"test": [...]}, ...})` | measures over epochs or batch sizes, one panel each |
 | `save(figure, path)` | writes a PNG, and creates its folder |
 
 Figures are matplotlib `Figure` objects. `pyplot` is never used, so drawing needs no display. Each sample has a color
@@ -19,9 +18,9 @@ and a number; its images are darker and hatched; padding is gray.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -266,37 +265,6 @@ def plot_balance(schedules: Mapping[str, Schedule], *, title: str | None = None)
         axes.step(steps, load.max(1), color=ACCENT, linewidth=1.2, where="mid")
         dress(axes, name, f"{schedule.imbalance - 1:.2%} of the time lost", x="step")
     panels[0].set_ylabel("cost of a rank, mean 1", fontsize=8.5, color=FAINT)
-    return figure
-
-
-# ---------------------------------------------------------------------- runs
-
-Curve = Sequence[float] | Mapping[int, float]
-"""Values from the first epoch on, or a mapping from epoch (or any other x value) to value."""
-
-
-def plot_curves(
-    panels: Mapping[str, Mapping[str, Curve]], *, x: str = "epoch", log: Collection[str] = (), title: str | None = None
-) -> Figure:
-    """Draw measures over epochs, or over the samples of a micro-batch, in panels side by side.
-
-    Args:
-        panels: name of a panel -> name of a curve -> its values.
-        x: label of the x axis, which counts whole numbers.
-        log: names of panels with a log axis.
-        title: heading of the whole figure.
-    """
-    figure = new_figure(1.0 + 3.6 * len(panels), 2.9, title)
-    for axes, (name, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        for color, (curve, values) in zip(cycle(SAMPLES), curves.items(), strict=False):
-            points = values if isinstance(values, Mapping) else dict(enumerate(values, start=1))
-            marker = "o" if len(points) < 20 else None
-            line = {"color": color, "linewidth": 1.8, "marker": marker, "markersize": 3}
-            axes.plot(list(points), list(points.values()), label=curve, **line)
-        if name not in log:
-            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
-        dress(axes, name, x=x, y="log" if name in log else "linear")
-        legend(axes, ncols=1 if len(curves) < 5 else 2)
     return figure
 
 

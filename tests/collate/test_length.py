@@ -1,8 +1,10 @@
 """Samples that are too long: refused by name, or cut at the limit, where no medium and no end of an answer is torn."""
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 from chats import FAMILIES, chat, picture, processor_of, says, text, user
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.encoded import check_sample, fit
+from vlmpack.collate.encoded import Encoded, check_sample, fit
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
@@ -76,6 +78,15 @@ def cut(sample, metadata, policy, limit):
     return shorter, slice(None, shorter.num_tokens) if policy == END else slice(shorter.num_cut, None)
 
 
+def test_the_token_that_begins_a_text_stays_in_front_of_its_last_tokens():
+    metadata = replace(read_processor(tiny_processor()), bos_token_id=3)
+    ids = np.array([3, *range(10, 30)])
+    sample = Encoded(input_ids=ids, labels=ids.copy(), types=np.zeros_like(ids))
+    shorter = fit(sample, metadata, max_length=5, overlength=START)
+    assert shorter.input_ids.tolist() == [3, 26, 27, 28, 29] and shorter.num_cut == 16
+    assert shorter.labels.tolist() == [-100, 26, 27, 28, 29]
+
+
 @pytest.mark.parametrize("policy", [END, START])
 def test_a_part_without_a_target_is_refused_with_the_remedy(policy):
     question, answer = ({"role": role, "content": "x" * 60} for role in ("user", "assistant"))
@@ -113,7 +124,7 @@ def test_an_end_of_several_tokens_is_not_torn(policy):
     for limit in range(len(ids) // 2, len(ids)):
         collator = VLMCollator(processor, max_length=limit, overlength=policy)
         counts.append(collator([{"messages": messages}])["input_ids"].shape[1])
-        place = counts[-1] if policy == END else len(ids) - counts[-1]
+        place = counts[-1] if policy == END else len(ids) - counts[-1] + 1  # after the token that begins the text
         assert ids[place - 1 : place + 1].tolist() != [first, last]
         assert collator.skip_log.truncated == collator.skip_log.used == 1
     assert counts != list(range(len(ids) // 2, len(ids)))

@@ -13,9 +13,9 @@ from cases import slow
 from mutations import check, edited, outcomes
 from torch.utils.data import IterableDataset
 
+from vlmpack.data.digest import content_digest
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, StreamPacker
-from vlmpack.loading.resumable import digest_of
 from vlmpack.plan import plan_bins
 
 SETTINGS = RowSettings(capacity=64, overlength="own_row")
@@ -136,5 +136,5 @@ def test_a_digest_is_of_content_in_any_order_of_names():
     values += [torch.tensor([1]), torch.tensor([1], dtype=torch.int32), torch.ones(1, dtype=torch.bfloat16), [[1]]]
     values += [SampleError("no", reason="a"), SampleError("no", reason="b"), object()]
     values += [{1: 1, "a": 1}, {1: 2, "a": 1}, {(1, 2): 1}, {"1": 1, "a": 1}]
-    assert len({digest_of(value) for value in values}) == len(values)
-    assert digest_of({"a": 1, "b": (2, 3)}) == digest_of({"b": [2, 3], "a": 1})
+    assert len({content_digest(value) for value in values}) == len(values)
+    assert content_digest({"a": 1, "b": (2, 3)}) == content_digest({"b": [2, 3], "a": 1})

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
+from vlmpack.data.digest import content_digest
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.messages import read_conversation
@@ -31,7 +30,7 @@ from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import SampleError
 
-RULES = 5
+RULES = 6
 """Increase this with every change that alters the length of a sample."""
 DIGEST_BYTES = 16
 
@@ -97,11 +96,7 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
     try:
         return _digest([sample_id_of(sample), *_content_of(sample, collator, *read)], default=_plain).hex()
     except (TypeError, ValueError, RecursionError):  # a bad sample, or a tokenized one
-        pass
-    try:
-        return _digest(sample, default=_any_content).hex()
-    except (TypeError, ValueError, RuntimeError) as error:  # nothing but the types can be compared
-        return _digest([type(sample).__name__, type(error).__name__], default=_plain).hex()
+        return content_digest(sample)
 
 
 def _content_of(
@@ -149,22 +144,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a {type(value).__name__} has no place in a key")
-
-
-def _any_content(value: Any) -> Any:
-    """Convert any other value in a sample: tensors, media, refusals. Only the type of other objects counts."""
-    if isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return ["tensor", str(value.dtype), value.shape, hashlib.blake2b(data).hexdigest()]
-    if isinstance(value, bytes | bytearray):
-        return ["bytes", hashlib.blake2b(value).hexdigest()]
-    if isinstance(value, SampleError):
-        return ["refusal", value.reason, value.detail]
-    if isinstance(value, Image.Image):
-        return ["image", value.mode, value.size]
-    if isinstance(value, Path):
-        return str(value)
-    return _plain(value) if isinstance(value, np.generic | np.ndarray | Mapping) else type(value).__name__
 
 
 def content_sums(source: Any, limits: ImageLimits) -> Any:

@@ -356,8 +356,8 @@ def fit(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int | None,
 def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, of_start: bool = False) -> Encoded:
     """Keep the first or last `max_length` tokens, or fewer, so that no medium and no end of an answer is split.
 
-    Media that are removed lose their tensors too. Each remaining token keeps its label, except the first token, which
-    nothing predicts.
+    A token that begins a text (BOS) stays in front of the last tokens, if the sample has one. Media that are removed
+    lose their tensors too. Each remaining token keeps its label, except the first token, which nothing predicts.
 
     Args:
         sample: longer than `max_length`.
@@ -370,7 +370,8 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
     """
     media = {kind: list(_media_spans(sample, metadata, kind)) for kind in KINDS}
     whole = [*sample.whole, *(_with_borders(sample, span, metadata) for each in media.values() for _, span in each)]
-    start, stop = (sample.num_tokens - max_length, sample.num_tokens) if of_start else (0, max_length)
+    lead = int(of_start and sample.input_ids[0] == metadata.bos_token_id)
+    start, stop = (sample.num_tokens - max_length + lead, sample.num_tokens) if of_start else (0, max_length)
     torn = [(first, last) for first, last in whole if first < (start if of_start else stop) < last]
     if of_start:
         start = max((last for _, last in torn), default=start)
@@ -378,10 +379,11 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
         stop = min((first for first, _ in torn), default=stop)
     kept = {f"{kind}s": tuple(x for x, (a, b) in each if start <= a and b <= stop) for kind, each in media.items()}
     names = ("input_ids", "labels", "types", *(() if sample.weights is None else ("weights",)))
-    parts = {name: getattr(sample, name)[start:stop] for name in names}
-    parts["labels"] = np.append(np.full(min(1, stop - start), IGNORE), parts["labels"][1:])
-    columns = {name: column[start:stop] for name, column in sample.columns.items()}
-    num_cut = sample.num_tokens - (stop - start)
+    left = np.r_[:lead, start:stop]
+    parts = {name: getattr(sample, name)[left] for name in names}
+    parts["labels"][:1] = IGNORE
+    columns = {name: column[left] for name, column in sample.columns.items()}
+    num_cut = sample.num_tokens - len(left)
     shorter = replace(sample, **parts, **kept, columns=columns, whole=(), num_cut=num_cut)
     fault, seen = "", f"{len(shorter.images)} of its {len(sample.images)} images"
     if (metadata.images_together or sample.columns) and len(shorter.images) < len(sample.images):

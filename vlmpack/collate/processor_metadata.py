@@ -7,18 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vlmpack.data.processor import OMNI, QWEN
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_of_pairs, run_per_frame, timed_run
 from vlmpack.families.registry import family_of_processor
 
 CHANNELS = 3
-
-QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
-"""Processor classes whose parts are called one by one; any other processor is called as a whole."""
-
-OMNI = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
-"""Processor classes with audio whose parts are also called one by one."""
 
 _VISION = ("<|vision_start|>", "<|vision_end|>")
 BORDERS: Mapping[str, tuple[str, str]] = {
@@ -89,6 +84,8 @@ class ProcessorMetadata:
     """Ids of all tokens that begin with a newline: BPE may merge the header's newline with the text after it."""
     eos_token: str
     """Token that ends an answer outside any chat template."""
+    bos_token_id: int = NO_ID
+    """Id of the token that begins a text."""
     pad_token_id: int
     """Id used for padding."""
     vocab_size: int
@@ -226,6 +223,7 @@ def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int 
         assistant_ids=tuple(tokenizer("assistant", add_special_tokens=False)["input_ids"]),
         newline_ids=frozenset(i for token, i in vocab.items() if token.startswith(("Ċ", "\n"))),
         eos_token=tokenizer.eos_token,
+        bos_token_id=NO_ID if tokenizer.bos_token_id is None else tokenizer.bos_token_id,
         pad_token_id=tokenizer.pad_token_id or 0,
         vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
         special_tokens=tuple(dict.fromkeys((*special, *tokenizer.all_special_tokens))),

@@ -12,7 +12,7 @@ import torch
 
 from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, is_empty
+from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, KINDS, is_empty
 from vlmpack.data.messages import LABEL_COLUMNS, SECONDS_COLUMNS, WEIGHT_COLUMN
 from vlmpack.errors import LayoutError, SampleError
 from vlmpack.layout.batch import lengths_from_mask
@@ -62,12 +62,13 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     ids = all_ids[keep]
     types = token_types(ids, metadata)
     if feature.get("mm_token_type_ids") is not None:
-        values = _tokens(feature, "mm_token_type_ids")
-        if len(values) != len(all_ids) or (values[keep] != types).any():
-            fault = (
-                "mm_token_type_ids are not the kinds of its placeholders (1 image, 2 video, 3 audio); leave them out"
-            )
-            raise SampleError(fault, "token_type_mismatch")
+        given = column("mm_token_type_ids")[keep]
+        if (wrong := given != types).any():
+            at, kinds = int(wrong.argmax()), ("text", *KINDS)
+            fault = f"mm_token_type_ids has {given[at]} for token {at}, whose id {ids[at]} is of type {types[at]}"
+            alike = "; it is 1 everywhere, as an attention_mask is" if (given == 1).all() else ""
+            legend = ", ".join(f"{number} {kind}" for number, kind in enumerate(kinds))
+            raise SampleError(f"{fault} ({legend}){alike}: leave the column out", "token_type_mismatch")
     masks = {name: column(name)[keep] for name in LABEL_COLUMNS if feature.get(name) is not None}
     if metadata.by_processor:  # in families encoded by their processor, token ids alone do not tell everything
         pixels = [name for name in ("pixel_values", "pixel_values_videos") if not is_empty(feature.get(name))]
@@ -79,6 +80,7 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
             raise SampleError(fault, "turn_mismatch")
     if masks:
         labels = masks.pop("labels", ids)
+        _check_not_shifted(labels, ids)
         for mask in masks.values():
             labels = np.where(mask == 0, IGNORE, labels)
         labels = mask_media(labels, ids, metadata)
@@ -102,6 +104,16 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
     return weighed(sample, weights)
+
+
+def _check_not_shifted(labels: np.ndarray, ids: np.ndarray) -> None:
+    """Refuse labels that are the next token's id everywhere, and not the token's own in two places or more."""
+    foreign = (labels != ids) & (labels != IGNORE)
+    following = np.append(ids[1:], IGNORE)
+    if np.count_nonzero(foreign) > 1 and ((labels == following) | (labels == IGNORE)).all():
+        at = int(foreign.argmax())
+        fault = f"its labels are shifted already: that of token {at} is {labels[at]}, the id of token {at + 1}"
+        raise SampleError(f"{fault}; give labels as transformers takes them, not shifted", "labels_shifted")
 
 
 def _check_read(feature: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ WITH_PROCESSOR = {name: family for name, family in FAMILIES.items() if family.ha
 """Families whose models have a processor; text models only have a tokenizer."""
 QWEN = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 """Processor classes without settings of their own: they only need their parts."""
-HEARING = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
-"""Processor classes whose feature extractors are used."""
+OMNI = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
+"""Processor classes with audio."""
 WITH_VIDEO_PART = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
 """Processor classes that read settings of their video processor even if there are no videos."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
@@ -93,7 +93,7 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     parts = of_class.get_attributes()
     names = [*inspect.signature(of_class.__init__).parameters]
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
-    if of_class.__name__ in HEARING:
+    if of_class.__name__ in OMNI:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
     reads_videos = by_processor()[of_class.__name__].has_videos and is_torchvision_available()
     if of_class.__name__ in WITH_VIDEO_PART or reads_videos:
@@ -137,7 +137,7 @@ def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
     processor, because transformers reads both from there.
     """
     processor.image_processor.save_pretrained(folder)
-    if type(processor).__name__ in HEARING:
+    if type(processor).__name__ in OMNI:
         file = Path(folder, IMAGE_PROCESSOR)
         both = {**processor.feature_extractor.to_dict(), **_read(file)}
         file.write_text(json.dumps(both, indent=2, sort_keys=True), encoding="utf-8")

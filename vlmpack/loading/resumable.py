@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from operator import itemgetter
-from pathlib import Path
 from typing import Any, Protocol, final, runtime_checkable
 
-import numpy as np
-import torch
-from PIL import Image
 from torch.utils.data import IterableDataset, _utils
 
+from vlmpack.data.digest import content_digest
 from vlmpack.errors import ConfigError, SampleError
 
 END = object()
@@ -78,7 +72,7 @@ class Place:
         previous, self._after_first = self._after_first, None
         samples = whole_source(self._source)
         first = next(samples, END)
-        if first is END or digest_of(self._source.state_dict()) == digest_of(previous):
+        if first is END or content_digest(self._source.state_dict()) == content_digest(previous):
             self._source.load_state_dict(deepcopy(self._begin))
             yield from whole_source(self._source)
             return
@@ -252,52 +246,6 @@ class Part:
         return (groups - 1) % self._parts == self._index
 
 
-# ---------------------------------------------------------------------- digests
-
-
-def digest_of(value: Any) -> str:
-    """Compute a digest of plain data: 32 hexadecimal digits.
-
-    The order of mappings does not matter, and tuples count as lists, because loaders may change both. Images count only
-    with mode and size, and values whose content cannot be read only with their type.
-    """
-    try:
-        text = json.dumps(_sorted(value), default=_content)
-    except (TypeError, ValueError, RecursionError):  # for example lists that contain themselves
-        text = type(value).__qualname__
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _sorted(value: Any) -> Any:
-    """Convert mappings to sorted lists of pairs, because keys may be of any type."""
-    if isinstance(value, Mapping):
-        return {"pairs": sorted(([repr(name), _sorted(one)] for name, one in value.items()), key=itemgetter(0))}
-    if not isinstance(value, list | tuple) or {*map(type, value)} <= {int, float, str}:  # token ids
-        return value
-    return [*map(_sorted, value)]
-
-
-def _content(value: Any) -> Any:
-    """Convert values that JSON has no type for to [type, content]."""
-    content: Any = None
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
-        plain = value.detach().cpu().contiguous()
-        content = [str(value.dtype), list(value.shape), _content(plain.reshape(-1).view(torch.uint8).numpy().tobytes())]
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        content = [str(value.dtype), list(value.shape), _content(value.tobytes())]
-    elif isinstance(value, bytes | bytearray | memoryview):
-        return ["bytes", hashlib.blake2b(value).hexdigest()]
-    elif isinstance(value, set | frozenset):
-        content = sorted(map(digest_of, value))
-    elif isinstance(value, SampleError):
-        content = [value.reason, value.detail]
-    elif isinstance(value, Image.Image):
-        content = [value.mode, value.size]
-    elif isinstance(value, Path | np.generic):
-        content = str(value)
-    return [type(value).__qualname__, content]
-
-
 # ---------------------------------------------------------------------- states
 
 LOAD_ANOTHER = "load another state, or restart the epoch"
@@ -312,7 +260,7 @@ def sealed(fields: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     own = {
         name: value["seal"] if isinstance(value, dict) and "seal" in value else value for name, value in fields.items()
     }
-    return {**fields, "seal": digest_of([of, own])}
+    return {**fields, "seal": content_digest([of, own])}
 
 
 def check_seal(state: Mapping[str, Any], *, of: str) -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from vlmpack.data.digest import content_digest
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.loading.resumable import (
     END,
@@ -32,7 +33,6 @@ from vlmpack.loading.resumable import (
     Resumable,
     check_samples,
     check_seal,
-    digest_of,
     other_data,
     sealed,
 )
@@ -193,7 +193,7 @@ class PackedStream(IterableDataset[list[Any]]):
 
     def _key(self, sample: Any) -> str | None:
         prefix = None if isinstance(sample, SampleError) else self._packing["prefix"](sample)
-        return None if prefix is None else digest_of(prefix.key)
+        return None if prefix is None else content_digest(prefix.key)
 
     @property
     def _needed(self) -> int:
@@ -226,7 +226,7 @@ class PackedStream(IterableDataset[list[Any]]):
             "part": [part.index, part.parts],
             "size": part.size,
             "read": part.mark.position,
-            "last": None if self._last is None else [self._last[0], digest_of(self._last[1])],
+            "last": None if self._last is None else [self._last[0], content_digest(self._last[1])],
             "ended": self._ended,
             "marks": [list(astuple(mark)) for mark in (self._start, near)],
             "packer": self._packer.state_dict(),
@@ -290,7 +290,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self._packer.load_state_dict(state["packer"], found)
         for at, digest in last:
             self._last = at, found.get(at)
-            if digest_of(found.get(at)) != digest:
+            if content_digest(found.get(at)) != digest:
                 raise other_data(f"its sample {at} is not the same as before")
         return samples
 

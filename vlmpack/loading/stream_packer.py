@@ -15,8 +15,9 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
+from vlmpack.data.digest import content_digest
 from vlmpack.errors import ConfigError, SampleError, check_kind
-from vlmpack.loading.resumable import check_seal, digest_of, other_data, sealed
+from vlmpack.loading.resumable import check_seal, other_data, sealed
 from vlmpack.plan.lengths import Overlength, check_overlength, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.planner import cut_group
@@ -399,7 +400,7 @@ class StreamPacker(Generic[Sample]):
         """
         for number, sample in self.buffered.items():
             if number not in self._digests:
-                self._digests[number] = digest_of(sample)
+                self._digests[number] = content_digest(sample)
         fields = {
             "of": self._identity,
             "samples": [[number, self._digests[number]] for number in self.buffered],
@@ -437,7 +438,7 @@ class StreamPacker(Generic[Sample]):
         """
         self.check_state(state)
         for number, digest in state["samples"]:
-            if number not in samples or digest_of(samples[number]) != digest:
+            if number not in samples or content_digest(samples[number]) != digest:
                 raise other_data(f"its sample {number} is not the same as before")
         again = StreamPacker(self.settings, length=self._length, costs=self._costs, prefix=self._prefix)
         again.buffered = {number: samples[number] for number, _ in state["samples"]}
