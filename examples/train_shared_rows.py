@@ -36,12 +36,12 @@ if device == "cuda":
 dist.init_process_group("nccl" if device == "cuda" else "gloo")
 world = dist.get_world_size()
 mesh = init_device_mesh(device, (world // args.context, args.context), mesh_dim_names=("data", "context"))
-group, groups = mesh.get_local_rank("data"), world // args.context
+parallel = Parallel(mesh)
 
 load_model = AutoModelForImageTextToText.from_pretrained
 processor = load_processor(args.model) if args.model else tiny_processor()
 model = load_model(args.model, dtype=torch.float32) if args.model else tiny_model(processor=processor)
-model = enable_packing(model, parallel=Parallel(mesh))
+model = enable_packing(model, parallel=parallel)
 everyone = mesh["data", "context"]._flatten("everyone")
 for part in (*model.model.visual.blocks, *model.model.language_model.layers, model):
     fully_shard(part, mesh=everyone)
@@ -51,7 +51,7 @@ collate = VLMCollator(processor, layout="packed", slots=SlotRule(row_multiple=ar
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 step = PackedStep(model)
 for number in range(args.steps):
-    first = (number * groups + group) * args.samples  # one row per group: all its ranks take the same samples
+    first = (number * parallel.data_ranks + parallel.data_rank) * args.samples  # one row per group: all its ranks take the same samples
     row = collate([to_conversation(records[i % len(records)]) for i in range(first, first + args.samples)])
     targets = sum_counts(row[METADATA_KEY].num_targets, mesh["data"])
     result = step(row, num_items_in_batch=targets)
