@@ -51,8 +51,9 @@ collate = VLMCollator(processor, layout="packed", slots=SlotRule(row_multiple=ar
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 step = PackedStep(model)
 for number in range(args.steps):
-    first = (number * parallel.data_ranks + parallel.data_rank) * args.samples  # one row per group: all its ranks take the same samples
-    row = collate([to_conversation(records[i % len(records)]) for i in range(first, first + args.samples)])
+    place = number * parallel.data_ranks + parallel.data_rank  # all ranks of a group take the same samples
+    numbers = range(place * args.samples, (place + 1) * args.samples)
+    row = collate([to_conversation(records[i % len(records)]) for i in numbers])
     targets = sum_counts(row[METADATA_KEY].num_targets, mesh["data"])
     result = step(row, num_items_in_batch=targets)
     (result.loss * world).backward()  # FSDP2 and DDP average gradients over ranks, but they must be summed
