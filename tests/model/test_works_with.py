@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -89,3 +90,32 @@ def test_three_steps_are_those_of_samples_alone_with_the_same(name: str) -> None
             optimizer.zero_grad()
     assert distance(weights(plain), weights(packed)) < allowed
     assert distance(weights(plain), start) > 5 * allowed, "nothing was trained"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torchao, as it is imported
+def test_fp8_with_a_scale_for_each_token_is_that_of_samples_alone() -> None:
+    """torchao's products of 8 bits, emulated in bfloat16. One scale for all tokens would differ with the neighbors."""
+    float8 = pytest.importorskip("torchao.float8", reason="needs torchao: pip install torchao")
+
+    def divides(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name.startswith("model.language_model") and not module.in_features % 16
+
+    losses = {}
+    for recipe in ("rowwise", "tensorwise"):
+        config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        plain, packed = (tiny_model("qwen3_vl").bfloat16() for _ in range(2))
+        for model in (plain, packed):
+            float8.convert_to_float8_training(model, config=config, module_filter_fn=divides)
+            assert sum(isinstance(module, float8.float8_linear.Float8Linear) for module in model.modules()) >= 14
+        samples = receipts(plain)[:4]
+        sums, counts = loss_sums(plain, samples)
+        result = PackedStep(packed)(pack(padded(samples)))
+        (sums.sum() / counts.sum()).backward()
+        result.loss.backward()
+        losses[recipe] = [sums / counts, result.sample_losses]
+        if recipe == "rowwise":
+            for (name, p), q in zip(plain.named_parameters(), packed.parameters(), strict=True):
+                assert (p.grad - q.grad).abs().max() <= 0.03 * p.grad.abs().max(), name
+    torch.testing.assert_close(*losses["rowwise"], rtol=1e-5, atol=0)
+    assert (losses["tensorwise"][0] - losses["tensorwise"][1]).abs().max() > 1e-3
