@@ -36,7 +36,7 @@ BACK_WITHIN = 300.0
 
 def test_arguments_are_read_from_texts() -> None:
     settings = ClusterSettings.parse({"model": "m", "state": "s", "workers": "4", "gpus": 1, "lora_only": "true"})
-    assert (settings.workers, settings.gpus, settings.service.lora_only, settings.device) == (4, 1, True, "cuda")
+    assert (settings.workers, settings.gpus, settings.lora_only, settings.device) == (4, 1, True, "cuda")
     service = settings.with_key("tml-k")
     assert (service.key, service.lora_only, service.shard_on) == ("tml-k", True, None)
     sharded = ClusterSettings.parse(
@@ -49,7 +49,7 @@ def test_arguments_are_read_from_texts() -> None:
     ("arguments", "message"),
     [
         ({"model": "m"}, "state: Field required"),
-        ({"model": "m", "state": "s", "worker": 2}, "worker: Unexpected keyword.*They are cpus, .*, row_tokens, "),
+        ({"model": "m", "state": "s", "worker": 2}, "worker is not one. They are cpus, .*, row_tokens, "),
         ({"model": "m", "state": "s", "workers": "two"}, "workers: Input should be a valid integer"),
         ({"model": "m", "state": "s", "shard": "perhaps"}, "shard: Input should be a valid boolean"),
         ({"model": "m", "state": "s", "workers": 0}, "workers is 1 or more"),

@@ -21,20 +21,10 @@ from typing import TYPE_CHECKING, Any, final
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from vlmpack.errors import ConfigError
+from vlmpack.service import server
 from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.ranks import FAILED, Ranks, end, join_at
-from vlmpack.service.server import (
-    Base,
-    Service,
-    ServiceSettings,
-    check_key,
-    follow_rank_0,
-    load_base,
-    make_key,
-    model_name,
-    read_key,
-)
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -50,14 +40,12 @@ KEY_VARIABLE = "VLMPACK_API_KEY"
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ClusterSettings:
+class ClusterSettings(server.ServiceSettings):
     """Arguments of the application.
 
-    All fields of `ServiceSettings` and `ServiceLimits`, e.g. `row_tokens`, are arguments too. `serve run` passes them
-    as strings.
+    All fields of `ServiceSettings` and `ServiceLimits`, e.g. `row_tokens`, are arguments too, except the key. `serve
+    run` passes them as strings.
     """
-
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012
 
     model: str
     """Hub name, or a folder that all nodes can access."""
@@ -75,8 +63,6 @@ class ClusterSettings:
     """Dtype of the weights; empty: bfloat16 on a GPU, float32 on a CPU."""
     shard: bool = False
     """Shard the base model over the ranks (FSDP2)."""
-    service: ServiceSettings
-    """Settings of the service. The key cannot be passed as an argument."""
 
     @classmethod
     def parse(cls, arguments: Mapping[str, Any]) -> ClusterSettings:
@@ -87,44 +73,41 @@ class ClusterSettings:
         """
         from pydantic import TypeAdapter, ValidationError  # installed with Ray Serve
 
-        own = {field.name for field in fields(cls)} - {"service"}
         limits = {field.name for field in fields(ServiceLimits)}
-        service = {field.name for field in fields(ServiceSettings)} - {"limits", "key", "shard_on"}
-        values: dict[str, Any] = {name: value for name, value in arguments.items() if name not in limits | service}
-        values["service"] = {
-            "key": "",
-            "limits": {name: value for name, value in arguments.items() if name in limits},
-            **{name: value for name, value in arguments.items() if name in service},
-        }
+        own = {field.name for field in fields(cls)} - {"limits", "key", "shard_on"}
+        names = f"They are {', '.join([*sorted(own), *sorted(limits)])}"
+        if others := sorted(arguments.keys() - own - limits):
+            raise ConfigError(f"arguments of the application: {others[0]} is not one. {names}")
+        values = {name: arguments[name] for name in own & arguments.keys()}
+        given = {name: arguments[name] for name in limits & arguments.keys()}
         try:
-            settings = TypeAdapter(cls).validate_python(values)
+            settings = TypeAdapter(cls).validate_python({**values, "limits": given, "key": ""})
         except ValidationError as error:
             found = "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors())
-            names = ", ".join([*sorted(own), *sorted(service), *sorted(limits)])
-            raise ConfigError(f"arguments of the application: {found}. They are {names}") from error
-        if settings.workers < 1 or settings.gpus not in (0, 1) or settings.service.sampler not in ("exact", "fast"):
+            raise ConfigError(f"arguments of the application: {found}. {names}") from error
+        if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
             raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
         return settings
 
     @property
     def served_name(self) -> str:
         """Name of the model for clients."""
-        return self.name or model_name(self.model)
+        return self.name or server.model_name(self.model)
 
     @property
     def device(self) -> str:
         """Torch device of every rank. Ray shows each rank only its own GPU."""
         return "cuda" if self.gpus else "cpu"
 
-    def load(self) -> Base:
+    def load(self) -> server.Base:
         """Load the base model on this rank."""
         dtype = self.dtype or ("bfloat16" if self.gpus else "float32")
         device = "cpu" if self.shard else self.device
-        return load_base(self.model, name=self.served_name, device=device, dtype=dtype)
+        return server.load_base(self.model, name=self.served_name, device=device, dtype=dtype)
 
-    def with_key(self, key: str) -> ServiceSettings:
-        """Return the settings of the service for every rank."""
-        return replace(self.service, key=key, shard_on=self.device if self.shard else None)
+    def with_key(self, key: str) -> ClusterSettings:
+        """Return the settings with the key, for one rank."""
+        return replace(self, key=key, shard_on=self.device if self.shard else None)
 
 
 def app(arguments: Mapping[str, Any]) -> Any:
@@ -157,7 +140,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
         name="step-service",
         num_replicas=1,
         max_ongoing_requests=ONGOING,
-        graceful_shutdown_timeout_s=settings.service.drain_seconds + LAST_SECONDS,
+        graceful_shutdown_timeout_s=settings.drain_seconds + LAST_SECONDS,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         placement_group_bundles=[resources] * settings.workers,
         placement_group_strategy="PACK",
@@ -171,11 +154,11 @@ def app(arguments: Mapping[str, Any]) -> Any:
 def replica(settings: ClusterSettings) -> ASGIApp:
     """Make the app of rank 0 in the replica's process. The other ranks start as actors of the replica."""
     key, file = os.environ.get(KEY_VARIABLE), Path(settings.state) / "key"
-    key = check_key(key, KEY_VARIABLE) if key else read_key(file)
+    key = server.check_key(key, KEY_VARIABLE) if key else server.read_key(file)
     state = StateFolder(Path(settings.state), base_model=settings.served_name)
-    service = settings.with_key(key or make_key(file))
+    service = settings.with_key(key or server.make_key(file))
     ranks = _start_others(settings) if settings.workers > 1 else None
-    return Service(settings.load(), state, service, ranks=ranks).app()
+    return server.Service(settings.load(), state, service, ranks=ranks).app()
 
 
 def _start_others(settings: ClusterSettings) -> Ranks:
@@ -223,4 +206,4 @@ class EngineActor:
         """
         store = TCPStore(address, port, settings.workers, is_master=False)
         ranks = join_at(store, rank=rank, size=settings.workers, gpu=0)
-        follow_rank_0(settings.load(), settings.with_key(""), ranks)
+        server.follow_rank_0(settings.load(), settings.with_key(""), ranks)

@@ -15,7 +15,6 @@ that torchrun sets. Nothing that a client sends is ever unpickled.
 from __future__ import annotations
 
 import signal
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
@@ -33,19 +32,9 @@ SAMPLER = ("close", "add", "step")
 run the sampling engine's passes, and rank 0 chooses the tokens."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Command:
-    """A call that every rank makes."""
-
-    of: str | int
-    """Owner of the method: "engine", "sampler", or the number of a `RowWork`; "stop" ends the ranks."""
-    method: str = ""
-    """Name of the method."""
-    arguments: tuple[Any, ...] = ()
-    """Positional arguments."""
-    settings: dict[str, Any] | None = None
-    """Keyword arguments."""
+Call = tuple[str | int, str, tuple[Any, ...], dict[str, Any]]
+"""A call that every rank makes: the owner of the method ("engine", "sampler", or the number of a `RowWork`), the
+method, its positional and its keyword arguments."""
 
 
 @final
@@ -59,19 +48,19 @@ class Rank:
         self.begun = 0
         """Number of `RowWork`s started. It is the key of the latest one, and the same on every rank."""
 
-    def run(self, command: Command) -> Any:
+    def run(self, call: Call) -> Any:
         """Make a call on this rank, as all ranks do.
 
         Raises:
             RequestError: a client's mistake, which all ranks found.
             RuntimeError: the call failed on some ranks.
         """
-        self.begun += command.method == "forward_backward"
-        return self.ranks.together(lambda: self._call(command), name=command.method)
+        self.begun += call[1] == "forward_backward"
+        return self.ranks.together(lambda: self._call(*call), name=call[1])
 
-    def _call(self, command: Command) -> Any:
-        of: Any = {"engine": self.engine, "sampler": self.engine.sampler, **self.works}[command.of]
-        result = getattr(of, command.method)(*command.arguments, **(command.settings or {}))
+    def _call(self, of: str | int, method: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        owner: Any = {"engine": self.engine, "sampler": self.engine.sampler, **self.works}[of]
+        result = getattr(owner, method)(*arguments, **settings)
         if isinstance(result, RowWork):
             self.works = {self.begun: result, **{at: work for at, work in self.works.items() if work.rows_left}}
         return result
@@ -86,12 +75,9 @@ def follow(engine: Engine, ranks: Ranks) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals all ranks: rank 0 drains and stops the others
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank = Rank(engine, ranks)
-    while True:
-        command: Command = ranks.receive()
-        if command.of == "stop":
-            return
+    while (call := ranks.receive()) is not None:
         try:
-            rank.run(command)
+            rank.run(call)
         except (RequestError, RuntimeError, OSError):
             continue  # rank 0 reports it to its queue
 
@@ -107,9 +93,9 @@ class Mirror:
         return partial(self._call, name) if name in self._on_all else getattr(self._own, name)
 
     def _call(self, method: str, *arguments: Any, **settings: Any) -> Any:
-        command = Command(of=self._of, method=method, arguments=arguments, settings=settings)
-        self._rank.ranks.send(command)
-        result = self._rank.run(command)
+        call = self._of, method, arguments, settings
+        self._rank.ranks.send(call)
+        result = self._rank.run(call)
         return Mirror(self._rank, self._rank.begun, result, WORK) if isinstance(result, RowWork) else result
 
     @property
@@ -121,7 +107,7 @@ class Mirror:
 
     def stop(self) -> None:
         """Stop the other ranks."""
-        self._rank.ranks.send(Command(of="stop"))
+        self._rank.ranks.send(None)
 
 
 def lead(engine: Engine, ranks: Ranks) -> Any:

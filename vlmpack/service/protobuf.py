@@ -18,17 +18,7 @@ from typing import Any
 import numpy as np
 
 from vlmpack.errors import RequestError
-from vlmpack.service.messages import (
-    Chunk,
-    Datum,
-    ForwardBackward,
-    ForwardBackwardResult,
-    ImageChunk,
-    SampleResult,
-    SparseMatrix,
-    TextChunk,
-    TopTokens,
-)
+from vlmpack.service import messages
 
 PACKAGE = "vlmpack_service"
 
@@ -204,7 +194,7 @@ def _varint(body: bytes, start: int, end: int) -> tuple[int, int]:
     raise RequestError("the body ends within a number, or is not a protobuf message: send it again, whole")
 
 
-def decode_forward_backward(body: bytes) -> ForwardBackward:
+def decode_forward_backward(body: bytes) -> messages.ForwardBackward:
     """Parse a training request.
 
     Raises:
@@ -217,7 +207,7 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
         parsed.ParseFromString(body)
     except (DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not a protobuf message of this service ({error}): send it again") from error
-    return ForwardBackward(
+    return messages.ForwardBackward(
         model_id=parsed.model_id,
         seq_id=parsed.seq_id,
         data=tuple(_datum(index, datum) for index, datum in enumerate(parsed.data)),
@@ -227,12 +217,12 @@ def decode_forward_backward(body: bytes) -> ForwardBackward:
     )
 
 
-def _fill(tensor: Any, given: np.ndarray | SparseMatrix) -> None:
+def _fill(tensor: Any, given: np.ndarray | messages.SparseMatrix) -> None:
     """Write an int64 or float32 tensor, dense or as compressed rows (CSR)."""
-    values = given.values if isinstance(given, SparseMatrix) else given
+    values = given.values if isinstance(given, messages.SparseMatrix) else given
     tensor.dtype = INT64 if values.dtype.kind in "iu" else FLOAT32
     data = np.ascontiguousarray(values, DTYPES[tensor.dtype]).tobytes()
-    if isinstance(given, SparseMatrix) and not given.is_dense:
+    if isinstance(given, messages.SparseMatrix) and not given.is_dense:
         rows, columns = np.divmod(given.keys, max(given.shape[1], 1))
         ends = np.searchsorted(rows, np.arange(given.shape[0] + 1)).astype("<i8")
         tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = ends.tobytes(), columns.tobytes()
@@ -255,31 +245,31 @@ def _loss_config(parsed: Any) -> Mapping[str, float | str]:
     return settings
 
 
-def _datum(index: int, parsed: Any) -> Datum:
+def _datum(index: int, parsed: Any) -> messages.Datum:
     try:
         chunks = tuple(_chunk(chunk) for chunk in parsed.model_input)
         inputs = {entry.key: _tensor(entry.key, entry.value) for entry in parsed.loss_fn_inputs}
     except RequestError as error:
         raise RequestError(f"datum {index}: {error}") from error
-    return Datum(chunks=chunks, inputs=inputs)
+    return messages.Datum(chunks=chunks, inputs=inputs)
 
 
-def _chunk(parsed: Any) -> Chunk:
+def _chunk(parsed: Any) -> messages.Chunk:
     kind = parsed.WhichOneof("kind")
     if kind == "encoded_text":
-        return TextChunk(tokens=_array("tokens", parsed.encoded_text.tokens, "<i4"))
+        return messages.TextChunk(tokens=_array("tokens", parsed.encoded_text.tokens, "<i4"))
     if kind == "image":
         image = parsed.image
         if image.HasField("dimensions"):
             raise RequestError("an image with override_dimensions: the model's image processor decides its size")
         expected = image.expected_tokens if image.HasField("expected_tokens") else None
-        return ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
+        return messages.ImageChunk(data=image.data, format=image.format, expected_tokens=expected)
     if kind == "dmel":
         raise RequestError("a dmel chunk: this service takes text and images, no audio")
     raise RequestError("a chunk of an unknown kind: this service takes text and images")
 
 
-def _tensor(name: str, parsed: Any) -> np.ndarray | SparseMatrix:
+def _tensor(name: str, parsed: Any) -> np.ndarray | messages.SparseMatrix:
     """Read a tensor; bfloat16 becomes float32. Without a shape it has one dimension."""
     if parsed.dtype not in DTYPES:
         raise RequestError(f"{name}: dtype {parsed.dtype}; send float32 or int64")
@@ -290,7 +280,9 @@ def _tensor(name: str, parsed: Any) -> np.ndarray | SparseMatrix:
     shape = tuple(parsed.shape) or (len(values),)
     if is_sparse:
         ends = _array(name, parsed.sparse_csr.crow_indices, "<i8")
-        return SparseMatrix.of_rows(name, ends, _array(name, parsed.sparse_csr.col_indices, "<i8"), values, shape)
+        return messages.SparseMatrix.of_rows(
+            name, ends, _array(name, parsed.sparse_csr.col_indices, "<i8"), values, shape
+        )
     if min(shape) < 0 or prod(shape) != len(values):
         raise RequestError(f"{name}: {len(values)} numbers, but shape {list(shape)}")
     return values.reshape(shape)
@@ -305,9 +297,9 @@ def _array(name: str, data: bytes, dtype: str) -> np.ndarray:
 # ---------------------------------------------------------------------- results
 
 
-def encode_result(result: ForwardBackwardResult | SampleResult) -> bytes:
+def encode_result(result: messages.ForwardBackwardResult | messages.SampleResult) -> bytes:
     """Encode the result of a training or sampling request."""
-    if isinstance(result, ForwardBackwardResult):
+    if isinstance(result, messages.ForwardBackwardResult):
         return _output(result)
     response = message("SampleResponse")(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
@@ -328,14 +320,14 @@ def encode_result(result: ForwardBackwardResult | SampleResult) -> bytes:
     return response.SerializeToString()
 
 
-def _fill_top(message: Any, top: TopTokens) -> None:
+def _fill_top(message: Any, top: messages.TopTokens) -> None:
     known = np.isfinite(top.logprobs)
     message.length, message.k = known.shape
     message.token_ids = np.where(known, top.ids, 0).astype("<i4").tobytes()
     message.logprobs = np.where(known, top.logprobs, NO_LOGPROB).astype("<f4").tobytes()
 
 
-def _output(result: ForwardBackwardResult) -> bytes:
+def _output(result: messages.ForwardBackwardResult) -> bytes:
     output = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
     for trailing, group in groupby(result.logprobs, lambda logprobs: logprobs.shape[1:]):  # one record has one shape
         pieces = [np.ascontiguousarray(logprobs, dtype="<f4") for logprobs in group]

@@ -86,7 +86,6 @@ class Base:
         return Engine(self.model, self.processor, name=self.name, tokenizer_id=tokenizer, config=config, ranks=ranks)
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings(EngineConfig):
     """Settings of a service, on top of those of its engine."""

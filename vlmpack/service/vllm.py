@@ -23,19 +23,10 @@ import numpy as np
 
 from vlmpack.data.images import ImageLimits, load_image
 from vlmpack.errors import ConfigError, RequestError, VlmpackError, check_extra
+from vlmpack.service import messages
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending, no_tokens
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import (
-    Failure,
-    ImageChunk,
-    PromptScores,
-    Sample,
-    SampledSequence,
-    SampleResult,
-    TextChunk,
-    TopTokens,
-)
 from vlmpack.service.sampling import CLOSED, Finished, ending_of
 
 if TYPE_CHECKING:
@@ -130,7 +121,7 @@ class _Job:
     """The `LoRARequest` of the snapshot; None: the base model."""
     prompt: EncodedSequence
     """The prompt as the trained model reads it."""
-    request: Sample
+    request: messages.Sample
     """The request."""
     ending: Ending
     """When the sequences end."""
@@ -183,9 +174,9 @@ class VllmSampling:
             self._adapters.pop(folder, None)
         for job in [job for job in self._waiting if job.folder == folder]:
             self._waiting.remove(job)
-            self._finished.append((job.key, Failure(message=CLOSED, category="user")))
+            self._finished.append((job.key, messages.Failure(message=CLOSED, category="user")))
 
-    def add(self, key: str, folder: Path | None, prompt: EncodedSequence, request: Sample) -> None:
+    def add(self, key: str, folder: Path | None, prompt: EncodedSequence, request: messages.Sample) -> None:
         """Add a request for a snapshot; None: for the base model."""
         try:
             for name in ("target_prompt_logprobs", "prompt_alt_tokens_k"):
@@ -198,7 +189,7 @@ class VllmSampling:
                     "from the base model"
                 )
         except RequestError as error:
-            self._finished.append((key, Failure(message=str(error), category="user")))
+            self._finished.append((key, messages.Failure(message=str(error), category="user")))
             return
         adapter = None if folder is None else self._adapter(folder)
         job = _Job(key=key, folder=folder, adapter=adapter, prompt=prompt, request=request, ending=ending)
@@ -214,7 +205,7 @@ class VllmSampling:
         if self._running is not None and self._running.done():
             found, self._running = self._running.result(), None
             self._finished += found
-            results = (result for _, result in found if isinstance(result, SampleResult))
+            results = (result for _, result in found if isinstance(result, messages.SampleResult))
             self.sampled_tokens += sum(len(one.tokens) for result in results for one in result.sequences)
         finished, self._finished = self._finished, []
         return finished
@@ -230,7 +221,7 @@ class VllmSampling:
                 return [finished for job in jobs for finished in self._generate([job])]
             message = str(error) if isinstance(error, VlmpackError) else f"vLLM: {type(error).__name__}: {error}"
             category = "user" if isinstance(error, RequestError) else "server"
-            return [(jobs[0].key, Failure(message=message, category=category))]
+            return [(jobs[0].key, messages.Failure(message=message, category=category))]
 
     def _together(self, jobs: Sequence[_Job]) -> list[Finished]:
         prompts, params, adapters = [], [], []
@@ -247,10 +238,10 @@ class VllmSampling:
         ids: list[int] = []
         pictures = []
         for chunk in job.request.prompt:
-            if isinstance(chunk, ImageChunk) and self._image_token_id is not None:
+            if isinstance(chunk, messages.ImageChunk) and self._image_token_id is not None:
                 ids.append(self._image_token_id)
                 pictures.append(load_image(chunk.data, limits=self._image_limits))
-            elif isinstance(chunk, TextChunk):
+            elif isinstance(chunk, messages.TextChunk):
                 ids += chunk.tokens.tolist()
         return {"prompt_token_ids": ids} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
 
@@ -283,10 +274,10 @@ class VllmSampling:
         return self._adapters[folder]
 
     @staticmethod
-    def _result(job: _Job, outputs: Sequence[Any]) -> SampleResult | Failure:
+    def _result(job: _Job, outputs: Sequence[Any]) -> messages.SampleResult | messages.Failure:
         read = len(outputs[0].prompt_token_ids)
         if read != job.prompt.length:
-            return Failure(
+            return messages.Failure(
                 message=f"vLLM makes {read} tokens of the prompt, the model's processor {job.prompt.length}: its image "
                 "settings differ; start it with the processor's own (mm_processor_kwargs)",
                 category="server",
@@ -294,18 +285,18 @@ class VllmSampling:
         scores = _scores(outputs[0], job.request) if job.request.wants_scores else None
         sequences = tuple(_sequence(output.outputs[0], job.request.topk_sample_logprobs) for output in outputs)
         hits = outputs[0].num_cached_tokens or 0
-        return SampleResult(sequences=sequences, scores=scores, prompt_cache_hit_tokens=hits)
+        return messages.SampleResult(sequences=sequences, scores=scores, prompt_cache_hit_tokens=hits)
 
 
-def _scores(output: Any, request: Sample) -> PromptScores:
+def _scores(output: Any, request: messages.Sample) -> messages.PromptScores:
     """Return the scores of the prompt tokens from vLLM's output."""
     ids, tables = output.prompt_token_ids, [{}, *output.prompt_logprobs[1:]]
     logprobs = np.array([np.nan, *_of_tokens(ids[1:], tables[1:])], np.float32)
-    scores = PromptScores(logprobs=logprobs, top=_likeliest(tables, request.topk_prompt_logprobs))
+    scores = messages.PromptScores(logprobs=logprobs, top=_likeliest(tables, request.topk_prompt_logprobs))
     return scores.of_last(request.prompt_logprobs_last_n)
 
 
-def _likeliest(tables: Sequence[Mapping[int, Any]], count: int) -> TopTokens:
+def _likeliest(tables: Sequence[Mapping[int, Any]], count: int) -> messages.TopTokens:
     """Return the most likely tokens at each position. vLLM's tables also contain the position's actual token."""
     found = no_tokens(len(tables), count)
     for at, table in enumerate(tables):
@@ -315,10 +306,10 @@ def _likeliest(tables: Sequence[Mapping[int, Any]], count: int) -> TopTokens:
     return found
 
 
-def _sequence(completion: Any, top: int) -> SampledSequence:
+def _sequence(completion: Any, top: int) -> messages.SampledSequence:
     """Convert one sequence from vLLM's output."""
     ids = list(completion.token_ids)
-    return SampledSequence(
+    return messages.SampledSequence(
         tokens=np.asarray(ids, np.int32),
         logprobs=np.asarray(_of_tokens(ids, completion.logprobs), np.float32),
         stop_reason="stop" if completion.finish_reason == "stop" else "length",
