@@ -1,87 +1,102 @@
-"""Images spread over ranks, and their features sent to the tokens that they stand for."""
+"""Images dealt to ranks, their pixels moved there and their features sent to their tokens; without processes."""
 
 from __future__ import annotations
 
-from math import prod
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
-from cut_rows import ALL_LAYOUTS, row_with_images
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.context_parallel import MediaShare, Partition
-from vlmpack.context_parallel.vision import MediaRoute
-from vlmpack.layout import Grid, PackedRow, SlotRule
+from vlmpack.context_parallel.collectives import Transfers
+from vlmpack.context_parallel.vision import MediaShare, RowMedia, StepMedia, deal
+from vlmpack.errors import LayoutError
 from vlmpack.layout.media import IMAGE, Medium
 
-grids = st.builds(lambda t, h, w: (t, 2 * h, 2 * w), st.integers(1, 2), st.integers(1, 3), st.integers(1, 3))
+WORLD = 8
+RECEIPTS, ANYTHING = ((24, 40), (36, 60)), ((8, 48), (8, 48))
+"""Ranges of the sides of images in patches: photographs of receipts as in CORD; icons, figures and pages."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("sides", "images_of_rows"),
+    [(RECEIPTS, (4, 9, 6, 5, 7, 4, 8, 6)), (ANYTHING, (0, 1, 10, 3, 0, 12, 2, 8)), (ANYTHING, (40, *[0] * 7))],
+    ids=["CORD", "mixed", "one row has all"],
+)
+def test_the_longest_rank_has_few_patches_more_than_the_mean(sides: Any, images_of_rows: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    patches = np.prod([rng.integers(least, most, sum(images_of_rows)) for least, most in sides], axis=0)
+    homes = np.repeat(np.arange(WORLD), images_of_rows)
+    before = np.bincount(homes, patches, WORLD)
+    assert before.max() > 1.2 * before.mean()
+    rank_of = deal(patches.tolist(), homes[:, None].tolist(), WORLD)
+    assert np.bincount(rank_of, patches, WORLD).max() <= 1.05 * before.mean()
+    fewest = np.maximum(before - before.mean(), 0).sum()
+    assert patches[rank_of != homes].sum() <= fewest + patches.sum() / 3, "what need not move stays, or nearly so"
+
+
+@given(costs=st.lists(st.integers(0, 99), max_size=12), ranks=st.integers(1, 6))
+def test_no_rank_has_more_than_the_mean_and_one_image(costs: list[int], ranks: int) -> None:
+    share = MediaShare.spread([Medium(kind=IMAGE, grid=(1, 1, cost)) for cost in costs], ranks=ranks)
+    assert sorted(item for rank in range(ranks) for item in share.items(rank)) == list(range(len(costs)))
+    assert sum(share.load) == sum(costs)
+    assert max(share.load) <= sum(costs) / ranks + max(costs, default=0)
 
 
 @st.composite
-def rows_and_partitions(draw: st.DrawFn) -> tuple[PackedRow, Partition]:
-    """A row of samples, each with text and images, and a cut of it."""
-    ranks, layout = draw(st.integers(1, 4)), draw(st.sampled_from(ALL_LAYOUTS))
-    samples = draw(st.lists(st.lists(st.tuples(st.integers(0, 3), grids), max_size=3), min_size=1, max_size=4))
-    images, lengths, start = {}, [], 0
-    for sample in samples:
-        at = start + 1
-        for text, (t, h, w) in sample:
-            images[at + text] = (t, h, w)
-            at += text + t * h * w // 4
-        lengths.append(at - start)
-        start += -(-lengths[-1] // (2 * ranks)) * 2 * ranks
-    row = row_with_images(lengths, SlotRule(multiple=2 * ranks), images)
-    return row, Partition(segments=row.segments, ranks=ranks, layout=layout)
+def steps(draw: st.DrawFn) -> tuple[list[RowMedia], np.ndarray]:
+    """Rows with images of so many tokens, and the ranks that hold parts of the rows, in any order."""
+    rows, parts = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    of_row = st.lists(st.integers(1, 5), max_size=4)
+    media = []
+    for tokens in draw(st.lists(of_row, min_size=rows, max_size=rows)):
+        held = draw(st.lists(st.integers(0, parts - 1), min_size=sum(tokens), max_size=sum(tokens)))
+        media.append(
+            RowMedia(
+                costs=tuple(tokens),
+                entries=tuple(3 * count for count in tokens),
+                tokens=tuple(tokens),
+                grids=tuple((1, 1, 3 * count) for count in tokens),
+                parts_F=None if parts == 1 else np.asarray(held, np.int16),
+                pixels=(torch.float32, (1,)) if tokens else None,
+            )
+        )
+    return media, np.asarray(draw(st.permutations(range(rows * parts)))).reshape(rows, parts)
 
 
-def routes(share: MediaShare, partition: Partition) -> list[MediaRoute]:
-    return [share.route(partition, rank) for rank in range(share.ranks)]
+def exchanged(transfers: Transfers, own: list[np.ndarray]) -> list[np.ndarray]:
+    """What each rank has after the exchange, in the order of the transfers."""
+    routes = [transfers.route(rank) for rank in range(len(own))]
+    sent = [
+        np.split(x[route.send.numpy()], np.cumsum(route.send_counts)[:-1]) for x, route in zip(own, routes, strict=True)
+    ]
+    arrived = [np.concatenate([parts[rank] for parts in sent]) for rank in range(len(own))]
+    return [x[np.argsort(transfers.arriving(rank))] for rank, x in enumerate(arrived)]
 
 
-def images_of(*grids: Grid) -> list[Medium]:
-    """Images of these grids, 4 patches to a token."""
-    return [Medium(kind=IMAGE, grid=grid, runs=((0, prod(grid) // 4),)) for grid in grids]
+@given(drawn=steps())
+def test_every_feature_gets_to_its_token(drawn: tuple[list[RowMedia], np.ndarray]) -> None:
+    """Entries of pixels and features have numbers, counted over all rows; a tower makes a feature of three entries."""
+    rows, holders = drawn
+    step = StepMedia(rows, holders)
+    features = np.split(np.arange(sum(sum(row.tokens) for row in rows)), np.cumsum([sum(r.tokens) for r in rows])[:-1])
+    row_of = {int(rank): row for row, ranks in enumerate(holders) for rank in ranks}
+    pixels = [np.repeat(features[row_of[rank]], 3) for rank in range(step.ranks)]
+    computed = [x[::3] for x in exchanged(step.send_pixels, pixels)]
+    for rank, own in enumerate(computed):
+        assert len(own) * 3 == sum(columns for _, _, columns in step.grids(rank))
+    for rank, arrived in enumerate(exchanged(step.send_features, computed)):
+        parts = rows[row_of[rank]].parts_F
+        part = int(np.flatnonzero(holders[row_of[rank]] == rank)[0])
+        expected = features[row_of[rank]] if parts is None else features[row_of[rank]][parts == part]
+        assert arrived.tolist() == expected.tolist()
 
 
-def exchanged(own: list[torch.Tensor], routes: list[MediaRoute]) -> list[torch.Tensor]:
-    """What an all-to-all gives each rank, without processes."""
-    sent = [tensor[route.route.send].split(route.route.send_counts) for tensor, route in zip(own, routes, strict=True)]
-    return [torch.cat([from_rank[rank] for from_rank in sent]) for rank in range(len(own))]
-
-
-@given(sizes=st.lists(grids, max_size=12), ranks=st.integers(1, 6))
-def test_every_image_has_one_rank_and_no_rank_more_than_it_must(sizes, ranks):
-    share = MediaShare.spread(images_of(*sizes), ranks=ranks)
-    assert sorted(item for rank in range(ranks) for item in share.items(rank)) == list(range(len(sizes)))
-    assert sum(share.load) == sum(share.patches)
-    least = max(sum(share.patches) / ranks, max(share.patches, default=0))
-    assert max(share.load) <= least + max(share.patches, default=0)
-    assert max(share.load) - min(share.load) <= max(share.patches, default=0)
-
-
-@given(drawn=rows_and_partitions())
-def test_one_exchange_puts_every_feature_on_its_token(drawn):
-    row, partition = drawn
-    share = MediaShare.spread(row.metadata.media.images, ranks=partition.ranks)
-    tower = [share.take(row.media.pixel_values, rank)[::4, 0] // 4 for rank in range(partition.ranks)]
-    sides = routes(share, partition)
-    parts = []
-    for got, side in zip(exchanged(tower, sides), sides, strict=True):
-        assert len(got) == sum(side.route.receive_counts)
-        parts.append(torch.full((partition.local_total,), -1.0).index_copy(0, side.tokens, got))
-    truth = torch.where(row.mm_token_type_ids[0] == 1, row.mm_token_type_ids[0].cumsum(0) - 1, -1)
-    assert torch.equal(partition.join(parts), truth.float())
-
-
-@given(drawn=rows_and_partitions())
-def test_a_rank_needs_the_images_whose_tokens_it_holds(drawn):
-    row, partition = drawn
-    share = MediaShare.spread(row.metadata.media.images, ranks=partition.ranks)
-    image_of = torch.repeat_interleave(
-        torch.arange(len(share.media)), torch.tensor([image.tokens for image in share.media], dtype=torch.long)
-    )
-    of_token = torch.full((row.segments.total,), -1)
-    of_token[row.mm_token_type_ids[0] == 1] = image_of
-    for rank, side in enumerate(routes(share, partition)):
-        here = set(partition.cut(of_token, rank).tolist()) - {-1}
-        assert set(side.items) == here
+def test_pixels_of_two_kinds_in_one_step_are_refused() -> None:
+    one = RowMedia(costs=(1,), entries=(4,), tokens=(1,), grids=((1, 2, 2),), pixels=(torch.float32, (8,)))
+    other = RowMedia(costs=(1,), entries=(4,), tokens=(1,), grids=((1, 2, 2),), pixels=(torch.bfloat16, (8,)))
+    with pytest.raises(LayoutError, match=r"pixels of torch.float32 \[8\] and of torch.bfloat16 \[8\]"):
+        StepMedia([one, RowMedia(), other], np.arange(3)[:, None])

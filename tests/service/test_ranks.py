@@ -54,7 +54,7 @@ def trained(engine: Engine, family: str = "qwen3_vl") -> tuple[Any, dict[str, An
     return result, gradients(engine)
 
 
-OVER_RANKS = [name for name in DISTINCT_NAMES if family_named(name).media_over_ranks]
+OVER_RANKS = [name for name in DISTINCT_NAMES if not family_named(name).not_over_ranks]
 
 
 @pytest.mark.parametrize("family", served("qwen3_vl", among=OVER_RANKS))

@@ -10,6 +10,7 @@ R ranks, n entries per rank along the first dimension.
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -106,6 +108,13 @@ class Collectives:
         if self.size > 1:
             self.sent[what] += 2 * (self.size - 1) * _bytes(x) // self.size
             dist.all_reduce(x, op, group=self._group)
+
+    def all_gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Gather an object of each rank on the host: first the number of its bytes, then the bytes."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        counts = self._gather(torch.tensor([len(own)], device="cpu"), what).tolist()
+        padded = self._gather(F.pad(own, (0, max(counts) - len(own))), what).split(max(counts))
+        return [pickle.loads(part[:count].numpy().tobytes()) for part, count in zip(padded, counts, strict=True)]
 
     def _send_parts(self, x: torch.Tensor, what: str, send: list[int], receive: list[int]) -> torch.Tensor:
         out = x.new_empty(sum(receive), *x.shape[1:])

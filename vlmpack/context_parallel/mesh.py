@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from vlmpack.context_parallel.collectives import Collectives
+from vlmpack.context_parallel.vision import VisionRanks
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import on_host, require
 from vlmpack.layout.row import PackedRow
@@ -47,7 +48,7 @@ class Parallel:
     a blank one through the vision tower and ignores the result.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None, *, context: int = 1) -> None:
+    def __init__(self, mesh: DeviceMesh | None = None, *, context: int = 1, balance_vision: bool = False) -> None:
         """Read the mesh.
 
         Args:
@@ -56,6 +57,8 @@ class Parallel:
                 its own.
             context: number of ranks that share a row, for a mesh without a context dimension: consecutive ranks that
                 would have rows of their own.
+            balance_vision: deal the images of each step to ranks by their cost, whichever rows have them. All ranks
+                must take equally many steps, in evaluation too.
 
         Raises:
             ConfigError: the mesh has another dimension, or pipeline stages; or `context` does not fit it.
@@ -63,8 +66,8 @@ class Parallel:
         self.same_calls = True
         """Whether a rank without an image runs a blank one. False only if `enable_packing` was given no `Parallel` for
         a model with a mesh, and its ranks need none."""
-        self._context = context
-        self._ranks = None if mesh is None else _Ranks(mesh, context)
+        self._settings = {"context": context, "balance_vision": balance_vision}
+        self._ranks = None if mesh is None else _Ranks(mesh, **self._settings)
 
     def find_mesh(self, model: Any) -> None:
         """Read the mesh on a model, unless a mesh was given.
@@ -74,7 +77,7 @@ class Parallel:
         """
         found = mesh_of(model)
         if self._ranks is None:
-            self._ranks = _Ranks(found, self._context)
+            self._ranks = _Ranks(found, **self._settings)
         elif found is not None and (its := _sizes(found)["tensor"]) != (size := self.sizes["tensor"]):
             raise ConfigError(
                 f"Parallel has {size} tensor ranks, but this {type(model).__name__} was loaded on {its}: leave the "
@@ -109,14 +112,19 @@ class Parallel:
         return self._known.same_row["context"]
 
     @property
+    def vision(self) -> VisionRanks:
+        """The ranks that compute images together: those that share a row or, balanced, all ranks with rows."""
+        return self._known.vision
+
+    @property
     def ranks(self) -> int:
         """Return the number of context-parallel ranks."""
         return self.collectives.size
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes that this rank sent to the others of its context group, by purpose."""
-        return dict(self.collectives.sent)
+        """Bytes that this rank sent to others for rows that they compute together, by purpose."""
+        return {**self.collectives.sent, **self.vision.sent}
 
     def __repr__(self) -> str:
         if self._ranks is None:
@@ -197,7 +205,7 @@ _OTHER_TOWERS = (
 class _Ranks:
     """A mesh as packing reads it; None: every rank has rows of its own."""
 
-    def __init__(self, mesh: DeviceMesh | None, context: int) -> None:
+    def __init__(self, mesh: DeviceMesh | None, *, context: int, balance_vision: bool) -> None:
         sizes = _sizes(mesh)
         if context > 1 and sizes["context"] != context:
             mesh = _with_context(mesh, context, sizes)
@@ -220,6 +228,10 @@ class _Ranks:
         own = [name for name, kind, size in _dimensions(mesh) if kind in _OWN_ROWS and size > 1]
         self.own_rows = [Collectives(mesh.get_group(name)) for name in own] if mesh is not None else []
         """The ranks with rows of their own, by dimension."""
+        self.vision = VisionRanks.of_row(self.same_row["context"])
+        """See `Parallel.vision`."""
+        if balance_vision:
+            self.vision = VisionRanks.of_step(_ranks_of_parts(mesh))
 
 
 def mesh_of(model: Any) -> DeviceMesh | None:
@@ -248,6 +260,21 @@ def _with_context(mesh: DeviceMesh | None, context: int, sizes: dict[str, int]) 
         ranks_of = mesh.mesh.permute(sorted(range(mesh.ndim), key=lambda dim: kinds[dim] not in _OWN_ROWS))
     ranks_DCT = ranks_of.reshape(ranks // context, context, sizes["tensor"])
     return DeviceMesh(device, ranks_DCT, mesh_dim_names=("data", "context", "tensor"))
+
+
+def _ranks_of_parts(mesh: DeviceMesh | None) -> torch.Tensor:
+    """Return int64 [G, D, C]: the rank that has each of C parts of each of D rows, in G groups with the same rows."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "balance_vision=True deals images to the ranks of a job, and there is none yet: call init_process_group "
+            "before, or leave it out on a single rank"
+        )
+    if mesh is None:
+        return torch.arange(dist.get_world_size())[None, :, None]
+    kinds = [kind for _, kind, _ in _dimensions(mesh)]
+    places = [1 if kind in _OWN_ROWS else 2 if kind == "context" else 0 for kind in kinds]
+    sizes = [prod(size for size, at in zip(mesh.shape, places, strict=True) if at == place) for place in range(3)]
+    return mesh.mesh.permute(sorted(range(mesh.ndim), key=places.__getitem__)).reshape(sizes)
 
 
 def _sizes(mesh: DeviceMesh | None) -> dict[str, int]:

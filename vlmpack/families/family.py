@@ -112,8 +112,8 @@ class Family:
     from_grids: tuple[str, ...] = ()
     """What the vision tower computes from grids and vlmpack computes on the host (`tower_inputs`); (): nothing. Grids
     then stay on the host."""
-    media_over_ranks: bool = True
-    """True if context-parallel ranks can share the images of a row (`Parallel`); this also requires grids."""
+    not_over_ranks: str | None = None
+    """Why ranks cannot compute its images together (`Parallel`); None: they can."""
     audio: AudioPart | None = None
     """Its audio part; None: it takes no audio."""
     text_type: str | None = None
@@ -369,19 +369,19 @@ class Family:
 
     def tower_media(
         self, media: Media, table: MediaTable, segments: Segments, tree: PrefixTree | None
-    ) -> tuple[Media, tuple[tuple[Grid, ...], ...]]:
-        """Return a row's media as the backbone takes them, and the grids of each call of its tower.
+    ) -> tuple[Media, tuple[tuple[Medium, ...], ...]]:
+        """Return a row's media as the backbone takes them, and the images or videos of each call of its tower.
 
-        For families with grids. `table`: the media of the samples.
+        `table`: the media of the samples.
 
         Raises:
             LayoutError: see `frames_as_images`.
         """
         if self.videos_as_images:
-            media, grids = frames_as_images(media, table, segments, tree, self.model_type)
-            return media, (grids,)
+            media, images = frames_as_images(media, table, segments, tree, self.model_type)
+            return media, (images,)
         computed = table if tree is None else table.in_tree(tree)
-        return media, (computed.grids(IMAGE), computed.grids(VIDEO))
+        return media, (computed.images, computed.videos)
 
     def expert_types_of(self, input_ids: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
         """Return the column `expert_types` as the family's processor makes it; {} if the family has none.
@@ -475,6 +475,12 @@ class Family:
     def audio_tower(self, model: nn.Module) -> nn.Module | None:
         """Return the audio part: log-mel frames in, audio features out; None if there is none."""
         return None if self.audio is None else model.get_submodule(self.audio.path)
+
+    def problem_over_ranks(self, config: Any) -> str | None:
+        """Return why ranks cannot compute the images of a model with this configuration together; None: they can."""
+        if "image_sizes" in self.media and config.vision_config.model_type == "pixtral":
+            return self.not_over_ranks or "its Pixtral tower takes images of several sizes as one"
+        return self.not_over_ranks
 
     def vision_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks of `vision_tower`; [] if there is none."""

@@ -62,7 +62,13 @@ _WITH_PLACES = {
 }
 
 GEMMA = (
-    tiled_family("gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", bidirectional=ImageSpans()),
+    tiled_family(
+        "gemma3",
+        tile_tokens=_tokens_of_images,
+        token_types="token_type_ids",
+        bidirectional=ImageSpans(),
+        not_over_ranks=None,
+    ),
     tiled_family(
         "gemma4",
         tile_tokens=_tokens_of_patches,
@@ -83,6 +89,7 @@ GEMMA = (
         positions_rule=Rotary(axes=1, start=1),
         tile_tokens=_tokens_of_tower,
         bidirectional=Prefix(),
+        not_over_ranks=None,
         logits=_prefix_logits,
     ),
 )

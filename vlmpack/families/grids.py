@@ -13,8 +13,6 @@ only: its video tokens are means over all frames of a clip.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vlmpack.families.family import Family, Rotary
 from vlmpack.families.media import run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
@@ -22,12 +20,6 @@ from vlmpack.families.tower_inputs import BOUNDARIES, ROTARY
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
-
-
-def _family(model_type: str, **settings: Any) -> Family:
-    """Describe a family; its tower was not tested with features and tokens of an image on different ranks."""
-    return Family(model_type=model_type, media_over_ranks=False, **settings)
-
 
 _GLM = {
     "media": QWEN_MEDIA,
@@ -37,22 +29,22 @@ _GLM = {
 }
 
 GRIDS = (
-    _family("glm4v", **_GLM),
-    _family("glm46v", **_GLM),
-    _family(
-        "glm4v_moe",
+    Family(model_type="glm4v", **_GLM),
+    Family(model_type="glm46v", **_GLM),
+    Family(
+        model_type="glm4v_moe",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         **_GLM,
     ),
-    _family("glm_ocr", processor_name="Glm46VProcessor", keeps_row={"": "blocks"}, **_GLM),
-    _family(
-        "paddleocr_vl",
+    Family(model_type="glm_ocr", processor_name="Glm46VProcessor", keeps_row={"": "blocks"}, **_GLM),
+    Family(
+        model_type="paddleocr_vl",
         blocks_path="vision_model.encoder.layers",
         flat_patches=False,
         media=_IMAGES,
     ),
-    _family(
-        "ernie4_5_vl_moe",
+    Family(
+        model_type="ernie4_5_vl_moe",
         mechanisms={
             "experts": {
                 "layer": "mlp",
@@ -65,11 +57,12 @@ GRIDS = (
         patches_of_frames=False,
         media=QWEN_MEDIA,
         videos=run_of_pairs,
+        not_over_ranks="its resampler has other calls for images and for videos",
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
     ),
-    _family(
-        "kimi_k25",
+    Family(
+        model_type="kimi_k25",
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         positions_rule=Rotary(axes=1),
         token_types=None,

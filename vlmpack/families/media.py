@@ -14,7 +14,7 @@ N runs, M media tokens, T row tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from types import SimpleNamespace
@@ -242,7 +242,7 @@ def kinds_between(
 
 def frames_as_images(
     media: Media, table: MediaTable, segments: Segments, tree: PrefixTree | None, model_type: str
-) -> tuple[Media, tuple[Grid, ...]]:
+) -> tuple[Media, tuple[Medium, ...]]:
     """Replace the videos of a row by their frames, as images in the order of the placeholders.
 
     Args:
@@ -253,14 +253,14 @@ def frames_as_images(
         model_type: the family, for messages.
 
     Returns:
-        The media tensors, and the grids of all images.
+        The media tensors, and all images.
 
     Raises:
         LayoutError: a sample has both images and videos.
     """
     computed = table if tree is None else table.in_tree(tree)
     if not computed.videos:
-        return media, computed.grids(IMAGE)
+        return media, computed.images
     both = {medium.sample for medium in table.images} & {medium.sample for medium in table.videos}
     if both:
         raise LayoutError(
@@ -275,11 +275,11 @@ def frames_as_images(
             starts += computed.spans(segments, kind)[:, 0].tolist()
             parts += zip(of_kind, pixels.split([medium.patches for medium in of_kind]), strict=True)
     order = np.argsort(starts if tree is None else tree.place().numpy()[starts])
-    grids: list[Grid] = []
-    for at in order:
-        medium, _ = parts[at]
+    images: list[Medium] = []
+    for medium, _ in (parts[at] for at in order):
         assert medium.grid is not None, "a family with grids"
-        frames, rows, columns = medium.grid
-        grids += [(1, rows, columns)] * frames if medium.kind == VIDEO else [medium.grid]
+        grid = (1, *medium.grid[1:]) if medium.kind == VIDEO else medium.grid
+        images += [replace(medium, kind=IMAGE, grid=grid, runs=(run,)) for run in medium.runs]
     joined = torch.cat([parts[at][1] for at in order])
-    return Media(pixel_values=joined, image_grid_thw=to_device(np.asarray(grids), joined.device)), tuple(grids)
+    grids = to_device(np.asarray([image.grid for image in images]), joined.device)
+    return Media(pixel_values=joined, image_grid_thw=grids), tuple(images)

@@ -29,6 +29,7 @@ def tiled_family(model_type: str, **settings: Any) -> Family:
         "token_types": None,
         "vision_path": "model.vision_tower",
         "media": {"pixel_values": Join()},
+        "not_over_ranks": "its tower takes more than tiles of one size: their sizes, masks, positions or counts",
     }
     return Family(model_type=model_type, **{**tiled, **settings})
 
@@ -245,11 +246,16 @@ _IDEFICS3 = {
     "without_padding": without_padding,
     "media": {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)},
 }
-_COHERE2 = {"tile_tokens": shuffled_tiles, "text_type": "cohere2", "oldest_transformers": (5, 23)}
+_COHERE2 = {
+    "tile_tokens": shuffled_tiles,
+    "text_type": "cohere2",
+    "oldest_transformers": (5, 23),
+    "not_over_ranks": None,
+}
 
 TILED = (
-    tiled_family("internvl", tile_tokens=tiles_of_one_size),
-    tiled_family("llava", tile_tokens=images_of_one_size, media=_SIZES),
+    tiled_family("internvl", tile_tokens=tiles_of_one_size, not_over_ranks=None),
+    tiled_family("llava", tile_tokens=images_of_one_size, media=_SIZES, not_over_ranks=None),
     tiled_family("llava_next", tile_tokens=tiles_by_size, media=_SIZES),
     tiled_family(
         "llava_onevision",

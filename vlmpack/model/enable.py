@@ -105,7 +105,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
     loss_count = None if before is None else before.loss_count
     state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
-    if before is not None and before.parts_of(core).shares_rows != state.parts_of(core).shares_rows:
+    if before is not None and (before.parts_of(core).vision is None) != (state.parts_of(core).vision is None):
         disable_packing(core)  # the two modes change different layers
         before = None
     has_loss = has_lm_head(core)
@@ -153,19 +153,18 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
             "keys and values of its vision tower when it loads a checkpoint in parts: load it without a mesh, and call "
             "fully_shard on its layers"
         )
-    over_ranks = not family.has_vision or (family.has_grids and family.media_over_ranks)
+    reason = family.problem_over_ranks(core.config)
     if parallel is None and mesh_of(core) is not None:
         parallel = Parallel()
         parallel.find_mesh(core)
-        parallel.same_calls = over_ranks and parallel.data_ranks > 1
+        parallel.same_calls = reason is None and parallel.data_ranks > 1
     elif parallel is not None:
-        parallel.find_mesh(core)
-        if not over_ranks:
-            media = "images, videos and audio" if family.has_audio else "the images"
+        if reason is not None:
             raise ConfigError(
-                f"{media} of {family.model_type} cannot be computed by several ranks together: leave parallel= out, "
-                "and give each rank rows of its own"
+                f"the images of {family.model_type} cannot be computed by several ranks together, because {reason}: "
+                "leave parallel= out, and give each rank rows of its own"
             )
+        parallel.find_mesh(core)
     return parallel
 
 

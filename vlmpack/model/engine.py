@@ -93,7 +93,9 @@ class PackingState:
 
     def parts_of(self, core: nn.Module) -> ModelParts:
         """Return the enabled model and its parts."""
-        return ModelParts(family=self.family, core=core, shares_rows=_computes_together(self.parallel))
+        parallel = self.parallel
+        vision = None if parallel is None or not parallel.same_calls else parallel.vision
+        return ModelParts(family=self.family, core=core, vision=vision)
 
     @property
     def slots(self) -> SlotRule:
@@ -135,6 +137,10 @@ class PackingState:
             return (
                 f"{self.parallel.ranks} ranks share its rows, and a prefix tree goes through one rank whole: Parallel()"
             )
+        if self.parallel is not None and self.parallel.vision.host is not None:
+            return (
+                "images of all ranks are dealt in each pass, and ranks have other numbers of pieces: no balance_vision"
+            )
         if any({base.__name__ for base in type(x).__mro__} & _SHARDED for x in model.modules()):
             return "FSDP frees its parameters behind the first backward pass: give groups that fit a row"
         parts = self.parts_of(find_model(model))
@@ -156,10 +162,6 @@ class PackingState:
         for mechanism in self.mechanisms:
             if (problem := mechanism.problem(parts, attached=attached)) is not None:
                 raise ConfigError(problem)
-
-
-def _computes_together(parallel: Parallel | None) -> bool:
-    return parallel is not None and parallel.same_calls
 
 
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
+from vlmpack.context_parallel.vision import VisionRanks
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph
@@ -46,8 +47,8 @@ class ModelParts:
     """The model's family."""
     core: Any
     """The model with its head, inside wrappers."""
-    shares_rows: bool = False
-    """Whether ranks compute rows together (`Parallel`)."""
+    vision: VisionRanks | None = None
+    """The ranks that compute images together; None: each rank computes those of its row."""
 
     @property
     def text(self) -> Any:

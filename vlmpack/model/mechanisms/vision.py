@@ -1,14 +1,14 @@
-"""Vision: boundaries of the tower's blocks, and images and videos split across ranks.
+"""Vision: boundaries of the tower's blocks, and images and videos that ranks compute together.
 
 Blocks attend within a frame of an image, and some within a window of a frame. The host derives these boundaries from
 the grids. Towers that take images as rows of a batch are left alone: their own code keeps images apart. Towers (or
 parts of towers) that attend within boundaries but get no row keyword (Pixtral, MiniCPM-V, GLM-OCR) become a subclass
 that adds it.
 
-Context parallelism: each image or video is computed by one rank, which sends the features to the ranks that have its
-tokens. The features are stored in the row's entry. The backbone gets a marker in place of pixels, and its class becomes
-a subclass whose `get_image_features` and `get_video_features` return the stored features for the marker. The model
-inserts them at their placeholders as usual, and adds deepstack features after its first layers.
+Over ranks: each image or video is computed by one rank, which sends the features to the ranks that have its tokens. The
+backbone gets them in place of pixels, and its class becomes a subclass whose `get_image_features` and
+`get_video_features` return them. The model inserts them at their placeholders as usual, and adds deepstack features
+after its first layers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from vlmpack.context_parallel.vision import MediaShare
+from vlmpack.context_parallel.vision import RowMedia, VisionRanks
 from vlmpack.families.family import Family
 from vlmpack.families.tower_inputs import tower_inputs
 from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
-from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid
+from vlmpack.layout.media import KINDS, Grid, Medium, placeholders
 from vlmpack.layout.segments import Segments
 from vlmpack.model.known_ids import known_ids
 from vlmpack.model.mechanisms import (
@@ -42,7 +42,8 @@ from vlmpack.model.mechanisms import (
 )
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
 from vlmpack.model.mechanisms.audio import audio_windows
-from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext, RowPart
+from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext
+from vlmpack.plan.balance import CostModel
 
 
 @final
@@ -54,13 +55,7 @@ class VisionRow:
     batches; the tensor is read then.
     """
 
-    def __init__(
-        self,
-        layouts: Iterable[Segments],
-        *,
-        inputs: Mapping[str, Any] | None = None,
-        features: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
         self._by_shape: dict[tuple[int, int], Segments | None] = {}
@@ -70,9 +65,7 @@ class VisionRow:
             if first != segments:
                 self._by_shape[shape] = None
         self.inputs = inputs or {}
-        """Keyword arguments that pass images and videos to the backbone."""
-        self.features = features or {}
-        """The features of this rank's tokens, by the name of the model's method that returns them."""
+        """Keyword arguments that pass images and videos, or their features, to the backbone."""
 
     def find(self, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
         """Return the segments whose boundaries are `cu_seqlens`, int32 [G + 1] on any device."""
@@ -93,7 +86,7 @@ class Vision(ClassMechanism):
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return the backbone if ranks compute media together, and towers (or parts of them) that get no keyword."""
         family, backbone = model.family, model.family.backbone(model.core)
-        changed: list[tuple[nn.Module, Maker]] = [(backbone, features_class)] if model.shares_rows else []
+        changed: list[tuple[nn.Module, Maker]] = [] if model.vision is None else [(backbone, features_class)]
         if (tower := family.vision_tower(model.core)) is None:
             return changed
         if family.tile_boundaries is not None:
@@ -111,22 +104,23 @@ class Vision(ClassMechanism):
         return None if tower is None else (tower, functools.partial(_add_tower_inputs, model.family.from_grids))
 
     def prepare(self, setup: RowSetup) -> VisionRow:
-        """Derive the boundaries of images and videos, and pass on the pixels or compute this rank's features."""
+        """Derive the boundaries of images and videos, and pass on the pixels or compute features with other ranks."""
         family = setup.model.family
-        if setup.model.shares_rows:
-            return VisionRow((), inputs=dict.fromkeys(_PIXELS, COMPUTED), features=_features_of_part(setup))
+        if setup.model.vision is not None:
+            return VisionRow((), inputs=_computed_together(setup, setup.model.vision))
         if not family.has_grids:
             media = setup.row.media.with_sizes(setup.part.computed_media(setup.media))
             layouts = family.tower_segments(media, setup.config)
             return VisionRow(layouts, inputs=setup.row.media.to_hf() | _known_ids(setup))
         row = setup.row
         media, calls = family.tower_media(row.media, setup.media, row.segments, row.tree)
-        layouts = [segments for grids in calls if grids for segments in family.vision_segments(grids, setup.config)]
+        grids_of = [_grids(call) for call in calls]
+        layouts = [segments for grids in grids_of if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
-        return VisionRow(layouts, inputs=media.to_hf() | _host_grids(family, calls) | _known_ids(setup))
+        return VisionRow(layouts, inputs=media.to_hf() | _host_grids(family, grids_of) | _known_ids(setup))
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
-        """Return pixels and grids, or markers for features."""
+        """Return pixels and grids, or features."""
         return entry.inputs
 
 
@@ -142,6 +136,10 @@ def _host_grids(family: Family, calls: Sequence[Sequence[Grid]]) -> dict[str, to
         return {}
     named = zip(("image_grid_thw", "video_grid_thw"), calls, strict=False)
     return {name: torch.tensor(grids, device="cpu") for name, grids in named if grids}
+
+
+def _grids(media: Sequence[Medium]) -> list[Grid]:
+    return [medium.grid for medium in media if medium.grid is not None]
 
 
 @outside_graph
@@ -210,10 +208,13 @@ def _keywords_of(segments: Segments, device: torch.device) -> dict[str, Any]:
 
 @final
 class Computed:
-    """Marker in place of pixels: the features of this rank's tokens are in the row's entry."""
+    """Features of this rank's tokens, passed to the backbone in place of pixels."""
+
+    def __init__(self, features: Any) -> None:
+        self.features = features
+        """The return value of `get_image_features` or `get_video_features`."""
 
 
-COMPUTED = Computed()
 _PIXELS = ("pixel_values", "pixel_values_videos")
 _GETTERS = ("get_image_features", "get_video_features")
 
@@ -222,18 +223,16 @@ _GETTERS = ("get_image_features", "get_video_features")
 def features_class(base: Any) -> type[nn.Module]:
     """Return a subclass of a backbone's class that accepts `Computed` in place of pixels. One per base class."""
 
-    def accepting(name: str) -> Any:
-        plain = vars(base)[name]
-
+    def accepting(plain: Any) -> Any:
         @functools.wraps(plain)
-        def features(self: Any, *args: Any, **kwargs: Any) -> Any:  # `generate` passes pixels by name
-            if args and isinstance(args[0], Computed):
-                return kwargs[CONTEXT].entries[Vision.name].features[name]
-            return plain(self, *args, **kwargs)
+        def features(self: Any, *args: Any, **kwargs: Any) -> Any:
+            pixels = args[0] if args else kwargs.get(_PIXELS[0], kwargs.get(_PIXELS[1]))
+            return pixels.features if isinstance(pixels, Computed) else plain(self, *args, **kwargs)
 
         return features
 
-    return subclass(base, {name: accepting(name) for name in _GETTERS}, features_class)
+    own = {name: accepting(getattr(base, name)) for name in _GETTERS if hasattr(base, name)}
+    return subclass(base, own, features_class)
 
 
 @final
@@ -241,14 +240,17 @@ def features_class(base: Any) -> type[nn.Module]:
 class FeatureForm:
     """How to store a family's features in one tensor [n, D (1 + L)], with L deepstack levels after the first D.
 
-    The model's own object has `pooler_output`, [n, D] for each image, which replaces the embeddings of its tokens. In
-    some families it also has `deepstack_features`, one level for each of the first text layers, added after that layer.
+    The model's own object has `pooler_output`, which replaces the embeddings of placeholders: [n, D] for each image, or
+    a tensor [N, n, D] of N tiles. In some families it also has `deepstack_features`, one level for each of the first
+    text layers, added after that layer.
     """
 
     of_class: type[Any]
     """The class of the object that the model's `get_image_features` returns."""
     width: int
     """D."""
+    of_tiles: bool
+    """Whether `pooler_output` is one tensor."""
     cut_by_image: bool
     """Whether a deepstack level has one tensor per image, as in transformers 5.23; in 5.17 it is one tensor."""
 
@@ -259,6 +261,7 @@ class FeatureForm:
         return cls(
             of_class=type(features),
             width=features.pooler_output[0].shape[-1],
+            of_tiles=isinstance(features.pooler_output, torch.Tensor),
             cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
         )
 
@@ -266,61 +269,115 @@ class FeatureForm:
         """Join features into one tensor."""
         deep = getattr(features, "deepstack_features", None) or ()
         levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
-        return torch.cat([torch.cat(features.pooler_output), *levels], -1)
+        pooled = features.pooler_output
+        return torch.cat([pooled.flatten(0, -2) if self.of_tiles else torch.cat(pooled), *levels], -1)
 
     def split(self, levels: torch.Tensor) -> Any:
         """Split a tensor into features, the inverse of `join`, as if they all belonged to one image."""
         pooled, *deep = levels.split(self.width, -1)
         by_level = [(level,) if self.cut_by_image else level for level in deep]
-        return self.of_class(pooler_output=(pooled,), **({"deepstack_features": by_level} if deep else {}))
+        of_images = pooled if self.of_tiles else (pooled,)
+        return self.of_class(pooler_output=of_images, **({"deepstack_features": by_level} if deep else {}))
 
 
-# ---------------------------------------------------------------------- media split across ranks
+# ---------------------------------------------------------------------- images that ranks compute together
 
 
-def _features_of_part(setup: RowSetup) -> dict[str, Any]:
-    """Return the features of this rank's tokens.
+def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Computed]:
+    """Return the features of this rank's tokens, by the keyword of the backbone for pixels.
 
     Every rank calls the tower once for every row, even if it has no images to compute.
     """
-    part, shares = setup.part, _spread(setup)
-    features = _computed(setup, shares, part.rank)
+    family, config, part = setup.model.family, setup.config, setup.part
+    media, calls = family.tower_media(setup.row.media, setup.media, setup.row.segments, setup.row.tree)
+    own = [x for x in (media.pixel_values, media.pixel_values_videos) if isinstance(x, torch.Tensor)]
+    pixels = torch.cat(own) if len(own) > 1 else own[0] if own else None
+    row = _row_media(setup, [medium for call in calls for medium in call], pixels)
+    step = ranks.step(row)
+    dtype, shape = step.pixels or (torch.float32, _shape_of_entry(family, config))
+    if pixels is None:
+        pixels = torch.empty(0, *shape, dtype=dtype, device=setup.row.input_ids.device)
+    pixels, grids = ranks.send(step.send_pixels, pixels, "pixels"), step.grids(ranks.rank)
+    num_features = int((step.send_features.source == ranks.rank).sum())
+    if not step.items(ranks.rank):  # a blank image whose features are not used
+        merge = family.merge(config)
+        pixels, grids = pixels.new_zeros(merge**2, *shape), [(1, merge, merge)]
+    features = _features(setup, pixels, grids)
     form = FeatureForm.of(features)
-    counts = [share.num_features(part.rank) for share in shares]
-    pieces = form.join(features)[: sum(counts)].split(counts)
-    sent = (_sent(own, share, part) for own, share in zip(pieces, shares, strict=True))
-    return dict(zip(_GETTERS, map(form.split, sent), strict=True))
+    arrived = ranks.send(step.send_features, form.join(features)[:num_features], "images")
+    tokens = [sum(medium.tokens for medium in call) for call in calls]
+    if row.parts_F is not None:
+        tokens = [int((parts == part.rank).sum()) for parts in np.split(row.parts_F, np.cumsum(tokens)[:-1])]
+    parts = zip(_PIXELS, arrived.split(tokens), strict=False)
+    return {name: Computed(form.split(part)) for name, part in parts if name in family.media}
 
 
-def _spread(setup: RowSetup) -> tuple[MediaShare, MediaShare]:
-    """Split images and videos across ranks together."""
-    computed = setup.part.computed_media(setup.media)
-    both = MediaShare.spread((*computed.images, *computed.videos), ranks=setup.part.ranks)
-    return both.of_kind(IMAGE), both.of_kind(VIDEO)
+def _row_media(setup: RowSetup, media: Sequence[Medium], pixels: torch.Tensor | None) -> RowMedia:
+    """Describe the images of this rank's row to the other ranks."""
+    if pixels is None or not media:
+        return RowMedia()
+    family, config, part = setup.model.family, setup.config, setup.part
+    if family.has_grids:
+        entries = [medium.patches for medium in media]
+        patches, pairs = entries, [_pairs(family, config, grid) for grid in _grids(media)]
+    else:  # tiles of one size
+        of_tile = sum(medium.tokens for medium in media) // len(pixels)
+        entries = [medium.tokens // of_tile for medium in media]
+        patches_of_tile = family.tile_patches(setup.row.media, config) // len(pixels)
+        patches, pairs = ([count * patches_of_tile**power for count in entries] for power in (1, 2))
+    parts_F = None
+    if isinstance(part, ContextParallelRow) and not part.is_whole:
+        places_F = placeholders(media, part.partition.segments)
+        parts_F = (part.partition.place().numpy()[places_F] // part.partition.local_total).astype(np.int16)
+    return RowMedia(
+        costs=tuple(_costs(config.vision_config, np.asarray(patches), np.asarray(pairs))),
+        entries=tuple(entries),
+        tokens=tuple(medium.tokens for medium in media),
+        grids=tuple(_grids(media)),
+        parts_F=parts_F,
+        pixels=(pixels.dtype, tuple(pixels.shape[1:])),
+    )
 
 
-def _computed(setup: RowSetup, shares: Sequence[MediaShare], rank: int) -> Any:
-    """Compute the features of this rank's images and videos in one call of the tower."""
-    family, media, device = setup.model.family, setup.row.media, setup.row.input_ids.device
-    pixels = (media.pixel_values, media.pixel_values_videos)
-    grids = [grid for share in shares for grid in share.grids(rank)]
-    parts = [share.take(of_all, rank) for share, of_all in zip(shares, pixels, strict=True) if of_all is not None]
-    if not grids:  # a blank image whose features are not used
-        merge = family.merge(setup.config)
-        grids = [(1, merge, merge)]
-        parts = [torch.zeros(merge**2, family.patch_channels(setup.config), device=device)]
+def _costs(vision: Any, patches: np.ndarray, pairs: np.ndarray) -> list[int]:
+    """Return the cost of each image in one block of a tower, as a number of patches without attention."""
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    inner = getattr(vision, "intermediate_size", 4 * width)
+    sizes = {"vision_hidden": width, "vision_layers": 1, "vision_intermediate": inner}
+    model = CostModel.from_sizes(hidden=0, layers=0, intermediate=0, **sizes)
+    return np.rint(model.of_samples(np.zeros(len(patches)), patches, pairs) / model.patch).astype(int).tolist()
+
+
+def _pairs(family: Family, config: Any, grid: Grid) -> float:
+    """Return the number of pairs of patches that attend to each other in one block, the mean over blocks."""
+    vision = config.vision_config
+    whole, *windows = (sum(n * n for n in layout.lengths) for layout in family.vision_segments([grid], config))
+    if not windows:
+        return whole
+    share = len(vision.fullatt_block_indexes) / vision.depth
+    return share * whole + (1 - share) * windows[0]
+
+
+def _shape_of_entry(family: Family, config: Any) -> tuple[int, ...]:
+    """Return the shape of a patch, or of a tile."""
+    if family.has_grids:
+        return family.patch_shape(config)
+    vision = config.vision_config
+    side = vision.image_size
+    return getattr(vision, "num_channels", 3), *(side if isinstance(side, list | tuple) else (side, side))
+
+
+def _features(setup: RowSetup, pixels: torch.Tensor, grids: Sequence[Grid]) -> Any:
+    """Compute features of images and videos in one call of the tower; `grids`: () for tiles."""
+    family, backbone = setup.model.family, setup.model.family.backbone(setup.model.core)
+    if not family.has_grids:
+        return backbone.get_image_features(pixels, return_dict=True)  # pyright: ignore[reportCallIssue]
     tower = VisionRow(family.vision_segments(grids, setup.config))
     entries = {Vision.name: tower, Attention.name: RowAttention(setup.backend)}
     context = RowContext(segments=setup.row.segments, entries=entries)
-    backbone: Any = family.backbone(setup.model.core)
     grid_thw = torch.tensor(grids, device="cpu")
-    return backbone.get_image_features(torch.cat(parts), grid_thw, return_dict=True, **{CONTEXT: context})
-
-
-def _sent(features: torch.Tensor, share: MediaShare, part: RowPart) -> torch.Tensor:
-    """Exchange features: from the images that this rank computed to the tokens that it has, in token order."""
-    if not isinstance(part, ContextParallelRow) or part.is_whole or not share.media:
-        return features
-    media = share.route(part.partition, part.rank)
-    arrived = part.collectives.along(media.route, features, "images")
-    return arrived.index_select(0, to_device(np.argsort(media.tokens.numpy()), features.device))
+    if not family.from_grids:
+        grid_thw = to_device(grid_thw.numpy(), pixels.device)
+    return backbone.get_image_features(  # pyright: ignore[reportCallIssue]
+        pixels, grid_thw, return_dict=True, **{CONTEXT: context}
+    )
