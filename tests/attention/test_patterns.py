@@ -86,15 +86,6 @@ def test_pairs_of_windows_and_chunks_are_counted(size):
     assert attended_pairs(segments) == segments.attended_pairs == 23 * 24 // 2 + 11
 
 
-@pytest.mark.parametrize(
-    "mask", [LayerMask(), LayerMask(window=1), LayerMask(window=4), LayerMask(chunk=1), LayerMask(chunk=4)]
-)
-def test_the_queries_of_a_key_are_those_that_have_it_as_a_key(mask):
-    for key in range(9):
-        queries = [query for query in range(30) if mask.first_key(query) <= key <= query]
-        assert queries == [*range(key, min(mask.queries_of(key), 30))]
-
-
 def test_chunks_are_segments_of_one_call(monkeypatch):
     """Of a row in which no sample is longer than a chunk the very same ones, so that nothing is derived again."""
     segments, short = Segments.from_lengths([9, 2]), Segments.from_lengths([4, 3])

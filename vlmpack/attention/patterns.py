@@ -71,17 +71,9 @@ class LayerMask:
             return place // self.chunk * self.chunk
         return 0 if self.window is None else max(place + 1 - self.window, 0)
 
-    def queries_of(self, place: int) -> int:
-        """Return one past the last query that attends to the key at position `place`, in an endless sample."""
-        if self.chunk is not None:
-            return (place // self.chunk + 1) * self.chunk
-        return ENDLESS if self.window is None else place + self.window
-
 
 FULL_CAUSAL = LayerMask()
 """No limit: queries attend to all earlier tokens of their sample."""
-ENDLESS = 1 << 62
-"""A position larger than any in a sample."""
 
 
 @final

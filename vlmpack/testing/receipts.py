@@ -1,6 +1,7 @@
-"""Synthetic receipts in the schema of CORD v2: a picture and its annotation, with amounts that add up to the rupiah.
+"""Synthetic receipts in the schema of CORD v2: a picture and its values, with amounts that add up to the rupiah.
 
-(seed, split, index) ─▶ Printer: rows of cells ─▶ Sheet: picture, one box per word ─▶ valid_line ─parse_lines─▶ gt_parse
+(seed, split, index) ─▶ Printer: rows of cells ─┬─▶ draw: picture
+                                                └─▶ parse: gt_parse
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import math
 import operator
 import random
 import textwrap
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, final
@@ -67,10 +67,11 @@ class SyntheticReceipts:
             raise IndexError(f"receipt {index} of {len(self)}")
         index = operator.index(index) % len(self)  # JSON cannot store numpy's integers
         rng = random.Random(f"{self.seed} {self.split} {index}")
-        sheet = Sheet(Printer(rng).rows, rng, self.scale)
-        size = {"width": sheet.image.width, "height": sheet.image.height}
+        rows = Printer(rng).rows
+        image = draw(rows, rng, self.scale)
+        size = {"width": image.width, "height": image.height}
         meta = {"version": "2.0.0", "split": SPLITS[self.split][0], "image_id": index, "image_size": size}
-        return {"image": sheet.image, "ground_truth": json.dumps(sheet.ground_truth(meta))}
+        return {"image": image, "ground_truth": json.dumps({"gt_parse": parse(rows), "meta": meta})}
 
 
 def receipt_conversations(**settings: Any) -> OpenDataset:
@@ -82,12 +83,13 @@ def receipt_conversations(**settings: Any) -> OpenDataset:
 
 
 class Cell(NamedTuple):
-    """Words at one side of a row, and the entry of `valid_line` that they belong to (None: not annotated)."""
+    """Words at one side of a row, and the value that they are: its class ("": none), its item, its extra."""
 
     text: str
     right: bool = False
-    line: dict[str, Any] | None = None
-    is_key: bool = False
+    category: str = ""
+    group: int = 0
+    sub: int = 0
     illegible: bool = False
 
 
@@ -120,16 +122,15 @@ class Printer:
         self.rows.append([*cells])
 
     def _cell(self, category: str, text: str, right: bool = False, *, sub: int = 0) -> Cell:
-        """Return an annotated cell. An item's name, count and prices may be illegible, but not discounts, taxes or
+        """Return the cell of a value. An item's name, count and prices may be illegible, but not discounts, taxes or
         totals: without them the other amounts would not seem to add up."""
         smudged = category in ("menu.nm", "menu.cnt", "menu.unitprice", "menu.price") and self.rng.random() < 0.006
-        line = {"words": [], "category": category, "group_id": self.group, "sub_group_id": sub}
-        return Cell(text, right, line, illegible=smudged or category.startswith(self.hidden))
+        return Cell(text, right, category, self.group, sub, smudged or category.startswith(self.hidden))
 
     def _pair(self, category: str, keys: str, value: str) -> None:
-        """Print a key on the left and its value on the right, as one annotated line."""
+        """Print a key on the left and its value on the right."""
         cell = self._cell(category, value, True)
-        self._row(cell._replace(text=self._pick(keys), right=False, is_key=True), cell)
+        self._row(Cell(self._pick(keys), illegible=cell.illegible), cell)
 
     def _item(self) -> tuple[int, int]:
         """Print an item with its extras; return its count and its full charge."""
@@ -189,63 +190,35 @@ class Printer:
                 self._pair(category, keys, value)
 
 
-class Sheet:
-    """A picture of printed rows, drawn word by word, so that each word has its own box."""
+def draw(rows: list[list[Cell]], rng: random.Random, scale: float) -> Image.Image:
+    """Draw printed rows on paper, on a desk or without one."""
+    em = max(SMALLEST_EM, round(EM * scale * math.exp(rng.uniform(-0.28, 0.28))))
+    font = _font(em)
 
-    def __init__(self, rows: list[list[Cell]], rng: random.Random, scale: float) -> None:
-        self.em = max(SMALLEST_EM, round(EM * scale * math.exp(rng.uniform(-0.28, 0.28))))
-        self.font = _font(self.em)
-        margin, desk = round(self.em * rng.uniform(0.8, 2.0)), round(self.em * rng.choice((0, 0, 0.8, 0, 0, 2.0)))
-        width = 2 * margin + math.ceil(max(map(self._width, rows)))
-        height = max(2 * margin + len(rows) * round(1.35 * self.em), math.ceil(PORTRAIT * width))
-        paper = (desk, desk, desk + width - 1, desk + height - 1)
-        self.image = Image.new("RGB", (width + 2 * desk, height + 2 * desk), (rng.randrange(36, 120), 70, 52))
-        ImageDraw.Draw(self.image).rectangle(paper, fill=(rng.randrange(228, 250), 240, 228))
-        self.roi = quad_of(*paper) if desk else {}
-        self.words: list[tuple[Cell, dict[str, Any]]] = []
-        for at, cells in enumerate(rows):
-            top = desk + margin + at * round(1.35 * self.em)
-            left, right = ([cell for cell in cells if cell.right is side] for side in (False, True))
-            self._print(left, at, desk + margin, top)
-            self._print(right, at, desk + width - margin - self._width(right), top)
-        grain = np.frombuffer(rng.randbytes(math.prod(self.image.size)), np.uint8).reshape(self.image.height, -1, 1)
-        level = (grain % 7).astype(np.int16) - 3
-        self.image = Image.fromarray(np.clip(np.asarray(self.image) + level, 0, 255).astype(np.uint8))
+    def width_of(cells: list[Cell]) -> float:
+        return sum(font.getlength(x) + WORD_GAP * em for cell in cells for x in cell.text.split())
 
-    def ground_truth(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Return the picture's annotation in CORD's format."""
-        lines, blurred = list[dict[str, Any]](), dict[int, list[dict[str, int]]]()
-        for cell, word in self.words:
-            if cell.illegible:
-                blurred.setdefault(word["row_id"], []).append(word["quad"])
-            elif cell.line is not None:
-                lines += [] if cell.line["words"] else [cell.line]
-                cell.line["words"].append(word)
-        plain = [{"quad": word["quad"], "text": word["text"]} for cell, word in self.words if cell.line is None]
-        rules = [[word] for word in plain if len({*word["text"]}) == 1]
-        truth = {"gt_parse": parse_lines(lines), "meta": meta, "valid_line": lines, "roi": self.roi}
-        return {**truth, "repeating_symbol": rules, "dontcare": [*blurred.values()]}
-
-    def _print(self, cells: list[Cell], row: int, left: float, top: int) -> None:
-        pen = ImageDraw.Draw(self.image)
-        for cell in cells:
-            for text in cell.text.split():
-                pen.text((round(left), top), text, font=self.font, fill=(45, 45, 55))
-                x1, y1, x2, y2 = pen.textbbox((round(left), top), text, font=self.font)
-                box = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
-                word = {"quad": quad_of(*box), "is_key": int(cell.is_key), "row_id": row, "text": text}
-                self.words.append((cell, word))
-                left += self.font.getlength(text) + WORD_GAP * self.em
-                if cell.illegible:
-                    self.image.paste(self.image.crop(box).filter(ImageFilter.GaussianBlur(self.em / 4)), box[:2])
-
-    def _width(self, cells: list[Cell]) -> float:
-        return sum(self.font.getlength(x) + WORD_GAP * self.em for cell in cells for x in cell.text.split())
-
-
-def quad_of(left: int, top: int, right: int, bottom: int) -> dict[str, int]:
-    """Return the corners of a box in CORD's format, clockwise from the top left."""
-    return {"x1": left, "y1": top, "x2": right, "y2": top, "x3": right, "y3": bottom, "x4": left, "y4": bottom}
+    margin, desk = round(em * rng.uniform(0.8, 2.0)), round(em * rng.choice((0, 0, 0.8, 0, 0, 2.0)))
+    width = 2 * margin + math.ceil(max(map(width_of, rows)))
+    height = max(2 * margin + len(rows) * round(1.35 * em), math.ceil(PORTRAIT * width))
+    image = Image.new("RGB", (width + 2 * desk, height + 2 * desk), (rng.randrange(36, 120), 70, 52))
+    pen, paper = ImageDraw.Draw(image), (desk, desk, desk + width - 1, desk + height - 1)
+    pen.rectangle(paper, fill=(rng.randrange(228, 250), 240, 228))
+    for at, cells in enumerate(rows):
+        top = desk + margin + at * round(1.35 * em)
+        right = desk + width - margin - width_of([cell for cell in cells if cell.right])
+        for side, left in ((False, float(desk + margin)), (True, right)):
+            for cell in (cell for cell in cells if cell.right is side):
+                for text in cell.text.split():
+                    pen.text((round(left), top), text, font=font, fill=(45, 45, 55))
+                    if cell.illegible:
+                        x1, y1, x2, y2 = pen.textbbox((round(left), top), text, font=font)
+                        box = (math.floor(x1), math.floor(y1), math.ceil(x2), math.ceil(y2))
+                        image.paste(image.crop(box).filter(ImageFilter.GaussianBlur(em / 4)), box[:2])
+                    left += font.getlength(text) + WORD_GAP * em
+    grain = np.frombuffer(rng.randbytes(math.prod(image.size)), np.uint8).reshape(image.height, -1, 1)
+    level = (grain % 7).astype(np.int16) - 3
+    return Image.fromarray(np.clip(np.asarray(image) + level, 0, 255).astype(np.uint8))
 
 
 @lru_cache(maxsize=64)
@@ -255,39 +228,40 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
     return font.font_variant(layout_engine=ImageFont.Layout.BASIC)  # draws the same picture with and without libraqm
 
 
-# ---------------------------------------------------------------------- annotated lines
+# ---------------------------------------------------------------------- values
 
-MENU_FIELDS = ("nm", "num", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "vatyn", "etc", "sub")
+MENU_FIELDS = ("nm", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "sub")
 FIELDS = {
     "menu": MENU_FIELDS,
-    "void_menu": ("nm", "price"),
     "sub_total": ("subtotal_price", "discount_price", "service_price", "othersvc_price", "tax_price", "etc"),
     "total": (
-        "total_price", "total_etc", "cashprice", "changeprice", "creditcardprice", "emoneyprice", "menutype_cnt",
+        "total_price",
+        "cashprice",
+        "changeprice",
+        "creditcardprice",
+        "emoneyprice",
+        "menutype_cnt",
         "menuqty_cnt",
     ),
-}  # fmt: skip
-"""CORD's classes in the order of `gt_parse`. Source: github.com/clovaai/cord, README."""
+}
+"""The classes that are printed, in CORD's order. Source: github.com/clovaai/cord, README."""
 
 
-def parse_lines(valid_line: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the nested values (`gt_parse`) from annotated lines (`valid_line`).
+def parse(rows: list[list[Cell]]) -> dict[str, Any]:
+    """Return the legible values as `gt_parse` nests them.
 
-    Words of a line are joined by spaces, without key words. Several lines of one class in one group become a list. A
-    menu with one item is a dict, not a list.
+    Several values of one class in one item become a list. A menu with one item is a dict, not a list.
     """
-    parse: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     groups: dict[tuple[str, int], dict[str, Any]] = {}
-    for line in valid_line:
-        text = " ".join(word["text"] for word in line["words"] if not word["is_key"])
-        top, _, name = line["category"].replace("menu.sub.", "menu.sub_").partition(".")
-        group = line["group_id"] if top in ("menu", "void_menu") else 0
-        if text:
-            _add(groups.setdefault((top, group), {}), name, text, line["sub_group_id"])
-    for top in _ordered((top for top, _ in groups), tuple(FIELDS)):
-        values = [_in_order(group, FIELDS.get(top, ())) for (name, _), group in groups.items() if name == top]
-        parse[top] = values if len(values) > 1 else values[0]
-    return parse
+    for cell in (cell for row in rows for cell in sorted(row, key=lambda cell: cell.right)):
+        text, (top, _, name) = " ".join(cell.text.split()), cell.category.partition(".")
+        if top and text and not cell.illegible:
+            _add(groups.setdefault((top, cell.group if top == "menu" else 0), {}), name, text, cell.sub)
+    for top in (top for top in FIELDS if any(name == top for name, _ in groups)):
+        values = [_in_order(group, FIELDS[top]) for (name, _), group in groups.items() if name == top]
+        parsed[top] = values if len(values) > 1 else values[0]
+    return parsed
 
 
 def _add(group: dict[str, Any], name: str, text: str, sub_group: int) -> None:
@@ -302,10 +276,4 @@ def _in_order(group: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
     if "sub" in group:
         subs = [_in_order(sub, MENU_FIELDS) for sub in group["sub"].values()]
         group["sub"] = subs if len(subs) > 1 else subs[0]
-    return {name: group[name] for name in _ordered(group, fields)}
-
-
-def _ordered(names: Iterable[str], first: tuple[str, ...]) -> list[str]:
-    """Return each name once: names in `first` come first, in that order, then the others in their own order."""
-    unique = dict.fromkeys(names)
-    return [name for name in first if name in unique] + [name for name in unique if name not in first]
+    return {name: group[name] for name in fields if name in group}

@@ -49,8 +49,6 @@ AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
 """Additional kinds for families that take audio: two audios; an image, a video and an audio."""
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
 """Families that take images and videos as patches with one grid for each image or video."""
-TILED = tuple(name for name, family in FAMILIES.items() if family.has_vision and name not in VISION)
-"""The other families with vision. Most of them take images as rows of a batch or as tiles."""
 TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
