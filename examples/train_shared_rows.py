@@ -18,13 +18,13 @@ from transformers import AutoModelForImageTextToText
 
 from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
 from vlmpack.context_parallel import Parallel, sum_counts
-from vlmpack.data import load_cord, load_processor, to_conversation
+from vlmpack.data import load_processor, open_dataset
 from vlmpack.layout import METADATA_KEY
-from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
+from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="hub id or folder; without it, a tiny random Qwen3-VL")
-parser.add_argument("--data", default="synthetic", help='CORD as a hub id, folder or Parquet file, or "synthetic"')
+parser.add_argument("--data", default="synthetic", help='file, folder or hub id of conversations, or "synthetic"')
 parser.add_argument("--context", type=int, default=2, help="ranks that share a row")
 parser.add_argument("--samples", type=int, default=4, help="samples per row")
 parser.add_argument("--steps", type=int, default=5)
@@ -46,14 +46,14 @@ everyone = mesh["data", "context"]._flatten("everyone")
 for part in (*model.model.visual.blocks, *model.model.language_model.layers, model):
     fully_shard(part, mesh=everyone)
 
-records = SyntheticReceipts(scale=0.35) if args.data == "synthetic" else load_cord(args.data)
+samples = receipt_conversations(scale=0.35) if args.data == "synthetic" else open_dataset(args.data)
 collate = VLMCollator(processor, layout="packed", slots=SlotRule(row_multiple=args.context))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5 if args.model else 1e-3)
 step = PackedStep(model)
 for number in range(args.steps):
     place = number * parallel.data_ranks + parallel.data_rank  # all ranks of a group take the same samples
     numbers = range(place * args.samples, (place + 1) * args.samples)
-    row = collate([to_conversation(records[i % len(records)]) for i in numbers])
+    row = collate([samples[i % len(samples)] for i in numbers])
     targets = sum_counts(row[METADATA_KEY].num_targets, mesh["data"])
     result = step(row, num_items_in_batch=targets)
     (result.loss * world).backward()  # FSDP2 and DDP average gradients over ranks, but they must be summed

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from stores import encoded
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data.cord import DEEPEST, json2token, load_cord, to_conversation, token2json
-from vlmpack.errors import ConfigError, SampleError
+from vlmpack.data.cord import DEEPEST, json2token, to_conversation, token2json
+from vlmpack.errors import SampleError
 from vlmpack.testing import SyntheticReceipts, tiny_processor
 
 LUNCH = {
@@ -124,44 +121,6 @@ def test_a_record_that_cannot_be_used_is_named(truth: Any, reason: str, seen: st
         to_conversation({"image": "a.png", "ground_truth": truth}, index=4)
     assert caught.value.reason == reason
     assert caught.value.sample_id == (9 if "image_id" in str(truth) else None)
-
-
-# ---------------------------------------------------------------------- sources
-
-RECORDS = list(SyntheticReceipts(num=5, scale=0.25))
-"""What is stored in every form below."""
-
-
-def pixels_and_truths(records: Any) -> list[Any]:
-    return [(record["image"].tobytes(), record["ground_truth"]) for record in records]
-
-
-def receipts_in(folder: Path, *more: str) -> Path:
-    """A file of JSON beside its images."""
-    for at, record in enumerate(RECORDS):
-        (folder / f"{at}.png").write_bytes(encoded(record["image"]))
-    rows = [{"image": f"{at}.png", "ground_truth": record["ground_truth"]} for at, record in enumerate(RECORDS)]
-    (folder / "receipts.jsonl").write_text("\n".join([*map(json.dumps, rows), *more]))
-    return folder / "receipts.jsonl"
-
-
-def test_files_of_json_need_no_library(tmp_path: Path, hide_package: Any) -> None:
-    hide_package("datasets")
-    dataset = load_cord(receipts_in(tmp_path), num=3)
-    assert pixels_and_truths(pickle.loads(pickle.dumps(dataset))) == pixels_and_truths(RECORDS[:3])
-    assert dataset[-1]["ground_truth"] == dataset[2]["ground_truth"]
-    with pytest.raises(IndexError):
-        dataset[3]
-    with pytest.raises(ConfigError, match=r"num is 6, but .* holds 5; take at most that many"):
-        load_cord(tmp_path / "receipts.jsonl", num=6)
-
-
-def test_a_record_that_cannot_be_read_is_one_bad_sample(tmp_path: Path) -> None:
-    dataset = load_cord(receipts_in(tmp_path, '{"image": "9.png", "ground_truth": "{\\"gt_parse\\": {}}"}', "{}", "{"))
-    for at, reason in ((5, "image_missing"), (6, "missing_column"), (7, "row_unreadable")):
-        with pytest.raises(SampleError, match=f"sample {at}: ") as caught:
-            dataset[at]
-        assert caught.value.reason == reason
 
 
 # ---------------------------------------------------------------------- tables of conversations

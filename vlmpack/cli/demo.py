@@ -1,4 +1,4 @@
-"""`vlmpack demo`: train on receipts, padded and then packed, and compare the two."""
+"""`vlmpack demo`: train on the same samples, padded and then packed, and compare the two."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DemoOptions:
         str | None, typer.Option(help="Hub id or folder of a vision-language model; by default a small random one.")
     ] = None
     data: Annotated[
-        str, typer.Option(help='"synthetic" (generated); or a hub id (naver-clova-ix/cord-v2), folder or parquet file.')
+        str, typer.Option(help='"synthetic" (generated receipts); or a file, folder or hub id of conversations.')
     ] = "synthetic"
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of both trainings.")] = "cpu"
     dtype: Annotated[
@@ -53,7 +53,7 @@ class DemoOptions:
 
 @options.with_options(DemoOptions)
 def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet = False) -> None:
-    """Train on receipts with Hugging Face Trainer, padded and then packed, and compare the two.
+    """Train with Hugging Face Trainer, padded and then packed, and compare the two.
 
     By default: a small random model and generated receipts, without GPU or network, in about a minute on two cores.
     """
@@ -75,11 +75,11 @@ def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet
     options.torch_device(setup.device)
     options.make_folder("--out", out)
     with quiet_transformers(), TemporaryDirectory() as scratch, progress_lines(quiet=quiet) as progress:
-        progress("loading processor and receipts")
+        progress("loading processor and samples")
         trainings = Trainings(setup)
-        samples = trainings.receipts[: setup.batch_size]
+        samples = trainings.samples[: setup.batch_size]
         batch = VLMCollator(trainings.processor, layout="padded").collate(samples)
-        print_text(console, escape(f"{trainings.title}, on {setup.data} receipts, {setup.device}"))
+        print_text(console, escape(f"{trainings.title}, on {setup.data}, {setup.device}"))
         runs: dict[str, Run] = {}
         trained: Any = None
         layouts: tuple[BatchLayout, ...] = ("padded", "packed")
@@ -133,7 +133,7 @@ def print_comparison(padded: Run, packed: Run, agreement: GradientCosine, consol
         f"[dim]{len(packed.losses)} steps of {len(packed.lengths[0])} samples with {min(lengths)} to {max(lengths)} "
         "tokens each; step times are medians.[/]",
         f"[dim]cosine: gradients of one packed batch and of its samples alone, in float32; the smallest of "
-        f"{agreement.parameters} parameters, vision tower included ({agreement.parameter}).[/]",
+        f"{agreement.parameters} parameters ({agreement.parameter}).[/]",
     ]
     if device != "cuda":
         lines.append("[dim]* peak size of all tensors alive in the forward and backward pass of one batch.[/]")

@@ -1,6 +1,6 @@
 """Train a model twice with Hugging Face Trainer, padded and packed, and measure both the same way.
 
-Both trainings have the same receipts in the same order, the same seeds, and the same initial weights.
+Both trainings have the same samples in the same order, the same seeds, and the same initial weights.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, 
 from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.cli.demo import DemoOptions
-from vlmpack.cli.inputs import SYNTHETIC, open_samples, reading
+from vlmpack.cli.inputs import open_samples, reading
 from vlmpack.collate.collator import BatchLayout, VLMCollator
-from vlmpack.data.cord import load_cord
 from vlmpack.data.open import OpenDataset
 from vlmpack.data.processor import load_processor
-from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_of
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.machine import peak_bytes
@@ -93,20 +91,14 @@ class Trainings:
         options: settings of the trainings, with a dtype.
 
     Raises:
-        ConfigError: the processor or the receipts cannot be read, are too few, or are not receipts.
+        ConfigError: the processor or the samples cannot be read, or there are too few.
     """
 
     def __init__(self, options: DemoOptions) -> None:
         self._options = options
         self._dtype: torch.dtype = getattr(torch, str(options.dtype))
-        if options.data != SYNTHETIC and "ground_truth" not in load_cord(options.data).rows.row(0):
-            raise ConfigError(
-                f"--data {options.data} is not a data set of receipts with the columns image and ground_truth of CORD, "
-                "which the demo needs: give synthetic, a hub id, a folder or a parquet file; `vlmpack train` trains on "
-                "other data"
-            )
         num = options.steps * options.batch_size
-        self.receipts: OpenDataset = open_samples(options.data, num=num, seed=options.seed, small=options.model is None)
+        self.samples: OpenDataset = open_samples(options.data, num=num, seed=options.seed, small=options.model is None)
         """As many conversations as a training needs."""
         self.title = f"{options.model or 'a small random model with 4 layers of width 128'}, {options.dtype}"
 
@@ -155,7 +147,7 @@ class Trainings:
             report_to="none", disable_tqdm=True,
         )  # fmt: skip
         arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel on several GPUs: it would split batches
-        trainer = Trainer(model, arguments, meter, self.receipts, callbacks=[meter])
+        trainer = Trainer(model, arguments, meter, self.samples, callbacks=[meter])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
         hook.remove()

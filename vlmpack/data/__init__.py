@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.data.cord import json2token, load_cord, to_conversation, token2json
+from vlmpack.data.cord import json2token, to_conversation, token2json
 from vlmpack.data.formats import branch_turns
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.mixed import MixedDataset, mix_datasets
@@ -17,7 +17,6 @@ __all__ = [
     "VideoLimits",
     "branch_turns",
     "json2token",
-    "load_cord",
     "load_processor",
     "mix_datasets",
     "open_dataset",

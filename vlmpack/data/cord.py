@@ -14,57 +14,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vlmpack.data.images import load_image
 from vlmpack.errors import SampleError
 
 if TYPE_CHECKING:
-    from vlmpack.data.open import OpenDataset
-    from vlmpack.data.readers import Source
+    pass
 
 
 COLUMNS = ("image", "ground_truth")
-
-
-def load_cord(source: Source, *, split: str = "train", num: int | None = None) -> CordDataset:
-    """Open receipts as a map-style dataset: `len()`, `[i] -> {"image": RGB PIL image, "ground_truth": JSON string}`.
-
-    Args:
-        source: a hub id, a local folder, JSON files or parquet files.
-        split: `"train"`, `"validation"` or `"test"`.
-        num: use only the first `num` records; None: all.
-
-    Raises:
-        ConfigError: the source, split or number do not fit the stored data, or an optional dependency is missing.
-    """
-    from vlmpack.data.formats import ColumnMap  # not at the top: that module imports this one
-    from vlmpack.data.open import find_source
-
-    return CordDataset(rows=replace(find_source(source, split), num=num, columns=ColumnMap(is_read=False)))
-
-
-@dataclass(frozen=True, kw_only=True)
-class CordDataset:
-    """Receipts of any source. Raises `SampleError` with the index for a record that cannot be used."""
-
-    rows: OpenDataset
-    """The stored records."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        at = range(len(self))[index]
-        row = self.rows.row(at)
-        parse_of(row, index=at)
-        try:
-            image = load_image(row["image"])
-        except SampleError as error:
-            raise error.of_sample(at) from error
-        return {"image": image, "ground_truth": row["ground_truth"]}
 
 
 SEPARATOR = "<sep/>"
@@ -120,7 +79,7 @@ def to_conversation(
     docs/data.md.
 
     Args:
-        record: `{"image": PIL image, "ground_truth": JSON string}`, as returned by `load_cord`.
+        record: `{"image": PIL image, "ground_truth": JSON string}`, as `datasets` reads it.
         prompt: the user's text.
         index: the record's index, for error messages.
 

@@ -486,8 +486,6 @@ class ColumnMap:
     """Columns that must exist."""
     folder: Path | None = None
     """Folder where relative media paths start; None: the source decides."""
-    is_read: bool = True
-    """False: rows keep their stored format."""
 
     def apply(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the row with renamed columns, and its turns or pairs as messages.
@@ -506,7 +504,7 @@ class ColumnMap:
                 renamed[target] = value
         if self.tags is not None and renamed.get("messages") is not None:
             renamed["messages"] = [_tagged(turn, self.tags) for turn in renamed["messages"]]
-        return as_messages(renamed) if self.is_read else renamed
+        return as_messages(renamed)
 
 
 def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
