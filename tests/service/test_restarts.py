@@ -29,7 +29,6 @@ from service.clients import (
 )
 from service.fakes import FakeEngine
 
-from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.journal import Journal, RequestRow
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Request
@@ -110,7 +109,7 @@ def photographed(state: Path, album: Path) -> Iterator[list[Path]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Journal, "_commit", photograph(Journal._commit))
-        patch.setattr(StateFolder, "publish", photograph(StateFolder.publish, after=True))
+        patch.setattr(Path, "rename", photograph(Path.rename, after=True))
         yield photos
 
 

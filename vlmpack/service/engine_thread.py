@@ -183,7 +183,7 @@ class EngineThread:
             lane.failure = f"{lane.id} was not created: its creation failed"
         if lane.failure is not None:
             message = lane.failure
-            return lambda: self._finish([(head, Failure(message=message, category="server"))])
+            return lambda: self.finish([(head, Failure(message=message, category="server"))])
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
         group = self.encode_ahead(lane)
@@ -285,7 +285,7 @@ class EngineThread:
             log.exception("the sampling engine failed")
             self._fail_samples(describe_failure(error))
         else:  # a name is unknown if its snapshot was closed when the engine failed
-            self._finish([(self._sampling.pop(name)[1], got) for name, got in finished if name in self._sampling])
+            self.finish([(self._sampling.pop(name)[1], got) for name, got in finished if name in self._sampling])
 
     def _begin_sample(self, entry: Entry) -> None:
         name = f"{entry.row.owner}:{entry.row.seq}"
@@ -298,7 +298,7 @@ class EngineThread:
         except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("a sample could not be begun")
-            self._finish([(entry, _failure(error))])
+            self.finish([(entry, _failure(error))])
         else:
             self._sampling[name] = snapshot, entry
             if snapshot is not None:
@@ -311,7 +311,7 @@ class EngineThread:
                 self._sampler.close(folder)
             except Exception:
                 log.exception("a snapshot could not be closed")
-        self._finish([(entry, Failure(message=message, category="server")) for _, entry in failed.values()])
+        self.finish([(entry, Failure(message=message, category="server")) for _, entry in failed.values()])
 
     # ------------------------------------------------------------------ forward_backwards
 
@@ -320,7 +320,7 @@ class EngineThread:
         errors = [future.exception() for future in encoded]
         bad = [(entry, _failure(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
         if bad:
-            self._finish(bad)
+            self.finish(bad)
         lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
         if lane.group:
             requests = [future.result() for future, error in zip(encoded, errors, strict=True) if error is None]
@@ -349,7 +349,7 @@ class EngineThread:
         lane.has_gradients |= adds
         if adds:
             lane.replayed_bytes += sum(entry.row.size for entry in group)
-        self._finish([*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
+        self.finish([*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
 
     def _break_group(self, lane: Lane, error: Exception) -> None:
         """Cancel a group whose rows failed. Its requests run again one by one, so that only the one at fault fails."""
@@ -366,7 +366,7 @@ class EngineThread:
         if len(group) > 1:
             lane.alone = len(group)
         else:
-            self._finish([(entry, _failure(error)) for entry in group])
+            self.finish([(entry, _failure(error)) for entry in group])
 
     # ------------------------------------------------------------------ other operations
 
@@ -383,7 +383,7 @@ class EngineThread:
         self.seconds["training"] += time.perf_counter() - begin
         if done.is_replayed:
             lane.replayed_bytes += entry.row.size
-        self._finish([(entry, done.outcome)], done=done)
+        self.finish([(entry, done.outcome)], done=done)
         if entry.row.kind in CREATIONS:
             if isinstance(done.outcome, Failure):
                 lane.failure = f"{lane.id} was not created: {done.outcome.message}"
@@ -445,7 +445,7 @@ class EngineThread:
 
     # ------------------------------------------------------------------ commit
 
-    def _finish(
+    def finish(
         self, outcomes: Sequence[tuple[Entry, Outcome]], *, group: int | None = None, done: Done | None = None
     ) -> None:
         """Commit replies, and the writes of an operation, together.

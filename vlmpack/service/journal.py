@@ -192,7 +192,7 @@ class RequestRow:
     digest: bytes
     """Digest of the parsed content."""
     seed: int | None = None
-    """The seed drawn for a request without one."""
+    """The seed drawn for it, in case that it needs one and has none."""
     state: State = "queued"
     """"queued", or the outcome: "done" or "failed"."""
     group: int | None = None

@@ -257,27 +257,14 @@ class Operations:
 
 
 def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
-    """Return a request with the seed that was drawn for it; None: keep the request's own seed."""
-    if seed is None:
-        return request
+    """Return a request with the seed that was drawn for it, unless it has its own or needs none."""
     match request:
-        case messages.CreateModel(lora=messages.LoraConfig() as lora):
+        case messages.CreateModel(lora=messages.LoraConfig(seed=None) as lora):
             return replace(request, lora=replace(lora, seed=seed))
-        case messages.Sample():
-            return replace(request, params=replace(request.params, seed=seed))
+        case messages.Sample(params=messages.SamplingParams(seed=None) as params):
+            return replace(request, params=replace(params, seed=seed))
         case _:
             return request
-
-
-def lacks_seed(request: messages.Request) -> bool:
-    """Return whether a seed has to be drawn for a request."""
-    match request:
-        case messages.CreateModel(lora=messages.LoraConfig(seed=None)):
-            return True
-        case messages.Sample(params=params):
-            return params.seed is None
-        case _:
-            return False
 
 
 _NO_SPACE = os.strerror(errno.ENOSPC)

@@ -31,7 +31,7 @@ from vlmpack.service.journal import CheckpointRow, JournalError, ModelRow, Reque
 from vlmpack.service.ledger import Entry, Lane, Ledger, content_digest
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.messages import Creation, Failure, ForwardBackward, NewSession, Rejected, Reply, Request, Sample
-from vlmpack.service.operations import lacks_seed, with_seed
+from vlmpack.service.operations import with_seed
 
 if TYPE_CHECKING:
     from vlmpack.service.engine import Engine
@@ -284,8 +284,7 @@ class RequestQueue:
             Rejected: status 400: other content already uses its number; 404, 410: the model or session does not exist
                 (any more); 429: there is no room now, or the disk is full.
         """
-        owner, seq = request.owner
-        seed = secrets.randbits(31) if lacks_seed(request) else None
+        (owner, seq), seed = request.owner, secrets.randbits(31)
         digest = content_digest(request)
         row = RequestRow(
             owner=owner, seq=seq, session=_session_of(owner), kind=type(request).__name__, digest=digest, seed=seed,
@@ -308,9 +307,12 @@ class RequestQueue:
         Raises:
             Rejected: as in `submit`; status 400 also if a readable request already has this number.
         """
-        row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=REFUSED, digest=b"", state="failed")
-        self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
+        self._use_up(owner, seq, message, kind=REFUSED, is_creation=is_creation)
         return f"{owner}:{seq}"
+
+    def _use_up(self, owner: str, seq: int, message: str, *, kind: str, is_creation: bool = False) -> None:
+        row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=kind, digest=b"", state="failed")
+        self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         row, ledger, refusal = entry.row, self._ledger, None
@@ -385,7 +387,7 @@ class RequestQueue:
             return Rejected(message, status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         full |= row.kind == Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
-        if full and row.kind != REFUSED:
+        if full and row.kind not in (REFUSED, MISSING):
             return self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
         return None
 
@@ -491,38 +493,18 @@ class RequestQueue:
             self._fail_gap(lane, missing, early)
 
     def _fail_gap(self, lane: Lane, missing: int, early: list[Entry]) -> None:
+        """Fail the requests that wait for a missing number, and use up the numbers that never arrived.
+
+        In this order: if the server is killed between the two, no request runs without the one before it.
+        """
         message = f"request {missing} of {lane.id} never arrived, so this one, which comes after it, did not run"
         late = f"this request of {lane.id} came too late: those after it have already failed"
-        journal, ledger, absent = self.journal, self._ledger, []
-        with ledger.lock:
-            for number in range(missing, early[-1].row.seq):
-                if ledger.find(lane.id, number) is None and not lane.is_used(number):
-                    row = RequestRow(
-                        owner=lane.id, seq=number, session=lane.session, kind=MISSING, digest=b"", state="failed"
-                    )
-                    absent.append(Entry(row=row))
-                    ledger.add(absent[-1])  # a request that arrives now is a repetition
-        failed = [(early, _failed(message)), (absent, _failed(late))]
-        try:
-            with journal.transaction():
-                for entry in absent:
-                    journal.add_request(entry.row, body=None, now=time.time())
-                for entry, reply in [(entry, reply) for entries, reply in failed for entry in entries]:
-                    owner, seq = entry.row.owner, entry.row.seq
-                    journal.finish_request(owner, seq, state="failed", reply=reply, keep_body=False)
-        except BaseException:
-            with ledger.lock:
-                for entry in absent:
-                    ledger.remove(entry)
-            raise
-        finally:
-            for entry in absent:
-                entry.journaled.set()
-        with ledger.lock:
-            for entry in absent:
-                ledger.arrive(entry)
-            for entry in (*absent, *early):
-                ledger.done(entry, "failed")
+        self._thread.finish([(entry, Failure(message=message, category="user")) for entry in early])
+        for number in range(missing, early[-1].row.seq):
+            with self._ledger.lock:
+                is_absent = not lane.is_used(number) and number not in lane.entries
+            if is_absent:
+                self._use_up(lane.id, number, late, kind=MISSING)
 
     def _end_silent_sessions(self) -> None:
         for session in self._ledger.silent(self._ledger.limits.idle_seconds):
