@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from vlmpack.context_parallel import Parallel
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import SlotRule, pack
+from vlmpack.layout import IGNORE, SlotRule, pack, share
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.branching import joined
 from vlmpack.testing.samples import num_targets
 
 TEXT, MANY = ("text", "text"), ("images", "video", "image", "images_and_video")
@@ -37,7 +38,7 @@ class Case(NamedTuple):
     context: int = 1
     """Number of ranks that share a row."""
     how: str = "checkpointed"
-    """What else is done to the model: ddp, fsdp2, lora, shared."""
+    """What else is done to the model, or to its rows: the last one has no targets, or samples share a prefix."""
 
     def __str__(self) -> str:
         return f"{self.family} {' + '.join(map('-'.join, self.rows))} context={self.context} {self.how}"
@@ -62,7 +63,13 @@ class Case(NamedTuple):
         for seed, kinds in enumerate(self.rows):
             taken = [kind.replace("images_and_", "") if family.videos_as_images else kind for kind in kinds]
             taken = [kind if family.has_videos or "video" not in kind else "image" for kind in taken]
-            found.append(mixed_samples(config, seed=seed, kinds=cast(Any, taken)))
+            samples = mixed_samples(config, seed=seed, kinds=cast(Any, taken))
+            if self.how == "shared prefix":
+                samples = [joined([samples[0], sample]) for sample in samples[1:]]
+            found.append(samples)
+        if self.how == "no targets":
+            for sample in found[-1]:
+                sample["labels"].fill_(IGNORE)
         return found
 
 
@@ -76,7 +83,7 @@ QUICK = [
 ]
 OF_TWO = [
     *(Case(name) for name in TOGETHER if name not in {case.family for case in QUICK}),
-    *(Case("qwen3_vl", how=how) for how in ("ddp", "fsdp2", "lora")),
+    *(Case("qwen3_vl", how=how) for how in ("ddp", "fsdp2", "lora", "shared prefix", "no targets")),
 ]
 OF_FOUR = [
     Case("qwen3_vl", (("image",), TEXT, MANY, ("video", "images"))),
@@ -115,6 +122,9 @@ def step(case: Case) -> dict[str, Any]:
     rows = case.samples()
     targets = sum(num_targets(sample) for samples in rows for sample in samples)
     row = pack(padded(rows[parallel.data_rank]), rule=SlotRule(row_multiple=case.context))
+    if case.how == "shared prefix":
+        row = share(row, min_shared=1, read_media=family_named(case.family).media_reader(core.config))
+        assert (row.tree is None) == (len(rows[parallel.data_rank]) == 1)
     run = PackedStep(wrapped(case, model))  # kept until the backward pass: so are DDP's hooks
     result = run(row, num_items_in_batch=targets)
     (result.loss * (case.ranks if case.how in ("ddp", "fsdp2") else 1)).backward()
