@@ -70,6 +70,9 @@ def serve(
         Literal["exact", "fast", "vllm"],
         typer.Option(help="fast: rounding may change the tokens of a seed; vllm: fast on a GPU."),
     ] = "exact",
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Sampled log-probabilities equal training's to the bit; on a CPU.")
+    ] = False,
     workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
     shard: Annotated[
         bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
@@ -120,6 +123,7 @@ def serve(
         gradient_checkpointing=gradient_checkpointing,
         min_shared=MIN_SHARED if share_prefixes else None,
         sampler=sampler,
+        batch_invariant=batch_invariant,
         shard_on=chosen.type if shard else None,
     )
     base = partial(

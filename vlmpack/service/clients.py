@@ -25,7 +25,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -256,9 +256,10 @@ def new_adapter(lora: LoraConfig, targets: Targets, model: nn.Module) -> Adapter
 class Adapters:
     """The hooks on one base model, and the adapter in use."""
 
-    def __init__(self, model: nn.Module, family: Family) -> None:
+    def __init__(self, model: nn.Module, family: Family, *, mode: AbstractContextManager[Any] | None = None) -> None:
         self.targets = find_targets(model, family)
         """Modules that adapters can adapt."""
+        self._mode = mode or nullcontext()
         self._adapter: Adapter | None = None
         for name in (*self.targets.attention, *self.targets.mlp, self.targets.unembed):
             model.get_submodule(name).register_forward_hook(partial(self._adapted, name))
@@ -272,7 +273,8 @@ class Adapters:
         """Run the base model with an adapter inside the block; None: without one."""
         before, self._adapter = self._adapter, adapter
         try:
-            yield
+            with self._mode:
+                yield
         finally:
             self._adapter = before
 

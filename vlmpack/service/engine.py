@@ -24,6 +24,7 @@ from vlmpack.errors import ConfigError, FamilyError, RequestError
 from vlmpack.families.registry import family_of
 from vlmpack.layout.sharing import MIN_SHARED
 from vlmpack.model.enable import enable_packing
+from vlmpack.service.batch_invariant import BatchInvariant, check
 from vlmpack.service.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
 from vlmpack.service.datums import EncodedRequest, Encoder, not_served
 from vlmpack.service.generation import itself
@@ -50,6 +51,8 @@ class EngineConfig:
     min_shared: int | None = MIN_SHARED
     """Minimum number of tokens of a prefix that is computed only once for the datums of a row that share it (prefix
     tree); None: prefixes are not shared. They are never shared with a sharded base model."""
+    batch_invariant: bool = False
+    """Make log-probabilities of sampled tokens bit-equal to those of training; on a CPU."""
     shard_on: str | None = None
     """Shard the base model over the ranks, on devices of this type (FSDP2); None: each rank holds the full model."""
 
@@ -125,8 +128,9 @@ class Engine:
                 process runs alone.
 
         Raises:
-            FamilyError: the model's family cannot be packed exactly.
-            ConfigError: the model is to be sharded, but there is only one rank.
+            FamilyError: the model's family cannot be packed exactly, or has no batch-invariant form.
+            ConfigError: the model is to be sharded, but there is only one rank; or it is to be batch-invariant, which
+                this machine's kernels are not.
         """
         self.config = config or EngineConfig()
         family = family_of(model)
@@ -140,7 +144,7 @@ class Engine:
         self.family = family_of(self.model)
         """Family of the base model."""
         self._freeze()
-        self.adapters = Adapters(self.model, self.family)
+        self.adapters = Adapters(self.model, self.family, mode=BatchInvariant() if self.config.batch_invariant else None)
         """The hooks on the base model."""
         self.ranks = ranks
         """The process group that computes rows together; None: this process runs alone."""
@@ -179,6 +183,9 @@ class Engine:
         self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
         self.encode_chunks, self.measure = encoder.encode_chunks, encoder.check_chunks
         """Check the chunks that clients send and cut images into patches. Safe to call from any thread."""
+        if self.config.batch_invariant:
+            check(self)
+            self.counts = WorkCount()
 
     # ------------------------------------------------------------------ models
 
@@ -276,6 +283,7 @@ class Engine:
 
     def new_sampling(self, *, rounding: float | None = None) -> BatchedSampling:
         """Make the built-in sampling engine on this engine's models; for `rounding` see `SamplingSettings`."""
+        rounding = 0.0 if self.config.batch_invariant else rounding  # there is no error to check
         settings = SamplingSettings(rounding=rounding, max_snapshots=self.config.limits.samplers_open)
         agree = itself if self.sharding is None or self.ranks is None else self.ranks.spread
         return BatchedSampling(self.open_weights, self.base, settings, agree=agree)

@@ -205,7 +205,7 @@ class Service:
         self.state, self.settings, self._processor = state, settings, base.processor
         engine = base.engine(settings, ranks)
         set_sampler(engine, settings.sampler, source=base.source)
-        if settings.sampler == "exact" and base.model.dtype.itemsize < 4:
+        if settings.sampler == "exact" and base.model.dtype.itemsize < 4 and not settings.batch_invariant:
             log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
         self.engine: Any = engine if ranks is None else lead(engine, ranks)
         """Computes the requests: an `Engine`, or a proxy that runs the same call on all ranks."""

@@ -93,11 +93,14 @@ def set_sampler(engine: Engine, kind: str, *, source: str) -> None:
         source: folder or hub name of the model, for vLLM.
 
     Raises:
-        ConfigError: vLLM is not installed, or the limits allow a rank that it does not have.
+        ConfigError: vLLM is not installed, the limits allow a rank that it does not have, or the engine is
+            batch-invariant.
     """
     if kind != "vllm":
         engine.sampler = engine.new_sampling(rounding=None if kind == "exact" else 0.0)
         return
+    if engine.config.batch_invariant:
+        raise ConfigError("--batch-invariant: vLLM has other kernels than training; leave out --sampler vllm")
     config, limits, is_vision = engine.model.config, engine.config.limits, engine.base.is_vision
     engine.sampler = VllmSampling(
         open_vllm(source, max_context=engine.base.max_context, limits=limits),
