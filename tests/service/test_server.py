@@ -50,7 +50,7 @@ class Running:
 
 
 @contextmanager
-def serving(folder: Path, limits: ServiceLimits) -> Iterator[Running]:
+def serving(folder: Path, limits: ServiceLimits, **settings: Any) -> Iterator[Running]:
     """A service on a free port, with a state folder in `folder`."""
     processor = tiny_processor(max_pixels=64 * 32 * 32)
     model = tiny_model(processor=processor)
@@ -58,7 +58,7 @@ def serving(folder: Path, limits: ServiceLimits) -> Iterator[Running]:
     processor.save_pretrained(folder / "model")
     base = Base(name=NAME, source=str(folder / "model"), model=model, processor=processor, tokenizer="a/tokenizer")
     state = StateFolder(folder / "state", base_model=NAME)
-    service = Service(base, state, ServiceSettings(key=KEY, limits=limits))
+    service = Service(base, state, ServiceSettings(key=KEY, limits=limits, **settings))
     listening, server = bind("127.0.0.1", 0), service.server()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -145,6 +145,32 @@ def test_a_loss_of_the_client(model: Any) -> None:
 
 
 # ---------------------------------------------------------------------- sampling
+
+
+def test_on_policy_importance_ratios_are_exactly_1(tmp_path: Path) -> None:
+    with serving(tmp_path, ServiceLimits(), batch_invariant=True) as running:
+        client = tinker.ServiceClient(base_url=running.address, api_key=KEY)
+        model = client.create_lora_training_client(base_model=NAME, rank=4, seed=1).result(WAIT)
+        for _ in range(2):
+            sampler, data, sampled = model.save_weights_and_get_sampling_client(), [], []
+            for prompt in (TEXT, TEXT[:2], TEXT * 20):
+                params = types.SamplingParams(max_tokens=9, seed=0, stop=[])
+                response = sampler.sample(types.ModelInput.from_ints(prompt), 3, params).result(WAIT)
+                for sequence in response.sequences:
+                    tokens, before = [*prompt, *sequence.tokens], [0.0] * (len(prompt) - 1)
+                    inputs = {
+                        "target_tokens": tensor(tokens[1:], np.int64),
+                        "logprobs": tensor([*before, *sequence.logprobs], np.float32),
+                        "advantages": tensor([*before, *range(1, 10)], np.float32),
+                    }
+                    data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+                    sampled.append(sequence.logprobs)
+            result = model.forward_backward(data, "importance_sampling").result(WAIT)
+            for output, logprobs in zip(result.loss_fn_outputs, sampled, strict=True):
+                assert output["logprobs"].to_numpy()[-9:].tolist() == logprobs
+            assert result.metrics["loss:sum"] == -45.0 * len(data)  # ratio 1 times the advantages of 9 tokens
+            model.optim_step(types.AdamParams(learning_rate=1e-2)).result(WAIT)
+        client.close("success").result(WAIT)
 
 
 def test_the_likeliest_tokens_of_a_prompt_and_scores_of_its_last_ones(client: Any, running: Running) -> None:

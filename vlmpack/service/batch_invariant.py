@@ -45,11 +45,11 @@ if TYPE_CHECKING:
 
 ROWS = (16, 1024)
 """Numbers of rows of the smallest and the largest block. Blocks in between are powers of two."""
-QUERIES = (16, 32)
-"""Numbers of queries of a block: for decoding, and for prompts and training."""
+QUERIES = (8, 16, 32)
+"""Numbers of queries of a block: the smaller ones for decoding, the last one for prompts and training."""
 KEYS = 512
 """Number of keys in a block of PyTorch's attention kernel for CPUs."""
-FEW_KEYS = (64, 128, 256)
+FEW_KEYS = (64, 128, 192, 256, 384)
 """Numbers of keys that may replace `KEYS` in short sequences."""
 TOGETHER = 256
 """Maximum number of tokens whose queries get the same number of keys."""
@@ -196,14 +196,14 @@ class BatchInvariant(TorchFunctionMode):
         if mask is None:
             ends = torch.arange(1, queries + 1) if causal else torch.full((queries,), keys)
             return torch.zeros(1, dtype=torch.int64), ends[None]
-        if mask is self._mask and self._bounds is not None:  # all layers of a pass have the same mask
-            return self._bounds
+        if self._bounds is not None and mask is self._mask and self._bounds[1].shape[1] == queries:
+            return self._bounds  # all layers of a pass have the same mask
         mask_bQS = mask.expand(*mask.shape[:-2], queries, keys).reshape(-1, queries, keys)
         count_bQ, first_bQ = mask_bQS.sum(-1), mask_bQS.to(torch.uint8).argmax(-1)
         is_real_bQ = count_bQ > 0
         first_b = torch.where(is_real_bQ, first_bQ, keys - 1).amin(1)
         seen_bQS = torch.arange(keys) < (first_b[:, None] + count_bQ)[..., None]
-        if mask.ndim == 4 and mask.shape[1] != 1 or bool((mask_bQS & ~seen_bQS).any()):
+        if (mask.ndim == 4 and mask.shape[1] != 1) or bool((mask_bQS & ~seen_bQS).any()):
             raise FamilyError(_NO_ATTENTION)
         self._mask, self._bounds = mask, (first_b, count_bQ.clamp(min=1))
         return self._bounds
@@ -218,7 +218,7 @@ class BatchInvariant(TorchFunctionMode):
         limit_bQ: torch.Tensor,
         scale: float | None,
     ) -> torch.Tensor:
-        (B, N, Q, H), A = q_BNQH.shape, k_BASH.shape[1]
+        (B, N, Q, _), A = q_BNQH.shape, k_BASH.shape[1]
         limit_BQ = limit_bQ.expand(B, -1)
         longest = int(limit_BQ.max())
         if first_b.any():  # padding on the left: count the keys from the first one of each sequence
@@ -251,8 +251,7 @@ class BatchInvariant(TorchFunctionMode):
         """Return the numbers of queries and keys of a block, for queries that attend to `keys` keys."""
         whole = -keys % KEYS + keys
         of = (q_BARH.shape[-1], q_BARH.dtype, torch.get_num_threads())
-        sizes = QUERIES[:1] if q_BARH.shape[2] <= QUERIES[0] else QUERIES[::-1]
-        for size in sizes:
+        for size in (*(size for size in QUERIES if size >= q_BARH.shape[2]), QUERIES[-1]):
             for width in (*(few for few in FEW_KEYS if few >= keys), whole):
                 if self._agrees(("keys", size, width, *of), partial(_attention_agrees, size, width, *of[:2])):
                     return size, width
@@ -293,8 +292,8 @@ def check(engine: Engine) -> None:
     parts = packing_state(model).parts_of(model)
     if any(family.has(mechanism) for mechanism in _RECURRENT):
         raise FamilyError(
-            f"{family.model_type}: its recurrent layers compute a prompt in chunks and sampled tokens step by step, "
-            "with other bits; serve without --batch-invariant"
+            f"{family.model_type}: its recurrent layers or convolutions compute prompts by other functions than "
+            "sampled tokens, with other bits; serve without --batch-invariant"
         )
     if any(mask.is_local for mask in layer_masks(parts).values()):
         raise FamilyError(f"{family.model_type}: {_NO_ATTENTION}")
@@ -304,7 +303,9 @@ def check(engine: Engine) -> None:
     prompts = {str(length): _prompt(engine, length) for length in (5, 40)}
     params = SamplingParams(max_tokens=8, seed=0, stop=())
     for key, prompt in prompts.items():
-        sampler.add(key, None, prompt, Sample(sampling_session_id="", seq_id=0, prompt=(), num_samples=3, params=params))
+        sampler.add(
+            key, None, prompt, Sample(sampling_session_id="", seq_id=0, prompt=(), num_samples=3, params=params)
+        )
     while not sampler.is_idle:
         results |= dict(sampler.step())
     data, sampled = [], []
@@ -340,9 +341,10 @@ def _prompt(engine: Engine, length: int) -> EncodedSequence:
     config, family = engine.model.config, engine.family
     ids, images = torch.arange(20, 20 + length).numpy(), ()
     if family.has_vision:
-        grid = (1, *(2 * family.merge(config),) * 2)
+        side = 2 * family.merge(config)
+        grid = (1, side, side)
         pixels = _random(prod(grid), family.patch_channels(config), dtype=torch.float32)
-        run = [config.image_token_id] * (prod(grid) // family.merge(config) ** 2)
+        run = [config.image_token_id] * 4
         images = (EncodedImage(pixel_values=pixels, grid=grid, tokens=len(run)),)
         ids = np.concatenate((ids[:3], [config.vision_start_token_id, *run, config.vision_end_token_id], ids[3:]))
     return EncodedSequence(input_ids=ids, images=images)
@@ -404,21 +406,19 @@ def _linear_agrees(w_NK: torch.Tensor, bias: torch.Tensor | None, rows: int) -> 
 
 
 def _attention_agrees(queries: int, keys: int, head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether blocks give what the smallest number of queries and more masked keys give, wherever a query is."""
-    smallest, more = QUERIES[0], -keys % KEYS + keys + KEYS
-    q_BArH = _random(4, 2, queries, head_dim, dtype=dtype)
-    k_AsH, v_AsH = _random(2, 2, more, head_dim, dtype=dtype)
-    limit_Br = torch.randint(1, keys + 1, (4, queries), generator=torch.Generator().manual_seed(0))
+    """Return whether blocks give what the most queries and more masked keys give, wherever a query is."""
+    most, more = QUERIES[-1], -keys % KEYS + keys + KEYS
+    q_BAqH, (k_AsH, v_AsH) = _random(4, 2, most, head_dim, dtype=dtype), _random(2, 2, more, head_dim, dtype=dtype)
+    limit_Bq = torch.randint(1, keys + 1, (4, most), generator=torch.Generator().manual_seed(0))
 
-    def run(q_BArH: torch.Tensor, limit_Br: torch.Tensor, keys: int) -> torch.Tensor:
-        return _kernel(q_BArH, k_AsH[:, :keys], v_AsH[:, :keys], limit_Br, scale=None)
+    def run(q_BAqH: torch.Tensor, limit_Bq: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
+        pieces = zip(q_BAqH.split(queries, 2), limit_Bq.split(queries, 1), strict=True)
+        return torch.cat([_kernel(q, k_AsH[:, :keys], v_AsH[:, :keys], limit, scale=None) for q, limit in pieces], 2)
 
-    out_BArH = run(q_BArH, limit_Br, keys)
-    alone = [run(q_BArH[n : n + 1], limit_Br[n : n + 1], keys) for n in range(len(q_BArH))]
-    moved = run(q_BArH.roll(3, 2), limit_Br.roll(3, 1), keys).roll(-3, 2)
-    pieces = zip(q_BArH.split(smallest, 2), limit_Br.split(smallest, 1), strict=True)
-    small = torch.cat([run(*piece, more) for piece in pieces], 2)
-    return all(torch.equal(out_BArH, other) for other in (torch.cat(alone), moved, small))
+    expected = run(q_BAqH, limit_Bq, most, more)
+    moved = run(q_BAqH.roll(1, 2), limit_Bq.roll(1, 1), queries, keys).roll(-1, 2)
+    alone = torch.cat([run(*one, queries, keys) for one in zip(q_BAqH.split(1), limit_Bq.split(1), strict=True)])
+    return torch.equal(expected, moved) and torch.equal(expected, alone)
 
 
 # ---------------------------------------------------------------------- gradients
@@ -443,8 +443,11 @@ class _Exact(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
         with torch.enable_grad(), torch._C.DisableTorchFunction():
-            inputs = [x.detach().requires_grad_(is_needed) for x, is_needed in zip(ctx.saved_tensors, needed, strict=True)]
-            found = iter(torch.autograd.grad(ctx.fast(*inputs), [x for x in inputs if x.requires_grad], *grads))
+            inputs = [
+                x.detach().requires_grad_(is_needed) for x, is_needed in zip(ctx.saved_tensors, needed, strict=True)
+            ]
+            wanted = [x for x in inputs if x.requires_grad]
+            found = iter(torch.autograd.grad(ctx.fast(*inputs), wanted, grads))
         return None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 

@@ -144,7 +144,9 @@ class Engine:
         self.family = family_of(self.model)
         """Family of the base model."""
         self._freeze()
-        self.adapters = Adapters(self.model, self.family, mode=BatchInvariant() if self.config.batch_invariant else None)
+        self.adapters = Adapters(
+            self.model, self.family, mode=BatchInvariant() if self.config.batch_invariant else None
+        )
         """The hooks on the base model."""
         self.ranks = ranks
         """The process group that computes rows together; None: this process runs alone."""
