@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -325,6 +324,7 @@ def check(engine: Engine) -> None:
     while work.rows_left:
         work.run_row()
     engine.free(name)
+    engine.counts.subtract(engine.counts)  # no client has sent this work
     (trained,) = work.results()
     if isinstance(trained, Failure) or not all(
         np.array_equal(of_datum[-len(logprobs) :], logprobs)
@@ -343,7 +343,7 @@ def _prompt(engine: Engine, length: int) -> EncodedSequence:
     if family.has_vision:
         side = 2 * family.merge(config)
         grid = (1, side, side)
-        pixels = _random(prod(grid), family.patch_channels(config), dtype=torch.float32)
+        pixels = _random(side * side, *family.patch_shape(config), dtype=torch.float32)
         run = [config.image_token_id] * 4
         images = (EncodedImage(pixel_values=pixels, grid=grid, tokens=len(run)),)
         ids = np.concatenate((ids[:3], [config.vision_start_token_id, *run, config.vision_end_token_id], ids[3:]))

@@ -187,7 +187,6 @@ class Engine:
         """Check the chunks that clients send and cut images into patches. Safe to call from any thread."""
         if self.config.batch_invariant:
             check(self)
-            self.counts = WorkCount()
 
     # ------------------------------------------------------------------ models
 
