@@ -6,6 +6,8 @@ ideal            FLOPs of the step on the packed row / FLOPs of the step on the 
 share of ideal   speed-up / ideal
 memory           peak of the packed row / peak of the tree, without weights and inputs; compared with the same ideal,
                  because activations grow with the number of computed tokens and patches
+in pieces        a group larger than a row, by `PackedStep.group`, and under one loss (`StepConfig.capacity`), against a
+                 row of each sample
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from benchmarks.receipts import ReceiptShapes, image_grid, receipt_model
 from vlmpack.families import Family, family_named
 from vlmpack.layout import IGNORE, PackedRow, pack, share
 from vlmpack.machine import peak_bytes
-from vlmpack.model import PackedStep
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import Sample, build_sample, joined, padded
 
 CASE = "tree"
@@ -60,6 +62,11 @@ class TreeShapes:
         for samples in (4, 8, 16)
     )
     """Rows to time; in families with gated delta layers, only the last three."""
+    groups: tuple[Rollouts, ...] = (
+        Rollouts(prefix=256, branch=32, samples=64),
+        Rollouts(prefix=256, branch=8, samples=64),
+    )
+    """Groups to time in pieces of as many tokens as the prefix has."""
 
 
 @final
@@ -118,9 +125,12 @@ def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure
     family = family_named(settings.family)
     step = PackedStep(receipt_model(family, shapes.receipts, seed=settings.seed, device=settings.device))
     chosen = shapes.rollouts[-3:] if family.has("gated_delta") else shapes.rollouts
-    one = replace(settings, seconds=settings.seconds / len(chosen))
+    one = replace(settings, seconds=settings.seconds / (len(chosen) + len(shapes.groups)))
     for rollouts in chosen:
         for figure in _rollouts(step, family, rollouts, one):
+            yield replace(figure, family=settings.family)
+    for group in shapes.groups:
+        for figure in _in_pieces(step, family, group, one):
             yield replace(figure, family=settings.family)
 
 
@@ -142,3 +152,42 @@ def _rollouts(step: PackedStep, family: Family, rollouts: Rollouts, settings: Be
     yield Figure(case=CASE, name=f"{rollouts}: memory, packed / tree", value=memory, unit="x")
     target = None if is_delta else Target(limit=0.85, better="higher")
     yield Figure(case=CASE, name=f"{rollouts}: memory / ideal", value=memory / ideal, unit="x", target=target)
+
+
+def _in_pieces(step: PackedStep, family: Family, group: Rollouts, settings: BenchSettings) -> Iterator[Figure]:
+    model, capacity = step.model, group.prefix
+    rows = [pack(padded([one])) for one in _samples(family, model.config, group, settings.seed)]
+    row, items = share(row_of(family, model.config, [group], seed=settings.seed)), group.samples * group.branch
+
+    def packed() -> torch.Tensor:
+        losses = []
+        for each in rows:
+            loss = step(each, num_items_in_batch=items).loss
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    def one_loss() -> torch.Tensor:
+        pieces = PackedStep(model, StepConfig(capacity=capacity))
+        try:
+            loss = pieces(row).loss
+            loss.backward()
+        finally:
+            enable_packing(model)
+        return loss.detach()
+
+    steps = {"packed": packed, "group": lambda: step.group(row, capacity=capacity).backward().loss, "loss": one_loss}
+    losses: dict[str, torch.Tensor] = {}
+    flops = {name: count_flops(lambda n=name, s=one: losses.update({n: s()})) for name, one in steps.items()}
+    flops["tree"] = count_flops(lambda: step(row).loss.backward())
+    check_same_loss(losses)
+    timings, ideal = alternate(steps, seconds=settings.seconds, device=settings.device), flops["packed"] / flops["tree"]
+    target, of = Target(limit=0.9, better="higher"), ("packed", "group")
+    name = f"{group} in pieces of {capacity}"
+    yield Figure(case=CASE, name=f"{name}: ideal", value=ideal, unit="x")
+    yield Figure(
+        case=CASE, name=f"{name}: FLOPs / tree", value=flops["group"] / flops["tree"], unit="x",
+        target=Target(limit=1.01, better="lower"),
+    )  # fmt: skip
+    yield Figure.compared(CASE, f"{name}: share of ideal", timings, of, settings, scale=1 / ideal, target=target)
+    yield Figure.compared(CASE, f"{name}: speed-up under one loss", timings, ("packed", "loss"), settings)

@@ -36,7 +36,11 @@ SHAPES = {
     "lengths": LengthShapes(images=5, files=2, size=(40, 56), part=2, processed=2),
     "peers": PeerShapes(lengths=(12, 9, 15), grid=(1, 4, 4)),
     "step": TINY,
-    "tree": TreeShapes(receipts=TINY, rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),)),
+    "tree": TreeShapes(
+        receipts=TINY,
+        rollouts=(Rollouts(prefix=70, branch=5, samples=3, image_tokens=8),),
+        groups=(Rollouts(prefix=70, branch=30, samples=3, image_tokens=8),),
+    ),
     "head": TINY,
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=2, samples=(1, 2), longest=(20, 30)),
 }

@@ -16,8 +16,9 @@ from torch import nn
 from training import collator, receipts
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from trees import rollouts, samples_of
 
-from vlmpack import PackedStep, VLMCollator, disable_packing, enable_packing, pack, probe
+from vlmpack import PackedStep, StepConfig, VLMCollator, disable_packing, enable_packing, pack, probe
 from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import family_of
 from vlmpack.model.backbone import pack_backbone
@@ -49,10 +50,10 @@ HEADS = {
 }
 
 
-def classifier(family: str, head: str = "sequence") -> Any:
+def classifier(family: str, head: str = "sequence", labels: int = CLASSES) -> Any:
     """A tiny classifier, in eval mode; a class of its own where transformers has none for the family."""
     config = tiny_config(family)
-    config.num_labels, config.get_text_config().pad_token_id = CLASSES, 0
+    config.num_labels, config.get_text_config().pad_token_id = labels, 0
     auto, generic = HEADS[head]
     torch.manual_seed(0)
     if type(config) in auto._model_mapping:
@@ -195,6 +196,55 @@ def test_a_pair_computes_its_prompt_once_and_is_scored_the_same() -> None:
     torch.testing.assert_close((found.logits, found.loss), (plain.logits, plain.loss), rtol=1e-5, atol=1e-6)
     check_gradients(gradients(model, found.loss), expected, 1e-5)
     assert computed == [9 + 3 + 3]
+
+
+class ValueHead(nn.Module):
+    """A linear head on the last hidden states of a language model, as TRL and OpenRLHF had it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.head = model, nn.Linear(model.config.get_text_config().hidden_size, 1)
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return self.head(self.model(**inputs, output_hidden_states=True).hidden_states[-1])[..., 0]
+
+
+class TokenValues(nn.Module):
+    """A `...ForTokenClassification` of one label, the value model of PPO."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return self.model(**inputs).logits[..., 0]
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+@pytest.mark.parametrize("make", [ValueHead, TokenValues])
+@pytest.mark.parametrize("family", ["qwen3", *slow("qwen3_vl", "gemma3")])
+def test_values_of_tokens_are_those_of_each_sample_alone(family: str, make: Any, in_pieces: bool) -> None:
+    """Answers to one prompt, whose values are learned from squares; the prompt goes through a value model once."""
+    torch.manual_seed(0)
+    core = classifier(family, "token", labels=1) if make is TokenValues else tiny_model(family).eval()
+    model = make(core)
+    samples = samples_of(core.config, rollouts(4, 6, 3, 5, prefix=20, images=0))
+    singly = [model(**inputs_of(core, single(sample)))[0] for sample in samples]
+    expected_loss = sum(((one - torch.arange(len(one)) / 10) ** 2).sum() for one in singly)
+    expected = gradients(model, expected_loss)
+    computed = tokens_of(enable_packing(core, StepConfig(capacity=24) if in_pieces else None))
+    if make is TokenValues:
+        pack_backbone(core, min_shared=4)
+    batch = padded(samples, "right").to_hf()
+    values, mask = model(**inputs_of(core, batch)), batch["attention_mask"] != 0
+    for found, real, one in zip(values, mask, singly, strict=True):
+        torch.testing.assert_close(found[real], one, rtol=0, atol=1e-5)
+    loss = (((values - torch.arange(values.shape[1]) / 10) ** 2) * mask).sum()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    check_gradients(gradients(model, loss), expected, limits_of(family).gradient)
+    shared, whole = 20 + 4 + 6 + 3 + 5, sum(len(sample["input_ids"]) for sample in samples)
+    again = 4 + 6 + 3 + 5 if in_pieces else 0
+    assert sum(computed) == (shared + again if make is TokenValues else whole)
 
 
 @pytest.mark.parametrize("wrapped", ["peft", "module"])

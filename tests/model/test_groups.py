@@ -10,7 +10,7 @@ from equality import alone_through, check_gradients, gradients
 from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
-from trees import DEEP, STRANGER, VIDEOS, rollouts, samples_of, shared
+from trees import DEEP, STRANGER, VIDEOS, Piece, rollouts, samples_of, shared
 
 from benchmarks.flops import count_flops
 from vlmpack.errors import ConfigError, LayoutError
@@ -26,6 +26,7 @@ GROUPS = {
     "deep": (DEEP, STRANGER),
     "rollouts": (rollouts(5, 1, 9, 1, 5, 12, 3, 8),),
     "videos": (VIDEOS, rollouts(3, 6)),
+    "images of branches": (Piece(text=12, children=(Piece(text=4, images=1), Piece(text=5), Piece(text=2, images=1))),),
 }
 WAYS = "group", "row"
 SAMPLE = StepConfig(aux_loss="sample")
@@ -109,6 +110,25 @@ def test_in_every_circumstance_of_training(family, way, name):
 @pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen3_5_moe", "gemma3", "lfm2_vl")])
 def test_a_row_larger_than_the_capacity_is_one_step_in_pieces(family):
     check_group(family, "deep", way="row")
+
+
+def test_a_tower_is_trained_alone_behind_a_prefix_of_text():
+    def only_the_tower(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("visual" in name)
+        return model
+
+    check_group("qwen3_vl", "images of branches", only_the_tower, way="row")
+
+
+def test_a_second_backward_pass_adds_the_same_gradients():
+    model = fresh("qwen3")
+    row = shared(samples_of(model.config, *GROUPS["rollouts"]))
+    loss = PackedStep(model, StepConfig(capacity=20))(row).loss
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    assert all(torch.allclose(each, 2 * once[name], rtol=1e-5) for name, each in gradients(model).items())
 
 
 def test_what_is_computed_again_drops_out_the_same_numbers():

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from inspect import signature
+from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, final
 
 import numpy as np
@@ -532,12 +533,19 @@ def _fits_flash(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
 def _one_by_one(
     attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
 ) -> Tensor:
-    """One call per segment, on views of the row."""
-    sizes, key_sizes = ([n for n in of.lengths if n] for of in (segments, keys))
+    """One call per segment, or run of segments of the same length, on views of the row."""
+    pairs = ((n, m) for n, m in zip(segments.lengths, keys.lengths, strict=False) if n)
+    runs = [(*pair, len([*same])) for pair, same in groupby(pairs)]
     # One split per tensor: slicing each segment would make the backward pass write G full-size gradients.
+    sizes, key_sizes = [n * count for n, _, count in runs], [m * count for _, m, count in runs]
     rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
     pieces = zip(*(x.split_with_sizes(cut) for x, cut in rows), strict=True)
-    return torch.cat([attend(*(x[None] for x in piece)).squeeze(0) for piece in pieces])
+    return torch.cat(
+        [
+            attend(*(x.unflatten(0, (count, -1)) for x in piece)).flatten(0, 1)
+            for piece, (_, _, count) in zip(pieces, runs, strict=True)
+        ]
+    )
 
 
 def _by_length(

@@ -129,7 +129,8 @@ class PackingState:
             return None
         device = row.input_ids.device
         cut = cut_group(row.to("cpu"), capacity, read_media=self.family.media_reader(core.config))
-        return RowInPieces(cut, lambda row, piece: run(row.to(device, non_blocking=True), piece))
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in core.parameters())
+        return RowInPieces(cut, lambda row, piece: run(row.to(device, non_blocking=True), piece), learns=learns)
 
     def problem_of_pieces(self, model: nn.Module) -> str | None:
         """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""

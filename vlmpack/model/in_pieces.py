@@ -39,8 +39,8 @@ RunPiece = Callable[[PackedRow, PieceOfGroup], Outputs]
 class RowInPieces:
     """A row's pieces. The caller runs the first one, and hands its outputs to `rest`."""
 
-    def __init__(self, cut: CutGroup, run: RunPiece) -> None:
-        self._cut, self._run = cut, run
+    def __init__(self, cut: CutGroup, run: RunPiece, *, learns: bool) -> None:
+        self._cut, self._run, self._learns = cut, run, learns
         piece = cut.pieces[0]
         kept = KeptPrefix(None, is_training=torch.is_grad_enabled()) if piece.is_kept else None
         self.first_row = cut.row(piece)
@@ -54,6 +54,8 @@ class RowInPieces:
 
     def rest(self, *of_first: torch.Tensor) -> Outputs:
         """Return the outputs of the whole row, in the order of its tree, from those of the first piece."""
+        if self._learns and not of_first[0].requires_grad:  # of a tower that is trained alone, without an image here
+            of_first = of_first[0].detach().requires_grad_(), *of_first[1:]
         return _Rest.apply(self, *of_first)
 
     def walk(self, use: Callable[[int, Outputs], Any]) -> None:
@@ -113,8 +115,11 @@ class _Rest(torch.autograd.Function):
 
         def use(number: int, outputs: Outputs) -> None:
             pairs = [(x, grad) for x, grad in zip(outputs, of_piece(number), strict=True) if x.requires_grad]
-            torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+            if pairs:
+                torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
 
+        if pieces.first.own is not None:
+            pieces.first.own.forget_gradients()
         with ctx.again, torch.enable_grad():
             pieces.walk(use)
         return None, *of_piece(0)

@@ -84,6 +84,11 @@ class KeptPrefix:
         self.root: torch.Tensor | None = None
         """[1, t, D]: the final hidden states, from which the piece's backward pass starts."""
 
+    def forget_gradients(self) -> None:
+        """Begin the sums anew, for another backward pass."""
+        for kept in self.of_layers.values():
+            kept.gradients = [None] * len(kept.tensors)
+
     @property
     def path(self) -> list[KeptPrefix]:
         """The kept pieces from the first token of the samples to the end of this one."""
