@@ -388,7 +388,7 @@ def _row_in(inputs: dict[str, Any], family: Family) -> PackedRow:
             "tell which tokens are real"
         )
     if (mask := inputs.get("moe_padding_mask")) is not None:
-        _check_padding_mask(
+        check_padding_mask(
             mask,
             row.moe_padding_mask,
             "boundaries of the row; give a row with gaps both cu_seqlens_q and cu_seqlens_q_padded",
@@ -411,19 +411,19 @@ def _packed_batch(inputs: dict[str, Any], state: PackingState, pad_token_id: int
     batch = PaddedBatch.from_hf(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
     row = pack(batch, rule=state.slots, keep_empty=state.config.keep_empty, pad_token_id=pad_token_id or 0)
     if (mask := inputs.get("moe_padding_mask")) is not None:
-        _check_padding_mask(
-            mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived"
-        )
+        check_padding_mask(mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived")
     return row
 
 
-def _check_padding_mask(mask: torch.Tensor, padding: torch.Tensor, remedy: str) -> None:
+def check_padding_mask(
+    mask: torch.Tensor, padding: torch.Tensor, remedy: str, *, name: str = "moe_padding_mask"
+) -> None:
     """Compare a caller's mask with the actual padding. They differ if e.g. `cu_seqlens_q_padded` was left out."""
-    check_is_tensor(mask, "moe_padding_mask")
+    check_is_tensor(mask, name)
     if mask.shape != padding.shape:
-        raise LayoutError(f"moe_padding_mask is {list(mask.shape)} but input_ids is {list(padding.shape)}")
-    message = f"moe_padding_mask (True on padding) does not fit the {remedy}"
-    require((mask.bool() == padding).all(), message, LayoutError)
+        raise LayoutError(f"{name} is {list(mask.shape)} but input_ids is {list(padding.shape)}")
+    message = f"{name} (True on padding) does not fit the {remedy}"
+    require((mask.bool() == padding.to(mask.device)).all(), message, LayoutError)
 
 
 # ---------------------------------------------------------------------- columns

@@ -47,7 +47,7 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, check_targets, divisor, packing_state, stored_state, targets_of
-from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall
+from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall, check_padding_mask
 from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup
@@ -432,7 +432,8 @@ class ThdStep:
         extras = tuple(sorted(name for name in tensors if batch[name].shape[-2:] == shape))
         metadata = batch.get(METADATA_KEY)
         if batch.get("cu_seqlens_q") is None and (metadata is None or metadata.segments is None):
-            _check_masks(batch, batch["attention_mask"] == 0 if batch.get("attention_mask") is not None else None)
+            if batch.get("attention_mask") is not None:
+                _check_masks(batch, batch["attention_mask"] == 0)
             return PaddedBatch.from_hf(batch, extras=extras, media=media)
         row = PackedRow.from_hf(batch, extras=extras, media=media)
         _check_masks(batch, row.moe_padding_mask)
@@ -630,18 +631,11 @@ def _further(batch: Mapping[str, Any], *, media: Collection[str]) -> dict[str, t
     return {name: value for name, value in tensors.items() if name not in known and value.shape[-2:] != shape}
 
 
-def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor | None) -> None:
+def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor) -> None:
     """Compare the batch's padding masks with its actual padding."""
     for name in PADDING_MASKS:
-        given = batch.get(name)
-        if given is None:
-            continue
-        if padding is None or given.shape != padding.shape:
-            raise LayoutError(
-                f"{name} is {list(given.shape)}, and the batch has padding in another shape: leave it out"
-            )
-        message = f"{name} is not True exactly on padding, as the batch's mask or boundaries say: leave it out"
-        require((given.bool() == padding.to(given.device)).all(), message, LayoutError)
+        if batch.get(name) is not None:
+            check_padding_mask(batch[name], padding, "batch's mask or boundaries; leave it out", name=name)
 
 
 def _check_pixels(media: Media) -> None:
