@@ -61,7 +61,7 @@ class BodyReader:
                 size += len(piece)
                 self.held += len(piece)
                 if size > most:
-                    await _discard(pieces)
+                    await discard(pieces, most=DISCARDED_BYTES)
                     detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
                     raise Rejected(detail, status=413, beginning=(b"".join(parts) + piece)[:BEGINNING_BYTES])
                 if self.held > self.limits.bodies_bytes:
@@ -72,9 +72,9 @@ class BodyReader:
         return b"".join(parts)
 
 
-async def _discard(pieces: AsyncIterator[bytes]) -> None:
-    left = DISCARDED_BYTES
+async def discard(pieces: AsyncIterator[bytes], *, most: int) -> None:
+    """Receive at most this many further bytes of a body, and forget them."""
     async for piece in pieces:
-        left -= len(piece)
-        if left < 0:
+        most -= len(piece)
+        if most < 0:
             return

@@ -32,7 +32,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from vlmpack.errors import RequestError
 from vlmpack.service import messages, protobuf, wire
-from vlmpack.service.bodies import BodyReader
+from vlmpack.service.bodies import BodyReader, discard
 from vlmpack.service.fields import INT32, Between, get, parse
 from vlmpack.service.journal import CheckpointRow, ModelRow, SamplingRow
 from vlmpack.service.limits import ServiceLimits, check
@@ -620,8 +620,8 @@ class Gate:
             if self._is_allowed(scope):
                 await self._app(scope, receive, send_and_count)
             else:
-                with anyio.move_on_after(self._seconds):
-                    await _discard(receive)
+                with anyio.move_on_after(self._seconds), suppress(ClientDisconnect):
+                    await discard(Request(scope, receive).stream(), most=UNREAD_BYTES)
                 detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
                 refusal = answer({"detail": detail}, status=401, headers={"Connection": "close"})
                 await refusal(scope, receive, send_and_count)
@@ -645,12 +645,3 @@ class Gate:
 def _logged(path: str) -> str:
     """Return a path for the log, without signatures, because a signature opens a file."""
     return DOWNLOADS if path.startswith(DOWNLOADS) else ascii(path[:LOGGED])[1:-1]
-
-
-async def _discard(receive: Receive) -> None:
-    left = UNREAD_BYTES
-    while left > 0:
-        message = await receive()
-        left -= len(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body", False):
-            return

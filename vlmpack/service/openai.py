@@ -395,9 +395,7 @@ def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
     Raises:
         RequestError: a field is unknown, or this service does not have it.
     """
-    for name in REFUSED.keys() & values.keys():
-        if values[name] and values[name] != OFF.get(name):
-            raise RequestError(f"{name} {shown(values[name])}: this service does not have it; {REFUSED[name]}")
+    wire.refuse(values, REFUSED, OFF)
     sent = {name: value for name, value in values.items() if name not in REFUSED and value is not None}
     return read_object(kind, sent, is_strict=True)
 

@@ -42,7 +42,7 @@ from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.distributed import follow, lead
 from vlmpack.service.engine import Engine, EngineConfig
 from vlmpack.service.http import Endpoints, make_app
-from vlmpack.service.journal import ModelRow, SessionRow
+from vlmpack.service.journal import ModelRow
 from vlmpack.service.openai import OpenAI
 from vlmpack.service.queue import RequestQueue
 from vlmpack.service.ranks import Ranks
@@ -309,7 +309,7 @@ class Service:
         if device.type == "cuda":
             memory["device"] = torch.cuda.memory_allocated(device)
         space, journal = shutil.disk_usage(self.state.path), self.queue.journal
-        opened = {row.id for row in journal.rows(SessionRow) if row.ended is None}
+        opened = set(self.queue.sessions())
         models = [
             ModelLine(
                 trains="all weights" if row.lora is None else f"LoRA, rank {row.lora.rank}",

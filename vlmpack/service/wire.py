@@ -25,6 +25,7 @@ REFUSED = {
     "importance_sampling, ppo, cispo or gspo",
 }
 """Client options that this service does not have, and what to do instead."""
+ADAMW = {"optimizer_config": {"type": "adamw"}}
 
 
 def decode(kind: str, body: bytes) -> messages.Request:
@@ -52,20 +53,20 @@ def read_request(kind: type[Any], values: Mapping[str, Any]) -> Any:
     return read_object(kind, values)
 
 
-def refuse(values: Mapping[str, Any]) -> None:
+def refuse(values: Mapping[str, Any], refused: Mapping[str, str] = REFUSED, off: Mapping[str, Any] = ADAMW) -> None:
     """Refuse client options that this service does not have, unless they are off.
+
+    Args:
+        values: a body, or the parameters of a URL.
+        refused: the options, and what to do instead.
+        off: values that switch an option off, in addition to null, 0, false and empty ones.
 
     Raises:
         RequestError: such an option is set.
     """
-    for name in REFUSED.keys() & values.keys():
-        value = values[name]
-        if value not in (None, 0) and not (name == "optimizer_config" and _is_adamw(value)):
-            raise RequestError(f"{name} {shown(value)}: this service does not have it; {REFUSED[name]}")
-
-
-def _is_adamw(config: Any) -> bool:
-    return isinstance(config, dict) and config.get("type") == "adamw"
+    for name in refused.keys() & values.keys():
+        if (value := values[name]) and value != off.get(name):
+            raise RequestError(f"{name} {shown(value)}: this service does not have it; {refused[name]}")
 
 
 def owner_of(kind: type[Any], values: Mapping[str, Any]) -> tuple[str, int]:
