@@ -28,7 +28,7 @@ from vlmpack.layout.batch import Media
 from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import Scoring, score_targets
-from vlmpack.testing import Sample, padded
+from vlmpack.testing import Sample, alone, padded
 from vlmpack.testing.samples import VISION
 
 LAYER = "model.language_model.layers.*."
@@ -53,6 +53,8 @@ class Case:
     """The mesh, as `DistributedConfig` takes it."""
     context: int = 1
     """Data ranks that share a row."""
+    passes: int = 1
+    """Backward passes whose gradients are accumulated; FSDP2 exchanges them in the last."""
 
     @property
     def ranks(self) -> int:
@@ -69,7 +71,11 @@ class Case:
 
     def __str__(self) -> str:
         sizes = [f"{name.removesuffix('_size')} {size}" for name, size in self.sizes.items() if name != "tp_plan"]
-        return " ".join([self.family, *sizes, *([f"context {self.context}"] if self.context > 1 else [])])
+        return " ".join([self.family, *sizes, *self._others])
+
+    @property
+    def _others(self) -> list[str]:
+        return [f"{name} {n}" for name, n in (("context", self.context), ("passes", self.passes)) if n > 1]
 
     def shares(self, samples: list[Sample]) -> list[list[Sample]]:
         """The samples of each data rank. Of two data ranks, the second has no image."""
@@ -88,12 +94,14 @@ TEXT, MOE, VL, DELTA = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5"
 CASES = [
     *_on({"fsdp_size": 2}, VL, DELTA, MOE),
     *_on({"tp_size": 2}, TEXT, VL, DELTA, MOE),
+    *_on({"tp_size": 2}, TEXT, passes=2),
     *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, MOE),
     *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, MOE),
     *_on({"fsdp_size": 2, "ep_size": 2}, MOE),
     *_on({"fsdp_size": 2}, VL, DELTA, MOE, context=2),
     *_on({"dp_replicate_size": 2}, VL),
     *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE),
+    *_on({"fsdp_size": 2, "tp_size": 2}, TEXT, passes=2),
     *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, MOE),
     *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, MOE),
     *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE, context=2),
@@ -133,6 +141,8 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
     model = loaded(case, folder)
     divided = [p for p in model.parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
     assert len(divided) > len(list(model.parameters())) / 5 or "dp_replicate_size" in case.sizes, "nothing is divided"
+    if case.passes > 1:  # transformers adds its hooks when the model runs
+        model(**alone(samples_of(model)[0], labels=False))
     own_forward = vars(model.lm_head).get("forward")
     enable_packing(model, parallel=Parallel(context=case.context) if case.context > 1 else None)
     parallel = packing_state(model).parallel
@@ -142,11 +152,17 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
     mine = case.shares(samples)[parallel.data_rank]
     routers = {"output_router_logits": True} if case.has_experts else {}
     run = PackedStep(model)
+    items, results = padded(samples).metadata.num_targets, []
+    shares = [mine] if case.passes == 1 else [mine[:1], mine[1:]]
     with Exchanged() as exchanged:
-        result = run(padded(mine), num_items_in_batch=padded(samples).metadata.num_targets, entropy=True, **routers)
-        (result.loss * parallel.data_ranks * parallel.ranks).backward()
-    total = result.loss_sum.detach().clone()
+        for number, share in enumerate(shares, 1):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(number == case.passes)
+            results.append(run(padded(share), num_items_in_batch=items, entropy=True, **routers))
+            (results[-1].loss * parallel.data_ranks * parallel.ranks).backward()
+    total = sum(result.loss_sum.detach() for result in results)
     dist.all_reduce(total)
+    result = results[-1]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     error = refused(run, samples) if "tp_size" in case.sizes else ""
     if case.data_ranks * case.context == 1:  # FSDP2 changes the class
@@ -155,9 +171,9 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
         "refused": error,
         "loss": total * parallel.data_ranks / dist.get_world_size(),
         "gradients": {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()},
-        "logprobs": result.target_logprobs.detach(),
-        "entropies": result.target_entropies.detach(),
-        "sample losses": result.sample_losses,
+        "logprobs": torch.cat([result.target_logprobs.detach() for result in results]),
+        "entropies": torch.cat([result.target_entropies.detach() for result in results]),
+        "sample losses": torch.cat([result.sample_losses for result in results]),
         "aux loss": None if result.aux_loss is None else result.aux_loss.detach(),
         "expert counts": result.expert_counts,
         "exchanged": exchanged.calls,

@@ -82,7 +82,7 @@ def test_a_step_is_that_of_all_samples_alone(case: Case, seen: Any) -> None:
     assert max(far.values()) <= limit, sorted(far.items(), key=lambda item: -item[1])[:5]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.family == "qwen3"], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if case.family == "qwen3"][:1], ids=str)
 def test_tensor_ranks_exchange_no_logits(case: Case, seen: Any) -> None:
     """Of each target five numbers in place of a logit for each id; of each token what transformers exchanges."""
     model = model_of(case.family)

@@ -239,7 +239,17 @@ def mesh_of(model: Any) -> DeviceMesh | None:
     manager = getattr(model, "_mesh_manager", None)
     if manager is not None:
         return manager.get_mesh(("pp", "dp_replicate", "fsdp", "tp"))
-    return getattr(model, "_device_mesh", None)
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is not None and mesh.mesh_dim_names is None:  # of transformers 5.17, which has tensor ranks alone
+        mesh = DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=("tensor",))
+    return mesh
+
+
+def tensor_group(model: Any) -> Any:
+    """Return the group of the tensor ranks of a model's mesh; None: it has none."""
+    mesh = mesh_of(model)
+    names = [name for name, kind, size in _dimensions(mesh) if kind == "tensor" and size > 1]
+    return mesh.get_group(names[0]) if mesh is not None and names else None
 
 
 def _with_context(mesh: DeviceMesh | None, context: int, sizes: dict[str, int]) -> DeviceMesh:

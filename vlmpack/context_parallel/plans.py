@@ -20,7 +20,8 @@ from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named
 
-_SUMMED = "replicated_with_grad_allreduce"
+SUMMED = "replicated_with_grad_allreduce"
+"""The rule of a weight that is whole on every rank, and whose gradients are summed over ranks."""
 _QWEN, _LLAMA4 = "model.language_model.layers.*.", "layers.*.feed_forward.shared_expert."
 _ADDED: Mapping[str, Mapping[str, str]] = {
     "qwen3_vl": {
@@ -59,7 +60,7 @@ def plan_for(config: Any, *, tp_size: int) -> dict[str, str]:
     family = family_named(config.model_type)
     model = _skeleton(family, config)
     plan = {**model.tp_plan, **_ADDED.get(family.model_type, {})}
-    plan |= {_pattern(name): _SUMMED for name, _ in _norms_of_heads(model, plan)}
+    plan |= {pattern_of(name): SUMMED for name, _ in _norms_of_heads(model, plan)}
     if not any(name.startswith(f"{family.text_path}.layers.") for name in plan):
         raise ConfigError(
             f"{family.model_type} has no tensor-parallel plan for its layers, in transformers or in vlmpack: divide "
@@ -101,11 +102,11 @@ def _norms_of_heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple
     for name, attention in model.named_modules():
         for kind in ("q", "k"):
             norm = attention._modules.get(f"{kind}_norm")
-            if norm is None or plan.get(f"{_pattern(name)}.{kind}_proj") != "colwise":
+            if norm is None or plan.get(f"{pattern_of(name)}.{kind}_proj") != "colwise":
                 continue
             weight = norm._parameters.get("weight")
             is_of_heads = weight is not None and weight.numel() == getattr(attention, "head_dim", None)
-            if is_of_heads and f"{_pattern(name)}.{kind}_norm" not in plan:
+            if is_of_heads and f"{pattern_of(name)}.{kind}_norm" not in plan:
                 yield f"{name}.{kind}_norm", norm
 
 
@@ -114,7 +115,7 @@ def _check_heads(model: Any, plan: Mapping[str, str], tp_size: int) -> None:
     counts = [
         projection.out_features // attention.head_dim
         for name, attention in model.named_modules()
-        if plan.get(f"{_pattern(name)}.k_proj") == "colwise"
+        if plan.get(f"{pattern_of(name)}.k_proj") == "colwise"
         and isinstance(projection := attention._modules.get("k_proj"), nn.Linear)
     ]
     heads = gcd(*counts)
@@ -126,6 +127,6 @@ def _check_heads(model: Any, plan: Mapping[str, str], tp_size: int) -> None:
         )
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
     """Return the name by which a plan knows a module: numbers of layers are `*`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
