@@ -139,17 +139,14 @@ def legend(where: Axes | Figure, **settings: Any) -> None:
 # ---------------------------------------------------------------------- lengths and losses
 
 
-def plot_lengths(
-    columns: Mapping[str, np.ndarray], *, capacities: Sequence[int] = (), title: str | None = None
-) -> Figure:
+def plot_lengths(columns: Mapping[str, np.ndarray], *, title: str | None = None) -> Figure:
     """Draw one histogram per column, one below the other.
 
     Bins have one round width up to the 99th percentile; a last bar, marked with a plus, holds everything above. Lines
-    mark the median and the 95th and 99th percentiles, and in the first panel the capacities that fall into its range.
+    mark the median and the 95th and 99th percentiles.
 
     Args:
         columns: name -> int64 [N], not negative; at least one column, with at least one sample.
-        capacities: capacities of rows, in tokens.
         title: heading of the whole figure.
     """
     figure = new_figure(8, 2.1 * len(columns), title)
@@ -162,12 +159,10 @@ def plot_lengths(
         stop = edges[-1] + width
         if bins[-1].stop is None:
             axes.annotate("+", (edges[-1] + width / 2, counts[-1]), ha="center", va="bottom", fontsize=9, color=FAINT)
-        marks = [("median", numbers.median, ACCENT), ("p95", numbers.p95, ACCENT), ("p99", numbers.p99, ACCENT)]
-        marks += [(f"row of {each:,}", each, INK) for each in (capacities if i == 0 else ()) if each < stop]
-        for line, (text, at, ink) in enumerate(marks):
-            axes.axvline(at, color=ink, linewidth=1)
+        for line, (text, at) in enumerate({"median": numbers.median, "p95": numbers.p95, "p99": numbers.p99}.items()):
+            axes.axvline(at, color=ACCENT, linewidth=1)
             above = axes.get_xaxis_transform()
-            axes.text(at, 1 - 0.1 * line, f" {text}", transform=above, fontsize=7.5, color=ink, ha="left", va="top")
+            axes.text(at, 1 - 0.1 * line, f" {text}", transform=above, fontsize=7.5, color=ACCENT, ha="left", va="top")
         axes.set_xlim(edges[0], stop)
         note = f"mean {numbers.mean:,.0f}   median {numbers.median:,.0f}   p99 {numbers.p99:,.0f}   max {numbers.max:,}"
         dress(axes, name, note, x="of a sample" if axes is panels[-1] else "", y="whole")

@@ -226,7 +226,6 @@ def simulate(
     recipe: PaddedRecipe | None = None,
     strategy: str = "exact_fill",
     max_patches: int | None = None,
-    max_images: int | None = None,
     overlength: Overlength = "drop",
     share_prefixes: bool = False,
 ) -> Simulation:
@@ -238,7 +237,6 @@ def simulate(
         recipe: padded recipe whose samples per update are to be kept.
         strategy: bin packing strategy, see `plan_bins`.
         max_patches: maximum vision patches of a row; None: no limit.
-        max_images: maximum images and videos of a row; None: no limit.
         overlength: what to do with samples that are too large for a row, see `plan_bins`.
         share_prefixes: compute each shared prefix once per row, by the groups of the table.
 
@@ -249,7 +247,7 @@ def simulate(
     if share_prefixes and table.groups is None:
         raise ConfigError("the table has no groups: measure_lengths(..., min_shared=64) finds them")
     recipe = recipe or PaddedRecipe()
-    budgets = table.budgets(patches=max_patches, images=max_images)
+    budgets = table.budgets(patches=max_patches)
     groups = table.groups if share_prefixes else None
     plan = plan_bins(table.tokens, capacity, strategy=strategy, budgets=budgets, overlength=overlength, groups=groups)
     segments = np.diff(plan.bounds)
