@@ -17,7 +17,7 @@ import pytest
 from cases import slow
 from shared_rows import CASES, DATA_CASES, SHORT_CASES, WAIT_CASES, Case
 
-from vlmpack.context_parallel import MediaShare
+from vlmpack.context_parallel.vision import deal
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule
@@ -135,8 +135,8 @@ def moved_features(case: Case, model: Any, row: Any) -> int:
     family = FAMILIES[case.family]
     table = family.media_of_row(row, model.config)
     media = (*table.images, *table.videos)
-    share = MediaShare.spread(media, ranks=case.ranks)
-    computing = [rank for rank, medium in zip(share.rank_of, media, strict=True) for _ in range(medium.tokens)]
+    rank_of = deal([medium.patches for medium in media], [range(case.ranks)] * len(media), case.ranks)
+    computing = [rank for rank, medium in zip(rank_of, media, strict=True) for _ in range(medium.tokens)]
     types = family.media_types(row.input_ids, model.config)[0].tolist()
     t = row.segments.total // case.ranks
     holding = [place // t for kind in (1, 2) for place, type_ in enumerate(types) if type_ == kind]

@@ -73,14 +73,14 @@ def test_labels_are_shifted_before_they_are_cut(row, layout):
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_every_image_is_computed_by_one_rank(row, layout):
     parts = parts_of(row, layout)
-    assert parts[0].images == parts[1].images
-    assert parts[0].images.load == (32, 24)
+    assert parts[0].image_ranks == parts[1].image_ranks
     for rank, part in enumerate(parts):
         grids = part.media.image_grid_thw
         assert grids is not None
         assert part.media.pixel_values is not None
-        assert [tuple(grid) for grid in grids.tolist()] == [list(IMAGES.values())[i] for i in part.images.items(rank)]
-        assert part.media.pixel_values.shape == (part.images.load[rank], 3)
+        owners = zip(IMAGES.values(), part.image_ranks, strict=True)
+        assert [tuple(grid) for grid in grids.tolist()] == [grid for grid, owner in owners if owner == rank]
+        assert part.media.pixel_values.shape == ((32, 24)[rank], 3)
     patches = torch.cat([part.media.pixel_values[:, 0] for part in parts if part.media.pixel_values is not None])
     assert sorted(patches.tolist()) == list(range(56))
 

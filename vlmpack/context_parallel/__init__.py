@@ -5,10 +5,8 @@ from __future__ import annotations
 from vlmpack.context_parallel.mesh import Parallel, sum_counts
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.context_parallel.plans import plan_for
-from vlmpack.context_parallel.vision import MediaShare
 
 __all__ = [
-    "MediaShare",
     "Parallel",
     "Partition",
     "plan_for",

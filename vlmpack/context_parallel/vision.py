@@ -25,7 +25,7 @@ from torch import distributed as dist
 from vlmpack.context_parallel.collectives import Collectives, Transfers
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import to_device
-from vlmpack.layout.media import Grid, Medium
+from vlmpack.layout.media import Grid
 from vlmpack.layout.segments import ranges
 
 _CLOSE = 1.01
@@ -77,64 +77,6 @@ def deal(costs: Sequence[int], holders: Sequence[Sequence[int]], ranks: int) -> 
         load_R[longest] -= less[at, to]
         load_R[takers[to]] += less[at, to]
     return rank_N.tolist()
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class MediaShare:
-    """The images of one row that all ranks hold, each computed by one rank."""
-
-    media: tuple[Medium, ...]
-    """The images, with their grids, in row order."""
-    rank_of: tuple[int, ...]
-    """The rank that computes each image."""
-    ranks: int
-    """Number of ranks."""
-
-    @classmethod
-    def spread(cls, media: Sequence[Medium], *, ranks: int) -> MediaShare:
-        """Deal images to ranks by their patches.
-
-        Args:
-            media: images or videos with grids, in row order.
-            ranks: number of ranks.
-        """
-        rank_of = deal([medium.patches for medium in media], [range(ranks)] * len(media), ranks)
-        return cls(media=tuple(media), rank_of=tuple(rank_of), ranks=ranks)
-
-    @property
-    def patches(self) -> tuple[int, ...]:
-        """Number of patches of each image."""
-        return tuple(medium.patches for medium in self.media)
-
-    @property
-    def load(self) -> tuple[int, ...]:
-        """Number of patches that each rank computes."""
-        patches = self.patches
-        return tuple(sum(patches[item] for item in self.items(rank)) for rank in range(self.ranks))
-
-    def items(self, rank: int) -> tuple[int, ...]:
-        """Return the indices of the images that `rank` computes, in increasing order."""
-        return tuple(item for item, owner in enumerate(self.rank_of) if owner == rank)
-
-    def take(self, pixels_PC: torch.Tensor, rank: int) -> torch.Tensor:
-        """Select the patches that `rank` computes from the patches of all images, [P, C].
-
-        Raises:
-            LayoutError: the number of patches does not match the grids.
-        """
-        if pixels_PC.shape[0] != sum(self.patches):
-            raise LayoutError(
-                f"the grids describe {sum(self.patches)} patches, the pixels are {list(pixels_PC.shape)}; "
-                "pass the media of the whole row to every rank"
-            )
-        parts = pixels_PC.split(list(self.patches)) if self.media else ()
-        of_rank = [parts[item] for item in self.items(rank)]
-        return torch.cat(of_rank) if of_rank else pixels_PC[:0]
-
-    def pick(self, of_each: torch.Tensor, rank: int) -> torch.Tensor:
-        """Select the entries of the images of `rank` from a tensor with one entry per image, such as grids."""
-        return of_each.index_select(0, to_device(np.asarray(self.items(rank), np.int64), of_each.device))
 
 
 # ---------------------------------------------------------------------- the images of a step

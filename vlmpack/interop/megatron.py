@@ -29,10 +29,10 @@ import torch
 
 from vlmpack.context_parallel.collectives import Route, Transfers
 from vlmpack.context_parallel.partition import Partition
-from vlmpack.context_parallel.vision import MediaShare
+from vlmpack.context_parallel.vision import deal
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, compare_media, host_grids
-from vlmpack.layout.device import outside_graph, require
+from vlmpack.layout.device import outside_graph, require, to_device
 from vlmpack.layout.media import IMAGE, VIDEO, MediaTable, Medium
 from vlmpack.layout.row import COLUMNS, IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
@@ -348,10 +348,10 @@ class LocalRow:
     """Further [1, t] or [k, 1, t] tensors."""
     media: Media = field(default_factory=Media)
     """Pixels and grids of the media that this rank computes, whichever rank holds their tokens."""
-    images: MediaShare
-    """Which rank computes each image."""
-    videos: MediaShare
-    """Which rank computes each video."""
+    image_ranks: tuple[int, ...]
+    """The rank that computes each image."""
+    video_ranks: tuple[int, ...]
+    """The rank that computes each video."""
     metadata: HostMetadata | None = None
     """Host metadata of the whole row; `num_targets` counts all ranks."""
 
@@ -397,15 +397,18 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored")
     columns = {name: getattr(row, name) for name in COLUMNS}
     cut: dict[str, Any] = {name: partition.cut(x, rank) for name, x in columns.items() if x is not None}
     table = _table_of(row)
-    images, videos = (MediaShare.spread(media, ranks=ranks) for media in (table.images, table.videos))
+    image_ranks, video_ranks = (
+        tuple(deal([medium.patches for medium in media], [range(ranks)] * len(media), ranks))
+        for media in (table.images, table.videos)
+    )
     return LocalRow(
         **cut,
         partition=partition,
         rank=rank,
         extras={name: partition.cut(tensor, rank) for name, tensor in row.extras.items()},
-        media=_media_of(row.media, images, videos, rank),
-        images=images,
-        videos=videos,
+        media=_media_of(row.media, table, {IMAGE: image_ranks, VIDEO: video_ranks}, rank),
+        image_ranks=image_ranks,
+        video_ranks=video_ranks,
         metadata=row.metadata,
     )
 
@@ -441,16 +444,28 @@ def _table_of(row: PackedRow) -> MediaTable:
     return MediaTable(media=tuple(records))
 
 
-def _media_of(media: Media, images: MediaShare, videos: MediaShare, rank: int) -> Media:
+def _media_of(media: Media, table: MediaTable, ranks_of: Mapping[int, Sequence[int]], rank: int) -> Media:
     """Return the media that `rank` computes; without images (or videos), it gets no image (or video) tensors."""
     tensors, of_rank = media.to_hf(), {}
-    for share, pixels, of_each in (
-        (images, "pixel_values", ("image_grid_thw",)),
-        (videos, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
+    for kind, pixels, of_each in (
+        (IMAGE, "pixel_values", ("image_grid_thw",)),
+        (VIDEO, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
     ):
-        if share.items(rank) and pixels in tensors:
-            of_rank[pixels] = share.take(tensors[pixels], rank)
-            of_rank |= {name: share.pick(tensors[name], rank) for name in of_each if name in tensors}
+        own = np.flatnonzero(np.asarray(ranks_of[kind]) == rank)
+        if len(own) and pixels in tensors:
+            patches = [medium.patches for medium in table.of_kind(kind)]
+            if len(tensors[pixels]) != sum(patches):
+                raise LayoutError(
+                    f"the grids describe {sum(patches)} patches, the pixels are {list(tensors[pixels].shape)}; pass "
+                    "the media of the whole row to every rank"
+                )
+            parts = tensors[pixels].split(patches)
+            of_rank[pixels] = torch.cat([parts[at] for at in own])
+            of_rank |= {
+                name: tensors[name].index_select(0, to_device(own, tensors[name].device))
+                for name in of_each
+                if name in tensors
+            }
     return Media(**of_rank)
 
 
