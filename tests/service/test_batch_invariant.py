@@ -24,7 +24,7 @@ from vlmpack.service.losses import TARGETS, LossInputs, bind_loss
 from vlmpack.service.messages import SampleResult
 from vlmpack.service.vllm import set_sampler
 
-SERVED = served("qwen3_vl", among=["qwen3_moe", "glm4v", "granite", "deepseek_v3"])
+SERVED = served("qwen3_vl", among=["qwen3_moe", "glm4v", "granite", "deepseek_v3", "ernie4_5_vl_moe"])
 """Families that differ in what they compute besides windows and recurrent layers."""
 
 

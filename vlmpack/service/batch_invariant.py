@@ -57,7 +57,7 @@ GRAIN = 32768
 LANES = 256
 """A multiple of the elements that an activation computes at once."""
 
-ELEMENTWISE = ("silu", "sigmoid", "gelu", "softplus", "mish", "hardswish", "rsqrt", "pow")
+ELEMENTWISE = ("silu", "sigmoid", "gelu", "softplus", "mish", "hardswish", "rsqrt")
 """Functions that compute the last elements of a tensor in another way than all others."""
 REFUSED = ("mm", "bmm", "mv", "einsum", "tensordot", "conv1d", "conv_transpose1d")
 """Functions that sum and have no replacement."""
@@ -159,8 +159,6 @@ class BatchInvariant(TorchFunctionMode):
     # ------------------------------------------------------------------ activations
 
     def _elementwise(self, func: Compute, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if func.__name__ == "pow" and args == (2,):  # a product
-            return func(x, 2)
         kwargs.pop("inplace", None)
         fast = partial(_apply, func, args, kwargs)
         return _with_gradient(partial(_by_vectors, fast), fast, x)

@@ -253,12 +253,14 @@ class Reader:
             mask_BS: 1 for cached tokens and for this token, 0 for padding; None: there is no padding.
         """
         place_B1 = torch.tensor(positions, device=self.device)[:, None]
+        ids_B1 = torch.tensor(tokens, device=self.device)[:, None]
         output = self.core(
-            input_ids=torch.tensor(tokens, device=self.device)[:, None],
+            input_ids=ids_B1,
             position_ids=place_B1.expand(3, -1, -1) if self.family.has_vision else place_B1,
             attention_mask=None if mask_BS is None else mask_BS.to(self.device),
             use_cache=True,
             logits_to_keep=1,
+            **self.family.expert_types_of(ids_B1, self.core.config),  # marks of images may be sampled
             **{self._cache_name: cache},
         )
         return output.logits[:, -1]
