@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 
@@ -28,15 +27,6 @@ def test_rounds_are_limited_by_numbers_and_time_and_a_fast_callable_is_called_se
     assert len(calls) > 1000
 
 
-def test_garbage_is_not_collected_while_a_clock_runs_and_is_afterwards():
-    running: list[bool] = []
-    alternate({"look": lambda: running.append(gc.isenabled())}, seconds=0.0, least_rounds=1)
-    assert running
-    assert not any(running)
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0
-
-
 def test_a_ratio_compares_each_round_within_itself():
     # The machine slows down fourfold in the middle; the ratio does not notice.
     slow = {"a": (2.0, 2.0, 8.0, 8.0, 2.0), "b": (1.0, 1.0, 4.0, 4.0, 1.0)}
@@ -45,14 +35,6 @@ def test_a_ratio_compares_each_round_within_itself():
     figure = Figure.compared("case", "name", timings, ("a", "b"), BenchSettings(), scale=0.5)
     assert (figure.value, figure.low, figure.rounds, figure.clocks) == (1.0, 1.0, 5, {"wall": 1.0, "cpu": 1.0})
     assert Figure.rate("case", "name", timings, "b", 8, "x/s", "wall").value == 8.0
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"), [((3.0,), (3.0, 3.0, 3.0)), ((1.0, 2.0, 3.0, 4.0, 5.0), (2.0, 3.0, 4.0))]
-)
-def test_a_spread_is_a_median_between_quartiles(values, expected):
-    spread = Spread.of(values)
-    assert (spread.low, spread.median, spread.high) == expected
 
 
 def figure(value: float, limit: float | None = None, better: str = "lower") -> Figure:

@@ -51,12 +51,6 @@ def test_fields_by_hand() -> None:
     assert field_f1([prediction], [truth]) == pytest.approx(6 / 9)
 
 
-def test_it_is_micro_averaged() -> None:
-    """One receipt with 1 of 1 fields right, one with 0 of 3: not the mean of 1 and 0."""
-    right, wrong, truth = {"a": "1"}, {"a": "x"}, {"a": "1", "b": "2", "c": "3"}
-    assert field_f1([right, wrong], [right, truth]) == pytest.approx(2 * 1 / (2 + 4))
-
-
 @pytest.mark.parametrize(
     ("prediction", "truth", "score"),
     [
