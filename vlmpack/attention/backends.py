@@ -540,12 +540,11 @@ def _one_by_one(
     sizes, key_sizes = [n * count for n, _, count in runs], [m * count for _, m, count in runs]
     rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
     pieces = zip(*(x.split_with_sizes(cut) for x, cut in rows), strict=True)
-    return torch.cat(
-        [
-            attend(*(x.unflatten(0, (count, -1)) for x in piece)).flatten(0, 1)
-            for piece, (_, _, count) in zip(pieces, runs, strict=True)
-        ]
-    )
+    out = [
+        attend(*(x.unflatten(0, (count, -1)) for x in piece)).flatten(0, 1)
+        for piece, (_, _, count) in zip(pieces, runs, strict=True)
+    ]
+    return out[0] if len(out) == 1 else torch.cat(out)
 
 
 def _by_length(

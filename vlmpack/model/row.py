@@ -270,7 +270,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grad_q, *gathered = grads
-        ctx.saved.tensors = ctx.saved.joined = ()
+        ctx.saved.tensors = ()
         sums = [_added_up(grad, ctx.saved.index_S, sum(ctx.sizes)) for grad in gathered]
         return None, grad_q, *(part for total in sums for part in total.split(ctx.sizes))
 
@@ -309,12 +309,6 @@ class _Saved:
         """Number of tensors that the keys, and the values, are gathered from."""
         self.tensors: tuple[torch.Tensor, ...] = ()
         """While the call runs: the others. In the backward pass: all of them."""
-        self.joined: Sequence[torch.Tensor] = ()
-        """In the backward pass: the keys and the values before gathering, [t, K, H] each."""
-
-    def restore(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Take back the saved tensors."""
-        self.tensors, self.joined = tensors, [_joined(half) for half in self.halves(tensors)]
 
     def add(self, x: torch.Tensor) -> _Place:
         """Add a tensor that was not gathered."""
@@ -329,7 +323,7 @@ class _Saved:
         """Return a saved tensor. For a gathered one, gather only the rows that its view covers."""
         if place.view is None:
             return self.tensors[place.place]
-        x = self.joined[place.place]
+        x = _joined(self.halves(self.tensors)[place.place])
         size, stride, offset = place.view
         width = prod(x.shape[1:])
         first = offset // width
@@ -350,7 +344,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         (grad,) = grads
-        ctx.saved.restore(ctx.saved_tensors)
+        ctx.saved.tensors = ctx.saved_tensors
         return None, grad, *ctx.others
 
 
