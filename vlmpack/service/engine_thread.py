@@ -235,7 +235,7 @@ class EngineThread:
         has_room = self._ledger.has_room_for(sum(entry.row.size for entry in new), samples=False)
         if has_begun or (has_room and not self._is_short):
             for entry in new:
-                self._submit(self._encode, entry)
+                self._submit(entry)
         elif new:
             self._is_short = True
         return group
@@ -246,27 +246,27 @@ class EngineThread:
             if entry.encoded is None:
                 if not self._ledger.has_room_for(entry.row.size, samples=True):
                     break
-                self._submit(self._encode_prompt, entry)
+                self._submit(entry)
 
-    def _submit(self, call: Callable[[Entry], Any], entry: Entry) -> None:
+    def _submit(self, entry: Entry) -> None:
         with suppress(RuntimeError):  # the pool is closed: it is encoded after the next start
-            future = self._pool.submit(call, entry)
+            future = self._pool.submit(self._encode, entry)
             self._ledger.note_encoded(entry, future)
-            future.add_done_callback(lambda _: self._notify())
+            future.add_done_callback(self._notify)
 
-    def _notify(self) -> None:
+    def _notify(self, encoded: Future[Any]) -> None:
         with self._ledger.lock:
             self._ledger.changed.notify_all()
 
     def _encode(self, entry: Entry) -> Any:
-        request = cast("ForwardBackward", self._operations.request(entry))
+        request = self._operations.request(entry)
+        if isinstance(request, Sample):
+            return self._engine.encode_prompt(request)
+        assert isinstance(request, ForwardBackward), "other operations are not encoded"
         entry.forward_only = request.forward_only
         encoded = self._engine.encode(request)
         entry.request = None
         return encoded
-
-    def _encode_prompt(self, entry: Entry) -> Any:
-        return self._engine.encode_prompt(cast("Sample", self._operations.request(entry)))
 
     # ------------------------------------------------------------------ samples
 

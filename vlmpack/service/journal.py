@@ -312,7 +312,9 @@ class Journal:
                 yield
                 if self._depth == 1:
                     self._commit()
-                    self._note_success()
+                    if self._failed is not None and time.monotonic() >= self._failed[0] + FAULT_SECONDS:
+                        log.warning("%s can be written again", self.path)
+                        self._failed = None
             except sqlite3.Error as error:
                 remedy = "end the process that holds it" if "locked" in str(error) else "make room on its disk"
                 message = f"{self.path} cannot be written ({error}): {remedy}"
@@ -327,11 +329,6 @@ class Journal:
 
     def _commit(self) -> None:
         self._writer.execute("COMMIT")
-
-    def _note_success(self) -> None:
-        if self._failed is not None and time.monotonic() >= self._failed[0] + FAULT_SECONDS:
-            log.warning("%s can be written again", self.path)
-            self._failed = None
 
     @property
     def fault(self) -> str | None:
@@ -368,10 +365,12 @@ class Journal:
 
         Fields are columns; lists and mappings are stored as JSON.
         """
-        values = {name: _to_sql(value) for name, value in asdict(row).items()}
+        values = asdict(row)
         columns, marks = ", ".join(values), ", ".join("?" * len(values))
         statement = f"INSERT OR REPLACE INTO {TABLES[type(row)][0]} ({columns}) VALUES ({marks})"
-        self._write(statement, *values.values())
+        self._write(
+            statement, *(json.dumps(x) if isinstance(x, Mapping | list | tuple) else x for x in values.values())
+        )
 
     def rows(self, kind: type[T], /, **equal: Any) -> list[T]:
         """Return the rows whose columns have the given values.
@@ -544,10 +543,6 @@ class Journal:
                 of_sample = "owner IN (SELECT id FROM sampling_sessions)"
                 self._write(f"DELETE FROM requests WHERE {fetched} AND {of_sample}", before)
                 self._write(f"UPDATE requests SET reply = NULL WHERE {fetched}", before)
-
-
-def _to_sql(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, Mapping | list | tuple) else value
 
 
 def _from_sql(name: str, value: Any) -> Any:

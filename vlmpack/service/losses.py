@@ -253,9 +253,13 @@ def _soft_targets(inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) 
             f"{TARGETS} has shape {list(shape)}, but the datum has {length} tokens (those of its images included); "
             f"send [{length}], or [{length}, K], K at most {MOST_TARGETS}, with weights of the same shape"
         )
-    sparse = weights if isinstance(weights, SparseMatrix) else _nonzero(weights)
-    floats = _checked_floats("weights", sparse.values)
-    keys, floats = sparse.keys[floats != 0], floats[floats != 0]
+    if isinstance(weights, SparseMatrix):
+        keys, values = weights.keys, weights.values
+    else:
+        keys = np.flatnonzero(weights)
+        values = weights.reshape(-1)[keys]
+    floats = _checked_floats("weights", values)
+    keys, floats = keys[floats != 0], floats[floats != 0]
     if isinstance(targets, SparseMatrix):
         places = np.searchsorted(targets.keys, keys)
         is_listed = np.append(targets.keys, -1)[places] == keys
@@ -263,12 +267,6 @@ def _soft_targets(inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) 
     else:
         ids = targets.reshape(-1)[keys]
     return LossInputs(arrays={TARGETS: _checked_targets(ids), "weights": floats}, keys=keys, shape=shape)
-
-
-def _nonzero(matrix: np.ndarray) -> SparseMatrix:
-    flat = matrix.reshape(-1)
-    keys = np.flatnonzero(flat)
-    return SparseMatrix(keys=keys, values=flat[keys], shape=(matrix.shape[0], matrix.shape[1]))
 
 
 def _checked_targets(targets: np.ndarray) -> np.ndarray:

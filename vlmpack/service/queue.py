@@ -322,7 +322,9 @@ class RequestQueue:
             self._touch(row.session)
             self._check_session(row.session)
             if (known := ledger.find(row.owner, row.seq)) is None:
-                refusal = self._refusal(row, self._lane(row, is_creation=is_creation))
+                if is_creation:
+                    ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
+                refusal = self._refusal(row, ledger.lanes.get(row.owner))
                 ledger.add(entry)
         if known is not None:
             known.journaled.wait()
@@ -368,12 +370,6 @@ class RequestQueue:
                 self._thread.encode_samples()
             elif (lane := self._ledger.lanes.get(row.owner)) is not None:
                 self._thread.encode_ahead(lane)
-
-    def _lane(self, row: RequestRow, *, is_creation: bool) -> Lane | None:
-        """Return the lane of a request, which its creation opens; None: it is for a sampling session."""
-        if is_creation:
-            return self._ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
-        return self._ledger.lanes.get(row.owner)
 
     def _refusal(self, row: RequestRow, lane: Lane | None) -> Rejected | None:
         """Return why there is no room for a new request; None: there is."""
@@ -467,7 +463,9 @@ class RequestQueue:
         try:
             self.journal.try_again()
             self._fail_gaps()
-            self._end_silent_sessions()
+            for session in self._ledger.silent(self._ledger.limits.idle_seconds):
+                log.info("the session %s ended: its client fell silent", session)
+                self.finish(session)
             self._note_retrieved()
             self.journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
             self._drop_expired()
@@ -505,11 +503,6 @@ class RequestQueue:
                 is_absent = not lane.is_used(number) and number not in lane.entries
             if is_absent:
                 self._use_up(lane.id, number, late, kind=MISSING)
-
-    def _end_silent_sessions(self) -> None:
-        for session in self._ledger.silent(self._ledger.limits.idle_seconds):
-            log.info("the session %s ended: its client fell silent", session)
-            self.finish(session)
 
     def _note_retrieved(self) -> None:
         """Note in the journal which replies were fetched."""
