@@ -126,7 +126,7 @@ def test_metadata_of_other_tokens_are_refused():
     table = FAMILIES["qwen3_vl"].media_of_row(row, config_of("qwen3_vl"))
     message = "image 1 of the row lies at tokens [(6, 10)] of sample 0, but the host metadata says that it lies at"
     assert message in told(moved, table)
-    assert "has 1 grids but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
+    assert "has 1 media but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
     assert "has 2 images with grids, but the batch has no image_grid_thw" in told(replace(row, media=Media()), table)
 
 

@@ -315,5 +315,5 @@ def test_media_changed_behind_a_tree_are_refused():
         unshare(changed)
     with pytest.raises(LayoutError, match="the tree computes image 0, but the metadata has 0 images"):
         unshare(replace(shared, metadata=replace(shared.metadata, media=MediaTable())))
-    with pytest.raises(LayoutError, match="has 1 grids but image_grid_thw"):
+    with pytest.raises(LayoutError, match="has 1 media but image_grid_thw"):
         unshare(replace(shared, media=PICTURES.media))

@@ -11,7 +11,7 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import copied, on_host, require, to_device
-from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
+from vlmpack.layout.media import IMAGE, VIDEO, Grid, MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
@@ -87,7 +87,7 @@ class Media:
     @property
     def audio_mask(self) -> torch.Tensor | None:
         """[N, F]: 1 on the frames of each audio, 0 on padding; None: there is no audio."""
-        return self.tensors.get("feature_attention_mask")
+        return self.tensors.get(_AUDIO_MASK)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Media:
         """Move to a device; with `non_blocking`, copies from pinned memory are asynchronous."""
@@ -427,6 +427,7 @@ _CHANGED = (
 )
 _COUNTS = (torch.int64, torch.int32)
 """Dtypes of grids in transformers."""
+_AUDIO_MASK = "feature_attention_mask"
 _ROUNDED = 1e-2
 """Relative tolerance when seconds are compared with the metadata: bfloat16 training loops round every tensor."""
 
@@ -439,95 +440,83 @@ def compare_media(held: MediaTable, media: Media) -> None:
     Raises:
         LayoutError: records and tensors differ, or a tensor is missing.
     """
-    for kind, name in ((IMAGE, "image_grid_thw"), (VIDEO, "video_grid_thw")):
-        grids = host_grids(media.to_hf().get(name), name, known=held.grids(kind))
-        if grids and name not in media.to_hf():
+    tensors, frames = media.to_hf(), [medium.frames for medium in held.audios]
+    needed = {"image_grid_thw": held.grids(IMAGE), "video_grid_thw": held.grids(VIDEO), _AUDIO_MASK: frames}
+    for name, records in needed.items():
+        if name in tensors:
+            values = _frames(tensors[name]) if name == _AUDIO_MASK else _grids(tensors[name], name)
+            _require_same(values, np.asarray(records, np.int64).reshape(-1, *values.shape[1:]), name)
+        elif records:
             raise LayoutError(
-                f"the host metadata has {len(grids)} {KINDS[kind]}s with grids, but the batch has no {name}; give the "
-                "media of every sample, or leave the metadata out"
+                f"the host metadata has {len(records)} media that {name} describes, but the batch has no {name}; give "
+                "the media of every sample, or leave the metadata out"
             )
-    frames = [medium.frames for medium in held.audios]
-    if frames and media.audio_mask is None:
-        raise LayoutError(f"the host metadata has {len(frames)} audios, but the batch has no feature_attention_mask")
-    host_frames(media.audio_mask, known=frames)
-    seconds = [medium.seconds for medium in held.videos if medium.seconds is not None]
-    if seconds:
-        host_seconds(media.seconds_per_grid, known=seconds)
     for name, kind in SIZES.items():
         rows = [row for medium in held.of_kind(kind) for row in medium.sizes]
-        if rows and name in media.tensors:
-            tensor, expected = media.tensors[name], np.asarray(rows, np.int64)
-            if not isinstance(tensor, torch.Tensor) or tensor.shape != expected.shape:
+        if rows and name in tensors:
+            expected = np.asarray(rows, np.int64)
+            if not isinstance(tensors[name], torch.Tensor) or tensors[name].shape != expected.shape:
                 raise LayoutError(_CHANGED.format(name))
-            _require_same(tensor, expected, name, "sizes")
+            _require_same(tensors[name], expected, name)
+    seconds = [medium.seconds for medium in held.videos if medium.seconds is not None]
+    if seconds and media.seconds_per_grid is not None:
+        values = _seconds(media.seconds_per_grid)
+        expected = to_device(np.asarray(seconds, np.float32), values.device)
+        is_close = values.shape == expected.shape and torch.isclose(values.float(), expected, rtol=_ROUNDED).all()
+        require(torch.as_tensor(is_close), _CHANGED.format("second_per_grid_ts"), LayoutError)
 
 
-def host_grids(tensor: torch.Tensor | None, name: str, *, known: Sequence[Grid] | None = None) -> tuple[Grid, ...]:
-    """Return the grids of images or videos on the host.
-
-    Args:
-        tensor: [N, 3] int64 or int32; None: not given, `known` is returned.
-        name: name of the tensor.
-        known: grids of the host metadata; None: the tensor is read, which costs one host-device sync.
-
-    Raises:
-        LayoutError: the tensor is malformed, or the metadata has other grids or another number of them.
-    """
-    if tensor is None:
-        return tuple(known or ())
-    what = "[N, 3] of whole numbers (frames, rows, columns of each)"
-    check_tensor(name, tensor, (None, 3), what, dtypes=_COUNTS)
-    if known is None:
-        return tuple((int(t), int(h), int(w)) for t, h, w in tensor.tolist())
-    _require_same(tensor, np.asarray(known, np.int64).reshape(-1, 3), name, "grids")
-    return tuple(known)
-
-
-def host_frames(mask: torch.Tensor | None, *, known: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Return the number of log-mel frames of each audio on the host.
-
-    Args:
-        mask: [N, F], 1 on the frames of each audio and 0 on padding; None: there is no audio.
-        known: frames of the host metadata; None: the mask is read, which costs one host-device sync.
-
-    Raises:
-        LayoutError: the mask is malformed, or the metadata has other frames or another number of audios.
-    """
-    if mask is None:
-        return ()
-    what = "[audios, frames] of 0 and 1"
-    check_tensor("feature_attention_mask", mask, (None, None), what, dtypes=(torch.bool, torch.uint8, *_WHOLE))
-    message = "feature_attention_mask must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
-    require(((mask == 0) | (mask == 1)).all(), message, LayoutError)
-    counts = mask.sum(1)
-    if known is None:
-        return tuple(counts.tolist())
-    _require_same(counts, np.asarray(known, np.int64), "feature_attention_mask", "audios")
-    return tuple(known)
-
-
-def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str, what: str) -> None:
+def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str) -> None:
     """Compare the rows of a media tensor with those of the host metadata, on the device of the tensor."""
     if len(known) != len(tensor):
         raise LayoutError(
-            f"the metadata has {len(known)} {what} but {name} is {list(tensor.shape)}; was the batch split or "
-            "concatenated on its way (accelerate: set dispatch_batches=False)?"
+            f"the metadata has {len(known)} media but {name} is {list(tensor.shape)}; was the batch split "
+            "or concatenated on its way (accelerate: set dispatch_batches=False)?"
         )
     require((tensor == to_device(known, tensor.device)).all(), _CHANGED.format(name), LayoutError)
 
 
-def host_seconds(seconds: Any, *, known: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Return the seconds from one grid of each video to the next, N numbers on the host.
-
-    Args:
-        seconds: a list or a tensor, [N] or [N, 1]; None: not given, `known` is returned.
-        known: seconds of the host metadata; None: `seconds` are read, a host-device sync if they are on a device.
+def host_grids(tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
+    """Read the grids of images or videos, [N, 3]: one host-device sync. None: there are none.
 
     Raises:
-        LayoutError: `seconds` are malformed, or differ from the metadata.
+        LayoutError: the tensor is malformed.
     """
-    if seconds is None:
-        return tuple(known or ())
+    return () if tensor is None else tuple((t, h, w) for t, h, w in _grids(tensor, name).tolist())
+
+
+def host_frames(mask: torch.Tensor | None) -> tuple[int, ...]:
+    """Read the number of log-mel frames of each audio from their mask [N, F]: one host-device sync. None: no audio.
+
+    Raises:
+        LayoutError: the mask is malformed.
+    """
+    return () if mask is None else tuple(_frames(mask).tolist())
+
+
+def host_seconds(seconds: Any) -> tuple[float, ...]:
+    """Read the seconds from one grid of each video to the next: a list or a tensor, [N] or [N, 1]. None: not given.
+
+    Raises:
+        LayoutError: `seconds` are malformed.
+    """
+    return () if seconds is None else tuple(_seconds(seconds).tolist())
+
+
+def _grids(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    check_tensor(name, tensor, (None, 3), "[N, 3] of whole numbers (frames, rows, columns of each)", dtypes=_COUNTS)
+    return tensor
+
+
+def _frames(mask: torch.Tensor) -> torch.Tensor:
+    what = "[audios, frames] of 0 and 1"
+    check_tensor(_AUDIO_MASK, mask, (None, None), what, dtypes=(torch.bool, torch.uint8, *_WHOLE))
+    message = f"{_AUDIO_MASK} must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
+    require(((mask == 0) | (mask == 1)).all(), message, LayoutError)
+    return mask.sum(1)
+
+
+def _seconds(seconds: Any) -> torch.Tensor:
     try:
         tensor = torch.as_tensor(seconds)
     except (TypeError, ValueError, RuntimeError):
@@ -538,10 +527,4 @@ def host_seconds(seconds: Any, *, known: Sequence[float] | None = None) -> tuple
             "tensor [N] or [N, 1]; got "
             f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
         )
-    tensor = tensor.reshape(-1)
-    if known is None:
-        return tuple(tensor.tolist())
-    expected = to_device(np.asarray(known, np.float32), tensor.device)
-    is_close = tensor.shape == expected.shape and torch.isclose(tensor.float(), expected, rtol=_ROUNDED).all()
-    require(torch.as_tensor(is_close), _CHANGED.format("second_per_grid_ts"), LayoutError)
-    return tuple(known)
+    return tensor.reshape(-1)

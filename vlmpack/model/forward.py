@@ -19,7 +19,7 @@ from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import CLASSIFIERS
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor, whole_numbers
-from vlmpack.layout.device import around_graph, outside_graph, require, to_device
+from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
@@ -423,7 +423,7 @@ def check_padding_mask(
     if mask.shape != padding.shape:
         raise LayoutError(f"{name} is {list(mask.shape)} but input_ids is {list(padding.shape)}")
     message = f"{name} (True on padding) does not fit the {remedy}"
-    require((mask.bool() == padding.to(mask.device)).all(), message, LayoutError)
+    require((mask.bool() == copied(padding, mask.device)).all(), message, LayoutError)
 
 
 # ---------------------------------------------------------------------- columns
