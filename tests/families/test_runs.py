@@ -127,7 +127,9 @@ def test_metadata_of_other_tokens_are_refused():
     message = "image 1 of the row lies at tokens [(6, 10)] of sample 0, but the host metadata says that it lies at"
     assert message in told(moved, table)
     assert "has 1 media but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
-    assert "has 2 images with grids, but the batch has no image_grid_thw" in told(replace(row, media=Media()), table)
+    assert "has 2 media that image_grid_thw describes, but the batch has no image_grid_thw" in told(
+        replace(row, media=Media()), table
+    )
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", *[name for name in ("qwen2_5_omni_thinker",) if name in FAMILIES]])

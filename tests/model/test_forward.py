@@ -88,7 +88,11 @@ def test_empty_rows_are_refused_or_kept_as_configured(model, samples):
             ({"cu_seqlens_q": given, "vlmpack": None}, LayoutError, r"whole numbers in a tensor \[segments \+ 1\]")
             for given in ("0, 3", [0.0, 3.5], torch.tensor([[0, 3]]), torch.tensor([0.0, 3.0]), 3, [[0], [3]])
         ),
-        ({"pixel_values": None, "image_grid_thw": None}, LayoutError, "media that image_grid_thw describes, but the batch has no"),
+        (
+            {"pixel_values": None, "image_grid_thw": None},
+            LayoutError,
+            "media that image_grid_thw describes, but the batch has no",
+        ),
         ({"pixel_values": torch.ones(4, 8)}, LayoutError, r"the grids describe \d+ patches, pixel_values has 4"),
         ({"image_grid_thw": torch.tensor([[1, 2, 2]])}, LayoutError, r"has 5 media but image_grid_thw is \[1, 3\]"),
         ({"input_ids": torch.ones(1, 7).long()}, LayoutError, "by its boundaries but input_ids is"),
