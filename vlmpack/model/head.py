@@ -83,7 +83,8 @@ def score_targets(
         # No targets, but keep every parameter in the graph: other ranks may block on its gradient.
         nothing = hidden.float().sum() * 0 + _own(head(hidden[:, :1])).float().sum() * 0
         return [nothing.expand(0)] * (2 if scoring.entropy else 1)
-    return list(_by_chunks(scoring, hidden[0].index_select(0, index), targets, head, chunk).unbind(-1))
+    scores = _by_chunks(scoring, hidden[0].index_select(0, index), targets, head, chunk)
+    return [each.clone() for each in scores.unbind(-1)] if scoring.entropy else [scores]  # FSDP2 warns about views
 
 
 def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:
@@ -95,7 +96,7 @@ def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head
         head: maps hidden states [l, D] to logits [l, V].
         chunk: rows of logits in memory at a time.
     """
-    return _by_chunks(Scoring(), hidden_LD, targets_L, head, chunk)[:, 0]
+    return _by_chunks(Scoring(), hidden_LD, targets_L, head, chunk)
 
 
 def entropies(logits_LV: torch.Tensor) -> torch.Tensor:
@@ -106,7 +107,7 @@ def entropies(logits_LV: torch.Tensor) -> torch.Tensor:
 def _by_chunks(
     scoring: Scoring, hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, chunk: int
 ) -> torch.Tensor:
-    """Score [L] targets, a chunk of logits at a time: [L, 1], or [L, 2] with entropies."""
+    """Score [L] targets, a chunk of logits at a time: [L], or [L, 2] with entropies."""
     pieces = list(zip(hidden_LD.split(chunk), targets_L.split(chunk), strict=True))
     if len(pieces) == 1:
         return _scores(*pieces[0], head, scoring)
@@ -124,7 +125,7 @@ def _scores(hidden_lD: torch.Tensor, targets_l: torch.Tensor, head: Head, scorin
     if isinstance(logits_lV, DTensor):
         return _scores_of_shards(own_lv, targets_l, logits_lV, scoring)
     if not scoring.entropy:
-        return -F.cross_entropy(own_lv, targets_l, reduction="none")[:, None]
+        return -F.cross_entropy(own_lv, targets_l, reduction="none")
     # Not `cross_entropy`: Liger's replacement overwrites the logits.
     target_l = own_lv.gather(-1, targets_l[:, None])[:, 0]
     return torch.stack([target_l - own_lv.logsumexp(-1), entropies(own_lv)], -1)
@@ -155,5 +156,5 @@ def _scores_of_shards(
     terms = [exp_lv.sum(-1), target_l.where((place_l >= 0) & (place_l < width), 0)]
     terms += [(exp_lv * own_lv).sum(-1)] if scoring.entropy else []
     total_l, target_l, *weighted_l = ranks.all_reduce(torch.stack(terms), "vocabulary")
-    log_l = total_l.log()
-    return torch.stack([target_l - log_l, *(log_l - weighted / total_l for weighted in weighted_l)], -1)
+    logprob_l = target_l - total_l.log()
+    return torch.stack([logprob_l, total_l.log() - weighted_l[0] / total_l], -1) if scoring.entropy else logprob_l
