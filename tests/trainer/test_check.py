@@ -51,7 +51,7 @@ def over_two_ranks(run, patch):
 def sharing(ranks):
     def share(run, patch):
         patch.setattr("vlmpack.model.mechanisms.ClassMechanism.problem", lambda *args, **settings: None)
-        state = replace(packing_state(run.model), parallel=SimpleNamespace(ranks=ranks))
+        state = replace(packing_state(run.model), parallel=SimpleNamespace(ranks=ranks, same_calls=True, mesh=None))
         vars(run.model)["_vlmpack_state"] = state
 
     return share
@@ -72,7 +72,7 @@ FINE = {
 }
 NAMED = {
     "Liger": (of_args(use_liger_kernel=True), "liger_kernel_config={'fused_linear_cross_entropy': False}"),
-    "ranks that share rows": (sharing(2), "a Trainer gives each its own: see examples/train_shared_rows.py"),
+    "ranks that share rows": (sharing(2), "its ranks share rows, but it gives each its own: use PackedTrainer"),
     "several devices": (of_args(_n_gpu=2), "nn.DataParallel would split each batch into 2 pieces: use torchrun"),
     "evaluation over ranks": (over_two_ranks, "evaluation over 2 ranks weighs the losses of packed batches wrongly"),
     "no loss in evaluation": (of_args(prediction_loss_only=True), NOT_CALLED),

@@ -113,7 +113,7 @@ def _processor(metadata: ProcessorMetadata, state: PackingState, config: Any) ->
 
 def _ranks(trainer: Trainer) -> Iterator[str]:
     args, model, state = trainer.args, trainer.model, _state(trainer)
-    if state is not None:
+    if state is not None and not _has_rows(trainer):
         yield from shared_rows(state)
     if args.world_size > 1 and not args.average_tokens_across_devices:
         yield "average_tokens_across_devices=False averages the ranks' averages: set it to True"
@@ -124,9 +124,9 @@ def _ranks(trainer: Trainer) -> Iterator[str]:
 
 
 def shared_rows(state: PackingState) -> Iterator[str]:
-    """Yield an error if the model's ranks share rows, which a Trainer does not support."""
+    """Yield an error if context ranks share rows, to which only PackedTrainer deals the same ones."""
     if state.parallel is not None and state.parallel.ranks > 1:
-        yield "its ranks share rows, but a Trainer gives each its own: see examples/train_shared_rows.py for a loop"
+        yield "its ranks share rows, but it gives each its own: use PackedTrainer with plan= or a PackedStream"
 
 
 def _batches(trainer: Trainer) -> Iterator[str]:

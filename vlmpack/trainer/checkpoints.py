@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
@@ -29,8 +31,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import ConfigError
 from vlmpack.files import atomic_file, write_text, writing
 from vlmpack.loading.stream import StreamLoader
@@ -182,19 +186,111 @@ def load_stream(file: Path, loader: StreamLoader) -> None:
     loader.load_state_dict(state)
 
 
+# ---------------------------------------------------------------------- models that transformers has divided
+
+_WEIGHTS_FOLDER, _OPTIMIZER_FOLDER = "divided_model", "divided_optimizer"
+"""Folders in a checkpoint of a model loaded with `distributed_config=`: each rank's part, by torch's distributed
+checkpoints. Another mesh, or a single process, reads its own parts of them."""
+
+
+def is_divided(checkpoint: str | Path) -> bool:
+    """Return whether a checkpoint has the parts of a divided model."""
+    return (Path(checkpoint) / _OPTIMIZER_FOLDER).is_dir()
+
+
+def save_divided(model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Write the parts of a model and its optimizer; every rank must call it."""
+    from transformers.distributed import checkpoint as parts  # 5.17 has no such module
+
+    parts._save_model_checkpoint_distributed(model, checkpoint / _WEIGHTS_FOLDER)
+    parts.save_optimizer_distributed(model, _innermost(optimizer), str(checkpoint / _OPTIMIZER_FOLDER))
+
+
+def load_divided(model: Any, checkpoint: str | Path) -> bool:
+    """Load the weights of a checkpoint with parts; return False if neither the model nor the checkpoint is divided.
+
+    Raises:
+        ConfigError: the model is divided, but the checkpoint has no parts.
+    """
+    if is_divided(checkpoint):
+        from transformers.distributed import checkpoint as parts
+
+        with _any_number_of_processes():
+            parts._load_model_checkpoint_distributed(model, Path(checkpoint) / _WEIGHTS_FOLDER)
+        return True
+    if mesh_of(model) is not None:
+        raise ConfigError(
+            f"{checkpoint} has no {_OPTIMIZER_FOLDER}: it was written without a mesh, or with save_only_model=True. "
+            f"Instead, {_NEW_RUN}"
+        )
+    return False
+
+
+def load_divided_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None:
+    """Load the state of an optimizer; every rank must call it."""
+    from transformers.distributed import checkpoint as parts
+
+    with _any_number_of_processes():
+        parts.load_optimizer_distributed(model, _innermost(optimizer), str(checkpoint / _OPTIMIZER_FOLDER))
+
+
+@contextmanager
+def _any_number_of_processes() -> Iterator[None]:
+    """Load without a warning in a single process, too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _innermost(optimizer: Any) -> Any:
+    """Return the optimizer that accelerate wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 # ---------------------------------------------------------------------- weights under other names
 
 
 class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
+        saves_state = args is not None and not args.save_only_model and mesh_of(model) is not None
+        if saves_state:
+            args.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
+        super().__init__(model, args, *more, **kwargs)
+        if saves_state:
+            args.save_only_model = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if mesh_of(self.model) is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_divided(self.model, self.optimizer, Path(output_dir))
+        if self.args.should_save:
+            torch.save(cast(Any, self.lr_scheduler).state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not is_divided(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_divided_optimizer(self.model, self.optimizer, Path(checkpoint))
+        scheduler: Any = self.lr_scheduler
+        stored, own = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True), scheduler.state_dict()
+        # under another mesh, Trainer divides parameters into other groups
+        of_groups = {name for name, value in own.items() if isinstance(value, list) and len(value) != len(stored[name])}
+        scheduler.load_state_dict(stored | {name: own[name] for name in of_groups})
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         target = self.model if model is None else model
+        if load_divided(target, resume_from_checkpoint):
+            return
         if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
+        if best is not None and load_divided(self.model, best):
+            return
         if self._writes_own_names or best is None or not load_renamed(self.model, best):
             super()._load_best_model()
 

@@ -18,7 +18,6 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction
@@ -39,7 +38,7 @@ from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.lengths import OVERLENGTH
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import plan_bins
-from vlmpack.trainer.loss import Loss, SampleLosses, gathered, is_distributed, mean_loss
+from vlmpack.trainer.loss import Loss, SampleLosses, data_place, gathered, mean_loss
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""
@@ -108,7 +107,7 @@ def evaluate(
 
     Rows hold whole samples; a sample that is too large for a row gets its own. The model runs in evaluation mode with
     packing enabled; afterwards each module is back in its previous mode. Under torch.distributed, each rank computes
-    its share of the rows, and all ranks get the whole result.
+    its share of the rows (ranks that share rows, the same ones), and all ranks get the whole result.
 
     Args:
         model: a Hugging Face model, or a wrapper around it (PEFT, DDP, FSDP2), on its device.
@@ -125,12 +124,12 @@ def evaluate(
         SampleError: a sample cannot be used, and the collator's `on_bad` is "raise".
     """
     rows = EvaluationRows.of(dataset, collator, plan=plan, capacity=capacity, workers=workers)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-    loader = EvaluationLoader(dataset, collator, rows, rank=rank, ranks=ranks, num_workers=workers)
-    losses = RowLosses(loader)
     modes, was_packing = [(module, module.training) for module in model.modules()], is_packing(model)
     try:
         step = PackedStep(model)
+        rank, ranks = data_place(model)
+        loader = EvaluationLoader(dataset, collator, rows, rank=rank, ranks=ranks, num_workers=workers)
+        losses = RowLosses(loader)
         model.eval()
         with torch.no_grad():  # not inference mode: autograd refuses parameters that FSDP2 gathers in inference mode
             for batch in loader:
@@ -262,7 +261,7 @@ class EvaluationLoader(DataLoader[Any]):
         settings |= {"collate_fn": NumberedCollator(dataset, collator), "generator": torch.Generator()}
         places: Any = range(len(dataset))  # a data set of indices
         super().__init__(places, batch_sampler=[list(rows.rows[at]) for at in counted + repeated], **settings)
-        self.rows = rows
+        self.rows, self.rank = rows, rank
         self.counted = [rows.rows[at] for at in counted]
         """Rows whose losses count (the first ones of the loader); losses of repeated rows are dropped."""
         self.names_samples = isinstance(collator, VLMCollator)
@@ -322,8 +321,9 @@ class RowLosses:
                 f"the losses of samples {list(row)} are missing: prediction_step was replaced by one that does not "
                 "call PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
             )
-        computed = (self._places, _to_numpy(self._losses), _to_numpy(self._targets), self._refused, self._work)
-        places, losses, targets, refused, work = zip(*gathered(computed), strict=True)
+        of_rank = (self._places, _to_numpy(self._losses), _to_numpy(self._targets), self._refused, self._work)
+        computed = dict(gathered((self._loader.rank, of_rank)))  # once, of ranks that share rows
+        places, losses, targets, refused, work = zip(*computed.values(), strict=True)
         order = np.argsort(sample_ids := np.concatenate(places).astype(np.int64))
         rows = self._loader.rows
         return Evaluation(

@@ -25,11 +25,15 @@ from typing import Any, Literal, final
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
+from vlmpack.model.enable import is_packing
+from vlmpack.model.engine import packing_state
 from vlmpack.model.forward import is_row_input
+from vlmpack.model.plain import find_model
 
 Loss = Literal["token", "sample", "square"]
 """What has equal weight in the loss of a step: each target, each sample, or something in between."""
@@ -154,6 +158,14 @@ class ChannelLosses:
 def is_distributed() -> bool:
     """Return whether this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized()
+
+
+def data_place(model: nn.Module) -> tuple[int, int]:
+    """Return (index, number) of the ranks with rows of their own; ranks that share rows have one index."""
+    parallel = packing_state(find_model(model)).parallel if is_packing(model) else None
+    if parallel is not None and parallel.mesh is not None:
+        return parallel.data_rank, parallel.data_ranks
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def gathered(value: Any) -> list[Any]:

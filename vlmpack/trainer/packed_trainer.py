@@ -40,7 +40,7 @@ from vlmpack.trainer.evaluation import (
     RowLosses,
     check_sharing,
 )
-from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, mean_loss, weighed
+from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, data_place, mean_loss, weighed
 
 _LOG = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class PackedTrainer(RenamedWeights):
     def _last_file(self) -> str | None:
         """Last file of a checkpoint from which the rows can be continued; None: it is Trainer's own last file."""
         if isinstance(self.train_dataset, PackedStream):
-            return stream_file(self.args.process_index)
+            return stream_file(self._place[0])
         return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -163,7 +163,7 @@ class PackedTrainer(RenamedWeights):
         files: list[Path] = []
         if self.args.output_dir is not None and not self.args.save_only_model:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            files = [folder / PLAN_FILE, folder / stream_file(self.args.process_index)]
+            files = [folder / PLAN_FILE, folder / stream_file(self._place[0])]
         for last_file in files:
             last_file.unlink(missing_ok=True)
         super()._save_checkpoint(*args, **kwargs)
@@ -184,13 +184,15 @@ class PackedTrainer(RenamedWeights):
                 processes compute each batch together.
         """
         dataset: Any = self.train_dataset
-        if not isinstance(dataset, PackedStream) and self.plan is None:
-            return super().get_train_dataloader()
-        if (sharing := self.get_tp_size() * self.get_cp_size() * self.get_sp_size()) > 1:
+        sharing = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        if sharing != (known := self.args.world_size // self._place[1]):
             raise ConfigError(
-                f"{sharing} processes would compute each batch together, but each has its own rows; leave "
-                "parallelism_config out"
+                f"{sharing} processes would compute each batch together, but the rows are for {known}; leave "
+                "parallelism_config out, and let vlmpack share rows: enable_packing(model, parallel=Parallel(mesh))"
             )
+        if not isinstance(dataset, PackedStream) and self.plan is None:
+            self._check_own_batches(sharing)
+            return super().get_train_dataloader()
         if isinstance(dataset, PackedStream):
             return self._stream_loader(dataset)
         sampler = self._sampler(dataset)
@@ -218,8 +220,20 @@ class PackedTrainer(RenamedWeights):
         batches, counted = zip(*(weighed(batch, self.loss) for batch in batches), strict=True)
         items = torch.stack([count.to(device) for count in counted]).sum()
         if self.args.world_size > 1:
-            items = cast(torch.Tensor, self.accelerator.gather(items)).sum()
+            items = cast(torch.Tensor, self.accelerator.gather(items)).sum() / (self.get_tp_size() * self.get_cp_size())
         return list(batches), items
+
+    def get_cp_size(self) -> int:
+        """Return the number of context ranks: those of accelerate, or of `Parallel`."""
+        return max(super().get_cp_size(), self._context_ranks)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Compute gradients as Trainer does, and return the loss to log.
+
+        Trainer logs the mean of the ranks' losses, each multiplied by the number of ranks whose gradients are averaged.
+        Context ranks have the gradients of their tokens, but the loss of the row.
+        """
+        return super().training_step(*args, **kwargs) / self._context_ranks
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -260,8 +274,8 @@ class PackedTrainer(RenamedWeights):
             )
         return PackedBatchSampler(
             plan,
-            ranks=self.args.world_size,
-            rank=self.args.process_index,
+            ranks=self._place[1],
+            rank=self._place[0],
             accumulation=self.args.gradient_accumulation_steps,
             costs=self.costs,
             group_costs=self.group_costs,
@@ -277,11 +291,14 @@ class PackedTrainer(RenamedWeights):
         """
         if self.plan is not None:
             raise ConfigError("a PackedStream packs by itself; leave plan= out")
-        rank, ranks = self.args.process_index, self.args.world_size
+        rank, ranks = self._place
         if (stream.rank, stream.ranks) != (rank, ranks):
+            names = ("args.world_size", "args.process_index")
+            if ranks != self.args.world_size:
+                names = ("parallel.data_ranks", "parallel.data_rank")
             raise ConfigError(
                 f"the stream is for rank {stream.rank} of {stream.ranks}, but this is rank {rank} of {ranks}: "
-                "PackedStream(..., ranks=args.world_size, rank=args.process_index)"
+                f"PackedStream(..., ranks={names[0]}, rank={names[1]})"
             )
         if not stream.repeat:
             raise ConfigError("Trainer trains until max_steps, but this stream ends: PackedStream(..., repeat=True)")
@@ -290,6 +307,24 @@ class PackedTrainer(RenamedWeights):
         if self._resumes_from is not None:
             checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader)
         return loader
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        """(index, number) of the ranks with rows of their own."""
+        return data_place(cast(nn.Module, self.model))
+
+    @property
+    def _context_ranks(self) -> int:
+        model: Any = self.model
+        parallel = packing_state(find_model(model)).parallel if is_packing(model) else None
+        return 1 if parallel is None else parallel.ranks
+
+    def _check_own_batches(self, sharing: int) -> None:
+        if sharing > 1:
+            raise ConfigError(
+                f"{sharing} ranks share each batch, and Trainer deals batches to single ranks: give rows, plan= or a "
+                "PackedStream to train on, eval_plan= or eval_capacity= to evaluate"
+            )
 
     @property
     def _loading(self) -> dict[str, Any]:
@@ -317,7 +352,7 @@ class PackedTrainer(RenamedWeights):
             return super().get_eval_dataloader(eval_dataset)
         rows, collate = self._evaluation_rows(dataset), cast(Any, self.data_collator)
         settings = {**self._loading, "persistent_workers": False}
-        rank, ranks = self.args.process_index, self.args.world_size
+        rank, ranks = self._place
         return EvaluationLoader(dataset, collate, rows, rank=rank, ranks=ranks, **settings)
 
     def _evaluation_rows(self, dataset: Any) -> EvaluationRows:
@@ -362,9 +397,11 @@ class PackedTrainer(RenamedWeights):
         """Evaluate as Trainer does, with the exact loss. With planned rows, every rank gets the same loss.
 
         Raises:
-            ConfigError: several ranks evaluate in batches, and some samples may be counted twice.
+            ConfigError: several ranks evaluate in batches, and some samples may be counted twice, or ranks share rows.
         """
         in_rows = isinstance(dataloader, EvaluationLoader)
+        if not in_rows:
+            self._check_own_batches(self.args.world_size // self._place[1])
         size, data = self.args.eval_batch_size, dataloader.dataset
         losses = self._losses = RowLosses(dataloader) if in_rows else BatchLosses(self.accelerator, size, data)
         only_loss = True if in_rows else prediction_loss_only
