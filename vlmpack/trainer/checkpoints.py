@@ -254,12 +254,13 @@ class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
-        saves_state = args is not None and not args.save_only_model and mesh_of(model) is not None
+        settings = cast(Any, args)  # None: Trainer's defaults
+        saves_state = settings is not None and not settings.save_only_model and mesh_of(model) is not None
         if saves_state:
-            args.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
-        super().__init__(model, args, *more, **kwargs)
+            settings.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
+        super().__init__(model, settings, *more, **kwargs)
         if saves_state:
-            args.save_only_model = False
+            settings.save_only_model = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if mesh_of(self.model) is None:
