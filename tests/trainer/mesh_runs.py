@@ -31,7 +31,7 @@ from vlmpack.testing import padded
 from vlmpack.trainer import PackedTrainer
 
 STEPS, STOP = 10, 6
-WHOLE = {"tp": 2, "fsdp": 2, "context": 2, "fsdp tp": 4}
+WHOLE = {"tp": 2, "tp accumulated": 2, "fsdp": 2, "context": 2, "fsdp tp": 4}
 """Meshes under which a run goes through, and their ranks."""
 CONTINUED = {"tp from tp": 2, "fsdp from fsdp": 2, "fsdp from fsdp tp": 2, "ddp from fsdp": 2, "alone from tp": 1}
 """Runs that go on from the checkpoint of another, and their ranks."""
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
 def trained(folder: Path, name: str) -> dict[str, Any]:
     """Train through, or from the checkpoint of another mesh to the end."""
     mesh, _, before = name.partition(" from ")
-    run = run_of(folder, mesh, folder / mesh)
+    run = run_of(folder, mesh, folder / mesh, gradient_accumulation_steps=2 if "accumulated" in mesh else 1)
     run.train(resume_from_checkpoint=str(folder / before / f"checkpoint-{STOP}") if before else None)
     weights = {name: p.detach() for name, p in run.model.named_parameters()}
     return {

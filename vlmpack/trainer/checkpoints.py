@@ -254,13 +254,12 @@ class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
-        settings = cast(Any, args)  # None: Trainer's defaults
-        saves_state = settings is not None and not settings.save_only_model and mesh_of(model) is not None
+        saves_state = not getattr(args, "save_only_model", True) and mesh_of(model) is not None
         if saves_state:
-            settings.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
-        super().__init__(model, settings, *more, **kwargs)
+            args.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
+        super().__init__(model, args, *more, **kwargs)
         if saves_state:
-            settings.save_only_model = False
+            args.save_only_model = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if mesh_of(self.model) is None:
