@@ -98,16 +98,6 @@ class Collectives:
 
         return self._apply(x, total, lambda grad: grad)
 
-    def sum_gradient(self, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Return `x`; in the backward pass, sum its gradient over all ranks."""
-
-        def total(grad: torch.Tensor) -> torch.Tensor:
-            grad = grad.clone(memory_format=torch.contiguous_format)
-            self.all_reduce_(grad, what)
-            return grad
-
-        return self._apply(x, lambda x: x.view_as(x), total)
-
     def _apply(self, x: torch.Tensor, run: Exchange, back: Exchange) -> torch.Tensor:
         return x if self.size == 1 else _Collective.apply(x, run, back)  # pyright: ignore[reportReturnType]
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from functools import partial
 from math import gcd
 from typing import Any
 
 import torch
 from torch import nn
 
-from vlmpack.context_parallel.collectives import Collectives
-from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named
@@ -89,31 +86,6 @@ def check_plan(model: Any) -> None:
             f"gradients of {len(apart)} norms of heads over ranks ({apart[0]}): load it with "
             "DistributedConfig(tp_plan=plan_for(config, tp_size=...)) of vlmpack.context_parallel, or freeze them"
         )
-
-
-def sum_norms(model: Any) -> None:
-    """Sum the gradients of norms of heads over tensor ranks as they are computed.
-
-    transformers sums what a backward pass has accumulated, so it counts the earlier batches of a step once more for
-    each rank.
-    """
-    mesh = mesh_of(model)
-    if mesh is None or (getattr(model, "_tp_size", None) or 1) == 1:
-        return
-    ranks = Collectives(mesh.get_group("tp"))
-    for name, norm in model.named_modules():
-        if model.tp_plan.get(_pattern(name)) == _SUMMED:
-            norm.forward = partial(_with_summed_gradients, norm, ranks)
-
-
-def _with_summed_gradients(norm: nn.Module, ranks: Collectives, *args: Any, **kwargs: Any) -> Any:
-    own = dict(norm._parameters)
-    summed: dict[str, Any] = {name: ranks.sum_gradient(p, "norms") for name, p in own.items() if p is not None}
-    norm._parameters.update(summed)
-    try:
-        return type(norm).forward(norm, *args, **kwargs)
-    finally:
-        norm._parameters.update(own)
 
 
 def _skeleton(family: Family, config: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vlmpack.context_parallel.mesh import Parallel, mesh_of
-from vlmpack.context_parallel.plans import check_plan, sum_norms
+from vlmpack.context_parallel.plans import check_plan
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
@@ -128,7 +128,6 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     if before is None:
         core.__class__ = (packed_backbone if is_backbone(core) else packed_class)(type(core))
     core._vlmpack_state = state
-    sum_norms(core)
     for mechanism in mechanisms:
         mechanism.attach(parts)
     ENABLED.add(core)
