@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
+from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import BackendError, ConfigError, LayoutError
 from vlmpack.layout.packing import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
@@ -82,7 +83,7 @@ def probe(
 
     Raises:
         FamilyError: the model's family cannot be packed, or the processor's family is not supported.
-        ConfigError: the processor belongs to another model.
+        ConfigError: the processor belongs to another model, or the model is divided over a mesh.
         BackendError: the named back-end does not support the model.
     """
     setup = _setup(model, processor, attention)
@@ -145,6 +146,11 @@ def _attention_call(probed: ProbedModel) -> AttentionCall:
 
 def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetup:
     probed = ProbedModel.of(model)
+    if mesh_of(probed.core) is not None:
+        raise ConfigError(
+            "the probe computes samples alone in one process, and this model is divided over a mesh: probe the model "
+            "loaded without distributed_config=, or a tiny copy (vlmpack doctor MODEL --probe --tiny)"
+        )
     if processor is not None and probed.family.has_vision:
         samples = processed_samples(processor)
         _check_processor_fits(samples, probed)
