@@ -256,7 +256,7 @@ def loss_over_width(original: Any, **fields: Any) -> Any:
     return original(**{**fields, "loss": fields["loss"] * share})
 
 
-@replaces(head, "target_logprobs")
+@replaces(head, "scores_by_chunk")
 def last_chunk_lost(original: Any, *args: Any, chunk: int, **settings: Any) -> torch.Tensor:
     """The last targets of the head have no loss."""
     logprobs = original(*args, chunk=chunk, **settings)

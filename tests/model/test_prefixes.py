@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from vlmpack.collate import VLMCollator
-from vlmpack.errors import ConfigError, LayoutError, SampleError
+from vlmpack.errors import LayoutError, SampleError
 from vlmpack.families.spans import prefixes_of_row
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
@@ -147,7 +147,7 @@ def test_what_has_no_prompt_is_refused_by_the_collator() -> None:
     chat = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
     tokens = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
     for feature in (chat, tokens):
-        with pytest.raises(ConfigError, match="give prompt and completion as strings"):
+        with pytest.raises(SampleError, match="give prompt and completion as strings"):
             collate([feature])
     with pytest.raises(SampleError, match="writes no prompt without an image"):
         collate([{"prompt": "2 + 2?", "completion": "4"}])

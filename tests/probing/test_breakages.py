@@ -125,12 +125,12 @@ def without_gaps(change: Callable[[Any], Any], name: str = "_segments") -> Calla
 
 def shifted_chunks(model: Any, patch: Patch) -> None:
     """Where labelled positions go through the head in several chunks, targets are one place off."""
-    own = head.target_logprobs
+    own = head.scores_by_chunk
 
-    def logprobs(hidden: torch.Tensor, targets: torch.Tensor, head: Any, *, chunk: int) -> torch.Tensor:
-        return own(hidden, targets if len(targets) <= chunk else targets.roll(1), head, chunk=chunk)
+    def scores(hidden: torch.Tensor, targets: torch.Tensor, head: Any, *, chunk: int, scoring: Any) -> torch.Tensor:
+        return own(hidden, targets if len(targets) <= chunk else targets.roll(1), head, chunk=chunk, scoring=scoring)
 
-    patch.setattr(head, "target_logprobs", logprobs)
+    patch.setattr(head, "scores_by_chunk", scores)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +245,7 @@ FAST = {
         family="qwen2_5_vl",
     ),
     "a loss without gradient": Broken(
-        breaks=wrapped(head, "target_logprobs", lambda x, *_, **__: x.detach() + 0.5 * (x - x.detach())),
+        breaks=wrapped(head, "scores_by_chunk", lambda x, *_, **__: x.detach() + 0.5 * (x - x.detach())),
         causes=("unknown",),
     ),
 }

@@ -51,7 +51,10 @@ def over_two_ranks(run, patch):
 def sharing(ranks):
     def share(run, patch):
         patch.setattr("vlmpack.model.mechanisms.ClassMechanism.problem", lambda *args, **settings: None)
-        state = replace(packing_state(run.model), parallel=SimpleNamespace(ranks=ranks, same_calls=True, mesh=None))
+        state = replace(
+            packing_state(run.model),
+            parallel=SimpleNamespace(ranks=ranks, same_calls=True, mesh=None, vision=SimpleNamespace(host=None)),
+        )
         vars(run.model)["_vlmpack_state"] = state
 
     return share

@@ -83,7 +83,7 @@ def score_targets(
         # No targets, but keep every parameter in the graph: other ranks may block on its gradient.
         nothing = hidden.float().sum() * 0 + _own(head(hidden[:, :1])).float().sum() * 0
         return [nothing.expand(0)] * (2 if scoring.entropy else 1)
-    scores = _by_chunks(scoring, hidden[0].index_select(0, index), targets, head, chunk)
+    scores = scores_by_chunk(hidden[0].index_select(0, index), targets, head, chunk=chunk, scoring=scoring)
     return [each.clone() for each in scores.unbind(-1)] if scoring.entropy else [scores]  # FSDP2 warns about views
 
 
@@ -96,7 +96,7 @@ def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head
         head: maps hidden states [l, D] to logits [l, V].
         chunk: rows of logits in memory at a time.
     """
-    return _by_chunks(Scoring(), hidden_LD, targets_L, head, chunk)
+    return scores_by_chunk(hidden_LD, targets_L, head, chunk=chunk, scoring=Scoring())
 
 
 def entropies(logits_LV: torch.Tensor) -> torch.Tensor:
@@ -104,10 +104,10 @@ def entropies(logits_LV: torch.Tensor) -> torch.Tensor:
     return logits_LV.logsumexp(-1) - (logits_LV.softmax(-1) * logits_LV).sum(-1)
 
 
-def _by_chunks(
-    scoring: Scoring, hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, chunk: int
+def scores_by_chunk(
+    hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int, scoring: Scoring
 ) -> torch.Tensor:
-    """Score [L] targets, a chunk of logits at a time: [L], or [L, 2] with entropies."""
+    """Return the log-probability of each target, [L], or with its entropy, [L, 2], a chunk of logits at a time."""
     pieces = list(zip(hidden_LD.split(chunk), targets_L.split(chunk), strict=True))
     if len(pieces) == 1:
         return _scores(*pieces[0], head, scoring)

@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -253,13 +253,14 @@ def _innermost(optimizer: Any) -> Any:
 class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
-    def __init__(self, model: Any = None, args: Any = None, *more: Any, **kwargs: Any) -> None:
-        saves_state = not getattr(args, "save_only_model", True) and mesh_of(model) is not None
-        if saves_state:
-            args.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
-        super().__init__(model, args, *more, **kwargs)
-        if saves_state:
-            args.save_only_model = False
+    def __init__(self, model: Any = None, *more: Any, **kwargs: Any) -> None:
+        args = next((each for each in (*more, *kwargs.values()) if isinstance(each, TrainingArguments)), None)
+        if args is None or args.save_only_model or mesh_of(model) is None:
+            super().__init__(model, *more, **kwargs)
+            return
+        args.save_only_model = True  # Trainer refuses to save the state of divided models; this class saves it
+        super().__init__(model, *more, **kwargs)
+        args.save_only_model = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if mesh_of(self.model) is None:
