@@ -12,11 +12,12 @@ Without --model it trains a tiny random Qwen3-VL on synthetic receipts, on CPUs 
 import argparse
 import os
 import tempfile
+from typing import Any
 
 import torch
 from torch import distributed as dist
 from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
 
 from vlmpack import PackedStep, SlotRule, VLMCollator, enable_packing
 from vlmpack.context_parallel import Parallel, plan_for
@@ -42,7 +43,7 @@ if not args.model and dist.get_rank() == 0:
     tiny_model(processor=processor).save_pretrained(folder)
 dist.barrier()
 
-sizes = {f"{name}_size": int(size) for name, size in (part.split("=") for part in args.mesh.split(","))}
+sizes: dict[str, Any] = {f"{name}_size": int(size) for name, size in (part.split("=") for part in args.mesh.split(","))}
 plan = plan_for(AutoConfig.from_pretrained(folder), tp_size=sizes["tp_size"]) if "tp_size" in sizes else None
 mesh = DistributedConfig(**sizes, tp_plan=plan)
 model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, distributed_config=mesh)
