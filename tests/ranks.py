@@ -1,4 +1,4 @@
-"""Scripts on several gloo ranks of this machine: `on_ranks(script, folder)`.
+"""Scripts on several gloo ranks: `on_ranks(script, folder)`; inside a script, `save_cases(folder, cases)`.
 
 What torchrun does, but the ranks are forks of one process that has imported the script already: most of the time went
 into importing PyTorch and transformers once a rank.
@@ -11,8 +11,13 @@ import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 def on_ranks(script: Path, *arguments: Any, ranks: int = 2, **environment: str) -> None:
@@ -23,6 +28,23 @@ def on_ranks(script: Path, *arguments: Any, ranks: int = 2, **environment: str) 
         command, capture_output=True, text=True, timeout=300, env={**os.environ, **fixed, **environment}
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def save_cases(folder: Path, cases: Mapping[str, Callable[[], Any]]) -> None:
+    """Compute every case together with the other ranks; rank 0 writes what it saw to FOLDER/CASE.pt."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for name, compute in cases.items():
+        seen = compute()
+        if dist.get_rank() == 0:
+            torch.save(seen, folder / f"{name}.pt")
+    dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group()
+
+
+def whole(tensor: Any) -> Any:
+    """A tensor that ranks may have parts of."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def main(ranks: int, script: str, *arguments: str) -> int:

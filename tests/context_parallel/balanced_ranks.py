@@ -6,6 +6,7 @@ Each case is one step whose images are dealt to all ranks. Rank 0 writes what ca
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,8 +15,10 @@ from peft import LoraConfig, get_peft_model
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import save_cases, whole
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.families import family_named
@@ -94,15 +97,7 @@ CASES = [*QUICK, *OF_TWO, *OF_FOUR]
 
 
 def main(folder: Path, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in CASES:
-        if str(case) in names:
-            seen = step(case)
-            if dist.get_rank() == 0:
-                torch.save(seen, folder / f"{case}.pt")
-    dist.barrier()  # nobody leaves while another still talks
-    dist.destroy_process_group()
+    save_cases(folder, {str(case): partial(step, case) for case in CASES if str(case) in names})
 
 
 def step(case: Case) -> dict[str, Any]:
@@ -131,12 +126,10 @@ def step(case: Case) -> dict[str, Any]:
     gradients = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        if isinstance(grad, DTensor):
-            grad = grad.full_tensor()
-        elif case.how != "ddp":
+        if case.how not in ("ddp", "fsdp2"):
             dist.all_reduce(grad)
         if parameter.requires_grad:
-            gradients[name] = grad
+            gradients[name] = whole(grad)
     of_ranks: list[Any] = [None] * case.ranks
     dist.all_gather_object(of_ranks, (result.sample_losses.detach(), patches, parallel.sent))
     losses, computed, sent = zip(*of_ranks, strict=True)

@@ -4,16 +4,17 @@ Rank 0 writes the gathered gradients to FOLDER/CASE.pt.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import save_cases, whole
+
 from vlmpack.context_parallel import plan_for
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep, enable_packing
@@ -32,25 +33,23 @@ def samples_of(model: Any) -> list[Sample]:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in CASES:
-        config = AutoConfig.from_pretrained(folder / case)
-        auto = AutoModelForImageTextToText if FAMILIES[config.model_type].has_vision else AutoModelForCausalLM
-        ep_size = 2 if "hub" in case else 1
-        mesh = DistributedConfig(tp_size=2, ep_size=ep_size, tp_plan=plan_for(config, tp_size=2))
-        loaded = auto.from_pretrained(folder / case, distributed_config=mesh)
-        model: Any = enable_packing(loaded)
-        PackedStep(model)(padded(samples_of(model))).loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        divided = [
-            name for name, p in model.named_parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape
-        ]
-        gathered = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-        if dist.get_rank() == 0:
-            torch.save({"divided": divided, "gradients": gathered}, folder / f"{case}.pt")
-    dist.barrier()  # nobody leaves while another still talks
-    dist.destroy_process_group()
+    save_cases(folder, {case: partial(step, folder / case) for case in CASES})
+
+
+def step(checkpoint: Path) -> dict[str, Any]:
+    """Names of parameters that are divided, and all gradients of one step."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    auto = AutoModelForImageTextToText if FAMILIES[config.model_type].has_vision else AutoModelForCausalLM
+    ep_size = 2 if "hub" in checkpoint.name else 1
+    mesh = DistributedConfig(tp_size=2, ep_size=ep_size, tp_plan=plan_for(config, tp_size=2))
+    model: Any = enable_packing(auto.from_pretrained(checkpoint, distributed_config=mesh))
+    PackedStep(model)(padded(samples_of(model))).loss.backward()
+    parameters = dict(model.named_parameters())
+    divided = [name for name, p in parameters.items() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
+    return {
+        "divided": divided,
+        "gradients": {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None},
+    }
 
 
 if __name__ == "__main__":

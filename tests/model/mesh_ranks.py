@@ -4,8 +4,10 @@ Every case of so many ranks loads its model by transformers' own mesh and takes 
 batch get the same samples, data ranks their own. Rank 0 writes what it saw to FOLDER/CASE.pt.
 """
 
+import os
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,14 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from model.two_ranks import samples_of
+from ranks import save_cases, whole
 
-from vlmpack.context_parallel import Parallel
+from vlmpack.context_parallel import Parallel, plan_for
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments
@@ -30,18 +33,6 @@ from vlmpack.model.engine import packing_state
 from vlmpack.model.head import Scoring, score_targets
 from vlmpack.testing import Sample, alone, padded
 from vlmpack.testing.samples import VISION
-
-LAYER = "model.language_model.layers.*."
-ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-MLP = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
-NORMS = ("q_norm", "k_norm")
-QWEN3_VL = {
-    **{f"{LAYER}self_attn.{name}": how for name, how in ATTENTION.items()},
-    **{f"{LAYER}self_attn.{name}": "replicated_with_grad_allreduce" for name in NORMS},
-    **{f"{LAYER}mlp.{name}": how for name, how in MLP.items()},
-}
-"""A plan for dense Qwen3-VL: the one of transformers divides its head alone. Norms of heads are used by each rank for
-its own heads, so their gradients are summed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +61,7 @@ class Case:
         return FAMILIES[self.family].has("experts")
 
     def __str__(self) -> str:
-        sizes = [f"{name.removesuffix('_size')} {size}" for name, size in self.sizes.items() if name != "tp_plan"]
+        sizes = [f"{name.removesuffix('_size')} {size}" for name, size in self.sizes.items()]
         return " ".join([self.family, *sizes, *self._others])
 
     @property
@@ -83,11 +74,7 @@ class Case:
 
 
 def _on(sizes: dict[str, Any], *families: str, **settings: Any) -> list[Case]:
-    plan = {"tp_plan": QWEN3_VL}
-    return [
-        Case(family=family, sizes=sizes | (plan if family == "qwen3_vl" and "tp_size" in sizes else {}), **settings)
-        for family in families
-    ]
+    return [Case(family=family, sizes=sizes, **settings) for family in families]
 
 
 TEXT, MOE, VL, DELTA = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5"
@@ -116,24 +103,23 @@ WHERE = (([Shard(1)], 4), ([Shard(1)], 11), ([Replicate()], 4))
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in CASES:
-        if case.ranks == dist.get_world_size():
-            seen = step(case, folder / case.family)
-            if dist.get_rank() == 0:
-                torch.save(seen, folder / f"{case}.pt")
-    if dist.get_world_size() == 2:
-        seen = {str(number): scores(*where) for number, where in enumerate(WHERE)} | {"towers": other_towers()}
-        if dist.get_rank() == 0:
-            torch.save(seen, folder / "parts.pt")
-    dist.barrier()  # nobody leaves while another still talks
-    dist.destroy_process_group()
+    ranks = int(os.environ["WORLD_SIZE"])
+    cases: dict[str, Any] = {
+        str(case): partial(step, case, folder / case.family) for case in CASES if case.ranks == ranks
+    }
+    save_cases(folder, cases | ({"parts": parts} if ranks == 2 else {}))
+
+
+def parts() -> dict[str, Any]:
+    return {str(number): scores(*where) for number, where in enumerate(WHERE)} | {"towers": other_towers()}
 
 
 def loaded(case: Case, folder: Path) -> Any:
+    """The plan of transformers for dense Qwen3-VL divides its head alone."""
     auto = AutoModelForImageTextToText if case.family in VISION else AutoModelForCausalLM
-    return auto.from_pretrained(folder, distributed_config=DistributedConfig(**case.sizes))
+    planned = case.family == VL and "tp_size" in case.sizes
+    plan = {"tp_plan": plan_for(AutoConfig.from_pretrained(folder), tp_size=2)} if planned else {}
+    return auto.from_pretrained(folder, distributed_config=DistributedConfig(**case.sizes, **plan))
 
 
 def step(case: Case, folder: Path) -> dict[str, Any]:
@@ -170,7 +156,7 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "refused": error,
         "loss": total * parallel.data_ranks / dist.get_world_size(),
-        "gradients": {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in gradients.items()},
+        "gradients": {name: whole(gradient) for name, gradient in gradients.items()},
         "logprobs": torch.cat([result.target_logprobs.detach() for result in results]),
         "entropies": torch.cat([result.target_entropies.detach() for result in results]),
         "sample losses": torch.cat([result.sample_losses for result in results]),

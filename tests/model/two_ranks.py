@@ -4,6 +4,7 @@ Each rank takes its half of the samples through one step of every case. Rank 0 w
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import save_cases, whole
 
 from vlmpack.families import family_of
 from vlmpack.layout import SlotRule, pack
@@ -41,14 +45,7 @@ def samples_of(model: Any) -> list[Sample]:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in CASES:
-        found = gradients(*case)
-        if dist.get_rank() == 0:
-            torch.save(found, folder / f"{' '.join(case)}.pt")
-    dist.barrier()  # nobody leaves while another still talks
-    dist.destroy_process_group()
+    save_cases(folder, {" ".join(case): partial(gradients, *case) for case in CASES})
 
 
 def gradients(family: str, wrapper: str, layout: str) -> dict[str, torch.Tensor]:
@@ -62,10 +59,7 @@ def gradients(family: str, wrapper: str, layout: str) -> dict[str, torch.Tensor]
     batch = padded(mine, "left") if layout == "left padded" else pack(padded(mine), rule=SlotRule(multiple=8))
     step = PackedStep(DistributedDataParallel(model) if wrapper == "ddp" else sharded(model, wrapper))
     step(batch, num_items_in_batch=targets).loss.backward()
-    return {
-        name.removeprefix("module."): (p.grad if wrapper == "ddp" else p.grad.full_tensor()).clone()
-        for name, p in step.model.named_parameters()
-    }
+    return {name.removeprefix("module."): whole(p.grad).clone() for name, p in step.model.named_parameters()}
 
 
 def sharded(model, wrapper: str):

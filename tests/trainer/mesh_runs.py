@@ -11,15 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import ParallelismConfig
-from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import save_cases, whole
 from trainer.packed_runs import plan_of
 from training import KINDS, Samples, arguments, logged, receipts
 
@@ -38,21 +36,10 @@ CONTINUED = {"tp from tp": 2, "fsdp from fsdp": 2, "fsdp from fsdp tp": 2, "ddp 
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     ParallelismConfig._validate_accelerator = lambda *_: None  # accelerate allows tensor ranks on accelerators alone
-    dist.init_process_group("gloo")
-    ranks = dist.get_world_size()
-    for name, number in (WHOLE | CONTINUED).items():
-        if number == ranks:
-            seen = trained(folder, name)
-            if dist.get_rank() == 0:
-                torch.save(seen, folder / f"{name}.pt")
-    if ranks == 2:
-        messages = refused(folder)
-        if dist.get_rank() == 0:
-            torch.save(messages, folder / "refused.pt")
-    dist.barrier()  # nobody leaves while another still talks
-    dist.destroy_process_group()
+    ranks = int(os.environ["WORLD_SIZE"])
+    runs = {name: partial(trained, folder, name) for name, number in (WHOLE | CONTINUED).items() if number == ranks}
+    save_cases(folder, runs | ({"refused": partial(refused, folder)} if ranks == 2 else {}))
 
 
 def trained(folder: Path, name: str) -> dict[str, Any]:
@@ -63,7 +50,7 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     weights = {name: p.detach() for name, p in run.model.named_parameters()}
     return {
         "losses": logged(run),
-        "weights": {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights.items()},
+        "weights": {name: whole(p) for name, p in weights.items()},
         "norms": [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry],
         "metrics": run.evaluate(),
     }
