@@ -49,7 +49,7 @@ def whole(tensor: Any) -> Any:
 
 def main(ranks: int, script: str, *arguments: str) -> int:
     """Fork the ranks and wait for them; the first that fails takes the others with it."""
-    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
+    sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).parent)]  # this folder stays behind it
     runpy.run_path(script)  # what it imports
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -152,11 +152,6 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[Case], dict[str, Any]], str]]
         lambda case: without(case.bare_row, "cu_seqlens_q_padded", "labels"),
         r"does not fit the boundaries.*both cu_seqlens_q and cu_seqlens_q_padded",
     ),
-    "real boundaries alone": (
-        {"rule": GAPS},
-        lambda case: without(case.bare_row, "cu_seqlens_q_padded", "labels", "moe_padding_mask"),
-        r"cu_seqlens_q ends at \d+, but the row is \d+ tokens wide",
-    ),
     "two rows": (
         {},
         lambda case: {name: torch.cat([value, value]) for name, value in case.bare_row.items()},

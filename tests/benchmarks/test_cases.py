@@ -14,7 +14,7 @@ import benchmarks.__main__ as command
 from benchmarks.__main__ import CASES, main
 from benchmarks.cases.attention import check_same
 from benchmarks.cases.collating import CollateShapes, LengthShapes, PackShapes, PixelShapes
-from benchmarks.cases.planning import PlanShapes, stream
+from benchmarks.cases.planning import PlanShapes
 from benchmarks.cases.step import CompileShapes, check_same_loss
 from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.measuring import BenchSettings, Figure
@@ -73,18 +73,6 @@ def test_layers_that_are_not_compiled_are_not_counted_as_compiled_once(monkeypat
     monkeypatch.setattr("benchmarks.cases.step.compile_layers", lambda model, **settings: model)
     with pytest.raises(VlmpackError, match="no layer was compiled"):
         list(CASES["compile"].run(QUICK, SHAPES["compile"]))
-
-
-def test_a_stream_holds_every_sample_and_counts_how_long_one_stays():
-    lengths = torch.randint(1, 60, (50,)).numpy()
-    rows, stay = stream(lengths, capacity=100, waiting=4)
-    assert rows >= -(-int(lengths.sum()) // 100)
-    assert 0 < stay <= 50
-
-
-def test_lengths_reach_from_a_fifth_to_the_longest():
-    assert sorted(TINY.lengths) == [8, 18, 40]
-    assert ReceiptShapes(samples=1).lengths == (ReceiptShapes().longest,)
 
 
 @pytest.mark.parametrize("name", MEASURED)

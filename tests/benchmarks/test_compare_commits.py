@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import compare_commits
-from benchmarks.compare_commits import compare, main
+from benchmarks.compare_commits import compare
 
 
 def figures(value: float, unit: str = "s", target: str | None = None) -> dict[Any, Any]:
@@ -33,20 +31,3 @@ def test_a_verdict_depends_on_which_side_is_better(earlier, later, unit, target,
     rounds = [[figures(value, unit, target)] * 3 for value in (earlier, later)]
     ((_, _, found),) = compare(*rounds, tolerance=0.03)
     assert found == verdict
-
-
-def test_rounds_alternate_and_what_is_worse_fails_a_check(monkeypatch, capsys):
-    order = []
-
-    def run(checkout: Path, case: str, options: Any) -> Any:
-        order.append((checkout.name, case))
-        return figures(2.0 if checkout.name == "b" else 1.0) | (
-            {("only", None, "here"): {}} if checkout.name == "a" else {}
-        )
-
-    monkeypatch.setattr(compare_commits, "run_case", run)
-    assert main(["a", "b", "step", "--rounds", "2", "--check"]) == 1
-    assert order == [("a", "step"), ("b", "step"), ("b", "step"), ("a", "step")]
-    printed = capsys.readouterr().out
-    assert "2.000 (2.000 to 2.000)  worse" in printed
-    assert "not compared, as some runs lack it: only: here" in printed

@@ -71,40 +71,12 @@ def test_a_run_resumes_after_its_report_and_a_cell_in_which_the_process_died_has
     assert [each.why for each in report.failed] == why
 
 
-def test_another_run_goes_on_with_what_the_first_had_no_time_for(tmp_path, monkeypatch):
-    cells = [cell("a", figure("1"), seconds=500.0), cell("b", figure("2"))]
-    monkeypatch.setattr(gpu, "all_cells", lambda shapes: cells)
-    words = ["--device", "cpu", "--shapes", "tiny", "--json", str(tmp_path / "gpu.json"), "--resume"]
-    for budget, done in (("100", {"2"}), ("600", {"1", "2"})):
-        gpu.main([*words, "--budget", budget], CONSOLE)
-        report = Report.load(tmp_path / "gpu.json")
-        assert {each.name for each in report.figures} == done
-        assert len(report.skipped) == 2 - len(done)
-
-
 def test_where_the_device_is_lost_the_run_ends_with_the_report_written(tmp_path, monkeypatch):
     monkeypatch.setattr(Lab, "works", lambda lab: False)
     path = tmp_path / "gpu.json"
     report, works = run([cell("a", figure("1")), cell("b", figure("2"))], path)
     assert not works
     assert [each.name for each in Report.load(path).figures] == [each.name for each in report.figures] == ["1"]
-
-
-def test_a_lost_device_makes_a_new_process_that_resumes(tmp_path, monkeypatch):
-    called = []
-
-    def replaced(program: str, words: list[str]) -> None:
-        called.append(words[1:])
-        raise SystemExit
-
-    monkeypatch.setattr(gpu, "run_cells", lambda cells, lab, report, path, console: (report, False))
-    monkeypatch.setattr("os.execv", replaced)
-    words = ["--device", "cpu", "--shapes", "tiny", "--json", str(tmp_path / "gpu.json")]
-    with pytest.raises(SystemExit):
-        gpu.main(words, CONSOLE)
-    (again,) = called
-    assert again[:-1] == ["-m", "benchmarks.gpu", *words, "--resume", "--budget"]
-    assert 500 < int(again[-1]) <= 540
 
 
 def test_memory_that_runs_out_is_no_result_and_other_errors_are_raised():

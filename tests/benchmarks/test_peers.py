@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from benchmarks import peers
-from benchmarks.measuring import BenchSettings, Figure, Skipped
+from benchmarks.measuring import BenchSettings, Skipped
 from benchmarks.peers import PEERS, Contest, PeerShapes, PeerWork, Sample, Way, difference
 from vlmpack.layout import IGNORE
 
@@ -50,16 +49,3 @@ def test_a_peer_that_gives_something_else_is_not_timed(work: PeerWork, monkeypat
     assert isinstance(skipped, Skipped)
     assert skipped.owed
     assert "its result is not that of mine" in skipped.why
-
-
-def test_peers_that_cannot_be_imported_are_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, away = PEERS[0], [peer for peer in PEERS if peer[1] != "transformers"]
-    monkeypatch.setattr(peers, "PEERS", (there, *away))
-    for _, _, module, _ in away:
-        monkeypatch.setitem(sys.modules, module, None)
-    found = list(peers.measure_peers(QUICK, TINY))
-    skipped = [one for one in found if isinstance(one, Skipped)]
-    assert [one.name for one in skipped] == [name for name, *_ in away]
-    assert not any(one.owed for one in skipped)
-    figures = [one for one in found if isinstance(one, Figure)]
-    assert [figure.unit for figure in figures] == ["s", "x", "x"] * 2

@@ -1,7 +1,7 @@
-"""Four gloo ranks, started by test_context.py: python four_ranks.py FOLDER.
+"""What each of four gloo ranks runs, started by test_context.py.
 
-They are forks of a process that has imported everything: that takes longer than what they compute. Every case goes
-through one step on one rank alone and through one shared by several. Rank 0 writes what it saw to FOLDER/result.json.
+Every case goes through one step on one rank alone and through one shared by several. Rank 0 writes what it saw to
+FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from ranks import whole
 from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 
 import vlmpack
@@ -38,13 +37,7 @@ HOME = Path(vlmpack.__file__).parent
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    for family in {case.family for case in CASES}:
-        tiny_model(family)  # imports its modelling file
-    multiprocessing.start_processes(run_rank, args=(folder,), nprocs=WORLD, start_method="fork")
-
-
-def run_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo")
     chosen = json.loads((folder / "chosen.json").read_text())
     meshes = {n: init_device_mesh("cpu", (WORLD // n, n), mesh_dim_names=("data", "context")) for n in (1, 2, 4)}
     seen = {
@@ -208,10 +201,6 @@ def different_rows(mesh: DeviceMesh) -> str:
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     """Of every parameter; zeros where it takes no part."""
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def whole(gradient: Any) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 if __name__ == "__main__":

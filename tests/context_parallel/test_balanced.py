@@ -1,28 +1,158 @@
-"""Images of a step dealt to all ranks: losses and gradients of each sample alone under plain transformers."""
+"""Images of a step dealt to all ranks: losses and gradients of each sample alone under plain transformers.
+
+As a script, test_balanced.py FOLDER CASE ...: what each gloo rank runs.
+"""
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from cases import slow
-from context_parallel.balanced_ranks import CASES, OF_FOUR, OF_TWO, QUICK, Case
 from equality import alone_through, without_zeros
-from ranks import on_ranks
+from peft import LoraConfig, get_peft_model
+from ranks import on_ranks, save_cases, whole
 from shared_rows import relative
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
+from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
-from vlmpack.model import enable_packing
-from vlmpack.testing import tiny_model
+from vlmpack.layout import IGNORE, SlotRule, pack, share
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.branching import joined
 from vlmpack.testing.comparison import mean_losses, target_losses
+from vlmpack.testing.samples import num_targets
 
 pytestmark = pytest.mark.dist
-
 GRIDS = ("image_grid_thw", "video_grid_thw")
+TEXT, MANY = ("text", "text"), ("images", "video", "image", "images_and_video")
+
+
+class Case(NamedTuple):
+    """One step."""
+
+    family: str
+    rows: tuple[tuple[str, ...], ...] = (TEXT, MANY)
+    """The kinds of the samples of each row."""
+    context: int = 1
+    """Number of ranks that share a row."""
+    how: str = "checkpointed"
+    """What else is done to the model, or to its rows: the last one has no targets, or samples share a prefix."""
+
+    def __str__(self) -> str:
+        return f"{self.family} {' + '.join(map('-'.join, self.rows))} context={self.context} {self.how}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.rows) * self.context
+
+    def model(self) -> Any:
+        """Two blocks of vision; with `lora`, adapters in both towers."""
+        model = tiny_model(self.family, seed=3, vision_depth=2)
+        if self.how != "lora":
+            return model
+        torch.manual_seed(5)
+        adapters = LoraConfig(r=4, target_modules=r".*(qkv|linear_fc1|q_proj|v_proj)", init_lora_weights=False)
+        return get_peft_model(model, adapters)
+
+    def samples(self) -> list[list[Sample]]:
+        """The samples of each row, of a kind that the family takes."""
+        family, config, found = family_named(self.family), tiny_model(self.family).config, []
+        for seed, kinds in enumerate(self.rows):
+            taken = [kind.replace("images_and_", "") if family.videos_as_images else kind for kind in kinds]
+            taken = [kind if family.has_videos or "video" not in kind else "image" for kind in taken]
+            samples = mixed_samples(config, seed=seed, kinds=cast(Any, taken))
+            if self.how == "shared prefix":
+                samples = [joined([samples[0], sample]) for sample in samples[1:]]
+            found.append(samples)
+        if self.how == "no targets":
+            for sample in found[-1]:
+                sample["labels"].fill_(IGNORE)
+        return found
+
+
+TOGETHER = [name for name, family in FAMILIES.items() if family.has_vision and not family.not_over_ranks]
+QUICK = [
+    Case("qwen3_vl"),
+    Case("qwen2_5_vl", (MANY, TEXT)),
+    Case("gemma3"),
+    Case("glm4v"),
+    Case("qwen3_vl", (TEXT, TEXT)),
+]
+OF_TWO = [
+    *(Case(name) for name in TOGETHER if name not in {case.family for case in QUICK}),
+    *(Case("qwen3_vl", how=how) for how in ("ddp", "fsdp2", "lora", "shared prefix", "no targets")),
+]
+OF_FOUR = [
+    Case("qwen3_vl", (("image",), TEXT, MANY, ("video", "images"))),
+    Case("qwen3_vl", (("image",), TEXT, ("video",), ("text", "image")), how="fsdp2"),
+    *(Case(name, context=2) for name in ("qwen3_vl", "qwen2_5_vl", "glm4v", "gemma3", "internvl")),
+]
+CASES = [*QUICK, *OF_TWO, *OF_FOUR]
+
+
+def step(case: Case) -> dict[str, Any]:
+    """Sample losses, sums of gradients, and for each rank the patches of its tower and the bytes that it sent."""
+    mesh = None
+    if case.context > 1:
+        mesh = init_device_mesh("cpu", (len(case.rows), case.context), mesh_dim_names=("data", "context"))
+    parallel = Parallel(mesh, balance_vision=True)
+    model = enable_packing(case.model(), parallel=parallel).train()
+    core = model.get_base_model() if case.how == "lora" else model
+    core.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    patches: list[int] = []
+    tower = core.get_submodule(family_named(case.family).vision_path)
+    tower.register_forward_pre_hook(
+        lambda _, args, kwargs: patches.append(len(args[0] if args else kwargs["pixel_values"])), with_kwargs=True
+    )
+    rows = case.samples()
+    targets = sum(num_targets(sample) for samples in rows for sample in samples)
+    row = pack(padded(rows[parallel.data_rank]), rule=SlotRule(row_multiple=case.context))
+    if case.how == "shared prefix":
+        row = share(row, min_shared=1, read_media=family_named(case.family).media_reader(core.config))
+        assert (row.tree is None) == (len(rows[parallel.data_rank]) == 1)
+    run = PackedStep(wrapped(case, model))  # kept until the backward pass: so are DDP's hooks
+    result = run(row, num_items_in_batch=targets)
+    (result.loss * (case.ranks if case.how in ("ddp", "fsdp2") else 1)).backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        if case.how not in ("ddp", "fsdp2"):
+            dist.all_reduce(grad)
+        if parameter.requires_grad:
+            gradients[name] = whole(grad)
+    of_ranks: list[Any] = [None] * case.ranks
+    dist.all_gather_object(of_ranks, (result.sample_losses.detach(), patches, parallel.sent))
+    losses, computed, sent = zip(*of_ranks, strict=True)
+    return {
+        "losses": torch.cat(losses[:: case.context]),
+        "gradients": gradients,
+        "patches": [count for (count,) in computed],
+        "sent": sent,
+    }
+
+
+def wrapped(case: Case, model: Any) -> Any:
+    """The model to call."""
+    if case.how == "ddp":
+        return DistributedDataParallel(model)
+    if case.how == "fsdp2":
+        mesh = init_device_mesh("cpu", (case.ranks,))
+        for part in (*model.model.visual.blocks, *model.model.language_model.layers):
+            fully_shard(part, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return model
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +162,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     names = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items}
     for ranks in (2, 4):
         if chosen := [str(case) for case in CASES if case.ranks == ranks and str(case) in names]:
-            on_ranks(Path(__file__).with_name("balanced_ranks.py"), folder, *chosen, ranks=ranks)
+            on_ranks(Path(__file__), folder, *chosen, ranks=ranks)
     return lambda case: torch.load(folder / f"{case}.pt")
 
 
@@ -73,3 +203,7 @@ def test_without_images_every_rank_computes_a_blank_one_and_nothing_is_sent(seen
 def test_balancing_needs_the_ranks_of_a_job() -> None:
     with pytest.raises(ConfigError, match="call init_process_group before"):
         enable_packing(tiny_model("qwen3_vl"), parallel=Parallel(balance_vision=True))
+
+
+if __name__ == "__main__":
+    save_cases(Path(sys.argv[1]), {str(case): partial(step, case) for case in CASES if str(case) in sys.argv[2:]})

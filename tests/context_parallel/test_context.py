@@ -6,8 +6,6 @@ Four processes compute the chosen cases of tests/shared_rows.py once, and write 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from cases import slow
+from ranks import on_ranks
 from shared_rows import CASES, DATA_CASES, SHORT_CASES, WAIT_CASES, Case
 
 from vlmpack.context_parallel.vision import deal
@@ -37,10 +36,9 @@ def tiered(values: Iterable[Any], fast: Sequence[Any] = SHORT_CASES) -> list[Any
 @pytest.fixture(scope="session")
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("four_ranks")
-    script = Path(__file__).with_name("four_ranks.py")
     chosen = {item.name.partition("[")[2].removesuffix("]") for item in request.session.items}
     (folder / "chosen.json").write_text(json.dumps(sorted(chosen)))
-    subprocess.run([sys.executable, str(script), str(folder)], check=True, timeout=600)
+    on_ranks(Path(__file__).with_name("four_ranks.py"), folder, ranks=4)
     return json.loads((folder / "result.json").read_text())
 
 

@@ -1,19 +1,54 @@
-"""`plan_for`: models divided by its plans have the gradients of plain transformers on samples alone."""
+"""`plan_for`: models divided by its plans have the gradients of plain transformers on samples alone.
 
+As a script: what each of two gloo ranks runs, one packed step of each family, divided by its plan.
+"""
+
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from context_parallel.plan_ranks import CASES, samples_of
 from equality import alone_through, check_gradients, limits_of
-from ranks import on_ranks
+from ranks import on_ranks, save_cases, whole
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.distributed import DistributedConfig
 
 from vlmpack.context_parallel import plan_for
 from vlmpack.errors import ConfigError
-from vlmpack.model import enable_packing
-from vlmpack.testing import tiny_config, tiny_model
+from vlmpack.families.registry import FAMILIES
+from vlmpack.model import PackedStep, enable_packing
+from vlmpack.testing import Sample, mixed_samples, padded, tiny_config, tiny_model
+
+CASES = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "glm4v_moe", "gemma4", "llama4_text"),
+    "qwen3_vl_moe of the hub",
+)
+"""Families, on two tensor ranks. Checkpoints on the hub hold experts transposed: they are divided by expert ranks."""
+
+
+def samples_of(model: Any) -> list[Sample]:
+    kinds = ("image", "text", "images", "text") if FAMILIES[model.config.model_type].has_vision else ("text",) * 4
+    return mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2))
+
+
+def step(checkpoint: Path) -> dict[str, Any]:
+    """Names of parameters that are divided, and all gradients of one step."""
+    config = AutoConfig.from_pretrained(checkpoint)
+    auto = AutoModelForImageTextToText if FAMILIES[config.model_type].has_vision else AutoModelForCausalLM
+    ep_size = 2 if "hub" in checkpoint.name else 1
+    mesh = DistributedConfig(tp_size=2, ep_size=ep_size, tp_plan=plan_for(config, tp_size=2))
+    model: Any = enable_packing(auto.from_pretrained(checkpoint, distributed_config=mesh))
+    PackedStep(model)(padded(samples_of(model))).loss.backward()
+    parameters = dict(model.named_parameters())
+    divided = [name for name, p in parameters.items() if isinstance(p, DTensor) and p.to_local().shape != p.shape]
+    return {
+        "divided": divided,
+        "gradients": {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None},
+    }
 
 
 def model_of(case: str) -> Any:
@@ -29,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if "hub" in case:
             file = folder / case / "model.safetensors"
             save_file({n: _transposed(n, w) for n, w in load_file(file).items()}, file, metadata={"format": "pt"})
-    on_ranks(Path(__file__).with_name("plan_ranks.py"), folder)
+    on_ranks(Path(__file__), folder)
     return folder
 
 
@@ -70,3 +105,8 @@ def test_a_model_whose_norms_of_heads_train_apart_is_refused() -> None:
         enable_packing(model)
     model.tp_plan = plan_for(model.config, tp_size=2)
     enable_packing(model)
+
+
+if __name__ == "__main__":
+    folder_of_cases = Path(sys.argv[1])
+    save_cases(folder_of_cases, {case: partial(step, folder_of_cases / case) for case in CASES})

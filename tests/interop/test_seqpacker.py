@@ -42,7 +42,7 @@ from vlmpack.plan import plan_bins
 from vlmpack.plan.planner import STRATEGIES
 from vlmpack.testing import tiny_model
 
-# ---------------------------------------------------------------------- scripts that were written for SeqPacker
+# ---------------------------------------------------------------------- a script that was written for SeqPacker
 
 LOOP = """
 import torch
@@ -72,29 +72,14 @@ assert whole.input_ids.shape == (result.num_bins, 24)
 assert max(int(boundaries[-1]) for boundaries in whole.cu_seqlens) <= 24
 """
 
-TRAINER = """
-import seqpacker
-from seqpacker.hf_utils import pack_dataset
 
-rows = pack_dataset(token_ids=token_ids, capacity=24, padding_value=1)
-assert rows.column_names == ["input_ids", "attention_mask", "labels", "position_ids"]
-run = Trainer(model=model, args=args, train_dataset=rows)
-run.train()
-"""
-
-
-@pytest.mark.parametrize("script", [LOOP, TRAINER], ids=["loop", "trainer"])
-def test_a_script_runs_with_its_imports_changed(script: str, tmp_path) -> None:
-    token_ids = [[6 + (7 * i + k) % 80 for k in range(3 + 5 * i % 11)] for i in range(12)]
-    args = arguments(tmp_path, per_device_train_batch_size=2, max_steps=3)
-    names = {"token_ids": token_ids, "model": tiny_model("qwen3"), "Trainer": Trainer, "args": args}
-    for module in ("seqpacker.hf_utils", "seqpacker.torch_utils", "seqpacker"):
+def test_a_script_runs_with_its_imports_changed() -> None:
+    script, names = LOOP, {"model": tiny_model("qwen3")}
+    names["token_ids"] = [[6 + (7 * i + k) % 80 for k in range(3 + 5 * i % 11)] for i in range(12)]
+    for module in ("seqpacker.torch_utils", "seqpacker"):
         script = script.replace(f"from {module} import", "from vlmpack.interop.seqpacker import")
-    exec(script.replace("import seqpacker\n", "import vlmpack.interop.seqpacker as seqpacker\n"), names)
-    if "run" in names:
-        assert len(logged(names["run"])) == 3
-    if "losses" in names:
-        assert names["losses"][-1] < names["losses"][0]
+    exec(script, names)
+    assert names["losses"][-1] < names["losses"][0]
 
 
 def test_every_name_of_seqpacker_is_there() -> None:

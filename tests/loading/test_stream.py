@@ -139,25 +139,6 @@ class CountsAtTheStart(CountsAtTheEnd):
         self.start = None if self.passes < 0 else state_dict["at"]
 
 
-class CountsForAnother(IterableDataset):
-    """Tells a data set of `datasets` which pass it is."""
-
-    def __init__(self):
-        self.hub, self.passes = short_hub_stream(), 0
-
-    def __iter__(self):
-        self.hub.set_epoch(self.passes)
-        yield from self.hub
-        self.passes += 1
-
-    def state_dict(self):
-        return {"hub": self.hub.state_dict(), "passes": self.passes}
-
-    def load_state_dict(self, state_dict):
-        self.hub.load_state_dict(state_dict["hub"])
-        self.passes = state_dict["passes"]
-
-
 class Around(IterableDataset):
     """Hands everything on to a data set of `datasets`, which starts ever after where it was told to."""
 
@@ -175,7 +156,7 @@ class Around(IterableDataset):
 
 
 SOURCES = (Samples, Stream, ResumableStream, hub_stream, hub_stream_in_three)
-SHORT_SOURCES = (CountsAtTheEnd, CountsAtTheStart, CountsForAnother, Around, short_hub_stream)
+SHORT_SOURCES = (CountsAtTheEnd, CountsAtTheStart, Around, short_hub_stream)
 
 
 def ids(rows):

@@ -86,7 +86,7 @@ CASES = [
     *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, MOE),
     *_on({"fsdp_size": 2, "ep_size": 2}, MOE),
     *_on({"fsdp_size": 2}, VL, DELTA, MOE, context=2),
-    *_on({"dp_replicate_size": 2}, VL),
+    *_on({"dp_replicate_size": 2}, VL, MOE),
     *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE),
     *_on({"fsdp_size": 2, "tp_size": 2}, TEXT, passes=2),
     *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, MOE),

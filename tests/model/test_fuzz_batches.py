@@ -126,18 +126,6 @@ def edit(inputs: Inputs, rng: random.Random) -> None:
         inputs[name] = flat.view(inputs[name].shape)
 
 
-def move_tokens(inputs: Inputs, rng: random.Random) -> None:
-    """Two tokens of a row or batch exchange places, with all that is said of them."""
-    names = there(inputs, ("input_ids", "labels", "mm_token_type_ids"))
-    sizes = {inputs[name].numel() for name in names}
-    if len(sizes) == 1 and (size := sizes.pop()):
-        order = torch.arange(size)
-        a, b = rng.randrange(size), rng.randrange(size)
-        order[a], order[b] = b, a
-        for name in names:
-            inputs[name] = inputs[name].reshape(-1)[order].view(inputs[name].shape)
-
-
 def move_boundary(inputs: Inputs, rng: random.Random) -> None:
     names = there(inputs, BOUNDARIES)
     both = rng.random() < 0.5
@@ -171,7 +159,7 @@ def exchange_media(inputs: Inputs, rng: random.Random) -> None:
 
 CHANGES = (
     *(drop, drop, exchange, *(change_a_column,) * 5, edit, edit, edit),
-    *(move_tokens, move_boundary, move_boundary, exchange_media, exchange_media),
+    *(move_boundary, move_boundary, exchange_media, exchange_media),
 )
 
 

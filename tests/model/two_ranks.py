@@ -29,6 +29,7 @@ CASES = (
     ("qwen3_5", "fsdp2 of layers' parts", "left padded"),
     ("qwen3", "ddp", "row with gaps"),
     ("qwen3", "fsdp2", "left padded"),
+    *((family, "ddp", "left padded") for family in ("qwen3_vl_moe", "gpt_oss")),
 )
 """(family, wrapper, how the samples are handed in)."""
 

@@ -99,16 +99,6 @@ class TestSimulate:
             simulate(table_of([0]), 10)
 
 
-class TestWords:
-    def test_it_says_what_one_may_want_to_change(self) -> None:
-        uneven = {"dropped": dict.fromkeys(range(1234), 13_000)}
-        updates, left_out = simulation(world_size=8, per_device_batch=4, accumulation=4, **uneven).explain()
-        assert updates.startswith("An update sees 1.22 times the samples of the padded recipe; ")
-        assert left_out.startswith("Samples that exceed a row are left out: 0 (13,000 tokens), 1 (13,000 tokens), ")
-        assert left_out.endswith("9 (13,000 tokens) and 1,224 more.")
-        assert simulation(world_size=8, per_device_batch=9).explain() == ()  # 72 samples, 77.8 packed
-
-
 class TestPaddedRecipe:
     def test_the_accumulation_that_reaches_so_many_samples_an_update(self) -> None:
         assert PaddedRecipe.reaching(128, world_size=8, per_device_batch=4).accumulation == 4

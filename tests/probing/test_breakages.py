@@ -53,10 +53,6 @@ def wrapped(owner: Any, name: str, change: Callable[..., Any]) -> Break:
     return break_it
 
 
-def in_its_family(breaks: Callable[[str, Patch], None]) -> Break:
-    return lambda model, patch: breaks(model.config.model_type, patch)
-
-
 def attended(**settings: Callable[[Any], Any]) -> Break:
     """The attention back-end of the text model is called with other settings, or with other keys."""
 
@@ -149,10 +145,10 @@ class Broken:
     """Parts in which none is."""
 
 
-def of_table(what: str, family: str = "qwen3", **says: Any) -> Broken:
+def of_table(what: str, family: str = "qwen3") -> Broken:
     """The others of the table are in `test_every_family.py`."""
     each = BREAKAGES[what]
-    return Broken(breaks=in_its_family(each.breaks), causes=each.causes, family=family, **says)
+    return Broken(breaks=lambda model, patch: each.breaks(family, patch), causes=each.causes, family=family)
 
 
 LEAKS, RAISES = ("leaks",), ("differs", "fails")
@@ -162,21 +158,10 @@ LOGITS = frozenset({"row: logits", "padded: logits"})
 MASK: dict[str, Any] = {"causes": ("mask",), "mechanism": ["mask"], "verdicts": LEAKS}
 
 FAST = {
-    "mask": of_table(
-        "mask", "qwen3_next", verdicts=LEAKS, shown=LOGITS | LOSSES | {"attended pairs"}, mechanism=["mask"]
-    ),
-    "images": of_table(
-        "images", "qwen2_5_vl", verdicts=LEAKS, shown=frozenset({"row: gradient of visual.patch_embed.proj"})
-    ),
-    "targets": of_table("targets", shown=frozenset({"gaps: loss", "padded: loss"}), silent=("isolation",)),
-    "divisor": of_table("divisor", shown=LOSSES),
-    "sample results": of_table("sample results"),
-    "positions' pace": of_table("positions' pace", shown=LOGITS, silent=("isolation",)),
-    "cache": of_table("cache", "qwen3_vl", silent=("isolation", "equality")),
-    "head": of_table("head"),
+    **{what: of_table(what) for what in ("targets", "divisor", "sample results", "head")},
     "router losses": of_table("router losses", "qwen3_next"),
     "padding in the work alone": Broken(
-        breaks=in_its_family(breakages.padding_for_tokens),
+        breaks=lambda model, patch: breakages.padding_for_tokens("qwen3_vl", patch),
         causes=("mask",),
         family="qwen3_vl",
         shown=frozenset({"attended pairs"}),

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mutations import damaged
 from service.asgi import KEY, Client
 from service.test_http import training as good_training
 from service.test_wire import ADAM
@@ -122,19 +123,6 @@ def bodies(subject: Subject, draw: Random) -> tuple[str, dict[str, Any]]:
 # ---------------------------------------------------------------------- damage
 
 
-def damaged_bytes(body: bytes, draw: Random) -> bytes:
-    """Flip, cut, double or insert bytes."""
-    at, end = sorted((draw.randrange(len(body) + 1), draw.randrange(len(body) + 1)))
-    kind = draw.randrange(5)
-    if kind == 0 and body:
-        changed = bytearray(body)
-        for _ in range(draw.randint(1, 4)):
-            changed[draw.randrange(len(body))] = draw.randrange(256)
-        return bytes(changed)
-    inserted = draw.choice([b"\xff" * 11, b"\x00", b"\x1a\x00" * 4000, bytes([draw.randrange(256)]), b"[" * 2000])
-    return [body[:at], body[:at] + body[end:], body[:end] + body[at:], body[:at] + inserted + body[at:], body][kind - 1]
-
-
 def damaged_json(value: Any, draw: Random) -> Any:
     """Replace or leave out one entry of a tree, somewhere."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
@@ -192,7 +180,7 @@ def drawn(subject: Subject, draw: Random) -> tuple[str, bytes, dict[str, str]]:
         name, good = bodies(subject, draw)
         body = json.dumps(damaged_json(good, draw) if draw.random() < 0.7 else good).encode()
     if draw.random() < 0.3:
-        body = damaged_bytes(body, draw)
+        body = damaged(body, draw) if draw.random() < 0.8 else draw.choice([b"\x1a\x00" * 4000, b"[" * 2000]) + body
     if draw.random() < 0.15:
         headers["content-encoding"] = draw.choice(["br", "zstd", "gzip", "\x7f", "identity"])
     return name, body, headers

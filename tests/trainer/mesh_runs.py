@@ -47,10 +47,14 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     mesh, _, before = name.partition(" from ")
     run = run_of(folder, mesh, folder / mesh, gradient_accumulation_steps=2 if "accumulated" in mesh else 1)
     run.train(resume_from_checkpoint=str(folder / before / f"checkpoint-{STOP}") if before else None)
-    weights = {name: p.detach() for name, p in run.model.named_parameters()}
+    return seen_of(run)
+
+
+def seen_of(run: PackedTrainer) -> dict[str, Any]:
+    """What a run came to, and its evaluation."""
     return {
         "losses": logged(run),
-        "weights": {name: whole(p) for name, p in weights.items()},
+        "weights": {name: whole(p.detach()) for name, p in run.model.named_parameters()},
         "norms": [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry],
         "metrics": run.evaluate(),
     }

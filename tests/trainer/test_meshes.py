@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from trainer.mesh_runs import CONTINUED, STEPS, WHOLE, run_of, trained
+from trainer.mesh_runs import CONTINUED, STEPS, WHOLE, run_of, seen_of, trained
 from trainer.packed_runs import fresh
-from training import distance, logged
+from training import distance
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -30,9 +30,7 @@ def alone(folder: Path) -> dict[int, dict]:
     for rows in (1, 2):
         run = run_of(folder, "alone", folder / f"alone{rows}", gradient_accumulation_steps=rows)
         run.train()
-        weights = {name: p.detach() for name, p in run.model.named_parameters()}
-        norms = [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry]
-        seen[rows] = {"losses": logged(run), "weights": weights, "norms": norms, "metrics": run.evaluate()}
+        seen[rows] = seen_of(run)
     return seen
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import moe
 import pytest
 import torch
 from ranks import on_ranks
 from trainer.packed_runs import fingerprint, fresh, planned, scene
-from trainer.two_ranks import EXPERTS
-from training import collator, descend, distance, gradients, lengths_of, loss_alone, losses_alone, receipts
+from training import collator, descend, distance, lengths_of, loss_alone, losses_alone, receipts
 
 from vlmpack.model import enable_packing
-from vlmpack.testing import padded, tiny_model
+from vlmpack.testing import tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -147,24 +145,7 @@ def test_every_sample_is_evaluated_once_and_every_rank_has_the_whole_answer(pack
     assert one["real_tokens"] == sum(lengths_of(samples))
 
 
-# ---------------------------------------------------------------------- experts, TRL, ZeRO
-
-
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("family", EXPERTS)
-def test_a_step_of_experts_is_that_of_both_halves_in_one_process(folder, family, wrapper, recomputed):
-    """Of the unmodified model on padded batches. Gradients are the mean over ranks; targets were counted over both."""
-    reference = moe.fresh(family)
-    samples = moe.samples_of(reference)
-    targets = padded(samples).metadata.num_targets
-    for half in (samples[:2], samples[2:]):
-        batch = padded(half)
-        output = reference(**moe.plain_inputs(batch), output_router_logits=True, num_items_in_batch=targets)
-        loss = output.loss + 0.25 * moe.naive_z_loss(moe.real_rows(output.router_logits, batch))
-        (loss / 2).backward()
-    found = torch.load(folder / f"{family}-{wrapper}-{recomputed}.pt")
-    assert distance(gradients(reference), found) <= 1e-5
+# ---------------------------------------------------------------------- TRL, ZeRO
 
 
 def test_steps_of_grpo_are_those_of_the_padded_trainer(tmp_path):

@@ -1,7 +1,6 @@
 """What each of two gloo ranks runs, started by test_two_ranks.py.
 
-Rank 0 writes what it saw to FOLDER/result.json, and the gradients of models with experts to FOLDER/<CASE>.pt; each rank
-what it did on planned rows to FOLDER/packed<N>.json.
+Rank 0 writes what it saw to FOLDER/result.json; each rank what it did on planned rows to FOLDER/packed<N>.json.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -18,20 +16,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import moe
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, streamed
 from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import SlotRule
-from vlmpack.model import PackedStep, StepConfig, enable_packing
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.testing import padded, tiny_model
+from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.checkpoints import newest_complete
-
-EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe", "gpt_oss")
-"""With vision, with gated delta layers, and of text alone; tests/model has all of them in one process."""
 
 
 def main(folder: Path) -> None:
@@ -51,10 +44,6 @@ def main(folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps(result))
     packed = {"planned": on_a_plan(folder), "streamed": on_a_stream(folder), "evaluated": evaluated(samples)}
     (folder / f"packed{rank()}.json").write_text(json.dumps(packed))
-    for family, wrapper, recomputed in product(EXPERTS, ("ddp", "fsdp2"), (False, True)):
-        found = gradients_of_experts(family, wrapper, recomputed=recomputed)
-        if rank() == 0:
-            torch.save(found, folder / f"{family}-{wrapper}-{recomputed}.pt")
     torch.distributed.barrier()  # nobody leaves while another still talks
     torch.distributed.destroy_process_group()
 
@@ -160,25 +149,6 @@ def evaluated(samples):
             }
         PackedStep(model)(collator("packed")(samples)).loss.backward()
     return seen
-
-
-def gradients_of_experts(family, wrapper, *, recomputed):
-    """The gradients of one step in which each rank takes half of the samples, the mean over the ranks."""
-    model = enable_packing(moe.fresh(family), StepConfig(slots=SlotRule(multiple=8), z_loss_coef=0.25))
-    if recomputed:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    samples = moe.samples_of(model)
-    targets = padded(samples).metadata.num_targets
-    mine = padded(samples[:2] if rank() == 0 else samples[2:])
-    if wrapper == "ddp":
-        step = PackedStep(DistributedDataParallel(model, find_unused_parameters=True))  # an indexer only chooses
-    else:
-        for part in (*moe.decoder_layers(model), model):
-            fully_shard(part, mesh=init_device_mesh("cpu", (2,)))
-        step = PackedStep(model)
-    step(mine, num_items_in_batch=targets, output_router_logits=True).loss.backward()
-    learnt = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: (grad if wrapper == "ddp" else grad.full_tensor()).clone() for name, grad in learnt.items()}
 
 
 if __name__ == "__main__":
