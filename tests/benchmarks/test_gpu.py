@@ -92,13 +92,6 @@ def test_memory_that_runs_out_is_no_result_and_other_errors_are_raised():
     assert lab.if_it_fits(lambda: 3) == 3
 
 
-def test_a_machine_without_a_gpu_is_told_how_to_try_it(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    console = Console(file=io.StringIO(), width=200)
-    assert gpu.main([], console) == 2
-    assert "--device cpu --shapes tiny runs every part" in console.file.getvalue()  # type: ignore[attr-defined]
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")

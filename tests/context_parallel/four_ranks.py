@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import whole
+from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from ranks import whole
-from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 
 import vlmpack
 from vlmpack.context_parallel import Parallel, sum_counts

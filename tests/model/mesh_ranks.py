@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model.two_ranks import samples_of
+from ranks import save_cases, whole
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from model.two_ranks import samples_of
-from ranks import save_cases, whole
 
 from vlmpack.context_parallel import Parallel, plan_for
 from vlmpack.errors import LayoutError

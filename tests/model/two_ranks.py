@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ranks import save_cases, whole
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from ranks import save_cases, whole
 
 from vlmpack.families import family_of
 from vlmpack.layout import SlotRule, pack

@@ -1,15 +1,103 @@
-"""PackedTrainer under transformers' meshes: every step is that of one process, and checkpoints fit other meshes."""
+"""PackedTrainer under transformers' meshes: every step is that of one process, and checkpoints fit other meshes.
 
+As a script: what each of two or four gloo ranks runs. Rank 0 writes checkpoints to FOLDER/MESH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from trainer.mesh_runs import CONTINUED, STEPS, WHOLE, run_of, seen_of, trained
-from trainer.packed_runs import fresh
-from training import distance
+from accelerate import ParallelismConfig
+from ranks import on_ranks, save_cases, whole
+from torch.distributed.device_mesh import init_device_mesh
+from trainer.packed_runs import fresh, plan_of
+from training import KINDS, Samples, arguments, distance, logged, receipts
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.distributed import DistributedConfig
+
+from vlmpack.context_parallel import Parallel, plan_for
+from vlmpack.errors import ConfigError
+from vlmpack.layout import SlotRule, pack
+from vlmpack.model import enable_packing
+from vlmpack.testing import padded
+from vlmpack.trainer import PackedTrainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
+STEPS, STOP = 10, 6
+WHOLE = {"tp": 2, "tp accumulated": 2, "fsdp": 2, "context": 2, "fsdp tp": 4}
+"""Meshes under which a run goes through, and their ranks."""
+CONTINUED = {"tp from tp": 2, "fsdp from fsdp": 2, "fsdp from fsdp tp": 2, "ddp from fsdp": 2, "alone from tp": 1}
+"""Runs that go on from the checkpoint of another, and their ranks."""
+
+
+def trained(folder: Path, name: str) -> dict[str, Any]:
+    """Train through, or from the checkpoint of another mesh to the end."""
+    mesh, _, before = name.partition(" from ")
+    run = run_of(folder, mesh, folder / mesh, gradient_accumulation_steps=2 if "accumulated" in mesh else 1)
+    run.train(resume_from_checkpoint=str(folder / before / f"checkpoint-{STOP}") if before else None)
+    return seen_of(run)
+
+
+def seen_of(run: PackedTrainer) -> dict[str, Any]:
+    """What a run came to, and its evaluation."""
+    return {
+        "losses": logged(run),
+        "weights": {name: whole(p.detach()) for name, p in run.model.named_parameters()},
+        "norms": [entry["grad_norm"] for entry in run.state.log_history if "grad_norm" in entry],
+        "metrics": run.evaluate(),
+    }
+
+
+def refused(folder: Path) -> list[str]:
+    """What runs with two tensor ranks end with: on Trainer's own batches, and from a checkpoint without a mesh."""
+    unplanned, planned = (run_of(folder, "tp", folder / "refused") for _ in range(2))
+    unplanned.plan, unplanned.eval_packing = None, False
+    folder_of_others = folder / "others" / "checkpoint-1"
+    folder_of_others.mkdir(parents=True, exist_ok=True)
+    for file in ("trainer_state.json", "packed_plan.json"):
+        (folder_of_others / file).write_text("{}")
+    messages = []
+    for call in (unplanned.train, unplanned.evaluate, partial(planned.train, str(folder_of_others))):
+        try:
+            call()
+        except ConfigError as error:
+            messages.append(str(error))
+    return messages
+
+
+def run_of(folder: Path, mesh: str, output: Path, **settings: Any) -> PackedTrainer:
+    """Ten steps of AdamW with clipping over the rows of a plan, one row a step on each rank with rows of its own."""
+    model = model_on(folder / "model", mesh)
+    samples = receipts(model, kinds=KINDS * 2)
+    defaults = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STOP, "learning_rate": 1e-3}
+    args = arguments(
+        output, **{**defaults, "optim": "adamw_torch", "adam_epsilon": 1e-2, "max_grad_norm": 0.5, **settings}
+    )
+    plan = plan_of(samples)
+    return PackedTrainer(model, args, rows_of_even_width, Samples(samples), Samples(samples), plan=plan, eval_plan=plan)
+
+
+def rows_of_even_width(samples: list[Any]) -> dict[str, Any]:
+    """A packed row that two context ranks can share."""
+    return pack(padded(samples), rule=SlotRule(row_multiple=2)).to_hf()
+
+
+def model_on(model_folder: Path, mesh: str) -> Any:
+    sizes: dict[str, Any] = {f"{name}_size": 2 for name in ("tp", "fsdp") if name in mesh.split()}
+    if "tp_size" in sizes:
+        sizes["tp_plan"] = plan_for(AutoConfig.from_pretrained(model_folder), tp_size=2)
+    divided = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    model = AutoModelForImageTextToText.from_pretrained(model_folder, **divided)
+    parallel = None
+    if mesh == "context":
+        parallel = Parallel(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")))
+    return enable_packing(model, parallel=parallel)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +106,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("meshes")
     fresh().save_pretrained(folder / "model")
     for ranks in (4, 2):
-        on_ranks(Path(__file__).with_name("mesh_runs.py"), folder, ranks=ranks)
+        on_ranks(Path(__file__), folder, ranks=ranks)
     torch.save(trained(folder, "alone from tp"), folder / "alone from tp.pt")
     return folder
 
@@ -52,3 +140,15 @@ def test_what_trainer_cannot_do_on_ranks_that_share_rows_is_refused(folder: Path
     for message in (trains, evaluates):
         assert "2 ranks share each batch, and Trainer deals batches to single ranks" in message
     assert "checkpoint-1 has no divided_optimizer: it was written without a mesh" in resumes
+
+
+def main(folder: Path) -> None:
+    ParallelismConfig._validate_accelerator = lambda *_: None  # accelerate allows tensor ranks on accelerators alone
+    ranks = int(os.environ["WORLD_SIZE"])
+    runs = {name: partial(trained, folder, name) for name, number in (WHOLE | CONTINUED).items() if number == ranks}
+    save_cases(folder, runs | ({"refused": partial(refused, folder)} if ranks == 2 else {}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)  # threads of gloo and of DDP sometimes abort a process that takes itself apart

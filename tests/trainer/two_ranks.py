@@ -14,8 +14,6 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, streamed
 from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 

@@ -13,8 +13,6 @@ from pathlib import Path
 import deepspeed
 import torch
 from torch import distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from training import collator, receipts
 
 from vlmpack.context_parallel import Parallel
