@@ -57,7 +57,7 @@ def bad_checks(family: str, *circumstances: Circumstance, patch: Patch) -> list[
         reference: Any = SimpleNamespace(choices=[{}] * len(setup.samples))
         run = partial(checks.mechanism_checks, setup, circumstance, reference, leaks=False, wrong=[])
         with preserved_state(setup.probed.model):
-            found += checks.caught("mechanism", "mechanisms", run)
+            found += checks.caught(setup, "mechanism", "mechanisms", run)
     return [check for check in found if check.is_bad]
 
 

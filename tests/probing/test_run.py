@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,13 +119,6 @@ def test_what_cannot_be_probed_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen3"), attention="torch_varlen")
     with pytest.raises(FamilyError, match=r"no \.\.\.ForConditionalGeneration or .* found in a Linear"):
         vlmpack.probe(torch.nn.Linear(2, 2))
-
-
-def test_a_model_divided_over_a_mesh_is_refused() -> None:
-    model = tiny_model("qwen3")
-    model._device_mesh = SimpleNamespace(mesh_dim_names=("tp",))  # as from_pretrained leaves it
-    with pytest.raises(ConfigError, match="this model is divided over a mesh: probe the model loaded without"):
-        vlmpack.probe(model)
 
 
 def test_the_processor_of_another_model_is_refused() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from math import prod
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -77,6 +80,7 @@ plain  unmodified transformers on the same row, with positions that restart and
 
 WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
 """Widths of the summary's columns: it is printed line by line, so they are fixed, and fit 80 columns."""
+MESH = ("tp", "fsdp", "ep")
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -106,6 +110,14 @@ def doctor(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="Probe a tiny copy of the configuration even if the weights fit.")
     ] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZES",
+            help="Divide MODEL over the ranks of torchrun, by one of transformers' meshes: sizes of tp, fsdp and ep, "
+            "joined by commas. Rank 0 prints.",
+        ),
+    ] = None,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -116,16 +128,21 @@ def doctor(
     not fit into memory, it probes a tiny random copy of the model's configuration. The exit status is 1 if something
     is not exact.
     """
-    console = Console(quiet=as_json)
+    is_first = mesh is None or os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=as_json or not is_first)
     if probe:
-        quiet = quiet or (as_json and sys.stdout.isatty())
-        reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny)
-        if as_json:
-            is_exact = _shown(reports, _write_report, _write_end)
-        else:
-            is_exact = print_reports(reports, console, summarize=model is None or attention == ALL)
+        quiet = quiet or (as_json and sys.stdout.isatty()) or not is_first
+        sizes = _mesh_sizes(mesh, model)
+        with _job(sizes, device):
+            reports = _probe(
+                model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny, mesh=sizes
+            )
+            if as_json and is_first:
+                is_exact = _shown(reports, _write_report, _write_end)
+            else:
+                is_exact = print_reports(reports, console, summarize=model is None or attention == ALL)
     else:
-        values = {"--attention": attention} | ({} if model else {"--device": device, "--dtype": dtype})
+        values = {"--attention": attention, "--mesh": mesh} | ({} if model else {"--device": device, "--dtype": dtype})
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
         if unused:
             raise ConfigError(f"{', '.join(unused)} only applies to a probe; add --probe, or leave it out")
@@ -395,8 +412,54 @@ def _write_end(reports: Sequence[Report], is_complete: bool) -> None:
     typer.echo("\n  ]," + json.dumps(ends, indent=2).removeprefix("{"))
 
 
+def _mesh_sizes(mesh: str | None, model: str | None) -> dict[str, int]:
+    """Read --mesh.
+
+    Raises:
+        ConfigError: a size has another name or is no number, the sizes are not those of the job, or no model is named.
+    """
+    if mesh is None:
+        return {}
+    parts = [part.partition("=") for part in mesh.split(",")]
+    if any(name not in MESH or not size.isdigit() or int(size) < 1 for name, _, size in parts):
+        raise ConfigError(f"--mesh {mesh}: give sizes of {', '.join(MESH)}, joined by commas: tp=2,ep=2")
+    if model is None:
+        raise ConfigError(f"--mesh {mesh} divides one model: name it, or leave --mesh out")
+    sizes = {name: int(size) for name, _, size in parts}
+    ranks, job = prod(size for name, size in sizes.items() if name != "ep"), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != job:
+        started = f"torchrun --nproc_per_node {ranks} -m vlmpack doctor --probe {model} --mesh {mesh}"
+        raise ConfigError(f"--mesh {mesh} takes tp x fsdp = {ranks} ranks, and this job has {job}: {started}")
+    return sizes
+
+
+@contextmanager
+def _job(sizes: Mapping[str, int], device: str | None) -> Iterator[None]:
+    """Join the ranks of torchrun, if the model is divided over them."""
+    if not sizes:
+        yield
+        return
+    import torch
+    from torch import distributed as dist
+
+    is_cuda = options.torch_device(device).type == "cuda"
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if is_cuda else "gloo")
+    yield
+    dist.barrier()  # no rank may leave while another one still communicates
+    dist.destroy_process_group()
+
+
 def _probe(
-    model: str | None, *, quiet: bool, device: str | None, dtype: str | None, attention: str | None, tiny: bool
+    model: str | None,
+    *,
+    quiet: bool,
+    device: str | None,
+    dtype: str | None,
+    attention: str | None,
+    tiny: bool,
+    mesh: Mapping[str, int],
 ) -> Iterator[Report]:
     """Probe one model, or a small one of every family; an error of a family is then its verdict.
 
@@ -428,9 +491,9 @@ def _probe(
         for done, (family, each) in enumerate(product(families, dtypes)):
             try:
                 if family is None:
-                    loaded = load(str(model), device=place, dtype=each, tiny=tiny)
+                    loaded = load(str(model), device=place, dtype=each, tiny=tiny, mesh=mesh)
                 else:
-                    loaded = _made_here(family, place, each, named=model)
+                    loaded = _made_here(family, place, each, named=model, mesh=mesh)
                 name = loaded.model.config.model_type
                 for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
                     what = f"{name}, {backend}" if backend else name
@@ -449,21 +512,24 @@ def _probe(
                 )  # fmt: skip
 
 
-def _made_here(family: str, device: torch.device, dtype: torch.dtype, *, named: str | None) -> Loaded:
+def _made_here(
+    family: str, device: torch.device, dtype: torch.dtype, *, named: str | None, mesh: Mapping[str, int]
+) -> Loaded:
     """Make a tiny model; also its processor, if the model was named and a tiny processor of its family exists.
 
     Raises:
         FamilyError: the family is unknown.
     """
     from vlmpack.families.registry import family_named
-    from vlmpack.probing.weights import Loaded
+    from vlmpack.probing.weights import Loaded, described, placed
     from vlmpack.testing.models import tiny_model
     from vlmpack.testing.processors import processor_families
 
     family_named(family)  # refuses an unknown one
     processor = named_processor(named) if named and family in processor_families() else None
-    model = tiny_model(family, dtype=dtype, processor=processor).to(device)
-    return Loaded(model=model, processor=processor, weights=MADE_HERE)
+    model = placed(tiny_model(family, dtype=dtype, processor=processor), device, mesh)
+    weights = f"{MADE_HERE}, divided over {described(mesh)}" if mesh else MADE_HERE
+    return Loaded(model=model, processor=processor, weights=weights)
 
 
 # ---------------------------------------------------------------------- tables of probes

@@ -34,7 +34,7 @@ from vlmpack.probing.reference import (
 )
 from vlmpack.probing.report import BAD, Check, Part
 from vlmpack.probing.work import check_pairs, check_syncs, tree_work
-from vlmpack.testing.comparison import compare, distance, rms_distance, to_host
+from vlmpack.testing.comparison import compare, distance, of_all_ranks, rms_distance, to_host
 from vlmpack.testing.samples import Sample, build_sample, kind_of, media_of, perturbed, word_ids
 
 Progress = Callable[[str], None]
@@ -52,7 +52,7 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
     for circumstance in setup.circumstances:
         progress(circumstance.title)
         run = partial(_circumstance_checks, setup, references, circumstance, wrong)
-        checks += caught("equality", circumstance.name, run)
+        checks += caught(setup, "equality", circumstance.name, run)
     if setup.branches is None:
         progress("work")
         checks += _caught_packed("work", "attended pairs", setup, GAPS, lambda packed: [check_pairs(setup, packed)])
@@ -67,12 +67,16 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
     ]
 
 
-def caught(part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]:
-    """Run checks, and turn an error that they raise into a finding."""
+def caught(setup: ProbeSetup, part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]:
+    """Run checks, and turn an error that they raise into a finding; on several ranks, return those of the worst."""
     try:
-        return run()
+        checks = run()
     except Exception as error:
-        return [Check.raised(part, name, error)]
+        checks = [Check.raised(part, name, error)]
+    if not setup.probed.is_divided:
+        return checks
+    order = {finding: number for number, finding in enumerate(BAD)}
+    return min(of_all_ranks(checks), key=lambda each: min((order.get(x.finding, len(BAD)) for x in each), default=9))
 
 
 def _caught_packed(
@@ -84,7 +88,7 @@ def _caught_packed(
         with packing(setup, circumstance) as packed:
             return run(packed)
 
-    return caught(part, name, enabled)
+    return caught(setup, part, name, enabled)
 
 
 def worst_of_each(checks: Sequence[Check]) -> list[Check]:
@@ -130,12 +134,12 @@ def _circumstance_checks(
     checks += run_packed("equality", circumstance.name, run=lambda packed: check_equality(setup, packed, reference))
     if (always or low or any(check.is_bad for check in checks)) and all(check.finding != "fails" for check in checks):
         name = f"{circumstance.name}: isolation"
-        checks += caught("isolation", name, lambda: _isolation_checks(setup, circumstance, reference))
+        checks += caught(setup, "isolation", name, lambda: _isolation_checks(setup, circumstance, reference))
     if always or any(check.is_bad for check in checks):
         leaks = any(check.finding == "leaks" for check in checks)
         run = partial(mechanism_checks, setup, circumstance, reference, leaks=leaks, wrong=wrong)
         where = "" if circumstance is GAPS else f"in {circumstance.title}: "
-        found = caught("mechanism", "mechanisms", run)
+        found = caught(setup, "mechanism", "mechanisms", run)
         checks += [replace(check, detail=where + check.detail) if check.is_bad else check for check in found]
     if always and setup.probed.family.has("experts"):
         right = not any(check.is_bad and check.name in ("head", "loss count") for check in checks)
@@ -146,7 +150,7 @@ def _circumstance_checks(
             with packing(setup, circumstance) as packed:
                 return check_routers(setup, packed, reference, routers, losses_right=right)
 
-        checks += caught("equality", f"{circumstance.name}: load-balancing loss", of_routers)
+        checks += caught(setup, "equality", f"{circumstance.name}: load-balancing loss", of_routers)
     return checks
 
 
@@ -199,6 +203,7 @@ def _isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: 
 
         before = logits(setup.samples)
         moves = {name: most_moved(logits(x), before, stops) for name, x, stops in _exchanges(setup, circumstance)}
+        moves = setup.probed.worst_of_ranks(moves)
         leaks = max(moves.values()) > LEAK
         noise = most_moved(logits(setup.samples), before, [*map(len, before)]) if leaks else 0.0
     if leaks and setup.probed.family.has("experts"):
@@ -308,7 +313,7 @@ def mechanism_checks(
         wrong += wrong_modules(found, probed, low=low)
     if any(check.is_bad and check.name == "sample results" for check in results):
         return [inputs, *results]
-    of_audio = caught("mechanism", "audio", lambda: _check_short_audio(setup, circumstance))
+    of_audio = caught(setup, "mechanism", "audio", lambda: _check_short_audio(setup, circumstance))
     return [inputs, *module_checks(found, probed, low=low, leaks=leaks), *results, *of_audio]
 
 

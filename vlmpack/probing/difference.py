@@ -217,6 +217,7 @@ def compare_modules(
     compared = [name for name, role in roles.items() if not (shares and role == "vision")]
     with _watched(probed, found), _hooked(probed, compared, compare):
         found.result = forward(samples)
+    found.errors = probed.worst_of_ranks(found.errors)
 
 
 def _candidates(

@@ -17,7 +17,7 @@ prefix is computed once; this circumstance has its own samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of, has_lm_head
@@ -40,7 +41,7 @@ from vlmpack.model.engine import StepConfig
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
-from vlmpack.testing.comparison import Outcome, backward, outcome_of, plain_output, take_gradients
+from vlmpack.testing.comparison import Outcome, backward, of_all_ranks, outcome_of, plain_output, take_gradients
 from vlmpack.testing.samples import Sample, grids_of, media_of, num_targets, padded, sample_like
 
 NO_GAPS = SlotRule()
@@ -83,6 +84,18 @@ class ProbedModel:
         if (bidirectional := self.family.bidirectional_tokens(self.config)) is None:
             return ()
         return bidirectional.of_sample(sample, self.family.media_types(sample["input_ids"], self.config))
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether the model is on a mesh of transformers. All ranks then run the same samples."""
+        return mesh_of(self.core) is not None
+
+    def worst_of_ranks(self, errors: Mapping[str, float]) -> dict[str, float]:
+        """Return the largest error of any rank by name, so that all of them decide alike what to run next."""
+        worst: dict[str, float] = {}
+        for each in of_all_ranks(errors) if self.is_divided else [errors]:
+            worst |= {name: max(error, worst.get(name, error)) for name, error in each.items()}
+        return worst
 
     @property
     def device(self) -> torch.device:

@@ -15,7 +15,16 @@ from vlmpack.model.result import StepResult
 from vlmpack.probing.difference import LIMITS
 from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
 from vlmpack.probing.report import Check
-from vlmpack.testing.comparison import distance, mean_losses, relative, target_losses
+from vlmpack.testing.comparison import (
+    Gradients,
+    backward,
+    distance,
+    gradient_errors,
+    mean_losses,
+    relative,
+    take_gradients,
+    target_losses,
+)
 from vlmpack.testing.samples import Sample
 
 FLOAT32_LIMIT = 1e-5
@@ -142,7 +151,7 @@ class RouterLosses:
     """The load-balancing loss over the real tokens."""
     added: float
     """The load-balancing loss as it is added to the loss, with its coefficient."""
-    gradients: Sequence[torch.Tensor]
+    gradients: Gradients
     """Gradients of `added` by the routers' parameters."""
 
 
@@ -158,7 +167,7 @@ def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> R
         return None
     cross_entropy = torch.cat(_target_losses(result.logits, samples)).sum() / total_targets(samples)
     added, size = float((result.loss - cross_entropy).detach()), float(balance.detach())
-    gradients = [x * (added / size) for x in _router_gradients(balance, probed)]
+    gradients = {name: x * (added / size) for name, x in _router_gradients(balance, probed).items()}
     return RouterLosses(balance=size, added=added, gradients=gradients)
 
 
@@ -190,8 +199,8 @@ def check_router_losses(
         ("routers' part of the loss", relative(float(added.detach()), expected.added), part_limit),
     ]
     if expected.gradients and circumstance.train and is_float32:
-        pairs = zip(_router_gradients(added, packed.probed), expected.gradients, strict=True)
-        error = max((distance(x, y) for x, y in pairs if y.any()), default=0.0)
+        found = gradient_errors(_router_gradients(added, packed.probed), expected.gradients)
+        error = max(each.error for each in found.values())
         errors.append(("routers' gradient", error, ROUTER_PART_LIMIT))
     detail = "the {} is off by {:.1e} from that of the padded batch with its 2D mask"
     settings: Any = {"cause": "router" if right else None}
@@ -201,12 +210,17 @@ def check_router_losses(
     ]
 
 
-def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> list[torch.Tensor]:
-    """Return the gradients of `loss` by the trained parameters of all expert blocks, without those of the experts."""
-    blocks = expert_blocks(ModelParts(family=probed.family, core=probed.core))
-    routers = [p for block in blocks for name, p in block.named_parameters() if "experts" not in name.split(".")]
-    trained = [p for p in routers if p.requires_grad]
-    if not trained or not loss.requires_grad:
-        return []
-    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g.detach() for p, g in zip(trained, gradients, strict=True)]
+def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> Gradients:
+    """Return the gradients of `loss` by the parameters of all expert blocks, without those of the experts."""
+    take_gradients(probed.model)
+    backward(loss)  # not `autograd.grad`: FSDP2 gives its parameters gradients in a backward pass only
+    gradients = {id(p): p.grad for p in probed.model.parameters()}
+    take_gradients(probed.model)
+    names = {module: name for name, module in probed.core.named_modules()}
+    routers = {
+        f"{names[block]}.{name}": gradients[id(p)]
+        for block in expert_blocks(ModelParts(family=probed.family, core=probed.core))
+        for name, p in block.named_parameters()
+        if "experts" not in name.split(".")
+    }
+    return {name: gradient for name, gradient in routers.items() if gradient is not None}

@@ -54,7 +54,16 @@ from vlmpack.probing.forward_passes import (
 )
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.testing.branching import Branches, branches_of
-from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Errors, Limits, Outcome, compare, distance, run_alone
+from vlmpack.testing.comparison import (
+    LOW_PRECISION_FACTOR,
+    Errors,
+    Limits,
+    Outcome,
+    compare,
+    distance,
+    local,
+    run_alone,
+)
 from vlmpack.testing.samples import Sample
 
 Choices = dict[str, list[torch.Tensor]]
@@ -408,7 +417,7 @@ def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _Alon
     low = setup.probed.is_low
     exact = _run_in_float32(setup, circumstance) if low else alone
     for outcome in (alone.outcome, exact.outcome):
-        _check_finite(outcome)
+        _check_finite(setup.probed, outcome)
     if low and any(exact.choices):
         alone = _run_alone(setup, circumstance, choices=exact.choices)
     return _reference(setup, circumstance, alone, exact.outcome, exact.choices, low=low)
@@ -447,11 +456,11 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
     return _reference(setup, AUTOCAST, alone, in_train.outcome, in_train.choices, low=True)
 
 
-def _check_finite(outcome: Outcome) -> None:
+def _check_finite(probed: ProbedModel, outcome: Outcome) -> None:
     """Refuse NaN and infinity: any result would be equally far from them, so every limit would hold."""
     numbers = {f"the logits of sample {i}": x for i, x in enumerate(outcome.logits)}
     numbers |= {"the loss": outcome.target_losses}
-    numbers |= {f"the gradient of {name}": gradient for name, gradient in outcome.gradients.items()}
-    for name, x in numbers.items():
-        if not bool(x.isfinite().all()):
+    numbers |= {f"the gradient of {name}": local(gradient) for name, gradient in outcome.gradients.items()}
+    for name, is_bad in probed.worst_of_ranks({name: not x.isfinite().all() for name, x in numbers.items()}).items():
+        if is_bad:
             raise ArithmeticError(f"{name} has NaN or infinity without any packing: nothing can be compared with it")

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
-from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import BackendError, ConfigError, LayoutError
 from vlmpack.layout.packing import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
@@ -72,6 +71,9 @@ def probe(
     the random state are what they were. For a model in low precision (bfloat16), the probe temporarily makes a float32
     copy.
 
+    Under a mesh of transformers (`distributed_config=`), all ranks call this with the same arguments. They run the same
+    samples, compare their parts of the gradients, and return the same checks.
+
     Args:
         model: a Hugging Face model of a supported family, or a wrapper around it (PEFT); packing enabled or not.
         processor: the model's processor. Synthetic receipts go through it and `VLMCollator`. If it is None, or the
@@ -83,7 +85,7 @@ def probe(
 
     Raises:
         FamilyError: the model's family cannot be packed, or the processor's family is not supported.
-        ConfigError: the processor belongs to another model, or the model is divided over a mesh.
+        ConfigError: the processor belongs to another model, or the model is in low precision and divided over a mesh.
         BackendError: the named back-end does not support the model.
     """
     setup = _setup(model, processor, attention)
@@ -146,10 +148,11 @@ def _attention_call(probed: ProbedModel) -> AttentionCall:
 
 def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetup:
     probed = ProbedModel.of(model)
-    if mesh_of(probed.core) is not None:
+    if probed.is_divided and probed.is_low:
         raise ConfigError(
-            "the probe computes samples alone in one process, and this model is divided over a mesh: probe the model "
-            "loaded without distributed_config=, or a tiny copy (vlmpack doctor MODEL --probe --tiny)"
+            f"a probe in {str(probed.dtype).removeprefix('torch.')} makes a float32 copy of the model, which cannot be "
+            "made of one that is divided over a mesh: load it with dtype=torch.float32, which probes bfloat16 too, "
+            "under autocast"
         )
     if processor is not None and probed.family.has_vision:
         samples = processed_samples(processor)
@@ -217,7 +220,7 @@ def _checks(
             branching = setup.branching()
             return packed_checks(branching, References(branching), progress=progress)
 
-        checks += caught("equality", TREE.name, of_tree)
+        checks += caught(setup, "equality", TREE.name, of_tree)
     return worst_of_each(checks), baselines
 
 

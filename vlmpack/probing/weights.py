@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import TemporaryDirectory
 from typing import Any, final
 
 import torch
 from safetensors import SafetensorError
+from torch import distributed as dist
 from torch import nn
 
+from vlmpack.context_parallel.plans import plan_for
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named
 from vlmpack.probing.report import one_line
+from vlmpack.testing.comparison import of_all_ranks
 from vlmpack.testing.models import tiny_model
 
 BYTES_A_WEIGHT = 12
@@ -41,7 +48,13 @@ class Loaded:
     """Readable description of where the weights come from."""
 
 
-def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool = False) -> Loaded:
+Mesh = Mapping[str, int]
+"""Sizes of a mesh of transformers: "tp", "fsdp", "ep"; empty: the model is whole. Every rank of the job has the same."""
+
+
+def load(
+    model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool = False, mesh: Mesh | None = None
+) -> Loaded:
     """Load a model for a probe on `device`.
 
     Args:
@@ -49,6 +62,7 @@ def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool 
         device: device of the probe.
         dtype: dtype of the weights.
         tiny: make a tiny copy even if the weights fit.
+        mesh: divide the model over the ranks of this job.
 
     Raises:
         ConfigError: the configuration or the weights cannot be read.
@@ -56,17 +70,49 @@ def load(model_id: str, *, device: torch.device, dtype: torch.dtype, tiny: bool 
     """
     config = read_config(model_id)
     family = family_named(config.model_type)
-    reason = "as asked" if tiny else _why_not(model_id, config, family, device)
+    mesh = mesh or {}
+    reason = "as asked" if tiny else _why_not(model_id, config, family, device, mesh)
+    if mesh:  # memory may differ between ranks
+        reason = max(of_all_ranks(reason))
+    over = f", divided over {described(mesh)}" if mesh else ""
     if reason:
         model = tiny_model(family.model_type, dtype=dtype, like=config)
-        return Loaded(model=model.to(device), processor=None, weights=f"a tiny copy with random weights: {reason}")
+        weights = f"a tiny copy with random weights{over}: {reason}"
+        return Loaded(model=placed(model, device, mesh), processor=None, weights=weights)
+    settings = {"distributed_config": _on_mesh(config, mesh)} if mesh else {}
     try:
-        model = auto_class(family).from_pretrained(model_id, dtype=dtype)
+        model = auto_class(family).from_pretrained(model_id, dtype=dtype, **settings)
     except UNREADABLE as error:
         message = f"{model_id}: its weights cannot be read; --tiny probes a small copy. {one_line(error)}"
         raise ConfigError(message) from error
     processor = _processor(model_id) if family.has_vision else None
-    return Loaded(model=model.to(device), processor=processor, weights="its own weights")
+    return Loaded(model=model if mesh else model.to(device), processor=processor, weights=f"its own weights{over}")
+
+
+def placed(model: Any, device: torch.device, mesh: Mesh) -> Any:
+    """Return a small model on a device, or as transformers loads it onto a mesh."""
+    if not mesh:
+        return model.to(device)
+    auto = auto_class(family_named(model.config.model_type))
+    with TemporaryDirectory() as own:
+        folder = of_all_ranks(own)[0]  # on one machine; rank 0 alone writes
+        model.save_pretrained(folder)
+        dist.barrier()
+        model = auto.from_pretrained(folder, dtype=model.dtype, distributed_config=_on_mesh(model.config, mesh))
+        dist.barrier()
+    return model
+
+
+def described(mesh: Mesh) -> str:
+    """Write a mesh as its option has it."""
+    return ",".join(f"{name}={size}" for name, size in mesh.items())
+
+
+def _on_mesh(config: Any, mesh: Mesh) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    plan = plan_for(config, tp_size=mesh["tp"]) if "tp" in mesh else None
+    return DistributedConfig(**{f"{name}_size": size for name, size in mesh.items()}, tp_plan=plan)
 
 
 def read_config(model_id: str) -> Any:
@@ -91,13 +137,16 @@ def _processor(model_id: str) -> Any:
         return None
 
 
-def _why_not(model_id: str, config: Any, family: Family, device: torch.device) -> str:
+def _why_not(model_id: str, config: Any, family: Family, device: torch.device, mesh: Mesh) -> str:
     """Return the reason for a tiny copy; "": the model's own weights fit."""
     folder = Path(model_id)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         return "the folder holds no weights"
     count = count_weights(config, family)
-    needed, free = BYTES_A_WEIGHT * count + SPARE, free_bytes(device)
+    ranks = prod(size for name, size in mesh.items() if name != "ep")
+    needed, free = BYTES_A_WEIGHT * count // ranks + SPARE, free_bytes(device)
+    if free is not None and mesh and device.type == "cpu":
+        free //= int(os.environ["LOCAL_WORLD_SIZE"])
     if free is None:
         return f"how much memory is free is unknown here, and its {count / 1e9:.2f} billion weights need it"
     if needed > free:

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.nn.functional as F
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_of
@@ -30,6 +32,7 @@ if TYPE_CHECKING:  # importing this module must not load transformers
     from vlmpack.model.engine import StepConfig
     from vlmpack.model.result import StepResult, Work
 
+T = TypeVar("T")
 Gradients = Mapping[str, torch.Tensor]
 """Gradients by name of the parameter; parameters without a gradient are left out."""
 
@@ -216,7 +219,8 @@ def run_alone(
     if is_packing(model):
         raise ConfigError("packing is enabled on the model that is the reference; call disable_packing(model) first")
     count = sum(num_targets(sample) for sample in samples)
-    logits, loss = [], 0.0
+    is_divided = any(isinstance(p, DTensor) for p in model.parameters())
+    logits, loss, summed = [], 0.0, dict[str, torch.Tensor]()
     take_gradients(model)
     for sample in samples:
         with torch.set_grad_enabled(gradients), forward_context():
@@ -224,9 +228,13 @@ def run_alone(
             sample_loss = target_losses(logits_LV, sample["labels"]).sum() / count
         if gradients:
             backward(sample_loss)
+            if is_divided:  # transformers sums some gradients over ranks after every backward pass, earlier ones again
+                for name, gradient in take_gradients(model).items():
+                    summed[name] = summed[name] + gradient if name in summed else gradient
         logits.append(logits_LV.detach())
         loss += float(sample_loss.detach())
-    return outcome_of(model, samples, logits, loss)
+    outcome = outcome_of(model, samples, logits, loss)
+    return replace(outcome, gradients=summed) if is_divided else outcome
 
 
 def run_packed(
@@ -368,7 +376,7 @@ def compare(
         loss=relative(actual.loss, truth.loss),
         sample_losses=distance(actual.sample_losses, truth.sample_losses),
         sample_target_losses=_worst_sample(actual, truth),
-        gradients=_gradient_errors(actual.gradients, truth.gradients, low=low, smallest=smallest_gradient),
+        gradients=gradient_errors(actual.gradients, truth.gradients, low=low, smallest=smallest_gradient),
     )
 
 
@@ -398,8 +406,10 @@ def smallest_cosine(actual: Gradients, truth: Gradients) -> GradientCosine:
     """
     cosines = {name: _cosine(actual.get(name), truth.get(name)) for name in {**truth, **actual}}
     for name in cosines.keys() & truth.keys():
+        if (weight := truth.get(_weight_of(name) or "")) is None:
+            continue
         pair = (truth[name], actual.get(name, truth[name]))
-        if all(float(gradient.abs().max()) < ROUNDING * _largest_of_weight(name, truth) for gradient in pair):
+        if all(float(gradient.abs().max()) < ROUNDING * float(weight.abs().max()) for gradient in pair):
             cosines[name] = 1.0
     worst = min(cosines, key=cosines.__getitem__)
     return GradientCosine(cosine=cosines[worst], parameter=worst, parameters=len(cosines))
@@ -413,31 +423,87 @@ def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     return float(x @ y) / norms if norms else float(not x.any() and not y.any())
 
 
-def _gradient_errors(actual: Gradients, truth: Gradients, *, low: bool, smallest: float) -> dict[str, GradientError]:
-    largest = max((float(g.abs().max()) for g in truth.values()), default=0.0)
-    groups: dict[str, GradientError] = {}
-    pairs: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Size:
+    """The size of a gradient and of its error; on a rank with a part of it, of that part."""
+
+    error: float
+    """Largest difference."""
+    expected: float
+    """Largest entry of the reference."""
+    squares: tuple[float, float] = (0.0, 0.0)
+    """Sums of squares of both, in low precision."""
+
+    @classmethod
+    def of(cls, actual: torch.Tensor, expected: torch.Tensor, *, low: bool) -> _Size:
+        expected = _at_least_float32(expected)
+        difference = _at_least_float32(actual).to(expected.device) - expected
+        if not expected.numel():  # of a weight with fewer rows than ranks
+            return cls(error=0.0, expected=0.0)
+        return cls(
+            error=float(difference.abs().nan_to_num(nan=inf).max()),
+            expected=float(expected.abs().max()),
+            squares=(float(difference.square().sum()), float(expected.square().sum())) if low else (0.0, 0.0),
+        )
+
+    def __or__(self, other: _Size) -> _Size:
+        """Return the size of two parts together."""
+        (a, b), (c, d) = self.squares, other.squares
+        error, expected = max(self.error, other.error), max(self.expected, other.expected)
+        return _Size(error=error, expected=expected, squares=(a + c, b + d))
+
+
+def gradient_errors(
+    actual: Gradients, truth: Gradients, *, low: bool = False, smallest: float = SMALLEST_GRADIENT
+) -> dict[str, GradientError]:
+    """Compute the error of the worst parameter of each group; the arguments are those of `compare`.
+
+    Of a model that is divided over ranks, each rank compares its parts, and all of them get the same errors.
+    """
+    sizes: dict[str, _Size] = {}
     for name, like in {**actual, **truth}.items():
-        pair = (actual.get(name, torch.zeros_like(like)), truth.get(name, torch.zeros_like(like)))
-        least = max(smallest * largest, _largest_of_weight(name, truth))
-        error, group = distance(*pair, least=least), group_of(name)
-        pairs.setdefault(group, []).append(pair)
+        zero = torch.zeros_like(local(like))
+        sizes[name] = _Size.of(local(actual.get(name, zero)), local(truth.get(name, zero)), low=low)
+    if any(isinstance(gradient, DTensor) for gradient in truth.values()):
+        mine, sizes = sizes, {}
+        for of_rank in of_all_ranks(mine):
+            sizes |= {name: sizes[name] | size if name in sizes else size for name, size in of_rank.items()}
+    largest = max((size.expected for size in sizes.values()), default=0.0)
+    groups: dict[str, GradientError] = {}
+    squares: dict[str, tuple[float, float]] = {}
+    for name, size in sizes.items():
+        weight = sizes.get(_weight_of(name) or "")
+        least = max(smallest * largest, 0.0 if weight is None else weight.expected)
+        error, group = size.error / max(size.expected, least, 1e-30), group_of(name)
+        of_group = squares.get(group, (0.0, 0.0))
+        squares[group] = of_group[0] + size.squares[0], of_group[1] + size.squares[1]
         if group not in groups or not error <= groups[group].error:
             groups[group] = GradientError(error=error, parameter=name)
     if low:
-        return {name: replace(worst, error=rms_distance(pairs[name])) for name, worst in groups.items()}
+        return {name: replace(worst, error=_root(*squares[name])) for name, worst in groups.items()}
     return groups
 
 
-def _largest_of_weight(name: str, truth: Gradients) -> float:
-    """For a bias, return the largest entry of the gradient of its weight; for other parameters, return 0.
+def _weight_of(name: str) -> str | None:
+    """Return the name of the weight of a bias, whose gradient may be only rounding errors.
 
     The gradients of bias and weight sum the same terms over tokens, but those of a bias may cancel. For example, the
-    bias of keys without rotary positions shifts all scores of a query equally, so its true gradient is 0 and only
-    rounding errors remain.
+    bias of keys without rotary positions shifts all scores of a query equally, so its true gradient is 0.
     """
-    weight = truth.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
-    return 0.0 if weight is None else float(weight.abs().max())
+    return f"{name.removesuffix('bias')}weight" if name.endswith(".bias") else None
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor that is divided over ranks; of others, the tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def of_all_ranks(value: T) -> list[T]:
+    """Return the values that all ranks of the job give; each must call this."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def group_of(parameter: str) -> str:
@@ -466,7 +532,11 @@ def rms_distance(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
         expected = _at_least_float32(expected)
         squares[0] += float((_at_least_float32(actual).to(expected.device) - expected).square().sum())
         squares[1] += float(expected.square().sum())
-    return _or_infinite((squares[0] / max(squares[1], 1e-30)) ** 0.5)
+    return _root(*squares)
+
+
+def _root(difference: float, expected: float) -> float:
+    return _or_infinite((difference / max(expected, 1e-30)) ** 0.5)
 
 
 def relative(actual: float, expected: float) -> float:
