@@ -93,7 +93,7 @@ def test_the_environment_is_versions_devices_and_back_ends(monkeypatch: pytest.M
 def test_options_of_a_probe_need_one() -> None:
     for arguments, names in (
         (["tiny", "--attn", "all"], "--attention"),
-        (["--device", "cpu", "--tiny"], "--device, --tiny"),
+        (["--device", "cpu", "--tiny", "--mesh", "tp=2"], "--mesh, --device, --tiny"),
     ):
         result = run(*arguments)
         assert result.exit_code == 2

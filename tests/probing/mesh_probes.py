@@ -36,14 +36,14 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     probe = partial(vlmpack.probe, plain=False, share_prefixes=False)
-    seen: dict[str, Any] = {family: probe(on_mesh(family, **sizes)) for family, sizes in EXACT.items()}
+    seen: dict[str, Any] = {family: probe(on_mesh(family, sizes)) for family, sizes in EXACT.items()}
     for family, break_it in BROKEN.items():
-        model = on_mesh(family, tp=2)
+        model = on_mesh(family, {"tp": 2})
         with pytest.MonkeyPatch.context() as patch:
             break_it(family, patch)
             seen[break_it.__name__] = probe(model)
     try:
-        probe(on_mesh("qwen3", dtype=torch.bfloat16, fsdp=2))
+        probe(on_mesh("qwen3", {"fsdp": 2}, torch.bfloat16))
     except ConfigError as error:
         seen["refused"] = str(error)
     torch.save(seen, folder / f"{dist.get_rank()}.pt")
@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def on_mesh(family: str, *, dtype: torch.dtype = torch.float32, **sizes: int) -> Any:
+def on_mesh(family: str, sizes: dict[str, int], dtype: torch.dtype = torch.float32) -> Any:
     return placed(tiny_model(family, dtype=dtype), torch.device("cpu"), sizes)
 
 

@@ -44,7 +44,7 @@ def test_what_is_wrong_on_one_rank_alone_is_reported_by_all(ranks: list[dict[str
     reports = [seen["one_rank_counts_twice"] for seen in ranks]
     assert {report.verdict for report in reports} == {"differs"}
     bad = [{check.name for check in report.checks if check.is_bad} for report in reports]
-    assert bad[0] == bad[1] >= {"row: gradient of layers.self_attn"}
+    assert bad[0] == bad[1] >= {"row: gradient of layers.self_attn.q_norm"}
 
 
 def test_low_precision_is_refused(ranks: list[dict[str, Any]]) -> None:

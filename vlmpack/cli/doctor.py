@@ -134,9 +134,7 @@ def doctor(
         quiet = quiet or (as_json and sys.stdout.isatty()) or not is_first
         sizes = _mesh_sizes(mesh, model)
         with _job(sizes, device):
-            reports = _probe(
-                model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny, mesh=sizes
-            )
+            reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny, mesh=sizes)
             if as_json and is_first:
                 is_exact = _shown(reports, _write_report, _write_end)
             else:

@@ -49,7 +49,7 @@ class Loaded:
 
 
 Mesh = Mapping[str, int]
-"""Sizes of a mesh of transformers: "tp", "fsdp", "ep"; empty: the model is whole. Every rank of the job has the same."""
+"""Sizes of a mesh of transformers: "tp", "fsdp", "ep"; empty: the model is whole."""
 
 
 def load(
@@ -109,10 +109,11 @@ def described(mesh: Mesh) -> str:
 
 
 def _on_mesh(config: Any, mesh: Mesh) -> Any:
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     plan = plan_for(config, tp_size=mesh["tp"]) if "tp" in mesh else None
-    return DistributedConfig(**{f"{name}_size": size for name, size in mesh.items()}, tp_plan=plan)
+    sizes: Any = {f"{name}_size": size for name, size in mesh.items()}
+    return DistributedConfig(**sizes, tp_plan=plan)
 
 
 def read_config(model_id: str) -> Any:
