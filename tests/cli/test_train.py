@@ -15,14 +15,12 @@ from test_example import write_chats
 from transformers import AutoModelForImageTextToText, TrainingArguments
 from typer.testing import CliRunner
 
-from vlmpack import VLMCollator, enable_packing, plan_bins
+from vlmpack import VLMCollator, plan_bins
 from vlmpack.cli import app
-from vlmpack.cli.config import ELSEWHERE, UNUSED, TrainKeys, all_keys
-from vlmpack.cli.train import memory_of, training_arguments
+from vlmpack.cli.config import ELSEWHERE, UNUSED, all_keys
 from vlmpack.data import load_processor, open_dataset
 from vlmpack.lengths import measure_lengths
-from vlmpack.machine import peak_bytes
-from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+from vlmpack.testing import tiny_model, tiny_processor
 
 CHATS = ("model=tiny", "data=chats.jsonl", "capacity=300", "on_bad=skip", "--quiet")
 
@@ -114,25 +112,6 @@ def test_a_dry_run_prints_the_rows_that_the_library_plans_and_what_is_trained_on
     assert told["targets"] == table.targets.sum() and told["fill"] == pytest.approx(plan.fill)
     printed = CliRunner().invoke(app, ["train", *CHATS, "val_size=0", "--dry-run"]).stdout
     assert "[[Rp " in printed and "(row_unreadable)" in printed and f"{len(plan)} of 300 tokens" in printed
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")  # of the model
-@pytest.mark.parametrize("again", [False, True])
-def test_the_memory_of_a_plan_is_near_that_of_its_largest_row(again: bool) -> None:
-    processor = tiny_processor()
-    model = tiny_model(processor=processor, hidden=128, layers=4, vision_hidden=64, vision_heads=4)
-    row = VLMCollator(processor, layout="packed")(list(receipt_conversations(num=6, scale=0.35)))
-    if again:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    enable_packing(model)
-    tensors = [value for value in row.values() if isinstance(value, torch.Tensor)]
-    peak = peak_bytes(lambda: model(**row).loss.backward(), held=[*model.parameters(), *tensors])
-    keys = TrainKeys(model="tiny", data="synthetic")
-    args = training_arguments({"gradient_checkpointing": again}, keys, quiet=True)  # under its old name, no warning
-    sizes = {"tokens": row["input_ids"].shape[1], "patches": row["pixel_values"].shape[0]}
-    told = memory_of(model, model.config, args, **sizes)
-    told.pop("optimizer")  # a forward and backward pass has none
-    assert 0.6 < sum(told.values()) / peak < 1.6
 
 
 # ---------------------------------------------------------------------- a training

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import pairwise
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.columns import Columns
@@ -16,8 +17,17 @@ from rich.markup import escape
 from rich.text import Text
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import Inputs, measure, mix_lines, mix_numbers, open_inputs, plan_rows, print_refused
-from vlmpack.cli.options import DataOptions, of_rows
+from vlmpack.cli.inputs import (
+    Inputs,
+    measure,
+    mix_lines,
+    mix_numbers,
+    open_inputs,
+    plan_rows,
+    print_refused,
+    quiet_transformers,
+)
+from vlmpack.cli.options import DataOptions, of_memory, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import number_columns, print_table, print_text, text_column
@@ -67,10 +77,22 @@ def analyze(
         int | None,
         of_rows(min=1, metavar="N", help="Samples of an optimizer step that packing should keep; by default a batch."),
     ] = None,
+    memory: Annotated[
+        float | None,
+        of_memory(
+            min=0.1,
+            metavar="GIB",
+            help="Memory of a GPU: propose mesh, checkpointing and capacity that fit in 90 % of it.",
+        ),
+    ] = None,
+    gpus: Annotated[int, of_memory(min=1, metavar="N", help="Number of GPUs to train on.")] = 1,
+    method: Annotated[
+        Literal["lora", "full"], of_memory(help="Train LoRA adapters on bfloat16 weights, or all float32 weights.")
+    ] = "lora",
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Report the lengths of samples and what packing saves; with --rows, print rows.
+    """Report the lengths of samples and what packing saves; with --rows, print rows; with --memory, propose a mesh.
 
     Images are measured from their headers: no image is decoded, and no model is loaded. DATASET may also be a folder
     written by `vlmpack pack`. The exit status is 1 if no sample can be used.
@@ -81,6 +103,8 @@ def analyze(
 
     console = Console(quiet=as_json)
     if is_packed(Path(data.dataset).expanduser()):
+        if memory is not None:
+            raise ConfigError(f"{data.dataset} is packed already, so --memory has no effect; analyze its data instead")
         _analyze_store(data, rows, console, as_json=as_json)
         return
     recipe = PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch)
@@ -96,11 +120,16 @@ def analyze(
         table, recipe, capacities, source=data.title, mix=mix_numbers(inputs.dataset), min_shared=min_shared, **settings
     )
     numbers["rows"] = _planned_rows(inputs, data, table, capacities[0], rows)
+    numbers["memory"] = None
+    if memory is not None and len(table):
+        numbers["memory"] = _proposal(inputs, data, table, capacities, memory=memory, gpus=gpus, method=method)
     print_analysis(numbers, table, console)
     if without:
         console.print()
         print_text(console, Text(f"Did not look for shared prefixes: {without}."))
     print_rows(numbers["rows"], console)
+    if numbers["memory"] is not None:
+        _print_proposal(numbers["memory"], console)
     if as_json:
         typer.echo(json.dumps(numbers, indent=2))
     raise typer.Exit(0 if len(table) else 1)
@@ -187,6 +216,41 @@ def _savings(plain: Simulation, shared: Simulation) -> dict[str, Any]:
     before, after = ({"rows": each.rows, **each.to_dict()["computed"]} for each in (plain, shared))
     saved = {name: 1 - after[name] / count for name, count in before.items() if count}
     return {"capacity": plain.capacity, "plain": before, "shared": after, "saved": saved}
+
+
+def _proposal(
+    inputs: Inputs,
+    data: DataOptions,
+    table: LengthTable,
+    capacities: Sequence[int],
+    *,
+    memory: float,
+    gpus: int,
+    method: Literal["lora", "full"],
+) -> dict[str, Any]:
+    """Propose how to train the model of --processor, for JSON. Rows have at most the patches of the densest sample."""
+    from vlmpack.cli.config import TrainKeys
+    from vlmpack.cli.train import make_model
+    from vlmpack.model.plain import find_model
+    from vlmpack.probing.memory import COMPUTED_IN, model_sizes, propose, total
+
+    if data.processor is None:
+        raise ConfigError("--memory needs the model: give its name with --processor")
+    dtype = "bfloat16" if method == "lora" else "float32"
+    keys = TrainKeys(model=data.processor, data=data.dataset, method=method, dtype=dtype)
+    with quiet_transformers():
+        model = make_model(keys, inputs.collator.processor, only_shapes=True)
+    density = float((table.patches / table.tokens).max())
+    longest = int(table.tokens.max()) if data.rows_overlength == "own_row" else 0
+    found = propose(
+        model_sizes(model, size=COMPUTED_IN),
+        find_model(model).config,
+        gpus=gpus,
+        limit=int(0.9 * memory * 2**30),
+        capacities=[max(longest, each) for each in capacities],
+        patches=lambda tokens: min(ceil(tokens * density), data.max_patches or tokens * ceil(density)),
+    )
+    return {"gpus": gpus, "memory": memory, "method": method, "needed": total(found.parts), **asdict(found)}
 
 
 # ---------------------------------------------------------------------- rows
@@ -351,6 +415,22 @@ def _print_layouts(
         cells = [f"{row['rows']:,}", waste, f"{row['samples_per_row']:.2f}", *update, f"{len(row['dropped']):,}"]
         rows.append((f"packed in rows of {row['capacity']:,}", *cells))
     print_table(console, (text_column(""), *number_columns(*titles, "too\nlong")), rows)
+
+
+def _print_proposal(proposal: Mapping[str, Any], console: Console) -> None:
+    """Print the memory of each rank, the proposed mesh, and why simpler ones do not fit."""
+    from vlmpack.probing.memory import Mesh
+
+    mesh, rows = Mesh(**proposal["mesh"]), f"rows of {proposal['capacity']:,} tokens"
+    limit = f"{proposal['memory']:g} GiB on each of {proposal['gpus']:,} GPUs, 10 % left free, {proposal['method']}"
+    console.print(f"\n[bold]Memory[/]: {limit}", highlight=False)
+    cells = [(name, f"{part['size'] / 2**30:.2f}", Text(part["formula"])) for name, part in proposal["parts"].items()]
+    cells.append(("sum", f"{proposal['needed'] / 2**30:.2f}", Text(f"{mesh}, {rows}")))
+    print_table(console, ("on each rank", *number_columns("GiB"), text_column("")), cells)
+    verdict = "Use" if proposal["fits"] else "Nothing fits; the least is needed by"
+    print_text(console, Text(f"{verdict} {mesh}, {rows}."))
+    for name, why in proposal["rejected"].items():
+        print_text(console, Text(f"{name} does not fit: {why}"), indent=2)
 
 
 def _print_savings(shared: Mapping[str, Any], console: Console) -> None:

@@ -25,7 +25,9 @@ Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill"]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
-of_samples, of_rows = (partial(typer.Option, rich_help_panel=panel) for panel in ("Samples", "Rows"))
+of_samples, of_rows, of_memory = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Samples", "Rows", "Memory")
+)
 """Make an option under one of these headings."""
 
 

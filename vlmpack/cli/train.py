@@ -189,49 +189,6 @@ def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) ->
         raise ConfigError(f"lora_targets {keys.lora_targets}: {' '.join(str(error).split())}") from error
 
 
-# ---------------------------------------------------------------------- memory
-
-
-def memory_of(model: nn.Module, config: Any, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, int]:
-    """Estimate the bytes that a rank needs without sharding: weights, gradients, AdamW's moments, activations.
-
-    Activations are those of the largest row. For the backward pass, a layer keeps about 12 hidden and 4 intermediate
-    vectors per token or patch; with gradient checkpointing, one hidden vector, plus two layers that are recomputed.
-    A tower without trained weights keeps none.
-
-    Args:
-        model: the model with adapters, on any device.
-        config: configuration of the whole model.
-        args: the trainer's arguments.
-        tokens: tokens of the largest row.
-        patches: largest number of patches in a row.
-    """
-    trained = [each for each in model.parameters() if each.requires_grad]
-    size = 2 if args.bf16 else next(model.parameters()).element_size()
-    computed_again = any(getattr(args, name, False) for name in (CHECKPOINTING, OLD_CHECKPOINTING))
-
-    def kept(part: Any, rows: int, *, has_gradients: bool) -> float:
-        hidden, depth, width, experts = (
-            next((value for name in names.split() if (value := getattr(part, name, None))), 0)
-            for names in ("embed_dim hidden_size", "depth num_hidden_layers", "moe_intermediate_size intermediate_size",
-                          "num_experts_per_tok top_k_experts")
-        )  # fmt: skip
-        layer = 12 * hidden + 4 * (width or 4 * hidden) * (experts or 1)
-        whole = depth * layer if has_gradients and not computed_again else 2 * layer + depth * hidden * has_gradients
-        return size * rows * whole
-
-    activations = kept(config.get_text_config(), tokens, has_gradients=True)
-    if (vision := getattr(config, "vision_config", None)) is not None:
-        has_gradients = any(each.requires_grad and "vis" in name for name, each in model.named_parameters())
-        activations += kept(vision, patches, has_gradients=has_gradients)
-    return {
-        "weights": sum(each.nbytes for each in model.parameters()),
-        "gradients": sum(each.nbytes for each in trained),
-        "optimizer": 2 * sum(each.nbytes for each in trained),
-        "activations": int(activations),
-    }
-
-
 # ---------------------------------------------------------------------- a run
 
 
@@ -292,7 +249,7 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan, for JSON."""
         from vlmpack.loading.sampler import PackedBatchSampler
-        from vlmpack.model.plain import find_model
+        from vlmpack.probing.memory import Mesh, memory_of, model_sizes
         from vlmpack.probing.weights import free_bytes
 
         plan, args, table = self.plan, self.args, self.table
@@ -300,7 +257,10 @@ class Run:
         rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
         model = make_model(self.keys, self.collator.processor, only_shapes=True)
         most = {"tokens": int(plan.tree_tokens.max()), "patches": int(plan.sums(table.by_place(table.patches)).max())}
-        memory = memory_of(model, find_model(model).config, args, **most)
+        size = 2 if args.bf16 else next(model.parameters()).element_size()
+        again = any(getattr(args, name, False) for name in (CHECKPOINTING, OLD_CHECKPOINTING))
+        mesh = Mesh(**{"fsdp" if args.fsdp else "replicate": ranks}, checkpointing=again)
+        memory = {name: part.size for name, part in memory_of(model_sizes(model, size=size), mesh, **most).items()}
         return {
             "model": self.keys.model,
             "method": self.keys.method,
