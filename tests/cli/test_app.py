@@ -178,7 +178,7 @@ def test_the_page_lists_the_keys_that_analyze_and_pack_print(tmp_path: Path) -> 
     rows = [json.dumps({"messages": [{"role": "user", "content": text}, answer]}) for text in texts]
     (tmp_path / "chats.jsonl").write_text("\n".join([*rows, "no JSON"]))
     data = (tmp_path / "chats.jsonl", *TINY, "--mix", "synthetic=1", "--num", 8, "--min-shared", 16, "--capacity", 500)
-    printed = json_of("analyze", *data, "--rows", 1)
+    printed = json_of("analyze", *data, "--rows", 1, "--memory", 1)
     check_keys("analyze", printed)
     left_out = ("--on-bad", "skip", "--max-bad-fraction", 1, "--overlength", "drop")
     packed = json_of("pack", data[0], tmp_path / "rows", *data[1:], *left_out)
