@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from notebooks.measures import Tree, field_f1, normalise, nted_accuracy, tree_edit_distance
@@ -39,12 +38,6 @@ def test_the_canonical_form_of_donut(data: Any, normal: Any) -> None:
     assert json.dumps(normalise(data)) == json.dumps(normal)  # the order of keys too
 
 
-@given(json_values)
-def test_the_measures_take_any_json(data: Any) -> None:
-    assert field_f1([data], [data]) == 1.0
-    assert nted_accuracy(data, data) == 1.0
-
-
 def test_fields_by_hand() -> None:
     truth = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice", "cnt": "1"}], "total": {"total_price": "30"}}
     prediction = {"menu": [{"nm": "cake", "cnt": "2"}, {"nm": "juice"}], "total": {"total_price": "31"}}
@@ -68,11 +61,6 @@ def test_fields_by_hand() -> None:
 )
 def test_edges(prediction: Any, truth: Any, score: float) -> None:
     assert field_f1([prediction], [truth]) == pytest.approx(score)
-
-
-def test_a_prediction_for_each_truth() -> None:
-    with pytest.raises(ValueError, match="longer"):
-        field_f1([CAKE], [CAKE, CAKE])
 
 
 def test_trees_by_hand() -> None:
@@ -101,10 +89,3 @@ def test_trees_by_hand() -> None:
 )
 def test_accuracy_by_hand(prediction: Any, truth: Any, score: float) -> None:
     assert nted_accuracy(prediction, truth) == pytest.approx(score)
-
-
-def test_the_order_of_items_counts() -> None:
-    """From nothing: 1 + (1 + 1 + 1) + (1 + 1 + 2) = 8. Swapped: "a" to "bb" and back, 2 + 2."""
-    truth, swapped = {"menu": [{"nm": "a"}, {"nm": "bb"}]}, {"menu": [{"nm": "bb"}, {"nm": "a"}]}
-    assert nted_accuracy(swapped, truth) == pytest.approx(1 - 4 / 8)
-    assert field_f1([swapped], [truth]) == 1.0

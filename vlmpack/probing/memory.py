@@ -72,6 +72,8 @@ class ModelSizes:
     """Kept of each token outside layers: input of the last norm, its output, input of the head."""
     patch: int
     """Pixels of each patch, and what the tower keeps of it outside blocks."""
+    has_gated_delta: bool
+    """Whether it has gated delta layers: PyTorch's kernels for them keep about twice what is counted."""
     target: int
     """Logits of one target in the backward pass: log-probabilities and two gradients in float32, and the head's."""
 
@@ -158,7 +160,8 @@ def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> di
         "activations": (
             in_layers + tokens * sizes.token + patches * sizes.patch,
             f"{'inputs' if again else 'what the backward pass needs'} of {len(sizes.text)} layers x {tokens:,} tokens, "
-            f"{len(sizes.vision)} trained vision blocks x {patches:,} patches; pixels",
+            f"{len(sizes.vision)} trained vision blocks x {patches:,} patches; pixels"
+            + "; about twice as much with the gated delta kernels of PyTorch" * sizes.has_gated_delta,
         ),
         "temporary": (
             max(logits, layer),
@@ -290,6 +293,7 @@ def model_sizes(model: nn.Module, *, size: int) -> ModelSizes:
         vision=vision,
         token=(4 + 2 * size) * config.hidden_size,
         patch=patch,
+        has_gated_delta=family.has("gated_delta"),
         target=config.vocab_size * (12 if size == 4 else 12 + size),
     )  # fmt: skip
 
