@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ def test_options_reach_the_collator_and_the_plan(chats: str, tmp_path: Path) -> 
 def test_a_wrong_option_is_refused_before_anything_is_measured(
     arguments: list[str], told: str, chats: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("vlmpack.rows")  # with its own measure_lengths
     monkeypatch.setattr("vlmpack.lengths.measure_lengths", None)
     monkeypatch.chdir(Path(chats).parent)
     refused = analyze(chats, *arguments)
