@@ -112,9 +112,9 @@ def rows_of_a_step_are_averaged_each_by_itself(original, items, targets):
     return targets
 
 
-@breaks("vlmpack.model.head._by_chunks", tests="model/test_head.py")
-def targets_after_the_first_chunk_are_not_trained_on(original, scoring, hidden, targets, head, chunk):
-    scores = original(scoring, hidden, targets, head, chunk)
+@breaks("vlmpack.model.head.scores_by_chunk", tests="model/test_head.py")
+def targets_after_the_first_chunk_are_not_trained_on(original, hidden, targets, head, *, chunk, scoring):
+    scores = original(hidden, targets, head, chunk=chunk, scoring=scoring)
     return torch.cat([scores[:chunk], scores[chunk:].detach()])
 
 

@@ -23,7 +23,7 @@ def names(report: Report, finding: str) -> set[str]:
     return {check.name for check in report.checks if check.finding == finding}
 
 
-@pytest.mark.parametrize("family", [*EIGHT, *slow(*FURTHER)])
+@pytest.mark.parametrize("family", [*(name for name in EIGHT if name != "qwen3_5_moe"), *slow("qwen3_5_moe", *FURTHER)])
 def test_packed_samples_are_exact_and_a_plain_row_leaks(family: str) -> None:
     kind, report = FAMILIES[family], probe(tiny_model(family, seed=1))
     assert (report.verdict, report.causes) == ("exact", ()), report
