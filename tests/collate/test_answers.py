@@ -31,7 +31,7 @@ ENDS = {
     "smolvlm": "<end_of_utterance>",
 }
 """What ends an answer in families whose templates mark none."""
-NEXT_TURN = {"glm4v": "<|user|>", "glm4v_moe": "<|user|>", "glm46v": "<|user|>"}
+NEXT_TURN = dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), "<|user|>")
 """What ends it where a question follows, in families whose templates write nothing after the last answer."""
 BEGINNINGS = {"idefics3": " ", "smolvlm": " ", "kimi_k25": "<think></think>"}
 """What is written before an answer and is learnt with it."""
