@@ -97,8 +97,7 @@ class Parallel:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with rows of their own, where those that get the same row count once: `num_replicas` of a
-        sampler."""
+        """Number of different rows in a step, `num_replicas` of a sampler: ranks that share a row count once."""
         return self._known.data_ranks
 
     @property
@@ -113,7 +112,7 @@ class Parallel:
 
     @property
     def vision(self) -> VisionRanks:
-        """The ranks that compute images together: those that share a row or, balanced, all ranks with rows."""
+        """The ranks that divide images among them: those that share a row; with `balance_vision`, all ranks."""
         return self._known.vision
 
     @property
@@ -203,7 +202,7 @@ _OTHER_TOWERS = (
 
 @final
 class _Ranks:
-    """A mesh as packing reads it; None: every rank has rows of its own."""
+    """The dimensions of a mesh that packing uses. Without a mesh, each rank gets different rows."""
 
     def __init__(self, mesh: DeviceMesh | None, *, context: int, balance_vision: bool) -> None:
         sizes = _sizes(mesh)

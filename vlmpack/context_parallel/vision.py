@@ -151,7 +151,7 @@ class StepMedia:
 
     @cached_property
     def send_features(self) -> Transfers:
-        """Return how features go from the ranks that compute them to those that hold their placeholders."""
+        """Return where each feature is computed and which rank needs it for its placeholder."""
         counts_N = self._of_images("tokens")
         source_F, row_F = self.rank_of.repeat(counts_N), self.row_of.repeat(counts_N)
         local_F = np.empty(len(source_F), np.int64)
@@ -168,7 +168,7 @@ class StepMedia:
 
 @final
 class VisionRanks:
-    """The ranks that compute the images of a step together: those that share a row, or also those of other rows."""
+    """The ranks that divide the images of a step among them; they may hold different rows."""
 
     def __init__(self, collectives: Collectives, holders_DC: np.ndarray, host: Collectives | None = None) -> None:
         self.collectives = collectives

@@ -162,7 +162,7 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
         if reason is not None:
             raise ConfigError(
                 f"the images of {family.model_type} cannot be computed by several ranks together, because {reason}: "
-                "leave parallel= out, and give each rank rows of its own"
+                "leave parallel= out, and give each rank different rows"
             )
         parallel.find_mesh(core)
     return parallel

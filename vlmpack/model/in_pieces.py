@@ -8,7 +8,7 @@
                 P            once, with the gradients of all that starts from it
 
 So the branches go forward twice, as under gradient checkpointing, and a prefix once. `PackedStep.group` computes
-nothing twice; there each piece has a loss of its own.
+nothing twice, but needs a separate loss for each piece.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RowInPieces:
         return _Rest.apply(self, *of_first)
 
     def walk(self, use: Callable[[int, Outputs], Any]) -> None:
-        """Run all pieces but the first, and `use` the outputs of each; of a kept one behind those that start there."""
+        """Run all pieces but the first and call `use` with their outputs; a kept prefix is used after its branches."""
         path, cut, nothing = OpenPieces(), self._cut, lambda: None
         if self.first.own is not None:
             path.add(0, self.first.own, nothing)

@@ -155,7 +155,7 @@ def _bins(
         order: int64 [N]: samples in planning order.
         usable: bool [N]: samples to plan.
         needs: costs of groups; None: nothing is shared.
-        lengths: with those that follow, see `Plan`.
+        lengths: as in `Plan`; so are the arguments that follow.
     """
     bin_of, over = np.full(len(lengths), -1), usable & too_large(lengths, capacity, budgets)
     row_of = np.where(over, over.cumsum() - 1, -1) if overlength == "own_row" else np.full(len(over), -1)
