@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import slow
+from cases import slow_cases
 from step_service import (
     DISTINCT_NAMES,
     chunks_with_images,
@@ -99,6 +99,12 @@ def test_patches_of_a_shared_image_count_once() -> None:
     assert len(plan_rows(texts, replace(settings, min_shared=None))) == 3
 
 
+def test_a_group_larger_than_a_row_shares_its_prefix_in_pieces() -> None:
+    texts = sequences(*[30] * 12, prefix=20)
+    settings = RowSettings(tokens=60, patches=1, min_shared=8)
+    assert [len(plan_rows(texts, replace(settings, has_pieces=has))) for has in (True, False)] == [1, 3]
+
+
 MIN_SHARED = 8
 PROMPT, ANSWERS = 20, ((31, 32, 33), (31, 32, 40, 41), (50,), (31, 32, 33), ())
 """Tokens of the prompt beside its image; the fourth answer is the first one again, the last datum the prompt alone."""
@@ -142,9 +148,10 @@ def test_each_datum_is_that_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
-@pytest.mark.parametrize("recomputes", [False, *slow(True)])
-def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool) -> None:
-    engine = engine_with(family, min_shared=MIN_SHARED, gradient_checkpointing=recomputes)
+@pytest.mark.parametrize(("recomputes", "row_tokens"), [(False, 8192), (False, 30), *slow_cases((True, 30))])
+def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool, row_tokens: int) -> None:
+    limits = {"row_tokens": row_tokens}
+    engine = engine_with(family, min_shared=MIN_SHARED, gradient_checkpointing=recomputes, limits=limits)
     set_adapter(engine)
     data = rollouts(engine)
     run_one(engine, data)

@@ -120,7 +120,8 @@ class PackingState:
             run: runs the row of a piece, on the model's device, through the backbone.
         """
         capacity, tokens = self.config.capacity, (row.segments if row.tree is None else row.tree).num_tokens
-        if capacity is None or tokens <= capacity or row.segments.total != row.segments.num_tokens:
+        is_one = row.segments.num_samples == 1  # all of its pieces are kept until the backward pass: nothing is saved
+        if capacity is None or tokens <= capacity or is_one or row.segments.total != row.segments.num_tokens:
             return None
         if (problem := self.problem_of_pieces(core)) is not None:
             if problem not in _logged:

@@ -286,7 +286,7 @@ class Needs:
 
 
 def large_groups(needs: Needs, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find groups that exceed a row and are cheaper in one large row than split.
+    """Find groups with more tokens than a row that are cheaper in one large row than split.
 
     In one row the branches go forward twice, and split in n rows the prefix goes forward and back n times. With a
     prefix of P tokens and rows of C, that is about 4 P to C; so groups of shorter prefixes, such as a system prompt,
@@ -302,7 +302,8 @@ def large_groups(needs: Needs, samples: np.ndarray) -> tuple[np.ndarray, np.ndar
         outermost[inner] = above[inner]
     samples = samples[is_long[groups.of_samples[samples]]]
     item_of = _by_first(outermost[groups.of_samples[samples]])
-    over = np.any(needs.sums(samples, item_of) > needs.limits, axis=1)[item_of]
+    exceeds = needs.sums(samples, item_of) > needs.limits  # pieces have fewer tokens, but keep no other limit
+    over = (exceeds[:, 0] & ~exceeds[:, 1:].any(axis=1))[item_of]
     return samples[over], _by_first(item_of[over])
 
 

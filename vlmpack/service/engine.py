@@ -24,6 +24,7 @@ from vlmpack.errors import ConfigError, FamilyError, RequestError
 from vlmpack.families.registry import family_of
 from vlmpack.layout.sharing import MIN_SHARED
 from vlmpack.model.enable import enable_packing
+from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.service.batch_invariant import BatchInvariant, check
 from vlmpack.service.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
 from vlmpack.service.datums import EncodedRequest, Encoder, not_served
@@ -154,6 +155,9 @@ class Engine:
         """Sharding of the base model; None: this rank holds the full model."""
         if ranks is not None and self.config.shard_on is not None:
             self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
+        has_pieces = ranks is None and packing_state(self.model).problem_of_pieces(self.model) is None
+        if has_pieces:
+            enable_packing(self.model, StepConfig(capacity=self.config.limits.row_tokens))
         self._processor = processor
         names = ("rows_total", "trained_tokens_total", "computed_tokens_total", "patches_total")
         self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
@@ -164,6 +168,7 @@ class Engine:
             patches=self.config.limits.patches,
             min_shared=self.config.min_shared if self.sharding is None else None,
             image_token=self.model.config.image_token_id if self.family.has_vision else None,
+            has_pieces=has_pieces,
         )
         """Budgets of a packed row."""
         text, limits = self.family.text_config(self.model.config), self.config.limits

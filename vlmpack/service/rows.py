@@ -72,6 +72,8 @@ class RowSettings:
     """Minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not shared."""
     image_token: int | None = None
     """Image placeholder id; None: the model takes no images."""
+    has_pieces: bool = False
+    """Whether the model computes a larger row in pieces. Large groups that share a long prefix then get one row."""
 
 
 # ---------------------------------------------------------------------- which datums share a row
@@ -100,7 +102,9 @@ def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ra
     limits = [Budget(name="patches", costs=patches, limit=settings.patches, shared=shared)] if patches.any() else []
 
     def bins(tokens: int) -> list[list[int]]:
-        plan = plan_bins(lengths, tokens, budgets=limits, overlength="own_row", groups=groups)
+        plan = plan_bins(
+            lengths, tokens, budgets=limits, overlength="own_row", groups=groups, whole_groups=settings.has_pieces
+        )
         return [sorted(int(at) for at in row) for row in plan]
 
     rows = bins(settings.tokens)
