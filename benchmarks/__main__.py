@@ -29,6 +29,7 @@ from benchmarks.cases.collating import (
     measure_pixels,
 )
 from benchmarks.cases.planning import PlanShapes, measure_plan
+from benchmarks.cases.sampling import SamplingShapes, measure_sampling
 from benchmarks.cases.step import CompileShapes, measure_compiled, measure_step
 from benchmarks.cases.tree import TreeShapes, measure_tree
 from benchmarks.measuring import CLOCKS, BenchSettings, Figure, Report, Skipped, environment
@@ -77,6 +78,11 @@ CASES: Mapping[str, Case] = {
         weight=4.0,
     ),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
+    "sampling": Case(
+        about="32 requests through the service's sampler, against transformers' continuous batching",
+        run=measure_sampling,
+        shapes=SamplingShapes(),
+    ),
 }
 """The cases, in the order in which they run."""
 

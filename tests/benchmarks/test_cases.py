@@ -15,6 +15,7 @@ from benchmarks.__main__ import CASES, main
 from benchmarks.cases.attention import check_same
 from benchmarks.cases.collating import CollateShapes, LengthShapes, PackShapes, PixelShapes
 from benchmarks.cases.planning import PlanShapes
+from benchmarks.cases.sampling import SamplingShapes
 from benchmarks.cases.step import CompileShapes, check_same_loss
 from benchmarks.cases.tree import Rollouts, TreeShapes
 from benchmarks.measuring import BenchSettings, Figure
@@ -42,6 +43,7 @@ SHAPES = {
         groups=(Rollouts(prefix=70, branch=30, samples=3, image_tokens=8),),
     ),
     "head": TINY,
+    "sampling": SamplingShapes(receipts=replace(TINY, vocab_size=600), requests=3, shortest=4, longest=9, sampled=3),
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=2, samples=(1, 2), longest=(20, 30)),
 }
 
