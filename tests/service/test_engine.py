@@ -148,22 +148,6 @@ def test_rows_keep_both_budgets_and_their_work_is_counted() -> None:
     assert (engine.counts["trained_tokens_total"], engine.counts["patches_total"]) == (tokens, patches)
 
 
-def test_several_requests_share_rows_and_get_their_own_results(engine: Engine, data: list[Datum]) -> None:
-    encoded = [engine.encode(request(data[:2])), engine.encode(request(data[2:]))]
-    work = engine.forward_backward(encoded)
-    assert work.rows_left == 1
-    work.run_row()
-    first, second = work.results()
-    assert isinstance(first, ForwardBackwardResult)
-    assert isinstance(second, ForwardBackwardResult)
-    together = gradients(engine)
-    engine.client("a").gradients = None
-    whole = run_one(engine, data)
-    for ours, theirs in zip((*first.logprobs, *second.logprobs), whole.logprobs, strict=True):
-        assert np.array_equal(ours, theirs)
-    assert equal(together, gradients(engine))
-
-
 def test_forward_only_adds_no_gradient_alone_or_beside_training_and_gives_the_same(
     engine: Engine, data: list[Datum]
 ) -> None:
@@ -189,16 +173,6 @@ def test_routers_add_nothing_to_a_gradient() -> None:
     for each in (engine, plain):
         run_one(each, some_data(each))
     assert equal(gradients(engine), gradients(plain))
-
-
-def test_checkpointed_layers_give_the_same() -> None:
-    engine, plain = engine_with(gradient_checkpointing=True), engine_with()
-    data = some_data(plain)
-    for each in (engine, plain):
-        result = run_one(each, data)
-    assert largest_difference(gradients(engine), gradients(plain)) < 1e-6
-    assert not any(module.training for module in engine.model.modules() if type(module).__name__ == "Dropout")
-    assert result.metrics["loss:sum"] == pytest.approx(run_one(plain, data, forward_only=True).metrics["loss:sum"])
 
 
 # ---------------------------------------------------------------------- failures
@@ -253,13 +227,6 @@ def test_after_an_error_in_a_row_nothing_has_changed(failing_row: int) -> None:
     assert equal(gradients(engine), before)
     assert all(parameter.grad is None for parameter in engine.client("a").parameters)
     run_one(engine, data)
-
-
-def test_an_unknown_model_is_refused(engine: Engine) -> None:
-    encoded = engine.encode(request(some_data(engine), model_id="nobody"))
-    for call in (lambda: engine.forward_backward([encoded]), lambda: engine.optim_step("nobody", ADAM)):
-        with pytest.raises(RequestError, match="there is no model 'nobody'"):
-            call()
 
 
 def test_there_are_no_more_models_than_the_limit() -> None:

@@ -34,9 +34,9 @@ from service.fakes import FakeEngine
 
 from vlmpack.errors import RequestError
 from vlmpack.service import journal as journals
-from vlmpack.service.journal import Journal, ModelRow, RequestRow
+from vlmpack.service.journal import Journal, RequestRow
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import ForwardBackward, NewSession, Rejected, Reply
+from vlmpack.service.messages import ForwardBackward, Rejected, Reply
 from vlmpack.service.queue import MOST_GAPS, Pending
 
 
@@ -277,18 +277,6 @@ def test_bytes_take_room_and_give_it_back(tmp_path: Path) -> None:
         assert client.call(forward_backward(model, 3, big)).metrics
 
 
-def test_a_repeated_request_gets_its_reply_however_full_it_is(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ServiceLimits(queued_requests=1, queued_samples=1)) as (client, _):
-        model, sampler = client.model(), client.sampler()
-        names = [client.post(sample(sampler, 0)), client.post(optim_step(model, 1))]
-        replies = [client.reply(name) for name in names]
-        client.post(forward_backward(model, 3))  # 2 is missing
-        assert status(client.post, sample(sampler, 1)) == 429
-        assert [client.post(sample(sampler, 0)), client.post(optim_step(model, 1))] == names
-        assert [client.reply(name) for name in names] == replies
-        assert status(client.post, sample(sampler, 0, seed=4)) == 400
-
-
 # ---------------------------------------------------------------------- the disk
 
 
@@ -473,21 +461,6 @@ def test_the_longest_silent_session_gives_its_place_to_a_new_one(tmp_path: Path)
         new = client.queue.create_session()
         assert client.queue.sessions() == [new, kept]
         assert status(client.queue.heartbeat, silent) == 410
-
-
-def test_a_session_lists_its_models_and_samplers(client: Client) -> None:
-    session = client.queue.create_session(NewSession(tags=("a",), user_metadata={"who": "me"}, display_name="mine"))
-    client.call(create(session))
-    client.call(create(session, 1, rank=65))  # is refused
-    sampler = client.sampler(session)
-    assert [row.id for row in client.queue.journal.rows(ModelRow, session=session)] == [f"{session}:train:0"]
-    assert client.samplers(session) == [sampler]
-    row = client.queue.session(session)
-    assert (row.user_metadata, row.display_name) == ({"who": "me"}, "mine")
-    other = client.queue.create_session()
-    assert client.queue.sessions() == [other, session]
-    assert status(client.queue.session, "nobody") == 410
-    client.queue.finish("nobody")
 
 
 # ---------------------------------------------------------------------- a slow disk

@@ -158,29 +158,6 @@ def test_whenever_it_stops_a_restart_goes_on_to_the_same_bits(
     assert restarted > 60 // every
 
 
-def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
-    with served(tmp_path, limits=ALWAYS) as (client, _):
-        session = client.queue.create_session()
-        expected = carry_out(client, session)
-    with served(tmp_path, limits=ALWAYS) as (client, engine):
-        assert carry_out(client, session) == expected
-        done = [what for what, *_ in engine.log]
-        assert "step" not in done  # snapshots cover every step
-        assert done.count("group") == 2  # the gradients of two models that no step has taken
-
-
-def test_requests_that_wait_run_after_a_restart(tmp_path: Path) -> None:
-    with served(tmp_path, start=False) as (client, _):
-        session = client.queue.create_session()
-        names = [client.post(create(session)), client.post(forward_backward(f"{session}:train:0", 1))]
-        sampler = client.sampler(session)
-        names.append(client.post(sample(sampler, 0)))
-    with served(tmp_path) as (client, _):
-        outcomes = [client.outcome(name) for name in names]
-        assert outcomes[0].model_id == f"{session}:train:0"
-        assert [type(outcome).__name__ for outcome in outcomes[1:]] == ["ForwardBackwardResult", "SampleResult"]
-
-
 def test_a_group_is_replayed_as_the_group_it_was(tmp_path: Path) -> None:
     with served(tmp_path, limits=ONCE) as (client, engine):
         model = client.model()

@@ -132,14 +132,6 @@ def test_a_canonical_row_checks_a_block_and_what_differs_begins_again_there(
     assert sampler.forgotten_tokens > 0
 
 
-def test_canonical_rows_are_as_many_as_blocks(base: Engine) -> None:
-    sampler = sampler_of(base, rounding=float("inf"), check_tokens=8)
-    prompt = prompts_of(base, count=1)[0]
-    run_one(sampler, prompt, sample(max_tokens=20))
-    assert sampler.forgotten_tokens == 0
-    assert sampler.canonical_tokens == sum(prompt.length + end - 1 for end in (8, 16, 24))
-
-
 def test_the_noise_of_these_tests_does_change_tokens(monkeypatch: pytest.MonkeyPatch, base: Engine) -> None:
     requests = requests_of(base, count=8)
     canonical = all_tokens(run(sampler_of(base), requests))
@@ -540,14 +532,6 @@ def test_a_snapshot_that_was_deleted_fails_its_own_requests(engine: Engine, tmp_
         assert isinstance(failure, Failure)
         assert failure.message == "the snapshot 'step 0' was deleted; sample from another one"
     assert len({str(tokens_of(results[str(i)])) for i in (1, 3)}) == 1
-
-
-def test_a_whole_model_is_sampled_from_too(tmp_path: Path, base: Engine) -> None:
-    base.create("a", None)
-    (folder,) = snapshots(base, tmp_path, count=1)
-    prompt = prompts_of(base, count=1)[0]
-    of_snapshot = run_one(sampler_of(base), prompt, sample(), folder)
-    assert tokens_of(of_snapshot) != tokens_of(run_one(sampler_of(base), prompt, sample()))
 
 
 def test_layers_that_are_recomputed_in_training_cache_in_sampling(tmp_path: Path) -> None:

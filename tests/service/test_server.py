@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,10 @@ def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, 
     rest = client.create_rest_client()
     signed = rest.get_external_weights_urls(path).result(WAIT)
     assert signed.expires.timestamp() > time.time() + 3000
+    get = partial(httpx.get, timeout=WAIT)
     for name, url in signed.urls.items():
-        (tmp_path / name).write_bytes(httpx.get(url).content)
-    assert httpx.get(url[:-1]).status_code == httpx.get(url.replace("/downloads/", "/downloads/1")).status_code == 403
+        (tmp_path / name).write_bytes(get(url).content)
+    assert get(url[:-1]).status_code == get(url.replace("/downloads/", "/downloads/1")).status_code == 403
     plain: Any = tiny_model(processor=tiny_processor(max_pixels=64 * 32 * 32)).eval()
     if rank:
         plain = PeftModel.from_pretrained(plain, tmp_path)
@@ -224,8 +226,8 @@ def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, 
         model.load_state(path).result(WAIT)
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
     begin = time.monotonic()
-    while httpx.get(url).status_code == 200:
-        assert time.monotonic() < begin + 10
+    while get(url).status_code == 200:
+        assert time.monotonic() < begin + WAIT
         time.sleep(0.1)
 
 

@@ -38,7 +38,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
 ROWS = ("--row-tokens", "40")
 """So that a batch is several rows: each rank has some."""
 GONE_WITHIN = 30.0
-KILLS = 2
+KILLS = 1
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tinker_client.py"
 OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
 OPTIONS = {"one": (), "workers": ("--workers", "2"), "sharded": ("--workers", "2", "--shard")}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,14 +20,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, final
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, final
 
 import anyio
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -55,6 +56,9 @@ LOGGED = 120
 """Maximum number of characters of a path in the log."""
 DOWNLOADS = "/api/v1/downloads/"
 """Prefix of download paths, which need a signature instead of the key."""
+PIECE_BYTES = 2**20
+"""Bytes of a download that are read at a time."""
+BINARY = "application/octet-stream"
 SIGNED_SECONDS = 3600
 """Seconds for which a signed download path is valid."""
 OWNER = "vlmpack"
@@ -458,9 +462,12 @@ class Endpoints:
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
         if not is_ours or expires < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
-        if not (path := self.queue.state.folder(folder) / file).is_file():
-            raise Rejected(f"there is no file {file} any more", status=404)
-        return FileResponse(path)
+        try:  # an open file stays whole if its checkpoint is deleted now
+            opened = (self.queue.state.folder(folder) / file).open("rb")
+        except OSError as error:
+            raise Rejected(f"there is no file {file} any more", status=404) from error
+        size = str(os.fstat(opened.fileno()).st_size)
+        return StreamingResponse(_pieces(opened), media_type=BINARY, headers={"Content-Length": size})
 
     def _signature(self, expires: int, folder: str, file: str) -> str:
         return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
@@ -490,6 +497,12 @@ class Endpoints:
         row = self.queue.journal.sampler(request.path_params["sampler_id"])
         path = {} if row.path is None else {"model_path": row.path}
         return answer({"sampler_id": row.id, "base_model": self.base.name, **path})
+
+
+async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
+    with file:
+        while piece := await run_in_threadpool(file.read, PIECE_BYTES):
+            yield piece
 
 
 def _path(request: Request) -> str:
