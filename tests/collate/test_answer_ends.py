@@ -117,15 +117,6 @@ def test_a_stop_is_added_after_the_last_answer_and_learnt(family, token, train_o
     assert said_once(collator, feature) == []
 
 
-def test_lengths_count_it():
-    collator = VLMCollator(tiny_processor("glm4v"), layout="packed", add_stop="<|user|>")
-    feature = {"messages": TALK, "images": [picture()]}
-    row, measured = collator.collate([feature]), collator.measure(feature)
-    assert measured.num_tokens == row.input_ids.shape[1] == collator.length(feature)
-    assert measured.num_targets == row.metadata.num_targets
-    assert collator.decode([measured]).input_ids.equal(row.input_ids)
-
-
 @pytest.mark.parametrize("messages", [TALK[:3], [*TALK[:3], {**SIX, "weight": 0}]], ids=["a question", "not learnt"])
 @pytest.mark.parametrize(("family", "token"), ENDLESS.items())
 def test_none_is_added_where_the_last_message_is_no_answer_that_is_learnt(family, token, messages):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import slow
-from chats import gpt, human, says, text, user
+from chats import says, text, user
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
@@ -22,7 +22,6 @@ from vlmpack.cli.inputs import named_processor
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, open_dataset
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.layout import PaddedBatch, pack
 from vlmpack.layout.media import AUDIO
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import tiny_processor
@@ -106,18 +105,6 @@ def test_measured_and_tokenized_samples_are_the_same_batch(family: str) -> None:
     for other in (collator.decode([measured]).to_hf(), collator([tokenized])):
         assert all(torch.equal(other[name], batch[name]) for name in batch if name != "vlmpack")
     assert measure_lengths([sample], collator).tokens.tolist() == [batch["input_ids"].shape[1]]
-
-
-@pytest.mark.parametrize("family", [CONVOLVED, *slow(POOLED)])
-def test_a_row_of_the_collator_is_its_padded_batch_packed(family: str) -> None:
-    processor = processor_of(family)
-    clip = {"type": "video", "video": [picture()] * 4, "sample_fps": 1.0}
-    features = [whole(family)[0], {"messages": messages()}, {"messages": messages(heard(30_000, seed=3), clip, clip)}]
-    row = VLMCollator(processor, layout="packed").collate(features)
-    batch = VLMCollator(processor).collate(features)
-    assert isinstance(batch, PaddedBatch)
-    for name, tensor in pack(batch).media.to_hf().items():
-        assert torch.equal(row.media.to_hf()[name], tensor)
 
 
 @each_family
@@ -325,18 +312,3 @@ def test_audio_stands_where_its_marker_stands(text: str, parts: list[Any]) -> No
         ):
             assert torch.equal(collator.collate([sample]).input_ids, plain)
             assert torch.equal(torch.from_numpy(collator.measure(sample).input_ids), plain[0])
-
-
-def test_turns_of_from_and_value_and_plain_prompts_have_the_same_places() -> None:
-    collator, metadata = VLMCollator(processor_of(CONVOLVED)), VLMCollator(processor_of(CONVOLVED)).metadata
-    turns = [human("<audio>What is it?"), gpt("A dog.")]
-    asked = [user("<audio>What is it?"), says("A dog.")]
-    both = [{"conversations": turns, "audios": [sound(9_000)]}, {"messages": asked, "audios": [sound(9_000)]}]
-    first, second = (collator.collate([sample]).input_ids for sample in both)
-    assert torch.equal(first, second)
-    sample = {"prompt": "Hear <audio>:", "completion": "A dog.", "audio": [sound(9_000)]}
-    written = f"Hear {metadata.audio_start}{metadata.audio_token}{metadata.audio_end}:"
-    plain = collator.processor(text=[written], audio=[sound(9_000)], return_tensors="pt")["input_ids"][0]
-    assert torch.equal(collator.collate([sample]).input_ids[0][: len(plain)], plain)
-    with pytest.raises(SampleError, match="2 time"):
-        collator.measure({"messages": [user("<audio><audio>"), asked[1]], "audios": [sound(9)]})

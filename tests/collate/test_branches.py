@@ -76,14 +76,6 @@ def test_system_messages_and_their_images_stand_in_front_of_all():
     assert written(dialogue("Q0", "A0", "Q1", "A1", system="Be brief"))[1][0] == ["Be brief", "Q1", "A1"]
 
 
-def test_videos_go_with_their_question():
-    film = {"type": "video", "video": [FIRST, FIRST]}
-    record = dialogue([image(SECOND), say("Q0")], "A0", [film, say("Q1")], "A1", "Q2", "A2")
-    branches = [read_conversation(branch) for branch in branch_turns(record)]
-    assert [len(branch.media["image"]) for branch in branches] == [1, 1, 1]
-    assert [len(branch.media["video"]) for branch in branches] == [0, 1, 0]
-
-
 def test_an_answer_that_is_not_learnt_is_not_learnt_alone_either():
     record = dialogue("Q0", "A0", "Q1", "A1")
     record["messages"][3]["weight"] = 0
@@ -161,10 +153,6 @@ def test_tokenized_samples_have_no_questions_to_tell_apart():
             VLMCollator(processor_of()).collate([{"input_ids": [1, 2, 3], column: 0}])
 
 
-def test_a_column_of_notes_named_texts_is_no_conversation():
-    assert read_conversation({**dialogue("Q0", "A0"), "texts": ["a note"]}).messages
-
-
 # ---------------------------------------------------------------------- data sets
 
 RECORDS = [
@@ -205,16 +193,6 @@ def test_num_counts_questions(file):
     assert len(open_dataset(file, branches="turns", num=5)) == 5
     with pytest.raises(ConfigError, match=r"num is 7, but .* holds 6"):
         open_dataset(file, branches="turns", num=7)
-
-
-def test_of_stored_rows_only_conversations_are_read_to_count(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    pairs = [[{"user": f"Q{i}", "assistant": "A"} for i in range(count)] for count in (2, 1, 3)]
-    datasets.Dataset.from_dict({"texts": pairs, "images": [["a.png"]] * 3}).to_parquet(tmp_path / "train.parquet")
-    samples = open_dataset(tmp_path / "train.parquet", branches="turns")
-    assert [sample.get("branch_turn") for sample in samples] == [0, 1, None, 0, 1, 2]
-    assert samples[5]["images"] == [str(tmp_path / "a.png")]
-    assert len(open_dataset(tmp_path / "train.parquet")) == 3
 
 
 def test_a_record_that_cannot_be_read_is_one_bad_sample(tmp_path):

@@ -51,15 +51,6 @@ def test_a_view_and_what_autograd_saved_keep_the_memory() -> None:
     assert buffers.held == 1
 
 
-def test_a_larger_batch_takes_the_place_of_a_smaller_one() -> None:
-    buffers, large = PixelBuffers(1), 200_000
-    for rows in (2, large, 3):
-        joined = buffers.join(parts(rows, 1), torch.float32)
-        assert len(joined) == rows + 1
-        del joined
-    assert buffers.kept == 1
-
-
 def test_whatever_is_kept_and_dropped_no_batch_changes() -> None:
     buffers, chance, alive = PixelBuffers(4), random.Random(0), {}
     for start in range(200):

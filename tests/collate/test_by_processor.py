@@ -5,10 +5,8 @@ from functools import lru_cache
 import pytest
 import torch
 from cases import slow
-from chats import CHATTING, SHOWN, fast_and_slow, needs, needs_torchvision, picture, says, text, user
-from chats import FAMILIES as QWEN
+from chats import CHATTING, SHOWN, fast_and_slow, needs, picture, says, text, user
 from fixtures.processors import tile_sizes
-from transformers import AutoImageProcessor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError
@@ -82,25 +80,6 @@ def test_tokens_and_tensors_equal_the_processor_s_own(family, count):
     for name in {"image_sizes", "target_sizes"} & media.keys():
         assert [[*row] for image in metadata.media.images for row in image.sizes] == media[name].tolist()
     assert (batch["mm_token_type_ids"] == 1).sum() == (batch["input_ids"] == image_id).sum()
-
-
-@needs_torchvision
-@pytest.mark.parametrize("family", fast_and_slow([*QWEN, *CHATTING], ["qwen3_vl", *SHOWN]))
-def test_images_of_torchvision_are_the_processor_s_own_too(family, tmp_path):
-    """`AutoProcessor` takes image processors on torchvision where it is installed."""
-    processor = tiny_processor(family)
-    processor.image_processor.save_pretrained(tmp_path)
-    processor.image_processor = AutoImageProcessor.from_pretrained(tmp_path)
-    assert not type(processor.image_processor).__name__.endswith("Pil")
-    feature, collator = conversation(3, turns=2), VLMCollator(processor, layout="packed")
-    truth = by_transformers(processor, feature)
-    row = collator.collate([feature])
-    assert row.input_ids.tolist() == truth["input_ids"].tolist()
-    ours = row.media.to_hf()
-    same_tensors(ours, {name: tensor for name, tensor in truth.items() if name not in TOKEN_NAMES})
-    decoded = collator.decode([collator.measure(feature)])
-    assert decoded.input_ids.tolist() == truth["input_ids"].tolist()
-    same_tensors(decoded.media.to_hf(), ours)
 
 
 @needs("paligemma")

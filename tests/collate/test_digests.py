@@ -108,13 +108,6 @@ def test_what_does_not_decide_lengths_is_no_part_of_the_key(more: dict[str, Any]
     assert key({**BASE, **more}) == key(copy.deepcopy(BASE))
 
 
-def test_numbers_of_numpy_have_a_place_in_a_key() -> None:
-    options = [{"scale": value} for value in (np.int64(1), np.float32(1.0), np.array([1, 2]), np.array([1, 3]))]
-    keys = {key({**BASE, "chat_template_kwargs": one}) for one in options}
-    assert len(keys) == 4
-    assert None not in keys
-
-
 @pytest.mark.parametrize(
     "sample",
     [

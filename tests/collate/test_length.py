@@ -165,12 +165,6 @@ def test_a_length_is_the_room_that_the_sample_takes_up_in_a_row(sample, multiple
     assert collator.skip_log.received == 1, "a length is not counted"
 
 
-def test_a_sample_that_cannot_be_used_is_refused_where_the_collator_raises():
-    with pytest.raises(SampleError, match=r"sample 'broken': .*none of its") as caught:
-        packing().length(BROKEN)
-    assert caught.value.reason == "no_targets"
-
-
 @pytest.mark.parametrize(
     ("sample", "settings"), [(BROKEN, {"on_bad": "skip"}), (LONG, {"max_length": 9, "overlength": "drop"})]
 )

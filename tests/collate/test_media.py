@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -207,15 +206,6 @@ def test_keys_that_say_nothing_of_when_frames_are_are_refused(keys: dict[str, An
 # ---------------------------------------------------------------------- decode(outline) is collate
 
 
-def test_an_outline_travels_as_text_and_references(tmp_path: Path) -> None:
-    picture(900, 700).save(tmp_path / "large.png")
-    collator = VLMCollator(processor_of(), layout="packed")
-    outline = collator.measure(chat("?", "a", str(tmp_path / "large.png")))
-    sent = pickle.dumps(outline)
-    assert len(sent) < 10_000
-    check_equal(collator.decode([pickle.loads(sent)]), collator.decode([outline]))
-
-
 # ---------------------------------------------------------------------- what only pixels tell
 
 
@@ -231,14 +221,6 @@ def changed(tmp_path: Path, collator: VLMCollator) -> Encoded:
 def damaged() -> bytes:
     whole = encoded(picture(90, 60))
     return whole[: len(whole) // 2]
-
-
-def test_an_image_of_another_size_than_was_measured_is_refused_by_name(tmp_path: Path) -> None:
-    collator = VLMCollator(processor_of())
-    outlines = [collator.measure(chat("2 + 2?", "4")), changed(tmp_path, collator)]
-    with pytest.raises(SampleError, match=r"sample 1 \(id 'r17'\): image 0 was measured as 1 x 4 x 6 .* 1") as caught:
-        collator.decode(outlines)
-    assert (caught.value.reason, caught.value.index, caught.value.sample_id) == ("image_changed", 1, "r17")
 
 
 def test_an_image_keeps_its_number_when_truncation_removes_those_before_it(tmp_path: Path) -> None:

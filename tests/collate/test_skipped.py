@@ -36,26 +36,6 @@ def test_each_refusal_is_one_line_of_json(tmp_path):
     assert (second["id"], second["reason"], second["seen"]) == (None, "overlength", 3)
 
 
-def _write_many(path, worker):
-    skip_log = SkipLog(path, limit=SkipLimit(max_consecutive_bad=10**6, max_bad_fraction=1))
-    for index in range(200):
-        skip_log.refuse(SampleError("x" * 300, index=index, reason="r", sample_id=f"worker {worker}"))
-
-
-def test_lines_of_several_processes_do_not_mix(tmp_path):
-    path = tmp_path / "skip_log.jsonl"
-    context = multiprocessing.get_context("fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn")
-    workers = [context.Process(target=_write_many, args=(path, worker)) for worker in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    records = read_skip_log(path)
-    assert len(records) == 600
-    for worker in range(3):
-        assert [r["index"] for r in records if r["id"] == f"worker {worker}"] == list(range(200))
-
-
 def test_a_row_of_bad_samples_reaches_the_skip_limit():
     skip_log = SkipLog(limit=SkipLimit(max_consecutive_bad=3))
     skip_log.refuse(bad())

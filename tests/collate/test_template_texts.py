@@ -55,11 +55,6 @@ def test_a_turn_that_the_template_leaves_out_is_refused(at, role, train_on):
     assert message.startswith(f"messages[{at}] (system) says 'RULE', which the chat template does not write")
 
 
-def test_a_text_that_a_template_drops_for_what_it_says_is_refused():
-    censored = CHAT_TEMPLATE.replace("{{- message['content'] -}}", "{{- message['content'] | replace('2 + 2', '') -}}")
-    assert "messages[0] (user) says '2 + 2?'" in refusal([ASK, SAY], censored)
-
-
 def test_and_is_not_found_in_what_another_one_says():
     censored = CHAT_TEMPLATE.replace(
         "{{- message['content'] -}}", "{{- '' if message['content'] == '4' else message['content'] -}}"
@@ -163,11 +158,6 @@ def test_a_key_that_nothing_reads_is_refused_by_name_and_can_be_left_out(shape, 
     assert caught.value.reason == "template_ignores"
     batch = VLMCollator(processor_of(), ignored_keys=[key])([feature])
     assert batch["input_ids"].equal(VLMCollator(processor_of())([{"messages": [ASK, SAY]}])["input_ids"])
-
-
-@pytest.mark.parametrize("nothing", [None, "", [], {"a": None}])
-def test_a_key_with_nothing_in_it_is_nothing_lost(nothing):
-    assert collated([{**ASK, "name": nothing}, {**SAY, "audio": nothing}], CHAT_TEMPLATE)[1] == "It is 4<|im_end|>"
 
 
 def test_what_ties_a_result_to_its_call_says_nothing():

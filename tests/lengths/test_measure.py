@@ -150,11 +150,6 @@ def test_where_no_row_has_known_columns_the_first_that_could_be_read_is_named(tm
     assert measure_lengths(rows, collator_of(on_bad="skip")).reasons == {"no_columns": 2, "row_unreadable": 1}
 
 
-def test_a_packed_row_among_the_samples_is_a_bad_sample() -> None:
-    (refused,) = measure_lengths([*SAMPLES[:2], {"input_ids": [1, 2], "cu_seqlens": [0, 2]}], collator_of()).refused
-    assert (refused.index, refused.reason) == (2, "bad_row") and "samples bring cu_seqlens" in refused.detail
-
-
 # ---------------------------------------------------------------------- worker processes
 
 

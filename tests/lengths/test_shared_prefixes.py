@@ -41,18 +41,6 @@ def test_questions_about_one_image_are_a_group_and_images_of_one_size_are_not_mi
     assert (table.groups.shared(table.groups.tokens) < table.tokens).all()
 
 
-def test_shared_tokens_are_no_more_than_samples_have_in_common() -> None:
-    samples = [*questions(2), chat("2 + 2? " * 20, "4"), chat("2 + 2? " * 20, "5"), chat("2 + 2? " * 19, "4")]
-    table, collator = measured(samples), VLMCollator(processor_of())
-    ids = [collator.measure(sample).input_ids.tolist() for sample in samples]
-    assert table.groups is not None
-    for group in set(table.groups.of_samples.tolist()):
-        inside = np.flatnonzero(table.groups.of_samples == group)
-        begins = {tuple(ids[at][: table.groups.tokens[group]]) for at in inside}
-        assert len(inside) > 1 or group in table.groups.parents
-        assert len(begins) == 1
-
-
 def test_prompts_are_shared_to_their_last_token() -> None:
     samples = [chat("Why? " * 30, answer) for answer in ("yes", "no", "perhaps, or rather not")]
     table, collator = measured(samples), VLMCollator(processor_of())

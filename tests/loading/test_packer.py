@@ -21,8 +21,6 @@ from vlmpack.loading import PackedBatchSampler, PackedStream, RowSettings, Strea
 from vlmpack.loading.stream_packer import token_count
 from vlmpack.plan import LengthTable
 
-MAKERS = (list, np.array, torch.tensor)
-
 
 def samples(lengths):
     return [{"id": at, "length": length} for at, length in enumerate(lengths)]
@@ -93,16 +91,6 @@ def test_a_call_with_a_bad_sample_changes_nothing(bad):
     assert ids(packer.pack([{"id": 3, "length": 7}])) == [[2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "drop_last", "expected", "left_out"),
-    [([9, 6, 3], False, [[0], [1, 2]], 0), ([9, 6, 3], True, [[0], [1, 2]], 0),
-     ([9, 6], False, [[0], [1]], 0), ([9, 6], True, [[0]], 1)],
-)  # fmt: skip
-def test_at_the_end_rows_that_are_not_full_enough_are_given_out_or_left_out(lengths, drop_last, expected, left_out):
-    packer = StreamPacker(RowSettings(capacity=10, min_fill=0.9, drop_last=drop_last))
-    assert (ids(packed(packer, lengths)), packer.left_out) == (expected, left_out)
-
-
 def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
     with pytest.raises(SampleError, match="sample 1: has 30 tokens"):
         packed(StreamPacker(RowSettings(capacity=10)), [5, 30, 5])
@@ -117,7 +105,7 @@ def test_a_sample_that_is_too_long_is_refused_dropped_or_alone_as_asked():
     assert ids(packed(alone, [5, 30, 5])) == [[1], [0, 2]]
 
 
-@pytest.mark.parametrize("other", [{"capacity": 60}, {"min_fill": 0.5}, {"buffer_tokens": 9}, {"drop_last": True}])
+@pytest.mark.parametrize("other", [{"capacity": 60}, {"min_fill": 0.5}, {"buffer_tokens": 9}])
 def test_the_state_of_any_other_settings_is_refused_even_if_the_samples_would_fit(other):
     packer = StreamPacker(RowSettings(capacity=50))
     packer.add({"length": 40})

@@ -87,15 +87,6 @@ def test_no_row_exceeds_a_budget_whose_prefix_counts_once(samples, data):
     assert sorted([*plan.sample_ids.tolist(), *plan.dropped.tolist()]) == list(range(len(lengths)))
 
 
-@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=50), seed=st.none() | st.integers(0, 3))
-def test_groups_of_one_sample_each_change_nothing(lengths, seed):
-    groups = flat(list(range(len(lengths))), [1] * len(lengths))
-    plain = plan_bins(lengths, CAPACITY, seed=seed)
-    assert plan_bins(lengths, CAPACITY, groups=groups, seed=seed).bins == plain.bins
-    assert plan_bins(lengths, CAPACITY, groups=PrefixGroups.none(len(lengths)), seed=seed).bins == plain.bins
-    assert plain.tree_tokens.tolist() == plain.tokens.tolist()
-
-
 # ---------------------------------------------------------------------- shapes
 
 
@@ -130,15 +121,6 @@ def test_prompts_behind_a_short_system_prompt_are_whole_groups():
     assert plan.bins == ((0, 2, 4), (1, 3, 5))
     assert plan.tree_tokens.tolist() == [15, 15]
     assert split_groups(plan).tree_tokens.tolist() == [11] * 6
-
-
-def test_a_group_in_a_group_stays_together_where_the_outer_one_is_cut():
-    """A system prompt of 4 tokens; prompts of 3 more, with two branches of 2 each."""
-    groups = PrefixGroups(of_samples=np.array([1, 2, 1, 2]), parents=np.array([-1, 0, 0]), tokens=np.array([4, 7, 7]))
-    plan = plan_bins([9, 9, 9, 9], 12, groups=groups)
-    assert plan.bins == ((0, 2), (1, 3))
-    assert plan.tree_tokens.tolist() == [11, 11]
-    assert plan_bins([9, 9, 9, 9], 18, groups=groups).tree_tokens.tolist() == [18]
 
 
 def test_a_million_samples_of_one_system_prompt_fill_their_rows():

@@ -13,8 +13,6 @@ from vlmpack.layout.trie import compressed_trie
 from vlmpack.plan import PrefixGroups, plan_bins
 from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
 
-NONE = np.zeros(0, np.int64)
-
 
 def marks(symbols: Sequence[int], *, turns: Sequence[int] = (), media: Sequence[tuple[int, int]] = ()) -> PrefixMarks:
     """Marks of a sample; media as (end, patches)."""
@@ -79,13 +77,6 @@ def test_prompts_in_a_system_prompt_are_groups_in_a_group():
     assert groups.of_samples.tolist() == [1, 1, 2, 2]
 
 
-def test_short_beginnings_are_not_shared():
-    samples = [marks(text(0, 60) + text(seed, 100)) for seed in (1, 2)]
-    assert len(groups_of_marks(samples, min_shared=64)) == 0
-    assert groups_of_marks(samples, min_shared=16).tokens.tolist() == [48]
-    assert groups_of_marks([], min_shared=64) == PrefixGroups.none(0)
-
-
 @pytest.mark.parametrize("media", [(), [(5, 16), (9, 4)]])
 def test_marks_are_read_back_from_bytes(media):
     sample = marks(text(0, 40), turns=[7], media=media)
@@ -107,17 +98,3 @@ def test_the_tree_of_a_row_computes_no_more_than_was_planned(seed):
     for row, planned in zip(plan.bins, plan.tree_tokens.tolist(), strict=True):
         trie = compressed_trie([np.array(samples[at][0]) for at in row], [0] * len(row), 64)
         assert 0.6 * planned < sum(trie.lengths) <= planned
-
-
-def test_a_row_whose_prompts_share_their_first_words_computes_no_more_than_was_planned():
-    """Prompts that begin with the same 20 words are 80 tokens behind the system prompt, and 60 behind these words."""
-    system, words, samples = text(0, 100), text(1, 20), []
-    for prompt in range(12):
-        begin = [*system, *(words if prompt else text(2, 20)), *text(10 + prompt, 60)]
-        samples += [begin + text(100 * prompt + answer, 20) for answer in range(4, 12)]
-    groups = groups_of_marks([marks(sample, turns=[180]) for sample in samples], min_shared=64)
-    assert groups.tokens.tolist() == [96, *[180] * 12]
-    plan = plan_bins([len(sample) for sample in samples], 800, groups=groups)
-    for row, planned in zip(plan.bins, plan.tree_tokens.tolist(), strict=True):
-        trie = compressed_trie([np.array(samples[at]) for at in row], [0] * len(row), 64)
-        assert sum(trie.lengths) <= planned

@@ -100,22 +100,6 @@ def test_the_files_open_as_a_data_set_with_images(tmp_path):
     assert [image.size for image in pictures] == [(64 + 8 * place, 64) for place in rows[0]]
 
 
-def test_ids_that_no_file_can_hold_are_kept(tmp_path):
-    half = json.loads('"\\ud83d"')
-    samples = [
-        *texts(4),
-        chat("?", "a", id=f"sum {half}"),
-        chat("?", "a", id="Größe \u2028 👍"),
-        {**BROKEN, "id": half},
-    ]
-    store(tmp_path, samples, packing(**LENIENT))
-    dataset = PackedDataset(tmp_path)
-    ids = {sample.sample_id for row in range(len(dataset)) for sample in dataset.measured(row)}
-    assert {f"sum {half}", "Größe \u2028 👍"} < ids
-    assert left_out(tmp_path) == [(6, half, "no_targets")]
-    assert store(tmp_path, samples, packing(**LENIENT)) == dataset.manifest
-
-
 # ---------------------------------------------------------------------- what is planned
 
 
@@ -285,25 +269,6 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path):
     assert len(list((tmp_path / "full").glob("rows-*"))) == len(sizes) - 1
     store(tmp_path / "full", samples)
     assert digests(tmp_path / "full") == digests(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO], ids=errno.errorcode.get)
-@pytest.mark.parametrize("name", ["replace", "mkdir", "write_text"])
-def test_every_refusal_of_the_system_is_one_line_with_a_remedy(tmp_path, monkeypatch, number, name):
-    original = getattr(Path, name)
-
-    def refused(self: Path, *args: object, **settings: object) -> object:
-        if "out" in self.parts:
-            raise OSError(number, os.strerror(number), str(self))
-        return original(self, *args, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, name, refused)
-        with pytest.raises(ConfigError, match=r"Make room and run it again|Get the right to write there|See to|see to"):
-            store(tmp_path / "out", texts())
-    store(tmp_path / "out", texts())
-    store(tmp_path / "whole", texts())
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
 def test_an_error_of_the_data_set_is_no_error_of_the_folder(tmp_path):

@@ -151,8 +151,7 @@ class ChatTemplate:
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
         if not self.marks_answers:
             layout, ends = self._located(conversation, text)
-            weights = conversation.turn_weights or [(("", 1.0),)] * len(turns)
-            faults = (x for x, weight in zip(layout.answers, weights, strict=True) if is_trained(weight))
+            faults = (x for x, weight in zip(layout.answers, conversation.weights, strict=True) if is_trained(weight))
             if fault := next((x for x in faults if isinstance(x, str)), None):
                 remedy = "use a template with {% generation %} marks, train_on='all', or tokenized samples with labels"
                 raise SampleError(f"the chat template writes {fault}; {remedy}", "turn_mismatch")
@@ -187,11 +186,8 @@ class ChatTemplate:
             answers: the trained answers in it; None: check only the last message.
         """
         if answers is None:
-            weights = conversation.turn_weights
-            is_answer = conversation.messages[-1]["role"] == "assistant" and (
-                weights is None or is_trained(weights[-1])
-            )
-            answers = [(0, len(text))] if is_answer else []
+            is_answer = conversation.messages[-1]["role"] == "assistant"
+            answers = [(0, len(text))] if is_answer and is_trained(conversation.weights[-1]) else []
         unended = [span for span in answers if not self.is_ended(text[slice(*span)])]
         if unended and self.add_stop is not None:
             return "" if text[unended[-1][1] :].strip() else self.add_stop

@@ -260,18 +260,17 @@ class Encoder:
         if self._columns:
             raise SampleError(f"it is a conversation, but {self._is_of_prefix}", "template_error")
         text = self._template.render(conversation)
-        weights = conversation.turn_weights
         if self.train_on == "all":
             _check_unweighed(conversation)
         if not self.metadata.by_processor and ("</think>" not in text or self.train_on == "all"):
             text += self._template.end_of(conversation, text)
-            tokens = self._tokenize(text, media, has_offsets=any(len(pieces) > 1 for pieces in weights or ()))
+            tokens = self._tokenize(text, media, has_offsets=any(len(pieces) > 1 for pieces in conversation.weights))
             if self._is_too_long(tokens):
                 tokens = self._tokenize(text, media, has_offsets=True)
             spans, ends = self._spans(tokens.ids, conversation), []
         else:
             answers = [] if self.train_on == "all" else self._template.answers(conversation, text)
-            trained = [span for at, span in enumerate(answers) if weights is None or is_trained(weights[at])]
+            trained = [span for span, pieces in zip(answers, conversation.weights, strict=False) if is_trained(pieces)]
             if end := self._template.end_of(conversation, text, None if self.train_on == "all" else trained):
                 text += end
                 answers[-1:] = [(start, len(text)) for start, _ in answers[-1:]]
@@ -605,16 +604,15 @@ def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
 
 def _last_alone(conversation: Conversation) -> Conversation:
     """Return the conversation with training only on its last answer, with that answer's own weights."""
-    count = sum(message["role"] == "assistant" for message in conversation.messages)
-    weights: tuple[Weights, ...] = conversation.turn_weights or ((("", 1.0),),) * count
-    return replace(conversation, turn_weights=((("", 0.0),),) * (count - 1) + weights[-1:]) if count else conversation
+    weights = conversation.weights
+    return replace(conversation, turn_weights=((("", 0.0),),) * (len(weights) - 1) + weights[-1:])
 
 
 def _check_answered(conversation: Conversation) -> None:
     """Refuse a conversation that would only train on ends of turns. An empty answer beside one with text is fine."""
     answers = [message for message in conversation.messages if message["role"] == "assistant"]
-    weights = conversation.turn_weights or ((("", 1.0),),) * len(answers)
-    trained = [(message, pieces) for message, pieces in zip(answers, weights, strict=True) if is_trained(pieces)]
+    said = zip(answers, conversation.weights, strict=True)
+    trained = [(message, pieces) for message, pieces in said if is_trained(pieces)]
     if any(not is_empty(message.get(key)) for message, _ in trained for key in SPEAKING):
         return
     texts = [

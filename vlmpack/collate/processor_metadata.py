@@ -203,15 +203,6 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
         settings = _qwen_settings(processor)
     else:
         settings = processor_settings(processor)
-    return metadata_of(processor, settings, vocab_size=vocab_size)
-
-
-def metadata_of(processor: Any, settings: Mapping[str, Any], *, vocab_size: int | None = None) -> ProcessorMetadata:
-    """Read the tokenizer's metadata. `settings` holds the fields for images and for the way of encoding.
-
-    Raises:
-        ConfigError: the tokenizer has no end-of-text token.
-    """
     tokenizer = parts_of(processor).tokenizer
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")

@@ -15,17 +15,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vlmpack.errors import SampleError
 
-if TYPE_CHECKING:
-    pass
-
-
 COLUMNS = ("image", "ground_truth")
-
-
 SEPARATOR = "<sep/>"
 DEEPEST = 64
 """Nesting beyond which `token2json` keeps text unparsed. No receipt is this deep; a broken model's output may be."""

@@ -447,8 +447,9 @@ def _placed_part(part: Any, folder: Path) -> Any:
 def _placed(media: Any, folder: Path) -> Any:
     """Resolve a path, or paths in lists and under the keys of `SOURCES`, against `folder`."""
     if isinstance(media, str):
-        is_address = "://" in media[:32] or media.startswith("data:")
-        return media if is_address or not media else str(folder / media)
+        if "://" in media[:32] or media.startswith("data:") or not media:
+            return media
+        return str(folder / (Path(media).expanduser() if media.startswith("~/") else media))
     if isinstance(media, Mapping):
         return {key: _placed(value, folder) if key in SOURCES else value for key, value in media.items()}
     is_many = _is_list(media) and not (media and isinstance(media[0], float))

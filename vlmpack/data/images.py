@@ -209,7 +209,7 @@ def _path_or_bytes(text: str, kind: str) -> Path | bytes:
             return Path(unquote(rest))
     if scheme != "data":
         if "://" not in text[:32]:
-            return Path(text)
+            return Path(text).expanduser() if text.startswith("~/") else Path(text)
         fault = f"the {kind} address {_short(text)} is remote; nothing is fetched while samples are read: download the"
         raise SampleError(f"{fault} {kind} first and give its path or bytes", f"{kind}_remote")
     header, _, payload = text.partition(",")

@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
-from math import inf
 from numbers import Number
 from operator import index
 from pathlib import Path
@@ -67,6 +66,7 @@ Markers = Literal["auto", "places", "text"]
 Weights = tuple[tuple[str, float], ...]
 """The consecutive texts of an answer, each with its weight; ("", weight) if the whole answer has one weight."""
 _ONE: Weights = (("", 1.0),)
+_LARGEST = float(np.finfo(np.float32).max)
 
 # ---------------------------------------------------------------------- names of columns and keys
 
@@ -176,6 +176,12 @@ class Conversation:
             yield text_of(message)
             yield from _strings({key: value for key, value in message.items() if key not in ("role", "content")})
         yield from _strings(self.template_options)
+
+    @property
+    def weights(self) -> tuple[Weights, ...]:
+        """The weights of each assistant turn."""
+        count = sum(message["role"] == "assistant" for message in self.messages)
+        return self.turn_weights or (_ONE,) * count
 
     def questions(self) -> list[str]:
         """Return the users' texts, or the prompt."""
@@ -514,8 +520,8 @@ def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
     is_answer = _canonical(role) == "assistant"
     for name, value in flags.items():
         is_factor = name in FACTORS and is_answer
-        if not isinstance(value, int | float) or not (0 <= value < inf if is_factor else value in (0, 1)):
-            usual = "a weight is a number from 0" if is_factor else "a flag is true or false"
+        if not isinstance(value, int | float) or not (0 <= value <= _LARGEST if is_factor else value in (0, 1)):
+            usual = "a weight is a number from 0 that float32 holds" if is_factor else "a flag is true or false"
             usual = usual if is_answer else "only the assistant's turns have weights"
             raise SampleError(f"{where}.{name} is {value!r}; {usual}", "bad_row")
     factors = {float(value) for name, value in flags.items() if name in FACTORS}

@@ -310,7 +310,7 @@ def _hint(rows: Rows) -> str:
         return ""
     with rows.path.open("rb") as file:
         key = re.match(rb'\s*\{\s*"([^"]+)"\s*:\s*\[', file.read(256))
-    if key is None:
+    if key is None or key[1].decode(errors="replace") in TURNS:  # an ordinary line of turns
         return ""
     return f". If the samples are the list under its key {key[1].decode(errors='replace')!r}, write that list alone"
 

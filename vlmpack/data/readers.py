@@ -280,10 +280,12 @@ def _saved_rows(folder: Path, split: str) -> StoredRows:
     fault = f"{folder} cannot be read as a saved dataset; save it again"
     saved = _table(f"folder {folder}", lambda datasets: datasets.load_from_disk(str(folder)), fault)
     if isinstance(saved, dict):  # a DatasetDict
-        if split not in saved:
+        meant = {ALIASES.get(name, name): name for name in saved} | {name: name for name in saved}
+        name = meant.get(split) or meant.get(ALIASES.get(split, split))
+        if name is None:
             raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(saved)}")
-        saved = saved[split]
-    elif saved.split is not None and str(saved.split) != split:
+        saved = saved[name]
+    elif saved.split is not None and ALIASES.get(str(saved.split), str(saved.split)) != ALIASES.get(split, split):
         raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
     return StoredRows(table=saved.with_format("arrow"))
 

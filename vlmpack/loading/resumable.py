@@ -253,14 +253,8 @@ LOAD_ANOTHER = "load another state, or restart the epoch"
 
 
 def sealed(fields: Mapping[str, Any], *, of: str) -> dict[str, Any]:
-    """Return a state: the fields plus a digest of all of them and of the owner's class name.
-
-    A state nested inside has its own digest, which represents it.
-    """
-    own = {
-        name: value["seal"] if isinstance(value, dict) and "seal" in value else value for name, value in fields.items()
-    }
-    return {**fields, "seal": content_digest([of, own])}
+    """Return a state: the fields plus a digest of all of them and of the owner's class name."""
+    return {**fields, "seal": content_digest([of, fields])}
 
 
 def check_seal(state: Mapping[str, Any], *, of: str) -> None:

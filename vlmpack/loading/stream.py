@@ -113,18 +113,13 @@ class PackedStream(IterableDataset[list[Any]]):
     def __repr__(self) -> str:
         rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
         end = ", for ever" if self.repeat else ""
-        done = f"{self._packer.received} samples packed, {self.dropped} dropped, {self.left_out} left out"
+        done = f"{self._packer.received} samples packed, {self.dropped} dropped"
         return f"PackedStream({rows}, rank {self.rank} of {self.ranks}{end}; {done})"
 
     @property
     def dropped(self) -> int:
         """Samples of this pass that were too large for a row and dropped."""
         return self._packer.dropped
-
-    @property
-    def left_out(self) -> int:
-        """Samples of this pass that were left out at the end because their rows were not full enough."""
-        return self._packer.left_out
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield the rows of this rank and worker, from the loaded state on, or from the start.
@@ -146,11 +141,9 @@ class PackedStream(IterableDataset[list[Any]]):
                     raise ConfigError("this stream was started again before it ended; give each loader its own stream")
             if not self.repeat or (self._part.parts > 1 and not self._packer.received):
                 return
-            if self._packer.received == self.dropped + self.left_out:
-                raise ConfigError(
-                    f"the source gives no row, so there is nothing to repeat: of {self._packer.received} samples "
-                    f"{self.dropped} were too long and {self.left_out} left out"
-                )
+            if self._packer.received == self.dropped:
+                fault = f"the source gives no row, and nothing to repeat: its {self.dropped} samples were too long"
+                raise ConfigError(f"{fault}; raise the capacity")
 
     def _pass(self) -> Iterator[list[Any]]:
         """Yield the rows of a pass, or the remaining ones after a state was loaded."""

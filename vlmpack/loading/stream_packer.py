@@ -36,8 +36,6 @@ class RowSettings:
     """Make rows only while at least this many tokens are buffered; None: four rows' worth."""
     min_fill: float = 0.0
     """Fraction of the capacity, 0 to 1; a row below it is held back once to wait for more samples."""
-    drop_last: bool = False
-    """At the end, leave out rows below `min_fill`."""
     overlength: Overlength = "error"
     """What to do with a sample that is too large for a row: "error", "drop", or "own_row"."""
 
@@ -56,11 +54,6 @@ class RowSettings:
     def enough_buffered(self) -> int:
         """Tokens that must be buffered before a row is made."""
         return ROWS_BUFFERED * self.capacity if self.buffer_tokens is None else self.buffer_tokens
-
-    @property
-    def least_tokens(self) -> float:
-        """Tokens from which a row counts as full enough."""
-        return self.min_fill * self.capacity
 
 
 Sample = TypeVar("Sample")
@@ -214,8 +207,6 @@ class StreamPacker(Generic[Sample]):
         """Samples added so far."""
         self.dropped = 0
         """Samples that were too large for a row and dropped."""
-        self.left_out = 0
-        """Samples that were left out at the end because their rows were not full enough."""
         self.buffered: dict[int, Sample] = {}
         """Samples that are in no row yet, by number; `load_state_dict` needs them beside a state."""
         self._length, self._costs, self._prefix = length, costs, prefix
@@ -236,7 +227,7 @@ class StreamPacker(Generic[Sample]):
     def __repr__(self) -> str:
         return (
             f"StreamPacker(rows of {self.settings.capacity} tokens, {self.received} samples, {len(self)} buffered "
-            f"({self.tokens} tokens), {self.dropped} dropped, {self.left_out} left out)"
+            f"({self.tokens} tokens), {self.dropped} dropped)"
         )
 
     @property
@@ -337,7 +328,8 @@ class StreamPacker(Generic[Sample]):
         self._alone, passed_over = [], []
         while len(self._fill):
             was_held_back = self._fill.oldest < self._carried
-            if row := self._take(at_least=0.0 if was_held_back else self.settings.least_tokens):
+            least = 0.0 if was_held_back else self.settings.min_fill * self.settings.capacity
+            if row := self._take(at_least=least):
                 rows.append(row)
             else:
                 passed_over.append(self._fill.take_oldest())
@@ -347,7 +339,7 @@ class StreamPacker(Generic[Sample]):
         return rows
 
     def flush(self) -> list[Row]:
-        """Return rows of all buffered samples; with `drop_last`, rows below `min_fill` are left out and counted."""
+        """Return rows of all buffered samples."""
         return list(self.rest())
 
     def rest(self) -> Iterator[Row]:
@@ -355,12 +347,7 @@ class StreamPacker(Generic[Sample]):
         self._close_group()
         yield from self.rows()
         while len(self._fill):
-            tokens = self._fill.tokens
-            row = self._take()
-            if self.settings.drop_last and tokens - self._fill.tokens < self.settings.least_tokens:
-                self.left_out += len(row)
-            else:
-                yield row
+            yield self._take()
 
     def _needs(self, number: int, sample: Sample) -> Needs:
         """Return (tokens, *costs) of a sample; a sample that could not be read counts as one token.
@@ -407,7 +394,7 @@ class StreamPacker(Generic[Sample]):
             "items": [list(self._items[first]) for first, *_ in self._fill.buffered],
             "arriving": list(self._arriving.members),
             "alone": list(self._alone),
-            "counts": [self.received, self.dropped, self.left_out, self._carried],
+            "counts": [self.received, self.dropped, self._carried],
         }
         return sealed(fields, of="StreamPacker")
 
@@ -450,7 +437,7 @@ class StreamPacker(Generic[Sample]):
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured in another way: {error}") from error
         again._alone = list(state["alone"])
-        again.received, again.dropped, again.left_out, again._carried = state["counts"]
+        again.received, again.dropped, again._carried = state["counts"]
         vars(self).update(vars(again))
 
     def _group_of(self, numbers: Sequence[int]) -> _Group:
