@@ -286,14 +286,16 @@ class ChatTemplate:
 
         def find(at: int) -> tuple[Mark, Mark] | str:
             fault = f"otherwise alone than before other messages, so it is not known which tokens are messages[{at}]"
+            said = [one for one in order if probes[one].message == at]
+            own = [spots[one] for one in said]
             question, answer = compare(at, add_generation_prompt=True), compare(at + 1)
+            if at == 0 and own and (prompt := text.rfind(self._prompt, 0, own[0].start)) >= 0:
+                question = _Beginning(0, prompt + len(self._prompt), "", {})  # a template cannot ask after no message
             if question is None or not (_OPENED if probes else _NOTHING).fullmatch(question.rest):
                 return f"messages[:{at}] and its prompt {fault}"
             if answer is None or (self._token.sub("", answer.rest) if probes else answer.rest).strip():
                 return f"messages[:{at + 1}] {fault}"
             start, stop, before, number = question.stop, answer.stop, question.number, answer.number
-            said = [one for one in order if probes[one].message == at]
-            own = [spots[one] for one in said]
             first = own[0].start if own else max(start, stop)
             if _WRITTEN_EMPTY.search(text_of(messages[at])) and (empty := _EMPTY.search(text, ends[before], start)):
                 start = start - len(empty.group().lstrip()) if empty.end() == start else start
@@ -346,6 +348,13 @@ class ChatTemplate:
             return span
         is_end = not following or following[0]["role"] in ("user", "tool") or end.group().strip() == self._own_end
         return (start, end.end()) if is_end else span
+
+    @cached_property
+    def _prompt(self) -> str:
+        """The text with which the template asks for an answer to a user."""
+        question = [{"role": "user", "content": "?"}]
+        plain, asked = self._tried(question) or "", self._tried(question, {"add_generation_prompt": True}) or ""
+        return asked[self._shared(plain, asked) :]
 
     @cached_property
     def _own_end(self) -> str:
