@@ -27,6 +27,7 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.data import load_processor, open_dataset
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+from vlmpack.trainer import generate_answer
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", required=True, help='hub id or folder; "tiny" for a tiny random Qwen3-VL')
@@ -94,16 +95,9 @@ def evaluate() -> str:
     """Return the exact loss of the held-out samples, and a generated last answer of the first one."""
     loss = trainer.evaluate()["eval_loss"]
     assert trainer.evaluation is not None
-    batch = VLMCollator(processor)([test[int(trainer.evaluation.sample_ids[0])]])
-    is_target = batch["labels"][0] >= 0
-    start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1  # the tokens before it are the prompt
-    accepted = inspect.signature((model if options.full else model.get_base_model()).forward).parameters
-    names = [name for name in accepted if isinstance(batch.get(name), torch.Tensor) and name != "labels"]
-    of_tokens = batch["labels"].shape
-    prompt = {name: batch[name][:, :start] if batch[name].shape[:2] == of_tokens else batch[name] for name in names}
-    prompt = {name: tensor.to(args.device) for name, tensor in prompt.items()}
-    ids = model.eval().generate(**prompt, max_new_tokens=128, do_sample=False)
-    return f"loss of the held-out samples {loss:.4f}, an answer: {processor.decode(ids[0, start:])!r}"
+    sample = test[int(trainer.evaluation.sample_ids[0])]
+    answer = generate_answer(model, collator, sample, max_new_tokens=128)
+    return f"loss of the held-out samples {loss:.4f}, an answer: {answer!r}"
 
 
 before = evaluate()

@@ -78,7 +78,7 @@ def test_a_refusal_prints_no_json_and_the_module_can_be_run() -> None:
     command = [sys.executable, "-m", "vlmpack.cli", "analyze", "synthetic", "--processor", "nowhere", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("vlmpack: --processor nowhere") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("vlmpack: processor nowhere") and "Traceback" not in done.stderr
 
 
 def test_what_the_system_refuses_is_one_line_and_a_bug_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

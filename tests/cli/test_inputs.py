@@ -72,12 +72,12 @@ def test_a_processor_is_that_of_a_family_or_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(chats: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--processor .*nowhere cannot be read"):
+    with pytest.raises(ConfigError, match=r"processor .*nowhere cannot be read"):
         opened(chats, processor=str(tmp_path / "nowhere"))
     with pytest.raises(FamilyError, match="mamba: unknown family"):
         named_processor("tiny:mamba")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=rf"--processor .*config.json is a file; give its folder: {tmp_path}$"):
+    with pytest.raises(ConfigError, match=rf"processor .*config.json is a file; give its folder: {tmp_path}$"):
         named_processor(str(tmp_path / "config.json"))
 
 

@@ -106,7 +106,7 @@ def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: 
         (("--overlength", "error"), "vlmpack: sample 7 (id 's7'): does not fit a row of 64 tokens"),
         (("--max-pixels", 9), "vlmpack: --max-pixels 9: the processor enlarges images to"),
         (("--pad-seq-to-mult", 7), "vlmpack: a capacity of 64 tokens is no multiple of 7"),
-        (("--processor", "nowhere"), "vlmpack: --processor nowhere"),
+        (("--processor", "nowhere"), "vlmpack: processor nowhere"),
     ],
 )
 def test_a_refusal_is_one_line(source: Path, tmp_path: Path, change: tuple[Any, ...], told: str) -> None:

@@ -66,7 +66,12 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
         ("data=[]", "data names no data set"),
         ("eval_strategy=sometimes", "TrainingArguments refuses these keys: sometimes is not a valid"),
         ("model=nowhere", "nowhere"),
-        ("lora_targets=nothing", "lora_targets nothing: Target modules"),
+        ("lora_targets=nothing", "lora_targets nothing: No modules were targeted"),
+        ("num=-1", "num must be at least 1, got -1"),
+        ("val_size=32", "val_size=32 leaves nothing to train on: data has 32 samples"),
+        ("data=[1]", "data takes str or list[str] or dict[str, float], got [1]"),
+        ("data={chats.jsonl: 0}", "data: the weight of chats.jsonl must be a number above 0, got 0"),
+        ("resume_from_checkpoint=nowhere", "nowhere cannot be resumed from: there is no such folder"),
         ("on_bad=raise", "cannot be used; on_bad='skip'"),
         ("capacity=20", "no sample can be used (overlength"),
     ],
@@ -83,9 +88,11 @@ def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, ch
         ("- a", "has no keys; write lines such as `data: chats.jsonl`"),
         ("model: tiny", "data must be set"),
         ("a: [", "cannot be read"),
+        ("{model: tiny, data: synthetic, num: 3, learning_rate: -1}", "Trainer refuses these keys: Invalid learning"),
+        ("{model: tiny, data: synthetic, neftune_noise_alpha: 5}", "neftune_noise_alpha scales noise"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(text: str, said: str, chats: Path) -> None:
+def test_a_file_that_configures_no_training_is_refused(text: str, said: str, chats: Path) -> None:
     Path("train.yaml").write_text(text)
     done = CliRunner().invoke(app, ["train", "--config", "train.yaml"])
     assert (done.exit_code, said in done.stderr) == (2, True), done.output

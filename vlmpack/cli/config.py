@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, final, get_args, get_origin, get_type_hints
 
 import yaml
 from rich.console import Console
 from rich.text import Text
 
-from vlmpack.cli.options import DataOptions
+from vlmpack.cli.options import DataOptions, Dtype
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import print_table, text_column
 
+UNIONS = (Union, UnionType)
 Sources = str | list[str] | dict[str, float]
 
 
@@ -43,10 +44,7 @@ class TrainKeys:
         str | list[str], "Layers to adapt, as in PEFT; all-linear: every linear layer of the language model."
     ] = "all-linear"
     merge: Annotated[bool, "Also save the model with merged adapters, in OUTPUT_DIR/merged."] = True
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        "Weights; by default bfloat16 for LoRA on cuda, else float32.",
-    ] = None
+    dtype: Annotated[Dtype | None, "Weights; by default bfloat16 for LoRA on cuda, else float32."] = None
     on_bad: Annotated[Literal["raise", "skip"], "Stop at samples that cannot be used, or skip and list them."] = "raise"
     max_new_tokens: Annotated[
         int, "Maximum tokens of the answer to a held-out sample, generated before and after training; 0: none."
@@ -54,6 +52,7 @@ class TrainKeys:
 
 
 OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
+MINIMA = {"val_size": 0, "capacity": 2, "samples_per_update": 1, "lora_rank": 1, "lora_dropout": 0, "max_new_tokens": 0}
 OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name not in ("dataset", "mix"))
 DEFAULTS: dict[str, Any] = {
     "output_dir": "results",
@@ -124,6 +123,8 @@ class Key(NamedTuple):
     """Its default, as shown."""
     help: str
     """Its meaning."""
+    least: float | None = None
+    """Its minimum, if it is a number."""
 
 
 def all_keys() -> dict[str, Key]:
@@ -135,7 +136,8 @@ def all_keys() -> dict[str, Key]:
         kinds = get_type_hints(owner, include_extras=True)
         for name, default in ((each.name, each.default) for each in fields(owner) if each.name in names):
             kind, said = get_args(kinds[name])
-            keys[name] = Key(kind, CHOSEN.get(name, _shown(default)), said if isinstance(said, str) else said.help)
+            least = MINIMA.get(name, getattr(said, "min", None))
+            keys[name] = Key(kind, CHOSEN.get(name, _shown(default)), getattr(said, "help", said), least)
     for each in fields(TrainingArguments):
         default = CHOSEN.get(each.name) or _shown(DEFAULTS.get(each.name, each.default))
         meaning = " ".join(str(each.metadata.get("help", "")).split()).partition(". ")[0].rstrip(".") + "."
@@ -170,17 +172,16 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     if file is not None:
-        content = _yaml(f"--config {file}", lambda: file.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
+        given = _yaml(f"--config {file}", file.read_bytes())
+        if not isinstance(given, dict):
             raise ConfigError(f"--config {file} has no keys; write lines such as `data: chats.jsonl`")
-        given |= {str(key): value for key, value in content.items()}
     for text in settings:
-        key, equals, value = text.partition("=")
-        if not equals:
+        key, _, value = text.partition("=")
+        if not key or key == text:
             raise ConfigError(f"{text} is not a setting KEY=VALUE; to read settings from a file: --config {text}")
-        given[key] = _yaml(text, lambda value=value: value)
+        given[key] = _yaml(text, value)
     keys = all_keys()
-    for key in given:
+    for key in map(str, given):
         if key not in keys:
             ours = next((name for name, others in ELSEWHERE.items() if key in others.split()), None)
             nearest = ours or get_close_matches(key, keys, n=1, cutoff=0.0)[0]
@@ -189,35 +190,56 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             )
     if missing := [name for name in ("model", "data") if name not in given]:
         raise ConfigError(f"{' and '.join(missing)} must be set: vlmpack train model=HUB_ID data=FILE, or in --config")
-    return {key: as_kind(key, value, keys[key].kind) for key, value in given.items()}
+    return {key: _value(key, value, keys[key]) for key, value in given.items()}
 
 
-def _yaml(name: str, text: Callable[[], str]) -> Any:
+def _yaml(name: str, text: str | bytes) -> Any:
     try:
-        return yaml.safe_load(text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
         raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
 
 
-def as_kind(key: str, value: Any, kind: Any) -> Any:
-    """Convert the value of a key to its type: YAML reads 1e-4 as text, and no as False.
+def _value(name: str, value: Any, key: Key) -> Any:
+    """Convert and check the value of a key.
 
     Raises:
-        ConfigError: it cannot be converted.
+        ConfigError: it has another type, or is too small.
     """
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-    types: list[type] = [found for each in kinds if isinstance(found := get_origin(each) or each, type)]
-    if value is False and str in types and bool not in types:
+    try:
+        value = as_kind(value, key.kind)
+    except (TypeError, ValueError):
+        kinds = get_args(key.kind) if get_origin(key.kind) in UNIONS else (key.kind,)
+        words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+        types = [str(each) if get_args(each) else each.__name__ for each in kinds if get_origin(each) is not Literal]
+        allowed = [*words, *(each for each in types if each != "NoneType")]
+        raise ConfigError(f"{name} takes {' or '.join(allowed)}, got {value!r}") from None
+    if key.least is not None and value is not None and not value >= key.least:  # nan is not, either
+        raise ConfigError(f"{name} must be at least {key.least}, got {value}")
+    return value
+
+
+def as_kind(value: Any, kind: Any) -> Any:
+    """Convert a value to its annotated type: YAML reads 1e-4 as text, and no as False.
+
+    Raises:
+        ValueError: it cannot be converted.
+    """
+    parts, origin = get_args(kind), get_origin(kind) or kind
+    if origin in UNIONS:
+        for each in sorted(parts, key=lambda each: each is not type(value)):
+            with suppress(TypeError, ValueError):
+                return as_kind(value, each)
+    elif origin is Any or (origin is Literal and value in parts):
+        return value
+    elif origin is str and value is False:
         return "no"
-    if value in words or (value is None and NoneType in types):
+    elif origin in (int, float, Path) and type(value) in (str, int):
+        return origin(value)
+    elif not parts and isinstance(value, origin) and isinstance(value, bool) <= (origin is bool):
         return value
-    if isinstance(value, str) and str not in types:
-        for convert in (each for each in (int, float, Path) if each in types):
-            with suppress(ValueError):
-                return convert(value)
-    accepted = (*types, int) if float in types else tuple(types)
-    if isinstance(value, accepted) and (bool in types or not isinstance(value, bool)):
-        return value
-    allowed = [*words, *(each.__name__ for each in types if each is not NoneType)]
-    raise ConfigError(f"{key} takes {' or '.join(map(str, allowed))}, got {value!r}")
+    elif origin is list and isinstance(value, list):
+        return [as_kind(each, *parts) for each in value]
+    elif origin is dict and isinstance(value, dict):
+        return {as_kind(name, parts[0]): as_kind(each, parts[1]) for name, each in value.items()}
+    raise ValueError

@@ -19,6 +19,8 @@ from vlmpack.errors import ConfigError, skipped_are_reported
 from vlmpack.terminal import print_text, progress_lines
 
 if TYPE_CHECKING:
+    import torch
+
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import MixedDataset
     from vlmpack.data.open import OpenDataset
@@ -310,13 +312,41 @@ def named_processor(name: str) -> Any:
     from vlmpack.data.processor import WHOLE, is_saved_alone, load_processor
 
     remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for a built-in one"
-    with reading("--processor", name, remedy=remedy), quiet_transformers():
+    with reading("processor", name, remedy=remedy), quiet_transformers():
         if is_saved_alone(name):
             return load_processor(name)
         model_type = AutoConfig.from_pretrained(name).model_type
         if family_named(WHOLE.get(model_type, model_type)).has_vision:
             return load_processor(name)
         return AutoTokenizer.from_pretrained(name)
+
+
+def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bool = False) -> Any:
+    """Load a model with its head, or make a built-in one for this processor, or tokenizer of a text model.
+
+    Args:
+        name: hub id, folder, or name of a built-in model.
+        processor: its processor.
+        dtype: dtype of the weights.
+        only_shapes: make a model that is not built in on the meta device, without weights.
+
+    Raises:
+        ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
+    """
+    import torch
+
+    from vlmpack.families.registry import family_named
+    from vlmpack.probing.weights import auto_class, read_config
+    from vlmpack.testing.models import tiny_model
+
+    if tiny := tiny_family(name):
+        has_vision = family_named(tiny).has_vision
+        sizes: dict[str, Any] = {"processor": processor} if has_vision else {"vocab_size": len(processor)}
+        return tiny_model(tiny, dtype=dtype, **sizes)
+    config = read_config(name)
+    auto = auto_class(family_named(config.model_type))
+    with torch.device("meta" if only_shapes else "cpu"), reading("model", name):
+        return auto.from_config(config, dtype=dtype) if only_shapes else auto.from_pretrained(name, dtype=dtype)
 
 
 def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
@@ -353,10 +383,12 @@ def reading(option: str, name: str, *, remedy: str = "give a hub id or the folde
     Raises:
         ConfigError: it cannot be read, or transformers does not support the model.
     """
+    from vlmpack.probing.weights import UNREADABLE
+
     refuse_file(option, name)
     try:
         yield
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"{option} {name} cannot be read ({reason}); {remedy}") from error
 

@@ -9,11 +9,10 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
-from inspect import signature
 from itertools import groupby
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, final
 
@@ -23,7 +22,7 @@ from rich.text import Text
 
 from vlmpack.cli import inputs, options
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys, print_keys, read_config
-from vlmpack.cli.inputs import Inputs, open_inputs, print_refused, quiet_transformers, reading, tiny_family
+from vlmpack.cli.inputs import Inputs, open_inputs, open_model, print_refused, quiet_transformers
 from vlmpack.cli.options import DataOptions
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_extra
 from vlmpack.terminal import format_bytes, print_table, print_text, text_column
@@ -47,7 +46,7 @@ def train(
     settings: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings; they override the file.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings.")] = None,
+    config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="YAML file of settings.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan without training; measured lengths are kept.")
     ] = False,
@@ -82,39 +81,38 @@ def train(
         typer.echo(json.dumps({**numbers, "result": result}, indent=2))
 
 
-def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any) -> DataOptions:
+def data_options(given: Mapping[str, Any], keys: TrainKeys, sources: Any, *, cache: Path) -> DataOptions:
     """Make the data options; a sample may be as long as a row, or longer in its own."""
     names = [sources] if isinstance(sources, str) else [*sources]
     if not names:
         raise ConfigError("data names no data set; give a file, a folder or a hub id")
     if isinstance(sources, dict):  # weights relative to the first
+        if wrong := [name for name, weight in sources.items() if not 0 < weight < inf]:
+            raise ConfigError(f"data: the weight of {wrong[0]} must be a number above 0, got {sources[wrong[0]]}")
         names[1:] = [f"{name}={sources[name] / sources[names[0]]}" for name in names[1:]]
-    settings: dict[str, Any] = {
-        "dataset": names[0],
-        "mix": names[1:],
-        "processor": keys.model,
-        "max_length": None if given.get("overlength") == "own_row" else keys.capacity,
-        "cache": str(Path(given.get("output_dir", DEFAULTS["output_dir"])) / LENGTHS),
-    }
-    settings |= {name: given[name] for name in OF_DATA if given.get(name) is not None}
-    if isinstance(columns := settings.get("columns"), dict):
+    settings = {name: given[name] for name in OF_DATA if given.get(name) is not None}
+    if isinstance(columns := settings.get("columns", []), dict):
         maps = {f"{name}=": each for name, each in columns.items() if isinstance(each, dict)} or {"": columns}
-        settings["columns"] = [f"{name}{json.dumps(each)}" for name, each in maps.items()]
-    elif columns:
-        settings["columns"] = [columns]
-    return DataOptions(**settings)
+        columns = [f"{name}{json.dumps(each)}" for name, each in maps.items()]
+    settings["columns"] = [columns] if isinstance(columns, str) else columns
+    whole = keys.capacity if settings.get("overlength") != "own_row" else None
+    ours = {"processor": keys.model, "max_length": whole, "cache": str(cache)}
+    return DataOptions(dataset=names[0], mix=names[1:], **{**ours, **settings})
 
 
 def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool) -> TrainingArguments:
     """Make the trainer's arguments.
 
     Raises:
-        ConfigError: TrainingArguments refuses them.
+        ConfigError: TrainingArguments refuses them, or packed rows would differ from their samples alone.
     """
     import torch
     from transformers import TrainingArguments
 
+    from vlmpack.trainer.check import check_arguments
+
     on_gpu = torch.cuda.is_available()
+    names = {each.name for each in fields(TrainingArguments)} - {*UNUSED, "resume_from_checkpoint"}
     ours: dict[str, Any] = {
         **DEFAULTS,
         "learning_rate": 1e-4 if keys.method == "lora" else 1e-5,
@@ -123,19 +121,24 @@ def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool
         "dataloader_pin_memory": on_gpu,
         "dataloader_num_workers": given.get("workers", 0),
         "disable_tqdm": quiet,
-        CHECKPOINTING: on_gpu,
         **({"save_strategy": "steps"} if "save_steps" in given else {}),
     }
-    names = {each.name for each in fields(TrainingArguments)} - {*UNUSED, "resume_from_checkpoint"}
-    if CHECKPOINTING not in names:
-        ours[OLD_CHECKPOINTING] = ours.pop(CHECKPOINTING)
-    else:  # the old name warns
-        given = {name.replace(OLD_CHECKPOINTING, CHECKPOINTING): value for name, value in given.items()}
+    if not {CHECKPOINTING, OLD_CHECKPOINTING} & given.keys():
+        ours[CHECKPOINTING if CHECKPOINTING in names else OLD_CHECKPOINTING] = on_gpu
     settings = {**ours, **{name: value for name, value in given.items() if name in names}}
+    with refused_as("TrainingArguments refuses these keys"):
+        args = TrainingArguments(**settings, remove_unused_columns=False)
+    check_arguments(args)
+    return args
+
+
+@contextmanager
+def refused_as(what: str) -> Iterator[None]:
+    """Turn errors of other libraries about settings into a ConfigError that begins with `what`."""
     try:
-        return TrainingArguments(**settings, remove_unused_columns=False)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"TrainingArguments refuses these keys: {' '.join(str(error).split())}") from error
+        yield
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) -> nn.Module:
@@ -146,47 +149,28 @@ def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) ->
     """
     import torch
 
-    from vlmpack.families.registry import family_named, family_of
-    from vlmpack.probing.weights import auto_class, read_config
-    from vlmpack.testing.models import tiny_model
+    from vlmpack.families.registry import family_of
 
     low = keys.dtype == "bfloat16" or (keys.dtype is None and keys.method == "lora" and torch.cuda.is_available())
     dtype = torch.bfloat16 if low else torch.float32
-    if tiny := tiny_family(keys.model):
-        is_whole = hasattr(processor, "tokenizer")
-        sizes: dict[str, Any] = {"processor": processor} if is_whole else {"vocab_size": len(processor)}
-        model: Any = tiny_model(tiny, dtype=dtype, **sizes)
-    else:
-        config = read_config(keys.model)
-        loader = auto_class(family_named(config.model_type))
-        make, source = (loader.from_config, config) if only_shapes else (loader.from_pretrained, keys.model)
-        with torch.device("meta" if only_shapes else "cpu"), reading("model", keys.model):
-            model = make(source, dtype=dtype)
+    model = open_model(keys.model, processor, dtype, only_shapes=only_shapes)
     family = family_of(model)
-    vision = () if family.vision_path is None else (family.vision_path,)
+    frozen = family.vision_path if keys.freeze_vision else None
     if keys.method == "full":
-        for path in vision if keys.freeze_vision else ():
-            model.get_submodule(path).requires_grad_(False)
+        if frozen:
+            model.get_submodule(frozen).requires_grad_(False)
         return model
     check_extra("peft", "peft", needed_by="method=lora")
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = keys.lora_targets
-    if targets == "all-linear":
-        parts = (family.text_path, *(() if keys.freeze_vision else vision))
-        names = (
-            f"{part}.{name}"
-            for part in parts
-            for name, layer in model.get_submodule(part).named_modules()
-            if isinstance(layer, torch.nn.Linear)
-        )
-        targets = [name for name in names if name != family.head_path]
+    outside = rf"{frozen}\..*" if frozen else None  # of adapters
+    if keys.lora_targets == "all-linear":
+        parts = [family.text_path, *([] if frozen or family.vision_path is None else [family.vision_path])]
+        outside = rf"(?!({'|'.join(parts)})\.).*"
     rank, alpha = keys.lora_rank, 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
-    lora = LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=keys.lora_dropout, target_modules=targets)
-    try:
-        return get_peft_model(model, lora)
-    except ValueError as error:
-        raise ConfigError(f"lora_targets {keys.lora_targets}: {' '.join(str(error).split())}") from error
+    settings: dict[str, Any] = {"target_modules": keys.lora_targets, "exclude_modules": outside}
+    with refused_as(f"lora_targets {keys.lora_targets}"):
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=keys.lora_dropout, **settings))
 
 
 # ---------------------------------------------------------------------- a run
@@ -209,20 +193,27 @@ class Run:
         from torch import Generator
         from torch.utils.data import random_split
 
+        from vlmpack.trainer.checkpoints import PLAN_FILE, checkpoint_to_resume
+
         self.given = given
         self.keys = keys = TrainKeys(**{name: given[name] for name in OF_TRAIN if name in given})
         self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
-        self.data = data_options(given, keys, keys.data)
-        dataset, self.collator = open_inputs(self.data, on_bad=keys.on_bad)
-        self.train_set: Any = dataset
+        self.folder = Path(args.output_dir or DEFAULTS["output_dir"])
+        self.resume = checkpoint_to_resume(given.get("resume_from_checkpoint"), self.folder, PLAN_FILE)
+        self.data = data_options(given, keys, keys.data, cache=self.folder / LENGTHS)
+        self.train_set, self.collator = open_inputs(self.data, on_bad=keys.on_bad)
         self.eval_set: Any = None
+        size = len(self.train_set)
         if keys.eval_data is not None:
-            self.eval_set = open_inputs(data_options({**given, "num": None}, keys, keys.eval_data)).dataset
-        elif num := min(ceil(keys.val_size * (1 if keys.val_size >= 1 else len(dataset))), len(dataset) - 1):
-            sizes, generator = [len(dataset) - num, num], Generator().manual_seed(self.data.seed)
-            self.train_set, self.eval_set = random_split(self.train_set, sizes, generator)
+            held_out = data_options({**given, "num": None}, keys, keys.eval_data, cache=self.folder / LENGTHS)
+            self.eval_set = open_inputs(held_out).dataset
+        elif keys.val_size >= max(1, size):
+            raise ConfigError(f"val_size={keys.val_size:g} leaves nothing to train on: data has {size:,} samples")
+        elif num := min(ceil(keys.val_size * (1 if keys.val_size >= 1 else size)), size - 1):
+            generator = Generator().manual_seed(self.data.seed)
+            self.train_set, self.eval_set = random_split(self.train_set, [size - num, num], generator)
         with args.main_process_first(desc="measuring"):  # the other ranks read its cache
-            options.make_folder("output_dir", Path(str(args.output_dir)))
+            options.make_folder("output_dir", self.folder)
             self.table, self.plan = self._planned(self.train_set, quiet=quiet)
             self.eval_plan = None if self.eval_set is None else self._planned(self.eval_set, quiet=quiet)[1]
         if keys.samples_per_update is not None:
@@ -256,11 +247,13 @@ class Run:
         accumulation, ranks = args.gradient_accumulation_steps, args.world_size
         rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
         model = make_model(self.keys, self.collator.processor, only_shapes=True)
-        most = {"tokens": int(plan.tree_tokens.max()), "patches": int(plan.sums(table.by_place(table.patches)).max())}
-        size = 2 if args.bf16 else next(model.parameters()).element_size()
         again = any(getattr(args, name, False) for name in (CHECKPOINTING, OLD_CHECKPOINTING))
-        mesh = Mesh(**{"fsdp" if args.fsdp else "replicate": ranks}, checkpointing=again)
-        memory = {name: part.size for name, part in memory_of(model_sizes(model, size=size), mesh, **most).items()}
+        memory = memory_of(
+            model_sizes(model, size=2 if args.bf16 else next(model.parameters()).element_size()),
+            Mesh(**{"fsdp" if args.fsdp else "replicate": ranks}, checkpointing=again),
+            tokens=int(plan.tree_tokens.max()),
+            patches=int(plan.sums(table.by_place(table.patches)).max()),
+        )
         return {
             "model": self.keys.model,
             "method": self.keys.method,
@@ -278,10 +271,10 @@ class Run:
             "accumulation": accumulation,
             "samples_per_update": len(plan.sample_ids) / len(plan) * ranks * accumulation,
             "updates": args.max_steps if args.max_steps > 0 else ceil(rows // accumulation * args.num_train_epochs),
-            "memory": {**memory, "free": free_bytes(args.device)},
+            "memory": {**{name: part.size for name, part in memory.items()}, "free": free_bytes(args.device)},
             "sample": [{"text": text, "trained_on": is_target} for text, is_target in self.sample()],
             "ignored": self.ignored(),
-            "output_dir": args.output_dir,
+            "output_dir": str(self.folder),
         }
 
     def sample(self) -> Iterator[tuple[str, bool]]:
@@ -326,50 +319,40 @@ class Run:
         from vlmpack.trainer.check import check_trainer
         from vlmpack.trainer.packed_trainer import PackedTrainer
 
-        processor = self.collator.processor
         set_seed(self.args.seed)  # for the adapters' initial weights
-        trainer = PackedTrainer(
-            enable_packing(make_model(self.keys, processor), parallel=Parallel()), self.args, self.collator,
-            self.train_set, self.eval_set, processing_class=processor, plan=self.plan, eval_plan=self.eval_plan,
-        )  # fmt: skip
+        processor, merged = self.collator.processor, None
+        model: Any = enable_packing(make_model(self.keys, processor), parallel=Parallel())
+        with refused_as("Trainer refuses these keys"):
+            trainer = PackedTrainer(
+                model, self.args, self.collator, self.train_set, self.eval_set, processing_class=processor,
+                plan=self.plan, eval_plan=self.eval_plan,
+            )  # fmt: skip
+            if not self.is_sharded:  # try its settings before anything is computed
+                trainer.create_scheduler(1, trainer.create_optimizer())
+                trainer.optimizer = trainer.lr_scheduler = None
         check_trainer(trainer)
         before = self._state(trainer)
-        trainer.train(self.given.get("resume_from_checkpoint"))
+        trainer.train(self.resume)
         after = self._state(trainer)
         trainer.save_model()
-        folders = {"saved": self.args.output_dir, "merged": None}
         if self.keys.method == "lora" and self.keys.merge and not self.is_sharded:
-            folders["merged"] = str(Path(str(self.args.output_dir)) / MERGED)
+            merged = str(self.folder / MERGED)
             if self.args.should_save:
-                model: Any = trainer.accelerator.unwrap_model(trainer.model)
-                model.merge_and_unload().save_pretrained(folders["merged"])
-                processor.save_pretrained(folders["merged"])
-        return {"before": before, "after": after, **folders}
+                model.merge_and_unload().save_pretrained(merged)
+                processor.save_pretrained(merged)
+        return {"before": before, "after": after, "saved": str(self.folder), "merged": merged}
 
     def _state(self, trainer: PackedTrainer) -> dict[str, Any] | None:
         """Evaluate the held-out samples, and generate the last answer of the first one; None: there are none."""
-        from torch import Tensor
-
-        from vlmpack.collate.collator import VLMCollator
-        from vlmpack.model.plain import find_model
+        from vlmpack.trainer.evaluation import generate_answer
 
         if self.eval_plan is None:
             return None
-        loss, processor = trainer.evaluate()["eval_loss"], self.collator.processor
-        if not self.keys.max_new_tokens or self.is_sharded:
-            return {"loss": loss, "answer": None}
-        batch = VLMCollator(processor)([self.eval_set[int(self.eval_plan[0][0])]])
-        is_target = batch["labels"][0] >= 0
-        start = int((is_target[1:] & ~is_target[:-1]).nonzero()[-1]) + 1
-        model: Any = trainer.model
-        accepted = signature(find_model(model).forward).parameters
-        prompt = {
-            name: (value[:, :start] if value.shape[:2] == batch["labels"].shape else value).to(self.args.device)
-            for name, value in batch.items()
-            if isinstance(value, Tensor) and name != "labels" and name in accepted
-        }
-        ids = model.eval().generate(**prompt, max_new_tokens=self.keys.max_new_tokens, do_sample=False)
-        return {"loss": loss, "answer": processor.decode(ids[0, start:], skip_special_tokens=True)}
+        loss, answer, tokens = trainer.evaluate()["eval_loss"], None, self.keys.max_new_tokens
+        if tokens and not self.is_sharded:
+            sample = self.eval_set[int(self.eval_plan[0][0])]
+            answer = generate_answer(trainer.model, self.collator, sample, max_new_tokens=tokens)
+        return {"loss": loss, "answer": answer}
 
 
 # ---------------------------------------------------------------------- what is printed

@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 from vlmpack.errors import check_extra
 from vlmpack.trainer.check import check_trainer
-from vlmpack.trainer.evaluation import Evaluation, evaluate, loss_metrics
+from vlmpack.trainer.evaluation import Evaluation, evaluate, generate_answer, loss_metrics
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 if TYPE_CHECKING:
     from vlmpack.trainer.trl import PackedGRPOTrainer
 
-__all__ = ["Evaluation", "PackedGRPOTrainer", "PackedTrainer", "check_trainer", "evaluate", "loss_metrics"]
+__all__ = [
+    "Evaluation",
+    "PackedGRPOTrainer",
+    "PackedTrainer",
+    "check_trainer",
+    "evaluate",
+    "generate_answer",
+    "loss_metrics",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,13 +12,13 @@ TRL's classes by their module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import Any, cast
 
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.processor_metadata import ProcessorMetadata
@@ -53,7 +53,19 @@ def check_trainer(trainer: Trainer) -> None:
     """
     of_trl = (_loss_of_trl, packing_of_trl, _settings_of_trl)
     checks = (_settings, _collator, *of_trl, _ranks, _batches, _counted_samples, _evaluation)
-    problems = [problem for check in checks for problem in check(trainer)]
+    _refuse([problem for check in checks for problem in check(trainer)])
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Check what can be checked before there is a Trainer.
+
+    Raises:
+        ConfigError: as `check_trainer`.
+    """
+    _refuse([*_of_arguments(args)])
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError("this Trainer does not train packed rows as their samples alone:\n- " + "\n- ".join(problems))
 
@@ -64,6 +76,10 @@ def _settings(trainer: Trainer) -> Iterator[str]:
         yield "packing is not enabled on its model: Trainer(model=enable_packing(model), ...)"
     elif not trainer.model_accepts_loss_kwargs:
         yield "it does not count targets over accumulated batches: enable packing before the Trainer is made"
+    yield from _of_arguments(args)
+
+
+def _of_arguments(args: TrainingArguments) -> Iterator[str]:
     if args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy") is not False:
         yield "use_liger_kernel replaces the packed forward: liger_kernel_config={'fused_linear_cross_entropy': False}"
     if args.neftune_noise_alpha is not None:

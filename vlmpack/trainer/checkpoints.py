@@ -49,6 +49,20 @@ _NEW_RUN = "begin a new run, from its weights (from_pretrained(checkpoint)) if t
 # ---------------------------------------------------------------------- complete checkpoints
 
 
+def checkpoint_to_resume(given: str | bool | None, output_dir: str | Path | None, last_file: str | None) -> str | None:
+    """Return the checkpoint that `resume_from_checkpoint` means: None, one that is named, or the newest complete one.
+
+    Raises:
+        ConfigError: it is incomplete, or there is none.
+    """
+    if given is True:
+        return str(newest_complete(output_dir or ".", last_file))
+    if not given:
+        return None
+    check_complete(given, last_file)
+    return given
+
+
 def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
     """Check that a checkpoint is complete.
 
@@ -83,7 +97,7 @@ def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
         reason = newer or "there is none at all"
         raise ConfigError(f"{folder} has no checkpoint to resume from ({reason}). Instead, {_NEW_RUN}")
     if newer:
-        warnings.warn(f"resuming from checkpoint-{newest}, since {newer}", stacklevel=3)
+        warnings.warn(f"resuming from checkpoint-{newest}, since {newer}", stacklevel=4)
     return folder / f"checkpoint-{newest}"
 
 
@@ -97,6 +111,8 @@ def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str]:
 def _lack(checkpoint: Path, last_file: str | None) -> str:
     """Return what a checkpoint lacks, and why; "" if it is complete."""
     state, stopped = checkpoint / _STATE_FILE, "the run was stopped while it was written"
+    if not checkpoint.is_dir():
+        return "there is no such folder"
     if not state.is_file():
         return f"{_STATE_FILE} is missing: {stopped}"
     try:

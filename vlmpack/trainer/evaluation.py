@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from inspect import signature
 from itertools import chain
 from typing import Any, final
 
@@ -140,6 +141,35 @@ def evaluate(
         if not was_packing:
             disable_packing(model)
     return losses.total()
+
+
+@torch.no_grad()
+def generate_answer(model: Any, collator: VLMCollator, sample: Any, *, max_new_tokens: int) -> str | None:
+    """Generate the last answer of a sample, greedily, from what comes before it in the sample.
+
+    Args:
+        model: a Hugging Face model, or PEFT's wrapper around it, with or without packing.
+        collator: of the training; its `layout`, `max_length` and `train_on` do not matter here.
+        sample: a conversation that ends with an answer.
+        max_new_tokens: maximum number of tokens to generate.
+
+    Returns:
+        The answer's text without special tokens; None: the sample has no prompt.
+    """
+    alone = VLMCollator(collator.processor, add_stop=collator.add_stop, ignored_keys=collator.ignored_keys)
+    batch = alone([sample])
+    is_target = batch["labels"][0] >= 0
+    starts = (is_target[1:] & ~is_target[:-1]).nonzero()
+    if not len(starts):
+        return None
+    start, accepted = int(starts[-1]) + 1, signature(find_model(model).forward).parameters
+    prompt = {
+        name: (value[:, :start] if value.shape[:2] == batch["labels"].shape else value).to(model.device)
+        for name, value in batch.items()
+        if isinstance(value, torch.Tensor) and name != "labels" and name in accepted
+    }
+    ids = model.eval().generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)
+    return collator.processor.decode(ids[0, start:], skip_special_tokens=True)
 
 
 # ---------------------------------------------------------------------- rows of an evaluation set

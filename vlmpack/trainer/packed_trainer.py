@@ -137,15 +137,13 @@ class PackedTrainer(RenamedWeights):
                 f"{launched} processes were launched, but the trainer knows of {self.args.world_size}, so each would "
                 "train its own model; on CPUs set TrainingArguments(use_cpu=True)"
             )
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(checkpoints.newest_complete(self.args.output_dir or ".", self._last_file))
-        elif resume_from_checkpoint:
-            checkpoints.check_complete(resume_from_checkpoint, self._last_file)
-        self._resumes_from = resume_from_checkpoint or None
+        self._resumes_from = checkpoints.checkpoint_to_resume(
+            resume_from_checkpoint, self.args.output_dir, self._last_file
+        )
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An earlier evaluation sets this: accelerate would not wrap the model in DDP, and ranks would train apart.
             vars(self.model).pop("_is_accelerate_prepared", None)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        return super().train(self._resumes_from, *args, **kwargs)
 
     @property
     def _last_file(self) -> str | None:
