@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from pathlib import Path
@@ -34,10 +33,6 @@ def test_what_is_freed_before_the_next_is_made_does_not_add_up():
     assert peak_bytes(together) == 5 * KIB
 
 
-def test_views_and_in_place_operations_weigh_nothing():
-    assert peak_bytes(lambda: kib().view(2, -1).add_(1).t()[0]) == KIB
-
-
 def test_held_tensors_count_once_however_they_are_used():
     weight = kib()
     assert peak_bytes(lambda: weight.view(-1).zero_(), held=[weight, weight]) == KIB
@@ -55,18 +50,6 @@ def test_what_the_backward_pass_keeps_is_counted():
 
     growth = peak_bytes(lambda: chain(20)) - peak_bytes(lambda: chain(10))
     assert growth == 10 * KIB
-
-
-def test_it_is_the_same_every_time_and_leaves_the_garbage_collector_as_it_was():
-    model = torch.nn.Sequential(*[torch.nn.Linear(17, 17) for _ in range(5)])
-
-    def step() -> None:
-        model.zero_grad()
-        model(torch.ones(7, 17)).sum().backward()
-
-    step()
-    assert len({peak_bytes(step, held=model.parameters()) for _ in range(3)}) == 1
-    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.analyze import analysis_of, print_analysis, row_numbers
+from vlmpack.cli.analyze import row_numbers
 from vlmpack.collate.encoded import Encoded
-from vlmpack.errors import SampleError
 from vlmpack.layout import PrefixTree, Segments
-from vlmpack.plan import LengthTable, PaddedRecipe
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 LONG = [{"role": "user", "content": "again and " * 60}, {"role": "assistant", "content": "4"}]
@@ -53,19 +49,6 @@ def analyze(*arguments: Any) -> Result:
 
 def numbers(*arguments: Any) -> dict[str, Any]:
     return json.loads(analyze(*arguments, "--json").stdout)
-
-
-def table_of(lengths: list[int], refused: tuple[SampleError, ...] = ()) -> LengthTable:
-    text, zeros = np.array(lengths, np.int64), np.zeros(len(lengths), np.int64)
-    columns = dict.fromkeys(("image_tokens", "video_tokens", "images", "videos", "patches"), zeros)
-    return LengthTable(sample_ids=np.arange(len(text)), text_tokens=text, targets=text // 2, refused=refused, **columns)
-
-
-def printed(table: LengthTable, *, source: str = "mine", capacity: int = 20, min_shared: int | None = None) -> str:
-    numbers = analysis_of(table, PaddedRecipe(per_device_batch=2), [capacity], source=source, min_shared=min_shared)
-    file = io.StringIO()
-    print_analysis(numbers, table, Console(file=file, width=80, force_terminal=True, color_system=None))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 # ---------------------------------------------------------------------- lengths and recipes
@@ -126,16 +109,6 @@ def test_where_no_sample_can_be_used_it_fails(tmp_path: Path) -> None:
     failed = analyze(write_rows(tmp_path / "bad.jsonl", [[]]), "--rows", 1)
     assert failed.exit_code == 1
     assert "1 of 1 samples cannot be used: bad_row 1" in failed.stdout
-
-
-def test_padded_and_packed_stand_side_by_side() -> None:
-    lines = printed(table_of([5, 15, 10, 8, 2])).splitlines()
-    found = [line.split() for line in lines if line.startswith((" padding to", " packed in"))]
-    assert found == [
-        ["padding", "to", "the", "5", "23.1%", "1", "1", "2", "3", "0"],
-        ["padding", "to", "the", "5", "46.7%", "1", "1", "2", "3", "0"],
-        ["packed", "in", "rows", "of", "20", "2", "0.0%", "2.50", "1", "2.5", "2", "0"],
-    ]
 
 
 # ---------------------------------------------------------------------- shared prefixes
@@ -211,11 +184,6 @@ def test_the_first_rows_of_the_plan_are_printed(tokens: str) -> None:
     told = rows_of(analyze(tokens, *capacity, "--rows", 9))
     assert told[:4] == lines and told[4:6] == [["Row", "1:", "10", "tokens", "of", "2", "samples"], lines[1]]
     assert len(told) == 8
-
-
-def test_tokens_of_images_are_counted() -> None:
-    (row,) = numbers("synthetic", "--num", 2, "--capacity", 3000, "--rows", 1)["rows"]
-    assert all(0 < part["media_tokens"] < part["tokens"] and part["targets"] for part in row["parts"])
 
 
 def test_a_tree_is_printed_with_branches_below_what_they_share() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,16 @@ import pytest
 import torch
 from cli.test_app import check_keys
 from PIL import Image
-from rich.console import Console
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.demo import DemoOptions, print_comparison
-from vlmpack.cli.training import Meter, Run, Trainings, packed_against_alone
-from vlmpack.collate import VLMCollator
+from vlmpack.cli.demo import DemoOptions
+from vlmpack.cli.training import Run, Trainings, packed_against_alone
 from vlmpack.data import save_processor, to_conversation
 from vlmpack.layout import Segments
 from vlmpack.model import engine
 from vlmpack.model.row import RowContext
 from vlmpack.testing import SyntheticReceipts, tiny_model, tiny_processor
-from vlmpack.testing.comparison import GradientCosine
 
 STEPS, BATCH = 3, 2
 
@@ -133,24 +129,3 @@ def test_speed_leaves_out_the_first_step_and_fill_does_not() -> None:
     assert run.step_seconds == 1.5
     assert run.tokens_per_second == (6 + 14) / 2 / 1.5
     assert a_run(lengths=((3, 5),), physical=(10,), seconds=(4.0,), losses=(3.0,)).tokens_per_second == 2
-
-
-def test_the_table_shows_ratios_and_differences() -> None:
-    padded = a_run("padded", peak_bytes=2**22, seconds=(9.0, 3.0, 3.0), losses=(3.0, 2.5, 1.25))
-    proof = GradientCosine(cosine=0.5, parameter="head", parameters=7)
-    file = io.StringIO()
-    print_comparison(padded, a_run(), proof, Console(width=100, file=file), device="cpu")
-    said = file.getvalue()
-    parameters = "smallest of 7 parameters (head)"
-    for text in ("2 to 7 tokens", "87.5%", "differs by 2.5e-01", "5.0e-01", "0.5000000000000", parameters):
-        assert text in " ".join(said.split())
-    assert "2.00 times as fast with 0.50 times the memory" in said
-
-
-def test_an_unmodified_model_gets_no_metadata_of_the_host(receipts: Any) -> None:
-    meter = Meter(VLMCollator(tiny_processor()), "cpu", keep_metadata=False, report=lambda done: None)
-    small_batch, large_batch = meter(receipts[:1]), meter(receipts)
-    assert "vlmpack" not in small_batch
-    assert [len(metadata.lengths) for metadata in meter.metadata] == [1, 3]
-    assert meter.physical == [small_batch["input_ids"].numel(), large_batch["input_ids"].numel()]
-    assert meter.largest is large_batch

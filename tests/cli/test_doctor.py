@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cli.test_app import check_keys
-from rich.console import Console
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.doctor import attention_serving, gated_delta_serving, import_problem, print_reports, versions
-from vlmpack.families import family_named, registry
+from vlmpack.cli.doctor import gated_delta_serving, import_problem, versions
+from vlmpack.families import registry
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
 from vlmpack.machine import NEWEST_TESTED
-from vlmpack.model.mechanisms.gated_delta_fla import FlaCall
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import Report
 from vlmpack.probing.layers import attention_layers
@@ -117,13 +113,6 @@ def test_the_kernel_of_each_layer_is_named(family: str) -> None:
     assert all(bool(kind.reasons) == (kind.backend == "sdpa_segments") for kind in found.kinds)
 
 
-def test_every_back_end_answers_for_every_device_and_dtype() -> None:
-    entries = attention_serving(["cpu", "cuda"])
-    assert len(entries) == 2 * 2 * len({entry.backend for entry in entries})
-    refused = [entry for entry in entries if entry.backend == "torch_varlen" and entry.dtype == "float32"]
-    assert all("float16 and bfloat16 only" in "; ".join(entry.reasons) for entry in refused)
-
-
 def test_versions_say_what_is_missing_does_not_import_or_is_newer_than_tested(monkeypatch: pytest.MonkeyPatch) -> None:
     assert import_problem("json") is None
     assert "No module named 'no_such_module'" in str(import_problem("no_such_module"))
@@ -147,19 +136,6 @@ def test_without_fla_it_says_how_rows_are_computed_and_why(monkeypatch: pytest.M
         (entry,) = gated_delta_serving(["cpu"])
         assert (entry.backend, entry.device) == ("fla", "cpu") and reason in entry.reasons[0]
         monkeypatch.setattr("vlmpack.model.mechanisms.gated_delta_fla.uses_fla", broken)
-
-
-@pytest.mark.parametrize(("version", "served"), [("0.5.2", True), ("0.4.2", False)])
-def test_with_fla_its_version_decides(monkeypatch: pytest.MonkeyPatch, version: str, served: bool) -> None:
-    def rule() -> None:
-        """A function of fla."""
-
-    rule.__module__ = "fla.ops.gated_delta_rule"
-    monkeypatch.setattr(import_module(family_named("qwen3_5").modeling), "torch_chunk_gated_delta_rule", rule)
-    call = FlaCall(device="cuda", chip=9, fla=version, triton="3.7.1", tilelang=False, training=True)
-    monkeypatch.setattr(FlaCall, "of", lambda device, training: call)
-    (entry,) = gated_delta_serving(["cuda"])
-    assert (entry.reasons == ()) is served
 
 
 # ---------------------------------------------------------------------- probes of every family
@@ -317,12 +293,6 @@ def test_a_model_that_cannot_be_probed_is_no_answer_about_leaks(folder: str) -> 
 # ---------------------------------------------------------------------- tables
 
 
-def printed(report: Report) -> list[str]:
-    file = io.StringIO()
-    print_reports([report], Console(file=file, width=80, force_terminal=True, color_system=None), summarize=False)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
-
-
 def report_of(*checks: Check) -> Report:
     return Report(
         model="M", family="f", weights="w", device="cpu", dtype="float32", attention="a", samples=(), row_tokens=1,
@@ -334,10 +304,3 @@ def test_the_page_lists_the_keys_of_probes() -> None:
     checked = report_of(Check(part="work", name="pairs", finding="ok", value=9, allowed=9))
     report = replace(checked, circumstances={"row": "a packed row"}, plain=(Baseline(name="padded", verdict="fails"),))
     check_keys("probe", {"probes": [report.to_dict()], "complete": True, "healthy": True})
-
-
-def test_infinite_errors_and_brackets_are_printed_as_they_are() -> None:
-    check = Check(part="isolation", name="change", finding="leaks", value=float("inf"), allowed=1e-5, detail="nan")
-    assert any(line.split() == ["change", "inf", "1e-05", "leaks"] for line in printed(report_of(check)))
-    check = Check(part="mechanism", name="mask", finding="fails", detail="KeyError: [red] and [/] of [a]")
-    assert "mask fails. KeyError: [red] and [/] of [a]" in printed(report_of(check))

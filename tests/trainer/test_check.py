@@ -12,7 +12,7 @@ from chats import chat, processor_of
 from datasets import Dataset
 from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
-from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
+from transformers import Trainer, default_data_collator
 
 import vlmpack.trainer
 from vlmpack.collate import VLMCollator
@@ -273,14 +273,6 @@ def test_columns_that_trainer_removes_before_a_collator_reads_them(tmp_path):
     assert "drops 'length' before group_by_length reads it" in refusal(Trainer(model, args, collator("packed"), table))
 
 
-@pytest.mark.parametrize("with_names", [False, True])
-def test_the_flattening_collator(with_names, tmp_path):
-    rows = [{"input_ids": [5, 6, 7][:n], "labels": [5, 6, 7][:n]} for n in (2, 3)]
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=with_names)
-    with pytest.raises(ConfigError, match="samples of the row mixed; give a packed row its boundaries as cu_seqlens_q"):
-        Trainer(enable_packing(tiny_model("qwen3")), arguments(tmp_path), collate, Samples(rows)).train()
-
-
 def test_a_padded_batch_that_lost_its_mask():
     model = enabled()
     batch = collator("padded")(receipts(model)[:3])
@@ -365,15 +357,6 @@ def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
     if "loss_type" not in settings:
         vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
         check_trainer(run)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_settings_that_say_what_the_collator_does(tmp_path):
-    for learnt, is_answers in (("assistant", True), ("all", False)):
-        collate = VLMCollator(processor_of(), layout="packed", max_length=60, train_on=learnt)
-        settings = {"max_length": 60, "completion_only_loss": is_answers, "assistant_only_loss": is_answers}
-        args = sft_arguments(tmp_path, **settings)
-        check_trainer(Trainer(enabled(processor=processor_of()), args, collate, [chat()]))
 
 
 def test_a_machine_without_trl(monkeypatch):

@@ -163,14 +163,16 @@ def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) ->
     check_extra("peft", "peft", needed_by="method=lora")
     from peft import LoraConfig, get_peft_model
 
-    outside = rf"{frozen}\..*" if frozen else None  # of adapters
-    if keys.lora_targets == "all-linear":
-        parts = [family.text_path, *([] if frozen or family.vision_path is None else [family.vision_path])]
-        outside = rf"(?!({'|'.join(parts)})\.).*"
+    targets: Any = keys.lora_targets
+    if targets == "all-linear":  # PEFT's own also adapts experts and routers
+        parts = (family.text_path, *([] if frozen or family.vision_path is None else [family.vision_path]))
+        layers = ((part, *each) for part in parts for each in model.get_submodule(part).named_modules())
+        targets = [f"{part}.{name}" for part, name, layer in layers if isinstance(layer, torch.nn.Linear)]
+    outside = rf"{frozen}\..*" if frozen else None
     rank, alpha = keys.lora_rank, 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
-    settings: dict[str, Any] = {"target_modules": keys.lora_targets, "exclude_modules": outside}
+    settings: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "exclude_modules": outside}
     with refused_as(f"lora_targets {keys.lora_targets}"):
-        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=keys.lora_dropout, **settings))
+        return get_peft_model(model, LoraConfig(r=rank, lora_dropout=keys.lora_dropout, **settings))
 
 
 # ---------------------------------------------------------------------- a run
