@@ -1,47 +1,121 @@
-"""`vlmpack.probe` and `vlmpack doctor --probe --mesh` of models that transformers has divided over two gloo ranks."""
+"""`vlmpack.probe` and `vlmpack doctor --probe --mesh` of models that ranks compute together.
+
+As a script: what each of two gloo ranks runs. Each writes its reports to FOLDER/RANK.pt.
+"""
+
+from __future__ import annotations
 
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from probing.mesh_probes import EXACT
+from breakages import positions_run_on
 from ranks import on_ranks
+from torch import distributed as dist
+
+import vlmpack
+from vlmpack.context_parallel import Parallel
+from vlmpack.errors import ConfigError
+from vlmpack.model import enable_packing
+from vlmpack.model.mechanisms.tensor_parallel import SummedNorm
+from vlmpack.model.row import ContextParallelRow
+from vlmpack.probing.weights import placed
+from vlmpack.testing import tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
+EXACT: dict[str, tuple[str, dict[str, int]]] = {
+    "tp": ("qwen3_vl", {"tp": 2}),
+    "experts": ("qwen3_moe", {"tp": 2, "ep": 2}),
+    "context": ("qwen3_vl", {"context": 2}),
+    "context of fsdp": ("qwen3_moe", {"fsdp": 2, "context": 2}),
+    "gathered keys": ("qwen3", {"context": 2, "heads": 3}),
+    "dealt images": ("qwen3_vl", {}),
+}
+"""Families and their ranks; "dealt images": rows of their own."""
+
+
+def one_rank_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    """The gradients of norms of heads are twice as large on rank 1, and right on rank 0."""
+    summed = SummedNorm._sum
+    patch.setattr(SummedNorm, "_sum", lambda self, grad: summed(self, grad) * (1 + dist.get_rank()))
+
+
+def labels_of_the_other_rank(patch: pytest.MonkeyPatch) -> None:
+    """The last context rank trains on the targets of its part one token late."""
+    targets = ContextParallelRow.targets
+    late = lambda row, index, labels: targets(row, index, labels.roll(row.rank, -1))  # noqa: E731
+    patch.setattr(ContextParallelRow, "targets", late)
+
+
+BROKEN = {
+    "positions": ("gathered keys", partial(positions_run_on, "qwen3")),
+    "head": ("gathered keys", labels_of_the_other_rank),
+    "norms": ("norms", one_rank_counts_twice),
+}
+"""Causes that are named, the ranks, and the breakage."""
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    seen: dict[str, Any] = {name: probed(*case) for name, case in EXACT.items()}
+    for cause, (name, break_it) in BROKEN.items():
+        with pytest.MonkeyPatch.context() as patch:
+            break_it(patch)
+            seen[f"broken {cause}"] = probed(*EXACT.get(name, ("qwen3", {"tp": 2})))
+    try:
+        vlmpack.probe(placed(tiny_model("qwen3", dtype=torch.bfloat16), torch.device("cpu"), {"fsdp": 2}))
+    except ConfigError as error:
+        seen["refused"] = str(error)
+    torch.save(seen, folder / f"{dist.get_rank()}.pt")
+    dist.barrier()  # nobody leaves while another still talks
+    dist.destroy_process_group()
+
+
+def probed(family: str, sizes: dict[str, int]) -> Any:
+    of_mesh = {name: size for name, size in sizes.items() if name != "heads"}
+    odd = {"heads": 3, "kv_heads": 1, "hidden": 48} if "heads" in sizes else {}
+    model = placed(tiny_model(family, **odd), torch.device("cpu"), of_mesh)
+    if "context" in sizes or not sizes:
+        enable_packing(model, parallel=Parallel(context=sizes.get("context", 1), balance_vision=not sizes))
+    return vlmpack.probe(model, plain=False, share_prefixes=False)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The reports of each rank."""
     folder = tmp_path_factory.mktemp("probes")
-    on_ranks(Path(__file__).with_name("mesh_probes.py"), folder)
+    on_ranks(Path(__file__), folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("family", EXACT)
-def test_a_divided_model_is_exact_gradients_and_mechanisms_included(ranks: list[dict[str, Any]], family: str) -> None:
-    report = ranks[0][family]
+@pytest.mark.parametrize("name", EXACT)
+def test_ranks_together_are_exact_gradients_and_mechanisms_included(ranks: list[dict[str, Any]], name: str) -> None:
+    report = ranks[0][name]
     assert report.verdict == "exact", report
     names = {check.name for check in report.checks if check.value is not None}
     assert any(name.startswith("row: gradient of") for name in names)
     assert names >= {"positions", "mask", "head", "attended pairs"}
-    assert ("row: routers' gradient" in names) == (family == "qwen3_moe")
-    assert ranks[1][family] == report
+    assert ("vision" in names) == (EXACT[name][0] == "qwen3_vl")
+    assert ("row: routers' gradient" in names) == (EXACT[name][0] == "qwen3_moe")
+    assert ranks[1][name] == report
 
 
-def test_a_broken_mechanism_is_named_on_all_ranks(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("cause", ["positions", "head"])
+def test_a_broken_mechanism_is_named_on_all_ranks(ranks: list[dict[str, Any]], cause: str) -> None:
     for seen in ranks:
-        report = seen["positions_run_on"]
-        assert (report.verdict, report.causes) == ("differs", ("positions",)), report
+        report = seen[f"broken {cause}"]
+        assert (report.verdict, report.causes) == ("differs", (cause,)), report
 
 
 def test_what_is_wrong_on_one_rank_alone_is_reported_by_all(ranks: list[dict[str, Any]]) -> None:
-    reports = [seen["one_rank_counts_twice"] for seen in ranks]
+    reports = [seen["broken norms"] for seen in ranks]
     assert {report.verdict for report in reports} == {"differs"}
     bad = [{check.name for check in report.checks if check.is_bad} for report in reports]
     assert bad[0] == bad[1] >= {"row: gradient of layers.self_attn.q_norm"}
@@ -52,10 +126,14 @@ def test_low_precision_is_refused(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_doctor_prints_on_rank_0() -> None:
-    command = "-m torch.distributed.run --nproc_per_node 2 -m vlmpack doctor --probe tiny:qwen3 --mesh tp=2 --json -q"
+    doctor = "-m vlmpack doctor --probe tiny:qwen3 --mesh context=2 --json -q"
+    command = f"-m torch.distributed.run --nproc_per_node 2 {doctor}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
-    (report,) = answer["probes"]
-    assert (report["verdict"], report["weights"]) == ("exact", "random weights, divided over tp=2")
+    (report,) = json.loads(done.stdout)["probes"]
+    assert (report["verdict"], report["weights"]) == ("exact", "random weights, divided over context=2")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import prod
 from textwrap import indent
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -80,7 +79,7 @@ plain  unmodified transformers on the same row, with positions that restart and
 
 WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
 """Widths of the summary's columns: it is printed line by line, so they are fixed, and fit 80 columns."""
-MESH = ("tp", "fsdp", "ep")
+MESH = ("tp", "fsdp", "ep", "context")
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -115,7 +114,7 @@ def doctor(
         typer.Option(
             metavar="SIZES",
             help="Divide MODEL over the ranks of torchrun, by one of transformers' meshes: sizes of tp, fsdp and ep, "
-            "joined by commas. Rank 0 prints.",
+            "joined by commas; context: how many of the fsdp ranks (alone: of all) share a row. Rank 0 prints.",
         ),
     ] = None,
     as_json: options.Json = False,
@@ -424,10 +423,14 @@ def _mesh_sizes(mesh: str | None, model: str | None) -> dict[str, int]:
     if model is None:
         raise ConfigError(f"--mesh {mesh} divides one model: name it, or leave --mesh out")
     sizes = {name: int(size) for name, _, size in parts}
-    ranks, job = prod(size for name, size in sizes.items() if name != "ep"), int(os.environ.get("WORLD_SIZE", "1"))
+    context = sizes.get("context", 1)
+    if len(sizes) > 1 and sizes.get("fsdp", 1) % context:
+        raise ConfigError(f"--mesh {mesh}: context ranks are some of the fsdp ranks: give fsdp={context} or a multiple")
+    ranks = context if len(sizes) == 1 else 1
+    ranks, job = max(ranks, sizes.get("tp", 1) * sizes.get("fsdp", 1)), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != job:
         started = f"torchrun --nproc_per_node {ranks} -m vlmpack doctor --probe {model} --mesh {mesh}"
-        raise ConfigError(f"--mesh {mesh} takes tp x fsdp = {ranks} ranks, and this job has {job}: {started}")
+        raise ConfigError(f"--mesh {mesh} takes {ranks} ranks, and this job has {job}: {started}")
     return sizes
 
 
@@ -475,7 +478,9 @@ def _probe(
         attention = ALL
     import torch
 
+    from vlmpack.context_parallel.mesh import Parallel
     from vlmpack.families.registry import FAMILIES
+    from vlmpack.model.enable import enable_packing
     from vlmpack.probing.report import Check, Report
     from vlmpack.probing.run import backends_for, probe
     from vlmpack.probing.weights import load
@@ -492,6 +497,8 @@ def _probe(
                     loaded = load(str(model), device=place, dtype=each, tiny=tiny, mesh=mesh)
                 else:
                     loaded = _made_here(family, place, each, named=model, mesh=mesh)
+                if "context" in mesh:
+                    enable_packing(loaded.model, parallel=Parallel(context=mesh["context"]))
                 name = loaded.model.config.model_type
                 for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
                     what = f"{name}, {backend}" if backend else name
@@ -526,8 +533,7 @@ def _made_here(
     family_named(family)  # refuses an unknown one
     processor = named_processor(named) if named and family in processor_families() else None
     model = placed(tiny_model(family, dtype=dtype, processor=processor), device, mesh)
-    weights = f"{MADE_HERE}, divided over {described(mesh)}" if mesh else MADE_HERE
-    return Loaded(model=model, processor=processor, weights=weights)
+    return Loaded(model=model, processor=processor, weights=f"{MADE_HERE}{described(mesh)}")
 
 
 # ---------------------------------------------------------------------- tables of probes

@@ -73,16 +73,18 @@ class Parallel:
         """Read the mesh on a model, unless a mesh was given.
 
         Raises:
-            ConfigError: as for a given mesh; or the model is on a mesh with other tensor ranks.
+            ConfigError: as for a given mesh; or the model is on a mesh with other groups of tensor ranks.
         """
         found = mesh_of(model)
         if self._ranks is None:
             self._ranks = _Ranks(found, **self._settings)
-        elif found is not None and (its := _sizes(found)["tensor"]) != (size := self.sizes["tensor"]):
-            raise ConfigError(
-                f"Parallel has {size} tensor ranks, but this {type(model).__name__} was loaded on {its}: leave the "
-                "mesh out, so that it is found on the model, and make a Parallel for each model"
-            )
+        elif found is not None:
+            its, own = Collectives(tensor_group(model)).members, self._known.same_row["tensor"].members
+            if {*its} != {*own}:
+                raise ConfigError(
+                    f"Parallel has the tensor ranks {own}, but this {type(model).__name__} was loaded on {its}: leave "
+                    "the mesh out, so that it is found on the model, and make a Parallel for each model"
+                )
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -6,12 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, prod
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
@@ -23,14 +25,14 @@ from vlmpack.layout.packing import Compact, without_gaps
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
-from vlmpack.model.head import Scoring, score_targets, target_positions
+from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
 from vlmpack.model.in_pieces import Outputs, RowInPieces
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.known_ids import for_compiler
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
-from vlmpack.model.mechanisms.tensor_parallel import divided_logits
+from vlmpack.model.mechanisms.tensor_parallel import head_settings
 from vlmpack.model.plain import check_unchanged, find_model
 from vlmpack.model.positions import positions_of_row
 from vlmpack.model.result import StepResult, Work, target_sums
@@ -494,12 +496,18 @@ def _result(
     scoring: Scoring,
 ) -> StepResult:
     """Compute the result from hidden states [1, t, D]: run the head at labeled positions, then sum and count."""
-    row, part, head = setup.row, setup.part, divided_logits(setup.model)
+    row, part = setup.row, setup.part
     labels, index = targets_of(row, row.known_metadata.num_targets)
     targets_of_part = part.targets(index, labels)
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
-    predicting = part.with_predecessor(hidden)
-    scores = score_targets(predicting, predictions, ids, head, chunk=config.head_chunk, scoring=scoring)
+    family, core, predicting = setup.model.family, setup.model.core, part.with_predecessor(hidden)
+    head, settings = family.head(core), head_settings(setup.model)
+
+    def score(call: Head, hidden: torch.Tensor) -> list[torch.Tensor]:
+        logits = family.to_logits(core, partial(call, **settings))
+        return score_targets(hidden, predictions, ids, logits, chunk=config.head_chunk, scoring=scoring)
+
+    scores = in_one_call(head, score, predicting) if isinstance(head, FSDPModule) else score(head, predicting)
     logprobs, *entropies = (part.gather_targets(score, targets_of_part) for score in scores)
     sums = target_sums(logprobs, row, index)
     loss_sum, targets = sums["loss_sum"], sums["num_targets"]
@@ -515,7 +523,7 @@ def _result(
         loss=loss,
         target_entropies=entropies[0] if entropies else None,
         work=work,
-        row_logits=part.gather(setup.model.family.to_logits(setup.model.core)(hidden)[0])[None] if logits else None,
+        row_logits=part.gather(family.to_logits(core)(hidden)[0])[None] if logits else None,
         routers=routers,
     )
 

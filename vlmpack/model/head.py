@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import final
 
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -85,6 +87,24 @@ def score_targets(
         return [nothing.expand(0)] * (2 if scoring.entropy else 1)
     scores = scores_by_chunk(hidden[0].index_select(0, index), targets, head, chunk=chunk, scoring=scoring)
     return [each.clone() for each in scores.unbind(-1)] if scoring.entropy else [scores]  # FSDP2 warns about views
+
+
+def in_one_call(
+    head: nn.Module, score: Callable[[Head, torch.Tensor], list[torch.Tensor]], hidden: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return `score(head, hidden)` from one call of a head that FSDP2 shards by itself.
+
+    FSDP2 exchanges the weights and gradients of a module at each call. With a call for each chunk, ranks with other
+    numbers of targets would wait for each other forever.
+    """
+    own = vars(head).get("forward")
+    head.forward = partial(score, head.forward)
+    try:
+        return head(hidden)
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
 
 
 def target_logprobs(hidden_LD: torch.Tensor, targets_L: torch.Tensor, head: Head, *, chunk: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from vlmpack.layout.sharing import unshare
 from vlmpack.model.enable import disable_packing
+from vlmpack.model.engine import packing_state
 from vlmpack.model.step import PackedStep
 from vlmpack.probing.difference import LEAK, Difference, check_cache, compare_modules, module_checks, wrong_modules
 from vlmpack.probing.forward_passes import (
@@ -73,7 +74,7 @@ def caught(setup: ProbeSetup, part: Part, name: str, run: Callable[[], list[Chec
         checks = run()
     except Exception as error:
         checks = [Check.raised(part, name, error)]
-    if not setup.probed.is_divided:
+    if not setup.probed.needs_all_ranks:
         return checks
     order = {finding: number for number, finding in enumerate(BAD)}
     return min(of_all_ranks(checks), key=lambda each: min((order.get(x.finding, len(BAD)) for x in each), default=9))
@@ -105,17 +106,18 @@ def worst_of_each(checks: Sequence[Check]) -> list[Check]:
 @contextmanager
 def packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPass]:
     """Enable packing with the settings of a circumstance. `ProbeSetup.computing` sets mode and precision."""
-    settings = circumstance.settings(setup.settings, setup.samples)
+    probed, settings = setup.probed, circumstance.settings(setup.settings, setup.samples)
     try:
+        step = PackedStep(probed.model, settings, parallel=probed.parallel)
         yield PackedPass(
-            probed=setup.probed,
-            step=PackedStep(setup.probed.model, settings),
+            probed=probed,
+            step=step,
             circumstance=circumstance,
-            rule=settings.slots,
-            poison=word_ids(setup.probed.config).start,
+            rule=packing_state(probed.core).slots,
+            poison=word_ids(probed.config).start,
         )
     finally:
-        disable_packing(setup.probed.model)
+        disable_packing(probed.model)
 
 
 # ---------------------------------------------------------------------- one circumstance
@@ -175,7 +177,8 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
     held = held_to(reference.choices, packed, setup.samples, share=open_share(is_low=low))
     with setup.computing(circumstance), torch.enable_grad(), held as routed:
         result = packed(setup.samples)
-    errors = compare(result.outcome(setup.probed.model, setup.samples), reference.outcome, low=low)
+    outcome = result.outcome(setup.probed.model, setup.samples, backward=packed.backward)
+    errors = compare(outcome, reference.outcome, low=low)
     checks = [
         Check.measured("equality", f"{circumstance.name}: {each.name}", each.error, each.allowed, str(each))
         for each in errors.measured(reference.limits)
@@ -298,9 +301,8 @@ def mechanism_checks(
         forward = partial(packed, by_step=True)
         try:
             with setup.computing(circumstance), held_to(reference.choices, packed, samples):
-                compare_modules(
-                    forward, probed, samples, references, token_indices, found=found, shares=circumstance.shares
-                )
+                shares = circumstance.shares or packed.gets_features
+                compare_modules(forward, probed, samples, references, token_indices, found=found, shares=shares)
         except Exception:
             if (cache := check_cache(found)).is_bad:
                 return [cache]
@@ -344,6 +346,7 @@ def _check_model_inputs(
         row = packed.row(setup.samples)
         assert row.tree is not None
         media, width = row.media.to_hf(), row.tree.num_tokens
+    media, width = {} if packed.gets_features else media, width // packed.context_ranks
     return check_tokens(found.inputs["input_ids"], found.inputs, media, setup.samples, token_indices, width)
 
 

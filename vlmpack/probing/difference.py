@@ -182,12 +182,13 @@ def compare_modules(
         probed: the model.
         samples: the samples, in the order of the pass.
         references: outputs of the modules for each sample alone.
-        token_indices: for each sample, the indices of its tokens in the pass, int64 [L].
+        token_indices: for each sample, the indices of its tokens in the pass, int64 [L]; -1: another rank has the
+            token.
         found: gets the results; if the pass raises, the results up to there.
-        shares: shared media go through the model once. Vision modules are then not compared, because their calls do
-            not match those for the samples alone.
+        shares: shared media go through the model once, or ranks compute media together. Vision modules are then not
+            compared, because their calls do not match those for the samples alone.
     """
-    roles, counts = roles_of(probed), Counter[str]()
+    roles, counts, held = roles_of(probed), Counter[str](), [index >= 0 for index in token_indices]
     types = [probed.family.media_types(sample["input_ids"], probed.config) for sample in samples]
 
     def compare(name: str, output: Any) -> Any:
@@ -205,7 +206,10 @@ def compare_modules(
                     continue
                 among = {name: None}
                 if name == "embeddings":
-                    among = {kind: [is_kind(x) for x in types] for kind, (_, is_kind) in EMBEDDED.items()}
+                    among = {
+                        kind: [is_kind(x)[own] for x, own in zip(types, held, strict=True)]
+                        for kind, (_, is_kind) in EMBEDDED.items()
+                    }
                 for part, of_part in among.items():
                     if (error := each.error(flat[i], of_part)) is not None:
                         found.errors[part] = max(found.errors.get(part, 0.0), error)
@@ -293,7 +297,9 @@ def _align(whole: torch.Tensor, parts: Parts, token_indices: Sequence[torch.Tens
             continue
         sizes = [x.shape[dim] for _, x in parts]
         if whole.shape[dim] >= width and len(parts) == len(token_indices) and sizes == [*map(len, token_indices)]:
-            index = [*token_indices]
+            index = [index[index >= 0] for index in token_indices]
+            own = [(index >= 0).nonzero()[:, 0] for index in token_indices]
+            parts = [(n, x.index_select(dim, i)) for (n, x), i in zip(parts, own, strict=True)]
         elif sum(sizes) == whole.shape[dim]:
             index = [*torch.arange(sum(sizes)).split(sizes)]
         else:

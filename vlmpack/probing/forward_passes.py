@@ -17,7 +17,7 @@ prefix is computed once; this circumstance has its own samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,9 +25,10 @@ from typing import Any, Literal, final
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from vlmpack.context_parallel.mesh import mesh_of
+from vlmpack.context_parallel.mesh import Parallel, mesh_of
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of, has_lm_head
@@ -37,11 +38,19 @@ from vlmpack.layout.packing import pack
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.layout.sharing import share
-from vlmpack.model.engine import StepConfig
+from vlmpack.model.engine import StepConfig, stored_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
-from vlmpack.testing.comparison import Outcome, backward, of_all_ranks, outcome_of, plain_output, take_gradients
+from vlmpack.testing.comparison import (
+    Outcome,
+    backward,
+    local,
+    of_all_ranks,
+    outcome_of,
+    plain_output,
+    take_gradients,
+)
 from vlmpack.testing.samples import Sample, grids_of, media_of, num_targets, padded, sample_like
 
 NO_GAPS = SlotRule()
@@ -58,10 +67,12 @@ class ProbedModel:
     """The Hugging Face model, with its head and its configuration."""
     family: Family
     """The model's family."""
+    parallel: Parallel | None
+    """The ranks that packing was enabled with; None: packing is not enabled, or the mesh of the model says which."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ProbedModel:
-        """Find the Hugging Face model and its family.
+        """Find the Hugging Face model, its family, and the ranks that packing was enabled with.
 
         Raises:
             FamilyError: the family cannot be packed exactly, or the model has no language-model head.
@@ -72,7 +83,8 @@ class ProbedModel:
                 f"the probe compares losses of language models, which a {type(core).__name__} has none of: probe the "
                 "language model of this family, whose layers are the same"
             )
-        return cls(model=model, core=core, family=family_of(core))
+        parallel = None if (state := stored_state(core)) is None else state.parallel
+        return cls(model=model, core=core, family=family_of(core), parallel=parallel)
 
     @property
     def config(self) -> Any:
@@ -87,13 +99,18 @@ class ProbedModel:
 
     @property
     def is_divided(self) -> bool:
-        """Whether the model is on a mesh of transformers. All ranks then run the same samples."""
+        """Whether the model is on a mesh of transformers."""
         return mesh_of(self.core) is not None
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether ranks compute layers, rows or images together. All of them then run the same samples."""
+        return self.is_divided or (self.parallel is not None and self.parallel.vision.collectives.size > 1)
 
     def worst_of_ranks(self, errors: Mapping[str, float]) -> dict[str, float]:
         """Return the largest error of any rank by name, so that all of them decide alike what to run next."""
         worst: dict[str, float] = {}
-        for each in of_all_ranks(errors) if self.is_divided else [errors]:
+        for each in of_all_ranks(errors) if self.needs_all_ranks else [errors]:
             worst |= {name: max(error, worst.get(name, error)) for name, error in each.items()}
         return worst
 
@@ -177,10 +194,8 @@ class Circumstance:
             if isinstance(module, _DropoutNd):
                 module.eval()
         try:
-            with (
-                torch.set_grad_enabled(self.train),
-                torch.autocast(probed.device.type, dtype=autocast, enabled=self.autocast),
-            ):
+            mixed: Any = {"enabled": self.autocast, "cache_enabled": False}  # FSDP2 frees the weights of each pass
+            with torch.set_grad_enabled(self.train), torch.autocast(probed.device.type, dtype=autocast, **mixed):
                 yield
         finally:
             probed.model.eval()
@@ -243,7 +258,9 @@ class ForwardResult:
         """The loss divided by the number of the samples' targets: a scalar."""
         return self.loss / self.target_share
 
-    def outcome(self, model: nn.Module, samples: Sequence[Sample]) -> Outcome:
+    def outcome(
+        self, model: nn.Module, samples: Sequence[Sample], *, backward: Callable[[torch.Tensor], None] = backward
+    ) -> Outcome:
         """Run the backward pass and collect the outcome. Gradients left over from an aborted pass are discarded."""
         take_gradients(model)
         backward(self.mean_loss)
@@ -267,6 +284,22 @@ class PackedPass:
     poison: int
     """Token id that fills the gaps; no result may depend on it."""
 
+    @property
+    def parallel(self) -> Parallel | None:
+        """The ranks that compute the pass together; None: this rank alone."""
+        state = stored_state(self.probed.core)
+        return None if state is None else state.parallel
+
+    @property
+    def context_ranks(self) -> int:
+        """Number of ranks that share the row."""
+        return 1 if self.parallel is None else self.parallel.ranks
+
+    @property
+    def gets_features(self) -> bool:
+        """Whether the model gets features that ranks compute together, in place of pixels."""
+        return self.parallel is not None and self.parallel.same_calls
+
     def segments(self, samples: Sequence[Sample]) -> Segments:
         """Return the segments of the row."""
         return segments_of(samples, self.rule)
@@ -276,10 +309,16 @@ class PackedPass:
         return self.segments(samples).without_gaps(self.rule)
 
     def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        """Return the indices, int64 [L], of each sample's tokens in the row; in a tree, along the sample's path."""
+        """Return the indices, int64 [L], of each sample's tokens in the row; in a tree, along the sample's path.
+
+        If ranks share the row, in this rank's part of it; -1: another rank has the token.
+        """
         tree = self.row(samples).tree if self.circumstance.shares else None
         if tree is None:
-            return [torch.arange(*span) for span in self.computed(samples).spans[: len(samples)]]
+            computed, rank = self.computed(samples), 0 if self.parallel is None else self.parallel.collectives.rank
+            width = computed.total // self.context_ranks
+            indices = [torch.arange(*span) - rank * width for span in computed.spans[: len(samples)]]
+            return [index.where((index >= 0) & (index < width), -1) for index in indices]
         nodes = torch.arange(tree.num_tokens).split([*tree.lengths])
         return [torch.cat([nodes[node] for node in [*tree.path(leaf)]]) for leaf in tree.leaves]
 
@@ -321,6 +360,22 @@ class PackedPass:
             sample_losses=result.sample_losses,
             target_share=1.0 if divisor is None else total_targets(samples) / divisor,
         )
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss, with what other ranks compute of them. All ranks run the same samples."""
+        backward(loss)
+        if self.parallel is None or (group := self.parallel.vision.collectives).size == 1:
+            return
+        for p in self.probed.model.parameters():
+            if p.grad is None:
+                continue
+            averaged = {*p.device_mesh.mesh.flatten().tolist()} if isinstance(p, DTensor) else set[int]()
+            if averaged.issuperset(group.members):  # by FSDP2
+                local(p.grad).mul_(self.context_ranks)
+                continue
+            over = self.parallel.collectives if len(averaged & {*group.members}) > 1 else group
+            over.all_reduce_(local(p.grad), "probe")
+            local(p.grad).div_(over.size // self.context_ranks)
 
     def _call_model(self, samples: Sequence[Sample], divisor: int | None, settings: dict[str, bool]) -> Any:
         inputs = self.inputs(samples).to(self.probed.device).to_hf()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -54,7 +54,7 @@ def check_tokens(
         detail = f"the row is {len(row_T)} tokens wide, and its samples take {width}"
         return Check.wrong("packing", detail, value=len(row_T), allowed=width)
     for i, (index, sample) in enumerate(zip(token_indices, samples, strict=True)):
-        if not torch.equal(row_T[index], sample["input_ids"]):
+        if not torch.equal(row_T[index[index >= 0]], sample["input_ids"][index >= 0]):
             return Check.wrong("packing", f"sample {i} has other tokens in the row")
     for name, expected in expected_media.items():
         packed = media.get(name)
@@ -167,7 +167,8 @@ def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> R
         return None
     cross_entropy = torch.cat(_target_losses(result.logits, samples)).sum() / total_targets(samples)
     added, size = float((result.loss - cross_entropy).detach()), float(balance.detach())
-    gradients = {name: x * (added / size) for name, x in _router_gradients(balance, probed).items()}
+    of_balance = _router_gradients(balance + 0 * result.loss, probed, backward)  # FSDP2 waits for gradients of outputs
+    gradients = {name: x * (added / size) for name, x in of_balance.items()}
     return RouterLosses(balance=size, added=added, gradients=gradients)
 
 
@@ -199,7 +200,7 @@ def check_router_losses(
         ("routers' part of the loss", relative(float(added.detach()), expected.added), part_limit),
     ]
     if expected.gradients and circumstance.train and is_float32:
-        found = gradient_errors(_router_gradients(added, packed.probed), expected.gradients)
+        found = gradient_errors(_router_gradients(added, packed.probed, packed.backward), expected.gradients)
         error = max(each.error for each in found.values())
         errors.append(("routers' gradient", error, ROUTER_PART_LIMIT))
     detail = "the {} is off by {:.1e} from that of the padded batch with its 2D mask"
@@ -210,7 +211,7 @@ def check_router_losses(
     ]
 
 
-def _router_gradients(loss: torch.Tensor, probed: ProbedModel) -> Gradients:
+def _router_gradients(loss: torch.Tensor, probed: ProbedModel, backward: Callable[[torch.Tensor], None]) -> Gradients:
     """Return the gradients of `loss` by the parameters of all expert blocks, without those of the experts."""
     take_gradients(probed.model)
     backward(loss)  # not `autograd.grad`: FSDP2 gives its parameters gradients in a backward pass only

@@ -93,7 +93,7 @@ class HeldChoices:
     samples: Sequence[Choices]
     """The choices of each sample."""
     token_indices: Sequence[torch.Tensor]
-    """For each sample, the indices of its tokens in the flattened tokens of the pass: int64 [L]."""
+    """For each sample, the indices of its tokens in the flattened tokens of the pass: int64 [L]; -1: not in it."""
     share: float
     """The most that scores of held experts may lie below the chosen ones, as a fraction of the spread of a token's
     scores."""
@@ -111,7 +111,8 @@ class HeldChoices:
             return torch.arange(rows), torch.cat(experts)
         is_whole = [len(chosen) for chosen in experts] == [*map(len, self.token_indices)]
         if is_whole and max(int(index.max()) for index in self.token_indices) < rows:
-            return torch.cat([*self.token_indices]), torch.cat(experts)
+            index = torch.cat([*self.token_indices])
+            return index[index >= 0], torch.cat(experts)[index >= 0]
         return None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
 from vlmpack.errors import BackendError, ConfigError, LayoutError
@@ -71,8 +72,9 @@ def probe(
     the random state are what they were. For a model in low precision (bfloat16), the probe temporarily makes a float32
     copy.
 
-    Under a mesh of transformers (`distributed_config=`), all ranks call this with the same arguments. They run the same
-    samples, compare their parts of the gradients, and return the same checks.
+    Under a mesh of transformers (`distributed_config=`), or if packing is enabled with a `Parallel` whose ranks share
+    rows or images, all ranks call this with the same arguments. They run the same samples, compare their parts of the
+    gradients, and return the same checks. Ranks that share rows take no row with shared prefixes.
 
     Args:
         model: a Hugging Face model of a supported family, or a wrapper around it (PEFT); packing enabled or not.
@@ -85,7 +87,8 @@ def probe(
 
     Raises:
         FamilyError: the model's family cannot be packed, or the processor's family is not supported.
-        ConfigError: the processor belongs to another model, or the model is in low precision and divided over a mesh.
+        ConfigError: the processor belongs to another model, the model is in low precision and divided over a mesh, or
+            it is wrapped in DDP and its ranks share rows.
         BackendError: the named back-end does not support the model.
     """
     setup = _setup(model, processor, attention)
@@ -93,6 +96,7 @@ def probe(
     served = choose(call, setup.settings.attention).name
     if setup.settings.attention != AUTO and (refusal := _refusal(model, served)) is not None:
         raise refusal
+    share_prefixes = share_prefixes and (setup.probed.parallel is None or setup.probed.parallel.ranks == 1)
     with preserved_state(model):
         checks, baselines = _checks(setup, progress or (lambda part: None), plain=plain, share_prefixes=share_prefixes)
     return Report(
@@ -153,6 +157,10 @@ def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetu
             f"a probe in {str(probed.dtype).removeprefix('torch.')} makes a float32 copy of the model, which cannot be "
             "made of one that is divided over a mesh: load it with dtype=torch.float32, which probes bfloat16 too, "
             "under autocast"
+        )
+    if probed.needs_all_ranks and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ConfigError(
+            "DistributedDataParallel would average the gradients that a probe sums over ranks: probe the model inside"
         )
     if processor is not None and probed.family.has_vision:
         samples = processed_samples(processor)

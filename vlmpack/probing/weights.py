@@ -49,7 +49,7 @@ class Loaded:
 
 
 Mesh = Mapping[str, int]
-"""Sizes of a mesh of transformers: "tp", "fsdp", "ep"; empty: the model is whole."""
+"""Sizes of a mesh: "tp", "fsdp" and "ep" of transformers, which divide the model, and "context"; empty: one rank."""
 
 
 def load(
@@ -62,7 +62,7 @@ def load(
         device: device of the probe.
         dtype: dtype of the weights.
         tiny: make a tiny copy even if the weights fit.
-        mesh: divide the model over the ranks of this job.
+        mesh: the ranks of this job, over which the model is divided.
 
     Raises:
         ConfigError: the configuration or the weights cannot be read.
@@ -74,24 +74,25 @@ def load(
     reason = "as asked" if tiny else _why_not(model_id, config, family, device, mesh)
     if mesh:  # memory may differ between ranks
         reason = max(of_all_ranks(reason))
-    over = f", divided over {described(mesh)}" if mesh else ""
+    over = described(mesh)
     if reason:
         model = tiny_model(family.model_type, dtype=dtype, like=config)
         weights = f"a tiny copy with random weights{over}: {reason}"
         return Loaded(model=placed(model, device, mesh), processor=None, weights=weights)
-    settings = {"distributed_config": _on_mesh(config, mesh)} if mesh else {}
+    settings = {"distributed_config": _on_mesh(config, mesh)} if _dividing(mesh) else {}
     try:
         model = auto_class(family).from_pretrained(model_id, dtype=dtype, **settings)
     except UNREADABLE as error:
         message = f"{model_id}: its weights cannot be read; --tiny probes a small copy. {one_line(error)}"
         raise ConfigError(message) from error
     processor = _processor(model_id) if family.has_vision else None
-    return Loaded(model=model if mesh else model.to(device), processor=processor, weights=f"its own weights{over}")
+    model = model if settings else model.to(device)
+    return Loaded(model=model, processor=processor, weights=f"its own weights{over}")
 
 
 def placed(model: Any, device: torch.device, mesh: Mesh) -> Any:
     """Return a small model on a device, or as transformers loads it onto a mesh."""
-    if not mesh:
+    if not _dividing(mesh):
         return model.to(device)
     auto = auto_class(family_named(model.config.model_type))
     with TemporaryDirectory() as own:
@@ -104,15 +105,19 @@ def placed(model: Any, device: torch.device, mesh: Mesh) -> Any:
 
 
 def described(mesh: Mesh) -> str:
-    """Write a mesh as its option has it."""
-    return ",".join(f"{name}={size}" for name, size in mesh.items())
+    """Say after "weights" how ranks divide them."""
+    return ", divided over " + ",".join(f"{name}={size}" for name, size in mesh.items()) if mesh else ""
+
+
+def _dividing(mesh: Mesh) -> dict[str, int]:
+    return {name: size for name, size in mesh.items() if name != "context"}
 
 
 def _on_mesh(config: Any, mesh: Mesh) -> Any:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     plan = plan_for(config, tp_size=mesh["tp"]) if "tp" in mesh else None
-    sizes: Any = {f"{name}_size": size for name, size in mesh.items()}
+    sizes: Any = {f"{name}_size": size for name, size in _dividing(mesh).items()}
     return DistributedConfig(**sizes, tp_plan=plan)
 
 
@@ -144,7 +149,7 @@ def _why_not(model_id: str, config: Any, family: Family, device: torch.device, m
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         return "the folder holds no weights"
     count = count_weights(config, family)
-    ranks = prod(size for name, size in mesh.items() if name != "ep")
+    ranks = prod(size for name, size in mesh.items() if name in ("tp", "fsdp"))
     needed, free = BYTES_A_WEIGHT * count // ranks + SPARE, free_bytes(device)
     if free is not None and mesh and device.type == "cpu":
         free //= int(os.environ["LOCAL_WORLD_SIZE"])

@@ -14,6 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vlmpack.context_parallel.attention import GatheredKV
+from vlmpack.context_parallel.partition import Partition
 from vlmpack.layout.packing import pack
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
@@ -122,7 +124,12 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     """Compare the query-key pairs that a layer computes with those that the samples need."""
     probed, parts = setup.probed, ModelParts(family=setup.probed.family, core=setup.probed.core)
     computed, dense = count_pairs(lambda: packed(setup.samples), probed)
-    needed = sum(length**2 for length in packed.computed(setup.samples).lengths)  # includes padding after the samples
+    row = packed.computed(setup.samples)
+    needed = sum(length**2 for length in row.lengths)  # includes padding after the samples
+    if packed.parallel is not None and packed.context_ranks > 1 and computed != needed:  # they do not divide the heads
+        partition = Partition(segments=row, ranks=packed.context_ranks, layout="contiguous")
+        keys = GatheredKV(partition, packed.parallel.collectives)
+        needed = sum(n * k for n, k in zip(keys.queries.lengths, keys.keys.lengths, strict=True))
     if bidirectional_spans(parts) is not None:  # a second call: queries of spans, all keys up to their ends
         needed += sum((stop - start) * stop for sample in setup.samples for start, stop in probed.runs_of(sample))
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)

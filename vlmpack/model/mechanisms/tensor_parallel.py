@@ -10,7 +10,6 @@ are ranks. Here a gradient is summed before it is accumulated.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Set
 from typing import Any, ClassVar, final
 
@@ -135,8 +134,7 @@ class SummedNorm(_Forward):
         return total
 
 
-def divided_logits(model: ModelParts) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the function from hidden states [..., D] to logits [..., V], a `DTensor` if the head is divided."""
+def head_settings(model: ModelParts) -> dict[str, bool]:
+    """Return the keywords with which the model's head returns logits [..., V], a `DTensor` if it is divided."""
     head = model.family.head(model.core)
-    is_divided = isinstance(vars(head).get("forward"), DividedHead)
-    return model.family.to_logits(model.core, functools.partial(head, divided=True) if is_divided else head)
+    return {"divided": True} if isinstance(vars(head).get("forward"), DividedHead) else {}
