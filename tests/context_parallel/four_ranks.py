@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 import vlmpack
 from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.context_parallel.mesh import sum_gradients
-from vlmpack.errors import LayoutError
 from vlmpack.families import family_of
 from vlmpack.model import PackedStep, StepConfig, StepResult, enable_packing
 from vlmpack.probing.host_syncs import recorded_syncs
@@ -45,7 +44,6 @@ def main(folder: Path) -> None:
             for case in DATA_CASES
             if (name := " ".join(map(str, case))) in chosen
         },
-        "refused": different_rows(meshes[2]),
         "waits": {str(case): waits(case, meshes[case.ranks]["context"]) for case in WAIT_CASES if str(case) in chosen},
     }
     if dist.get_rank() == 0:
@@ -183,17 +181,6 @@ def wrapped_in(model: Any, adding: str, mesh: DeviceMesh) -> tuple[Any, int]:
     for part in (*tower.get_submodule("blocks"), *family.language_model(model).get_submodule("layers")):  # pyright: ignore
         fully_shard(part, mesh=over)
     return fully_shard(model, mesh=over), over.size()
-
-
-def different_rows(mesh: DeviceMesh) -> str:
-    """What is said where ranks that should share a row were given different ones."""
-    model = fresh("qwen3_vl", Parallel(mesh))
-    row = rows_of(model, WORLD)[1 + dist.get_rank() % 2]
-    try:
-        PackedStep(model)(row)
-    except LayoutError as error:
-        return str(error)
-    return ""
 
 
 def gradients_of(model: Any) -> dict[str, torch.Tensor]:
