@@ -300,7 +300,7 @@ def a_sample_counts_its_neighbors_tokens(original, logits, config, *, sample_R, 
     return original(logits, config, sample_R=(sample_R + 1) % samples, samples=samples)
 
 
-@breaks("vlmpack.model.row.PrefixTreeRow.for_each_sample", tests="model/test_prefix_tree.py -k routers")
+@breaks("vlmpack.model.row.RowPart.for_each_sample", tests="model/test_prefix_tree.py -k routers")
 def a_shared_token_is_routed_once_for_all_its_samples(original, part, tokens):
     return tokens
 
@@ -320,7 +320,7 @@ def shared_tokens_are_taken_from_the_last_sample(original, tree):
     return source
 
 
-@breaks("vlmpack.model.row.PrefixTreeRow.gather_targets", tests=EQUAL)
+@breaks("vlmpack.model.row.RowPart.gather_targets", tests=EQUAL)
 def a_shared_target_counts_once(original, part, scores, targets):
     counted = original(part, scores, targets)
     first = torch.zeros_like(counted).index_fill(0, torch.unique(targets.entries), 1)
@@ -333,7 +333,7 @@ def gradients_of_a_kept_prefix_are_lost(original, prefix, name, out, *tensors):
     return out
 
 
-@breaks("vlmpack.model.row.PrefixTreeRow.with_predecessor", tests=GROUPS)
+@breaks("vlmpack.model.row.RowPart.with_predecessor", tests=GROUPS)
 def a_branch_behind_a_kept_prefix_is_predicted_by_itself(original, part, hidden):
     return torch.cat([hidden[:, :1], hidden], 1) if part.kept else original(part, hidden)
 

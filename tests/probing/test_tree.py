@@ -18,7 +18,7 @@ from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
-from vlmpack.model.row import PrefixTreeRow
+from vlmpack.model.row import RowPart
 from vlmpack.probing import forward_passes, run
 from vlmpack.probing.checks import packed_checks
 from vlmpack.probing.report import Check, causes_of
@@ -59,7 +59,7 @@ def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], 
     def patch_it(patch: Patch) -> None:
         honest = row_module.attend_along_paths
 
-        def attend(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Any) -> torch.Tensor:
+        def attend(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tree: Any, _: Any) -> torch.Tensor:
             nodes = [[*keys_of(tree, node), node] for node in range(len(tree.lengths))]
             starts, lengths = torch.tensor(tree.nodes.stride[:-1]), torch.tensor(tree.lengths)
             flat = [node for of_node in nodes for node in of_node]
@@ -75,38 +75,40 @@ def attending_to(keys_of: Callable[[Any, int], list[int]]) -> Callable[[Patch], 
 
 def one_label_a_branch_point(patch: Patch) -> None:
     """All children of a branch point are predicted as the first one."""
-    honest = PrefixTreeRow.targets
+    honest = RowPart.targets
 
-    def targets(self: PrefixTreeRow, index_L: torch.Tensor, labels_1T: torch.Tensor) -> Any:
+    def targets(self: RowPart, index_L: torch.Tensor, labels_1T: torch.Tensor) -> Any:
         found = honest(self, index_L, labels_1T)
         first = (found.predictions[:, None] == found.predictions).int().argmax(1)
         return replace(found, ids=found.ids[first])
 
-    patch.setattr(PrefixTreeRow, "targets", targets)
+    patch.setattr(RowPart, "targets", targets)
 
 
 def counted_once(patch: Patch) -> None:
     """Shared tokens count once in the routers' losses: as if the row were its tree."""
-    honest = PrefixTreeRow.for_each_sample
+    honest = RowPart.for_each_sample
 
-    def once(self: PrefixTreeRow, part_t: torch.Tensor) -> torch.Tensor:
+    def once(self: RowPart, part_t: torch.Tensor) -> torch.Tensor:
+        if self.tree is None:
+            return part_t
         place = self.tree.place(part_t.device)
         is_first = torch.zeros(len(place), dtype=torch.bool).index_fill_(0, self.tree.source(), True)
         out = honest(self, part_t)
         return torch.where(is_first.view(-1, *[1] * (out.ndim - 1)), out, out[:1])
 
-    patch.setattr(PrefixTreeRow, "for_each_sample", once)
+    patch.setattr(RowPart, "for_each_sample", once)
 
 
 def positions_run_on(patch: Patch) -> None:
     """Rotary positions are those of the tree's sequence."""
-    honest = PrefixTreeRow.cut
+    honest = RowPart.cut
 
-    def cut(self: PrefixTreeRow, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+    def cut(self: RowPart, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         part = honest(self, row, dim=dim)
         return torch.arange(part.shape[-1]).expand_as(part) if row.ndim == 3 and not row.is_floating_point() else part
 
-    patch.setattr(PrefixTreeRow, "cut", cut)
+    patch.setattr(RowPart, "cut", cut)
 
 
 def without_content(patch: Patch) -> None:

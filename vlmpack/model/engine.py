@@ -36,7 +36,7 @@ from vlmpack.model.mechanisms.tensor_parallel import head_settings
 from vlmpack.model.plain import check_unchanged, find_model
 from vlmpack.model.positions import positions_of_row
 from vlmpack.model.result import StepResult, Work, target_sums
-from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, PrefixTreeRow, RowContext, RowPart
+from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, RowContext, RowPart
 
 
 @final
@@ -369,10 +369,9 @@ def part_of(row: PackedRow, parallel: Parallel | None, piece: PieceOfGroup | Non
                 f"{parallel.ranks} ranks share a row that has a prefix tree, which goes through one rank whole: take "
                 "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
             )
-        return PrefixTreeRow(row, row.tree, piece)
-    if parallel is None or not parallel.same_calls:
-        return RowPart(row.segments)
-    return ContextParallelRow(row, parallel)
+    elif parallel is not None and parallel.same_calls:
+        return ContextParallelRow(row, parallel)
+    return RowPart(row.segments, row, piece=piece)
 
 
 @outside_graph

@@ -1,8 +1,7 @@
 """A row as the layers see it: the part that goes through the model on this rank, and each mechanism's data.
 
-    RowPart                all of the row goes through the model on this rank; nothing is split or sent
-    ├─ ContextParallelRow  a contiguous part of the row; the other ranks of the context group have the other parts
-    └─ PrefixTreeRow       a prefix tree: prefixes that several samples share are computed once
+    RowPart                all of the row goes through the model on this rank; prefixes that samples share only once
+    └─ ContextParallelRow  a contiguous part of the row; the other ranks of the context group have the other parts
 
 Layers and losses call the methods of `RowPart` and contain no code for ranks or trees. T tokens in the row, t in the
 part, D features, L targets in the row, l in the part, R ranks.
@@ -59,40 +58,98 @@ class PartTargets:
 
 
 class RowPart:
-    """The part of a row that goes through the model on this rank: all of it, except in subclasses."""
+    """The part of a row that goes through the model on this rank: all of it, as a forest (other ranks: the subclass).
+
+    If samples share prefixes, `tree` is their prefix tree:
+
+        row      P A   P B C   P B D     3 samples, T tokens: ids, labels, results
+        tree     P A B C D               t tokens: what the model sees; each attends to its ancestors and itself
+
+    Row tensors become tree tensors by `row[source]`, and tree tensors row tensors by `part[place]`, whose backward pass
+    sums the gradients of shared tokens, so nothing needs explicit weights. Each token of the tree is predicted by one
+    token, the one before it on its path, no matter how many samples share it. So the head sees every distinct target
+    once (l of L targets), and a branch point has as many targets as children.
+
+    Raises:
+        LayoutError: tokens that samples share differ, or the labels of a row with a tree are not its own next tokens.
+    """
 
     ranks: int = 1
     """Number of ranks that share the row."""
     rank: int = 0
     """This rank's index among them."""
-    piece: PieceOfGroup | None = None
-    """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
 
-    def __init__(self, segments: Segments, *, computed: Segments | None = None) -> None:
-        """`computed`: boundaries of all that is computed, on all ranks together; None: the same as the part's."""
-        self.segments = segments
-        """The boundaries of the part."""
-        self.computed = computed or segments
-        """The boundaries of everything that goes through the model, on all ranks together."""
+    def __init__(self, segments: Segments, row: PackedRow | None = None, *, piece: PieceOfGroup | None = None) -> None:
+        """`segments`: the row's boundaries, or of one rank's part of it; `row`: the row, which may have a tree."""
+        self.tree = None if row is None else row.tree
+        """The prefix tree; None: each sample goes through the model by itself."""
+        self.piece = piece
+        """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
+        self.kept = 0 if piece is None else piece.kept_tokens
+        """P: number of tokens, all of the tree's first node, that earlier pieces computed."""
         self.real = slice(0, segments.num_tokens)
         """The slice of the row's real tokens that the part holds."""
+        tree = self.tree
+        self.paths: Paths | PrefixTree | None = tree
+        """The keys of each node; None: those of its own sample."""
+        if tree is not None and self.kept:
+            self.paths = Paths(
+                nodes=Segments.from_lengths(tree.lengths[1:]),
+                keys=Segments.from_lengths(tree.keys.lengths[1:]),
+                key_index=lambda device: tree.key_index(device)[self.kept :],
+            )
+        self.segments = segments if self.paths is None else self.paths.nodes
+        """The boundaries of the part: samples, or nodes of the tree."""
+        self.computed = self.segments
+        """The boundaries of everything that goes through the model, on all ranks together."""
+        if row is not None and tree is not None:
+            self._ids_1T, self._num_distinct_targets = row.input_ids, row.known_metadata.num_distinct_targets
+            self.check_shared(row.input_ids, "input_ids")
+            _check_labels(row)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is the whole row."""
-        return self.ranks == 1
+        """Whether the part is the whole row; with a tree it is not, as shared tokens occur only once."""
+        return self.ranks == 1 and self.tree is None
 
     def attended_pairs(self, mask: LayerMask = FULL_CAUSAL) -> int:
-        """Count query-key pairs of causal attention in a layer with this `mask`, on all ranks together."""
-        return self.computed.attended_pairs if mask == FULL_CAUSAL else attended_pairs(self.computed, mask)
+        """Count query-key pairs of causal attention in a layer with this `mask`, on all ranks together.
+
+        Along every node's path, pairs before the node are those of its ancestors.
+        """
+        if self.paths is None:
+            return self.computed.attended_pairs if mask == FULL_CAUSAL else attended_pairs(self.computed, mask)
+        pairs = zip(self.paths.keys.lengths, self.segments.lengths, strict=True)
+        before = Segments.from_lengths([total - length for total, length in pairs])
+        return attended_pairs(self.paths.keys, mask) - attended_pairs(before, mask)
 
     def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Convert runs of the row's tokens, (start, stop) each, to positions in the tokens that attention gets."""
-        return runs
+        """Convert runs of the row's tokens, (start, stop) each, to positions in the tokens that attention gets. A run
+        that samples share appears once.
+
+        Raises:
+            LayoutError: a run lies in several nodes, so samples share only a part of it.
+        """
+        if self.tree is None:
+            return runs
+        place, starts = self.tree.place().numpy(), [start for start, _ in self.tree.nodes.spans]
+        shared = set()
+        for start, stop in runs:
+            first, last = int(place[start]), int(place[stop - 1])
+            if bisect_right(starts, first) != bisect_right(starts, last):
+                sample = int(self.tree.segments.seq_idx()[start])
+                raise LayoutError(
+                    f"sample {sample} shares only a part of a run of {stop - start} tokens that attend to each other "
+                    "in both directions: share what comes before it, or all of it; or take the tree away with "
+                    "unshare(row)"
+                )
+            shared.add((first - self.kept, last + 1 - self.kept))
+        return tuple(sorted(run for run in shared if run[0] >= 0))
 
     def computed_media(self, table: MediaTable) -> MediaTable:
-        """Return the media that go through the towers, on all ranks together, in order; `table`: all samples' media."""
-        return table
+        """Return the media that go through the towers, on all ranks together, in order; `table`: all samples' media.
+        Media that samples share appear once."""
+        return table if self.tree is None else table.in_tree(self.tree)
 
     def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
         """Check that tokens computed once for several samples are equal in all of these samples.
@@ -104,20 +161,33 @@ class RowPart:
         Raises:
             LayoutError: they differ (on an accelerator a device-side assertion fails instead, asynchronously).
         """
-        return
+        if self.tree is None:
+            return
+        source, place = self.tree.source(row_kT.device), self.tree.place(row_kT.device)
+        flat_kT = row_kT.reshape(-1, row_kT.shape[-1])
+        differs_T = (flat_kT != flat_kT.index_select(1, source).index_select(1, place)).any(0)
+        wrong, where = differs_T.any(), ""
+        if on_host(wrong) and wrong:
+            at = int(differs_T.int().argmax())
+            other = int(source[place[at]])
+            where = (
+                f": place {at} of the row has {row_kT[..., at].tolist()}, place {other} {row_kT[..., other].tolist()}"
+            )
+        message = f"{name} of tokens that the prefix tree says are shared differ between samples{where}; {_CHANGED}"
+        require(~wrong, message, LayoutError)
 
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         """Select the part's entries from T entries of the whole row, along `dim`."""
-        return row
+        return row if self.tree is None else row.index_select(dim, self.tree.source(row.device)[self.kept :])
 
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
         """Gather [t, ...] from each rank to [T, ...]. All ranks compute the same from the result, so the backward pass
         communicates nothing."""
-        return part_t
+        return self.for_each_sample(part_t)
 
     def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
         """Return [t, ...] of this rank's tokens, with shared tokens repeated for each sample that shares them."""
-        return part_t
+        return part_t if self.tree is None else part_t.index_select(0, self.tree.place(part_t.device))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over ranks. All ranks compute the same from the result, so the backward pass communicates nothing."""
@@ -133,8 +203,16 @@ class RowPart:
         *,
         layer: Any = None,
     ) -> torch.Tensor:
-        """Compute attention [t, N, H] of a layer with a back-end that takes a whole row and these boundaries of it."""
-        return attend(q_tNH, k_tKH, v_tKH, segments)
+        """Compute attention [t, N, H] of a layer with a back-end that takes a whole row and these boundaries of it.
+        Each node's queries attend to the keys of its ancestors and its own."""
+        if self.paths is None or self.tree is None:
+            return attend(q_tNH, k_tKH, v_tKH, segments)
+        before = [] if self.piece is None else self.piece.read(layer)
+        if self.piece is None or before or max(self.tree.parents) >= 0:
+            out_tNH = attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.paths, before)
+        else:
+            out_tNH = attend(q_tNH, k_tKH, v_tKH, self.segments)
+        return out_tNH if self.piece is None else self.piece.keep(layer, out_tNH, k_tKH, v_tKH)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
         """Run `run` along the whole row for a subset of the heads: [t, R, F] per block of channels to [t, R F'].
@@ -144,28 +222,75 @@ class RowPart:
             run: maps [T, sum of F] to [T, F'], for this rank's heads.
             what: name under which the communicated bytes are counted.
         """
-        return run(torch.cat([part.flatten(1) for part in parts_tRF], -1))
+        return self.cut(run(self.gather(torch.cat([part.flatten(1) for part in parts_tRF], -1))), dim=0)
 
     def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
-        """Run `run` along the whole row for all channels, [1, t, D] to [1, t, D']. `others_1t` get no gradient."""
-        return run(hidden_1tD, *others_1t)
+        """Run `run` along the whole row for all channels, [1, t, D] to [1, t, D']. `others_1t` get no gradient. Shared
+        tokens are computed once per sample."""
+        return self.cut(run(*(self.gather(part[0])[None] for part in (hidden_1tD, *others_1t))), dim=1)
 
     def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
-        """Return the targets at these positions of the row (in increasing order) that are in the part.
+        """Return the targets at these positions of the row (in increasing order) that are in the part. With a tree,
+        the distinct ones: without their number in the metadata, an accelerator is read, a host–device sync.
 
         Args:
             index_L: int64 [L]: positions of predictions.
             labels_1T: int64 [1, T]: the row's shifted labels.
         """
-        return PartTargets(predictions=index_L, ids=labels_1T[0].index_select(0, index_L), entries=index_L)
+        if self.tree is None:
+            return PartTargets(predictions=index_L, ids=labels_1T[0].index_select(0, index_L), entries=index_L)
+        device = index_L.device
+        token_L = self.tree.place(device).index_select(0, index_L + 1)
+        is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
+        token_l = _true_places(is_target_t, self._num_distinct_targets)
+        return PartTargets(
+            predictions=self.tree.predecessor(device).index_select(0, token_l) - max(self.kept - 1, 0),
+            ids=self._ids_1T[0].index_select(0, self.tree.source(device).index_select(0, token_l)),
+            entries=(is_target_t.cumsum(0) - 1).index_select(0, token_L),
+        )
 
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """Gather each rank's target values, [l], into the row's, [L]."""
-        return part_l
+        """Gather each rank's target values, [l], into the row's, [L]; all samples that share a target get its value."""
+        return part_l if self.tree is None else part_l.index_select(0, targets.entries)
 
     def with_predecessor(self, hidden_1tD: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that predict the part's targets: its own, and that of the kept token before it."""
-        return hidden_1tD
+        last = None if self.piece is None else self.piece.read_last(LAST_HIDDEN)
+        return hidden_1tD if last is None else torch.cat([*last, hidden_1tD], 1)
+
+
+def _true_places(is_target_t: torch.Tensor, count: int | None) -> torch.Tensor:
+    """Return int64 [l]: where the tensor is True; `count`: how often, None: not known."""
+    if count is None or on_host(is_target_t):
+        return is_target_t.nonzero()[:, 0]
+    message = f"{count} distinct targets were counted, but the row has another number; {_CHANGED}"
+    require(is_target_t.sum() == count, message, LayoutError)
+    return torch.nonzero_static(is_target_t, size=count)[:, 0]
+
+
+_CHANGED = "a row cannot be changed after share(row): change it before, or take the tree away with unshare(row)"
+
+
+def _check_labels(row: PackedRow) -> None:
+    """Check that each target is the sample's own next token: a shared token predicts one target per child.
+
+    Raises:
+        LayoutError: a target is another id, or a sample's last token has a target.
+    """
+    labels = row.shift_labels
+    if labels is None:
+        return
+    following = roll_left(row.input_ids, row.segments, fill=IGNORE)
+    foreign_T = ((labels != IGNORE) & (labels != following))[0]
+    wrong, where = foreign_T.any(), ""
+    if on_host(wrong) and wrong:
+        at = int(foreign_T.int().argmax())
+        where = f": place {at} of the row has {int(labels[0, at])}, and {int(following[0, at])} follows"
+    message = (
+        f"a target of a row with a prefix tree is not the next token of its sample{where}; labels are the tokens "
+        "themselves, or -100: give this row without sharing, unshare(row)"
+    )
+    require(~wrong, message, LayoutError)
 
 
 @final
@@ -348,201 +473,6 @@ class _Keep(torch.autograd.Function):
         return None, grad, *ctx.others
 
 
-# ---------------------------------------------------------------------- prefix tree row
-#
-# A row that goes through a model as a prefix tree: prefixes that several samples share are computed once.
-#
-#     row      P A   P B C   P B D     3 samples, T tokens: ids, labels, results
-#     tree     P A B C D               t tokens: what the model sees; each token attends to its ancestors and itself
-#
-# Row tensors become tree tensors by `row[source]`, and tree tensors become row tensors by `part[place]`. The backward
-# pass of the latter sums the gradients of shared tokens, so nothing needs explicit weights. Each token of the tree is
-# predicted by one token, the one before it on its path, no matter how many samples share it. So the head sees every
-# distinct target once, and a branch point has as many targets as children.
-#
-# T row tokens, t tree tokens, D features, L targets of the row, l distinct ones.
-
-
-@final
-class PrefixTreeRow(RowPart):
-    """A row whose shared tokens go through the model once, on one rank.
-
-    Raises:
-        LayoutError: tokens that samples share differ, or the row's labels are not its own next tokens.
-    """
-
-    def __init__(self, row: PackedRow, tree: PrefixTree, piece: PieceOfGroup | None = None) -> None:
-        self.tree, self.piece = tree, piece
-        self.kept = 0 if piece is None else piece.kept_tokens
-        """P: number of tokens, all of the tree's first node, that earlier pieces computed."""
-        self.paths: Paths | PrefixTree = tree
-        """The keys of each node."""
-        if self.kept:
-            self.paths = Paths(
-                nodes=Segments.from_lengths(tree.lengths[1:]),
-                keys=Segments.from_lengths(tree.keys.lengths[1:]),
-                key_index=lambda device: tree.key_index(device)[self.kept :],
-            )
-        super().__init__(self.paths.nodes)
-        self.real = slice(0, row.segments.num_tokens)
-        self._num_distinct_targets = row.known_metadata.num_distinct_targets
-        self.check_shared(row.input_ids, "input_ids")
-        _check_labels(row)
-        self._ids_t = row.input_ids[0].index_select(0, tree.source(row.input_ids.device))
-
-    @property
-    def is_whole(self) -> bool:
-        """False: shared tokens occur only once."""
-        return False
-
-    def attended_pairs(self, mask: LayerMask = FULL_CAUSAL) -> int:
-        """Count the pairs along every node's path, minus the pairs before the node, which its ancestors count."""
-        pairs = zip(self.paths.keys.lengths, self.segments.lengths, strict=True)
-        before = Segments.from_lengths([total - length for total, length in pairs])
-        return attended_pairs(self.paths.keys, mask) - attended_pairs(before, mask)
-
-    def spans(self, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Convert runs of row tokens to runs of tree tokens. A run that samples share appears once.
-
-        Raises:
-            LayoutError: a run lies in several nodes, so samples share only a part of it.
-        """
-        place, starts = self.tree.place().numpy(), [start for start, _ in self.tree.nodes.spans]
-        shared = set()
-        for start, stop in runs:
-            first, last = int(place[start]), int(place[stop - 1])
-            if bisect_right(starts, first) != bisect_right(starts, last):
-                sample = int(self.tree.segments.seq_idx()[start])
-                raise LayoutError(
-                    f"sample {sample} shares only a part of a run of {stop - start} tokens that attend to each other "
-                    "in both directions: share what comes before it, or all of it; or take the tree away with "
-                    "unshare(row)"
-                )
-            shared.add((first - self.kept, last + 1 - self.kept))
-        return tuple(sorted(run for run in shared if run[0] >= 0))
-
-    def computed_media(self, table: MediaTable) -> MediaTable:
-        """Return the media in the order of the tree; media that samples share appear once."""
-        return table.in_tree(self.tree)
-
-    def check_shared(self, row_kT: torch.Tensor, name: str) -> None:
-        """Compare each token with the one that is computed in its place."""
-        differs_T = self._differs(row_kT)
-        wrong, where = differs_T.any(), ""
-        if on_host(wrong) and wrong:
-            at = int(differs_T.int().argmax())
-            other = int(self.tree.source("cpu")[self.tree.place("cpu")[at]])
-            where = (
-                f": place {at} of the row has {row_kT[..., at].tolist()}, place {other} {row_kT[..., other].tolist()}"
-            )
-        message = f"{name} of tokens that the prefix tree says are shared differ between samples{where}; {_CHANGED}"
-        require(~wrong, message, LayoutError)
-
-    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """Take each token of the part from the first sample that has it."""
-        return row.index_select(dim, self.tree.source(row.device)[self.kept :])
-
-    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Lay out the tree's tokens as the row. The backward pass sums the gradients of all samples."""
-        return part_t.index_select(0, self.tree.place(part_t.device))
-
-    def for_each_sample(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Lay out the tree's tokens as the row, like `gather`."""
-        return self.gather(part_t)
-
-    def attend(
-        self,
-        attend: Attend,
-        q_tNH: torch.Tensor,
-        k_tKH: torch.Tensor,
-        v_tKH: torch.Tensor,
-        segments: Segments,
-        *,
-        layer: Any = None,
-    ) -> torch.Tensor:
-        """Compute attention: each node's queries attend to the keys of its ancestors and its own."""
-        if self.piece is None:
-            return attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.tree)
-        before = self.piece.read(layer)
-        if before or max(self.tree.parents) >= 0:
-            out_tNH = attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.paths, before)
-        else:
-            out_tNH = attend(q_tNH, k_tKH, v_tKH, self.segments)
-        return self.piece.keep(layer, out_tNH, k_tKH, v_tKH)
-
-    def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
-        """Run along every sample's path."""
-        return self.cut(run(self.gather(torch.cat([part.flatten(1) for part in parts_tRF], -1))), dim=0)
-
-    def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
-        """Run along every sample's path. Shared tokens are computed once per sample."""
-        hidden_1TD, *others_1T = (self.gather(part[0])[None] for part in (hidden_1tD, *others_1t))
-        return self.cut(run(hidden_1TD, *others_1T), dim=1)
-
-    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
-        """Return the distinct targets. Without their number in the metadata, an accelerator is read: a host–device
-        sync."""
-        device = index_L.device
-        token_L = self.tree.place(device).index_select(0, index_L + 1)
-        is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
-        token_l = self._places(is_target_t)
-        return PartTargets(
-            predictions=self.tree.predecessor(device).index_select(0, token_l) - max(self.kept - 1, 0),
-            ids=self._ids_t.index_select(0, token_l),
-            entries=(is_target_t.cumsum(0) - 1).index_select(0, token_L),
-        )
-
-    def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """Copy each distinct target's value to every sample that has the target."""
-        return part_l.index_select(0, targets.entries)
-
-    def with_predecessor(self, hidden_1tD: torch.Tensor) -> torch.Tensor:
-        """Put the last hidden state of the kept prefix first: it predicts the first token of each branch."""
-        last = None if self.piece is None else self.piece.read_last(LAST_HIDDEN)
-        return hidden_1tD if last is None else torch.cat([*last, hidden_1tD], 1)
-
-    def _places(self, is_target_t: torch.Tensor) -> torch.Tensor:
-        """Return int64 [l]: the tree positions of distinct targets."""
-        count = self._num_distinct_targets
-        if count is None or on_host(is_target_t):
-            return is_target_t.nonzero()[:, 0]
-        message = f"{count} distinct targets were counted, but the row has another number; {_CHANGED}"
-        require(is_target_t.sum() == count, message, LayoutError)
-        return torch.nonzero_static(is_target_t, size=count)[:, 0]
-
-    def _differs(self, row_kT: torch.Tensor) -> torch.Tensor:
-        """Return bool [T]: True for tokens that differ from the one that is computed in their place."""
-        flat_kT = row_kT.reshape(-1, row_kT.shape[-1])
-        source, place = self.tree.source(row_kT.device), self.tree.place(row_kT.device)
-        shared_kT = flat_kT.index_select(1, source).index_select(1, place)
-        return (flat_kT != shared_kT).any(0)
-
-
-_CHANGED = "a row cannot be changed after share(row): change it before, or take the tree away with unshare(row)"
-
-
-def _check_labels(row: PackedRow) -> None:
-    """Check that each target is the sample's own next token: a shared token predicts one target per child.
-
-    Raises:
-        LayoutError: a target is another id, or a sample's last token has a target.
-    """
-    labels = row.shift_labels
-    if labels is None:
-        return
-    following = roll_left(row.input_ids, row.segments, fill=IGNORE)
-    foreign_T = ((labels != IGNORE) & (labels != following))[0]
-    wrong, where = foreign_T.any(), ""
-    if on_host(wrong) and wrong:
-        at = int(foreign_T.int().argmax())
-        where = f": place {at} of the row has {int(labels[0, at])}, and {int(following[0, at])} follows"
-    message = (
-        f"a target of a row with a prefix tree is not the next token of its sample{where}; labels are the tokens "
-        "themselves, or -100: give this row without sharing, unshare(row)"
-    )
-    require(~wrong, message, LayoutError)
-
-
 # ---------------------------------------------------------------------- context parallel row
 #
 # The part of a row on one rank of a context group: a contiguous piece of it, and some of its images.
@@ -562,7 +492,8 @@ class ContextParallelRow(RowPart):
         self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
         """Assignment of tokens to ranks."""
         self.ranks, self.rank = parallel.ranks, self.collectives.rank
-        super().__init__(self.partition.local_segments(self.rank), computed=row.segments)
+        super().__init__(self.partition.local_segments(self.rank))
+        self.computed = row.segments
         before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
         self.real = slice(before, before + self.segments.num_tokens)
 

@@ -24,7 +24,7 @@ from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.segments import Segments
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts, RowSetup
-from vlmpack.model.row import PrefixTreeRow, RowPart
+from vlmpack.model.row import RowPart
 
 
 def expert_blocks(model: ModelParts) -> list[Any]:
@@ -214,7 +214,7 @@ def router_statistics(
     if hidden.requires_grad and not any(logits_tE.requires_grad for logits_tE in logits):
         _check_not_cut_off(setup.model.text)
     with_balance, of_tokens = with_balance and has_balance(setup.model.family), None
-    if isinstance(part, PrefixTreeRow) and part.piece is not None:
+    if part.piece is not None:
         hidden, aux_loss, z_loss, of_tokens = _losses_of_piece(logits, hidden, part, part.piece, text_config, per)
         aux_loss = aux_loss if with_balance else None
     else:
@@ -242,7 +242,7 @@ def router_statistics(
 def _losses_of_piece(
     logits: tuple[torch.Tensor, ...],
     hidden: torch.Tensor,
-    part: PrefixTreeRow,
+    part: RowPart,
     piece: PieceOfGroup,
     text_config: Any,
     per: Balance,
@@ -253,6 +253,7 @@ def _losses_of_piece(
         (hidden states, tied to the sums that are kept; load-balancing loss, per sample; z-loss; int64 [t]: number of
         samples that have each token).
     """
+    assert part.tree is not None
     device, first = hidden.device, int(piece.kept_tokens > 0)
     node_t = part.segments.seq_idx(device).long()
     nodes, lengths = len(part.segments.lengths), part.tree.segments.lengths

@@ -250,7 +250,7 @@ def _blocks(layer: Any) -> Mapping[str, Sequence[int]]:
 #
 # Whether layers can compute a tree node by node, each from its parent's final state (`LayerState`), depends on an
 # internal protocol of transformers' caches. It is tried on a small layer of the same class, once per process. If it
-# fails, layers run along the paths of the samples (`PrefixTreeRow.by_heads`).
+# fails, layers run along the paths of the samples (`RowPart.by_heads`).
 
 
 def with_state(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
