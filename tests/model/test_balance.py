@@ -26,7 +26,7 @@ from moe import (
     samples_of,
     text_config,
 )
-from training import Gradients, collator, distance, gradients, trainer
+from training import distance, gradients
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout import IGNORE, SlotRule, pack
@@ -229,39 +229,3 @@ def test_frozen_routers_are_no_mistake(family):
     loss = model(**batch_of(model).to_hf(), output_router_logits=True).loss
     loss.backward()
     assert model.lm_head.weight.grad.any()
-
-
-# ---------------------------------------------------------------------- Trainer
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-@few
-def test_micro_batches_of_trainer_add_up_as_in_transformers(family, layout, tmp_path):
-    """Cross-entropy is divided by the targets of the whole step, the routers' losses by nothing."""
-    reference, model = fresh(family), enable_packing(fresh(family), StepConfig(z_loss_coef=0.25))
-    samples = samples_of(model)
-    batches = [padded(samples[:2]), padded(samples[2:])]
-    targets = sum(batch.metadata.num_targets for batch in batches)
-    for batch in batches:
-        theirs = reference(**plain_inputs(batch), output_router_logits=True, num_items_in_batch=targets)
-        (theirs.loss + 0.25 * naive_z_loss(real_rows(theirs.router_logits, batch))).backward()
-    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "remove_unused_columns": False}
-    run = trainer(model, samples, tmp_path, layout, **settings)
-    run.data_collator = collator(layout, output_router_logits=True)
-    seen = Gradients()
-    run.add_callback(seen)
-    run.train()
-    assert distance(gradients(reference), seen.steps[0]) <= GRADIENT
-
-
-@few
-def test_metrics_of_an_evaluation_are_found(family, tmp_path):
-    """Router statistics come among Trainer's predictions, before the two numbers of each sample."""
-    model = enable_packing(fresh(family))
-    found = []
-    for asked in (False, True):
-        run = trainer(model, samples_of(model), tmp_path, "packed", remove_unused_columns=False)
-        run.data_collator = collator("packed", output_router_logits=asked)
-        found.append({name: x for name, x in run.evaluate().items() if name.endswith(("_loss", "_targets"))})
-    assert found[0]["eval_loss"] == found[0]["eval_token_loss"], "of tokens alone, whatever the routers are trained by"
-    assert {name: found[1][name] for name in found[0]} == found[0]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from equality import checkpointed
-from moe import decoder_layers, samples_of
+from moe import samples_of
 from torch._dynamo import config
 from torch._dynamo.utils import counters
 from training import distance, gradients
@@ -64,13 +64,6 @@ def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compil
     assert set(graphs[len(ROWS) :]) == {graphs[len(ROWS) - 1]}
 
 
-def compile_whole_layers(model, **settings):
-    """What people do by themselves."""
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=True, **settings)
-    return model
-
-
 @pytest.mark.slow
 @config.patch(fail_on_recompile_limit_hit=True)
 def test_layers_with_experts_share_what_is_compiled_however_many_they_are():
@@ -81,20 +74,6 @@ def test_layers_with_experts_share_what_is_compiled_however_many_they_are():
         PackedStep(compile_layers(model, backend="eager"))(row_of(model, kinds=("text", "text")))
         graphs.append(graphs_so_far())
     assert graphs[0] == graphs[1] > 0
-
-
-@pytest.mark.slow
-@config.patch(fail_on_recompile_limit_hit=True)
-def test_packing_that_is_taken_off_and_put_on_again_compiles_nothing_anew():
-    """As around generation, once in an epoch."""
-    model = compile_whole_layers(small("qwen3_vl_moe"), backend="eager")
-    row, graphs = row_of(model, kinds=("text", "text")), []
-    for _ in range(DEEP):
-        enable_packing(model)
-        model(**row.to_hf())
-        graphs.append(graphs_so_far())
-        disable_packing(model)
-    assert set(graphs) == {graphs[0]} != {0}
 
 
 @pytest.mark.slow

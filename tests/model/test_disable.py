@@ -11,12 +11,11 @@ import pytest
 import torch
 from cases import one_of_each, slow
 from moe import block_of
-from peft import LoraConfig, get_peft_model
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
 from vlmpack.layout import SlotRule, pack
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing, is_packing
+from vlmpack.model import StepConfig, disable_packing, enable_packing
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import TOKEN_KEYS, VISION
 
@@ -252,20 +251,3 @@ def test_a_model_that_is_gone_keeps_no_backbone_changed():
     gc.collect()
     disable_packing(model)
     assert anatomy(model) == before
-
-
-@few
-def test_a_model_inside_peft_is_undone_through_its_wrapper(family):
-    targets = r".*(self_attn\.(q|qkv|q_b)_proj|linear_attn\.\w*_proj\w*)"
-    model = get_peft_model(fresh(family), LoraConfig(r=2, target_modules=targets))
-    samples = samples_of(model.get_base_model())
-    with torch.no_grad():
-        expected = model(**alone(samples[0])).logits
-    before = anatomy(model)
-    PackedStep(model)(padded(samples)).loss.backward()
-    assert is_packing(model)
-    model.zero_grad()
-    disable_packing(model)
-    assert anatomy(model) == before
-    with torch.no_grad():
-        assert torch.equal(model(**alone(samples[0])).logits, expected)

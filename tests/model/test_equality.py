@@ -35,7 +35,6 @@ from equality import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe import block_of
 
 from vlmpack.errors import VlmpackError
 from vlmpack.families.media import run_of_pairs
@@ -184,31 +183,6 @@ ANY_KIND = [name for name, circumstance in CIRCUMSTANCES.items() if circumstance
 )
 def test_packed_equals_alone_in_every_circumstance_of_training(family, name):
     check(family, CIRCUMSTANCES[name])
-
-
-def test_every_circumstance_is_what_it_is_called():
-    family = "qwen3_5_moe"
-    names = {
-        name: {n for n, p in c.prepare(fresh(family)).named_parameters() if p.requires_grad}
-        for name, c in CIRCUMSTANCES.items()
-    }
-    tower = {name for name in names["text"] if name.startswith("model.visual.")}
-    assert tower
-    assert names["frozen tower"] == names["text"] - tower
-    assert names["frozen text"] == tower
-    for lora in (names["LoRA"], names["LoRA, reentrant checkpointing"]):
-        assert all("lora_" in name for name in lora)
-        assert all(any(part in name for name in lora) for part in ("visual", "linear_attn", "self_attn"))
-    own, calls = truth(family, "text"), []
-    for circumstance in (CIRCUMSTANCES["text"], ROW):
-        model = circumstance.prepare(fresh(family))
-        block_of(FAMILIES[family].language_model(model).layers[0]).register_forward_pre_hook(lambda *_: calls.append(1))
-        check_packed(own, model)
-        calls.append(0)
-    assert calls == [1, 0, 1, 1, 0], "layers are computed once, and twice with checkpointing"
-    kinds = {kind for batches in BATCHES.values() for kind in batches}
-    takes_audio = any(family.has_audio for family in FAMILIES.values())  # not with transformers 5.17
-    assert kinds == KINDS.keys() - (set() if takes_audio else {"audio"})
 
 
 @few

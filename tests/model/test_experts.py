@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -101,38 +102,9 @@ def threads_row(model, seed):
     return pack(padded(samples_of(model, seed=seed)), rule=SlotRule(multiple=16)).to_hf()
 
 
-def side_by_side(model, calls):
-    """Results of all calls, one a thread. No thread enters the experts of a layer before every one has left its mixer,
-    also where gradient checkpointing computes the layer again."""
-    barrier = threading.Barrier(len(calls), timeout=60)
-    results, errors = [None] * len(calls), []
-
-    def run(i):
-        try:
-            results[i] = calls[i]()
-        except Exception as error:
-            errors.append(error)
-            barrier.abort()
-
-    def meet(*_):
-        barrier.wait()
-
-    layers = [layer for layer in decoder_layers(model) if hasattr(layer.mlp, "experts")]
-    hooks = [before_experts(layer).register_forward_hook(meet) for layer in layers]
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for hook in hooks:
-        hook.remove()
-    if errors:
-        raise errors[0]
-    return results
-
-
 @pytest.mark.parametrize("family", ["qwen3_5_moe", *slow("qwen3_vl_moe", "qwen4_exp")])
 def test_rows_and_a_plain_call_in_three_threads_are_what_they_are_one_after_the_other(family):
+    """No thread enters the experts of a layer before every one has left its mixer."""
     model = enable_packing(fresh(family))
     sample = alone(samples_of(model, seed=7)[0])
     calls = [
@@ -142,4 +114,12 @@ def test_rows_and_a_plain_call_in_three_threads_are_what_they_are_one_after_the_
     ]
     expected = [call() for call in calls]
     assert len({float(loss) for loss in expected}) == len(calls)
-    assert side_by_side(model, calls) == expected
+    barrier = threading.Barrier(len(calls), timeout=60)
+
+    def meet(*_):
+        barrier.wait()
+
+    for layer in decoder_layers(model):
+        before_experts(layer).register_forward_hook(meet)
+    with ThreadPoolExecutor(len(calls)) as threads:
+        assert [*threads.map(lambda call: call(), calls)] == expected

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import one_of_each, slow
 
-from vlmpack.context_parallel import Parallel
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
@@ -199,12 +198,6 @@ def test_generation_is_that_of_the_plain_model(family, way):
         for model in models:
             model.eval()
         assert same(ours, theirs)
-
-
-def test_generation_from_an_image_is_that_of_the_plain_model_where_ranks_keep_their_towers_in_step():
-    model = enable_packing(tiny_model("qwen3_vl").eval(), parallel=Parallel())
-    ours, theirs = (each.generate(**prompt_of("qwen3_vl")) for each in (model, plain("qwen3_vl")))
-    assert same(ours, theirs)
 
 
 # ---------------------------------------------------------------------- test generation

@@ -13,14 +13,13 @@ from parts import parts_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from vlmpack.collate import VLMCollator
-from vlmpack.errors import LayoutError, SampleError
+from vlmpack.errors import LayoutError
 from vlmpack.families.spans import prefixes_of_row
 from vlmpack.layout import Segments, SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_masks
-from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.samples import sample_like
 
 pytestmark = [
@@ -140,14 +139,3 @@ def test_samples_that_share_tokens_and_not_their_prefix_are_refused() -> None:
     assert share(row, min_shared=1).tree is None
     with pytest.raises(LayoutError, match="token_type_ids of tokens that the prefix tree says are shared differ"):
         step(share(replace(row, metadata=None), min_shared=1))
-
-
-def test_what_has_no_prompt_is_refused_by_the_collator() -> None:
-    collate = VLMCollator(tiny_processor("paligemma"))
-    chat = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-    tokens = {"input_ids": [5, 6, 7], "labels": [5, 6, 7]}
-    for feature in (chat, tokens):
-        with pytest.raises(SampleError, match="give prompt and completion as strings"):
-            collate([feature])
-    with pytest.raises(SampleError, match="writes no prompt without an image"):
-        collate([{"prompt": "2 + 2?", "completion": "4"}])

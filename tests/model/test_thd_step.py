@@ -179,16 +179,6 @@ def test_a_wrapper_s_model_is_asked_for_names() -> None:
     assert torch.equal(ThdStep(Wrapper(Wrapper(plain)))(texts(3, 5)).loss, expected.loss)
 
 
-def test_a_function_is_called_as_a_model_is() -> None:
-    model = Plain()
-
-    def forward_step(input_ids: Any, labels: Any, packed_seq_params: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = model.losses(input_ids, labels, packed_seq_params=packed_seq_params)
-        return losses, labels != IGNORE
-
-    assert torch.equal(ThdStep(forward_step)(texts(3, 5)).loss, ThdStep(model)(texts(3, 5)).loss)
-
-
 def test_nothing_waits_for_the_device(example: Any, reference: Any, samples: list[Any]) -> None:
     step = ThdStep(example.ThdQwen3VLMoe(reference), slots=GAPS, config=reference.config)
     batch = padded(samples)

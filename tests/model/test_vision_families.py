@@ -143,16 +143,10 @@ def images_of_many_sizes(config: Any) -> list[Any]:
     return [*samples, build_sample(config, stretches=[2, 0, 3, 1], image_grids=grids[::2], seed=7)]
 
 
-def a_sample_without_labels(config: Any) -> list[Any]:
-    *others, last = mixed_samples(config, seed=3, kinds=("image", "text", "images"), side=(1, 2))
-    return [*others, sample_like(last, {**last, "labels": torch.full_like(last["labels"], -100)})]
-
-
 @pytest.mark.parametrize(
     ("family", "samples_in"),
     [
         ("internvl", images_of_many_sizes),
-        ("internvl", a_sample_without_labels),
         *slow_cases(*((each, images_of_many_sizes) for each in MECHANISMS if each in {*FAMILIES} - {"internvl"})),
     ],
 )
