@@ -13,7 +13,7 @@ from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.mechanisms.experts import ByGroup, ByProbability
+from vlmpack.model.mechanisms.experts import ExpertChoice
 from vlmpack.testing import Sample, build_sample, mixed_samples, padded, tiny_model
 
 KIMI, OCR, ERNIE = "kimi_k25", "deepseek_ocr2", "ernie4_5_vl_moe"
@@ -53,7 +53,7 @@ def test_counts_of_experts_are_what_the_routers_chose(family: str) -> None:
     counted = [torch.cat([x.bincount(minlength=8) for x in of_layer]).tolist() for of_layer in chosen.values()]
     assert result.expert_counts.tolist() == counted
     by_probability = [
-        ByProbability().counts(x, model.config.text_config.num_experts_per_tok) for x in result.router_logits
+        ExpertChoice().counts(x, model.config.text_config.num_experts_per_tok) for x in result.router_logits
     ]
     assert [x.tolist() for x in by_probability] != [x[:8] for x in counted], "no token chose by the bias"
     assert result.z_loss > 0
@@ -64,12 +64,12 @@ def test_choice_among_the_best_groups_is_that_of_a_router_of_deepseek_v2() -> No
     gate = decoder_layers(model)[0].mlp.gate
     gate.topk_method, gate.num_group, gate.topk_group = "group_limited_greedy", 4, 1
     logits, _, chosen = gate(torch.randn(40, model.config.text_config.hidden_size))
-    counts = ByGroup(groups=4, top_groups=1).counts(logits, gate.top_k)
+    counts = ExpertChoice(groups=4, top_groups=1).counts(logits, gate.top_k)
     assert counts.tolist() == chosen.flatten().bincount(minlength=8).tolist()
-    assert counts.tolist() != ByProbability().counts(logits, gate.top_k).tolist()
+    assert counts.tolist() != ExpertChoice().counts(logits, gate.top_k).tolist()
     model.config.text_config.n_group, model.config.text_config.topk_group = 4, 1
     result = PackedStep(model, StepConfig(z_loss_coef=0.1))(padded(samples_of(OCR)[:1]))
-    assert [type(choice) for choice in result.routers.choices] == [ByGroup, ByProbability]
+    assert [choice.groups for choice in result.routers.choices] == [4, 1]
 
 
 def test_a_load_balancing_loss_is_that_of_the_padded_batch() -> None:

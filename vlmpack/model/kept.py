@@ -11,6 +11,7 @@ gradients: also where gradient checkpointing computes the layer again, with eith
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -120,34 +121,24 @@ class OpenPieces:
 
 
 @final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PieceOfGroup:
     """The place of a row among the pieces of a group."""
 
-    def __init__(
-        self,
-        *,
-        before: KeptPrefix | None,
-        own: KeptPrefix | None,
-        kept_tokens: int,
-        ends: tuple[bool, ...],
-        group_samples: int,
-        group_tokens: int,
-        has_targets: bool,
-    ) -> None:
-        self.before = before
-        """What the pieces before it kept; None: it begins its samples."""
-        self.own = own
-        """What it keeps; None: no piece starts from its end."""
-        self.kept_tokens = kept_tokens
-        """P: number of tokens before it, the first node of the row's tree."""
-        self.ends = ends
-        """For each sample of the row, whether it ends in this piece."""
-        self.group_samples = group_samples
-        """Number of samples of the group."""
-        self.group_tokens = group_tokens
-        """Number of tokens of these samples, each in full."""
-        self.has_targets = has_targets
-        """Whether the group has targets."""
+    before: KeptPrefix | None
+    """What the pieces before it kept; None: it begins its samples."""
+    own: KeptPrefix | None
+    """What it keeps; None: no piece starts from its end."""
+    kept_tokens: int
+    """P: number of tokens before it, the first node of the row's tree."""
+    ends: tuple[bool, ...]
+    """For each sample of the row, whether it ends in this piece."""
+    group_samples: int
+    """Number of samples of the group."""
+    group_tokens: int
+    """Number of tokens of these samples, each in full."""
+    has_targets: bool
+    """Whether the group has targets."""
 
     @classmethod
     def of(
@@ -166,14 +157,10 @@ class PieceOfGroup:
             has_targets=labels is not None and bool((labels != IGNORE).any()),
         )
 
-    @property
-    def path(self) -> list[KeptPrefix]:
-        """The kept pieces before this one, in order."""
-        return [] if self.before is None else self.before.path
-
     def read(self, name: Hashable) -> list[tuple[torch.Tensor, ...]]:
-        """Return what each kept piece before this one has under a name."""
-        return [kept.of_layers[name].read() for kept in self.path]
+        """Return what each kept piece before this one, in order, has under a name."""
+        path = [] if self.before is None else self.before.path
+        return [kept.of_layers[name].read() for kept in path]
 
     def read_last(self, name: Hashable) -> tuple[torch.Tensor, ...] | None:
         """Return what the last kept piece has under a name; None: the piece begins its samples."""

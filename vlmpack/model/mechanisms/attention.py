@@ -16,7 +16,7 @@ import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary
@@ -45,32 +45,24 @@ OF_VISION = "vision"
 
 
 @final
+@dataclass(eq=False)
 class RowAttention:
     """A row's entry for attention."""
 
-    def __init__(
-        self,
-        backend: str,
-        upstream_masks: Mapping[int, LayerMask] | None = None,
-        *,
-        spans: Spans | None = None,
-        in_window: Callable[[int | None], bool] = lambda window: True,
-        always_masked: bool = False,
-    ) -> None:
-        self.backend = backend
-        """Name of the attention back-end, or "auto"."""
-        self.spans = spans
-        """The bidirectional spans of this rank's part of the row; None: the family has none."""
-        self.in_window = in_window
-        """Returns whether layers with this window have bidirectional spans."""
-        self.always_masked = always_masked
-        """Whether the model's own code always passes a mask to layers. If so, their `is_causal` does not matter."""
-        self.calls = 0
-        """Calls of packed attention in the text model so far."""
-        self.upstream_masks = upstream_masks
-        """The mask of each layer in the model's own code, by layer number; None: do not compare."""
-        self.masks: set[LayerMask] = set()
-        """The masks of the text model's layers called so far."""
+    backend: str
+    """Name of the attention back-end, or "auto"."""
+    upstream_masks: Mapping[int, LayerMask] | None = None
+    """The mask of each layer in the model's own code, by layer number; None: do not compare."""
+    spans: Spans | None = None
+    """The bidirectional spans of this rank's part of the row; None: the family has none."""
+    in_window: Callable[[int | None], bool] = lambda window: True
+    """Returns whether layers with this window have bidirectional spans."""
+    always_masked: bool = False
+    """Whether the model's own code always passes a mask to layers. If so, their `is_causal` does not matter."""
+    calls: int = 0
+    """Calls of packed attention in the text model so far."""
+    masks: set[LayerMask] = field(default_factory=set)
+    """The masks of the text model's layers called so far."""
 
     def spans_of(self, window: int | None) -> Spans | None:
         """Return the bidirectional spans of layers with this window."""
@@ -219,7 +211,6 @@ def with_chunk(masks: Mapping[int, LayerMask], pattern: Pattern, layer: int) -> 
 
     Raises:
         FamilyError: packed rows would attend to other tokens than in the model's own code.
-        FamilyError: packed rows would attend to other tokens than the model's own code.
     """
     if layer not in masks:
         raise FamilyError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -181,7 +180,7 @@ class RouterStatistics:
 
     def counted(self, of_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return `expert_counts`. `of_tokens`: int64 [R], how often each token counts; None: once."""
-        choices = self.choices or (ByProbability(),) * len(self.logits)
+        choices = self.choices or (ExpertChoice(),) * len(self.logits)
         layers = zip(self.logits, choices, strict=True)
         return torch.stack([choice.counts(logits_RE.detach(), self.top_k, of_tokens) for logits_RE, choice in layers])
 
@@ -359,12 +358,40 @@ def _check_not_cut_off(text: Any) -> None:
 # R tokens, E experts. ERNIE 4.5 VL has E text experts followed by E image experts.
 
 
-class ExpertChoice(ABC):
-    """How one layer's router chooses experts."""
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertChoice:
+    """How one layer's router chooses experts; by default by probability."""
 
-    @abstractmethod
+    groups: int = 1
+    """Number of groups of experts, all of the same size."""
+    top_groups: int = 1
+    """Number of groups that a token's experts are chosen from: those with the best expert, or with a bias, those whose
+    two best experts have the largest sum."""
+    bias_E: torch.Tensor | None = None
+    """float32 [E], or [2, E] for text and for images: its value in this step."""
+    is_vision_R: torch.Tensor | None = None
+    """bool [R]: True for tokens that are sent to image experts; None: all tokens choose among all experts."""
+
     def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """Return scores, float [R, E]. Each token is sent to the experts with the highest ones."""
+        """Return scores, float [R, E]: each token is sent to the experts with the highest ones; -inf for experts of
+        other groups or of the other type. Probabilities are float32, as rounded logits would have other ties; sigmoids
+        have the dtype of the logits, as in routers."""
+        if self.is_vision_R is not None and self.bias_E is not None:
+            scores_R2E = logits_RE.softmax(dim=-1, dtype=torch.float32)[:, None] + self.bias_E
+            is_of_kind_R2 = torch.stack([~self.is_vision_R, self.is_vision_R], dim=-1)
+            return scores_R2E.masked_fill(~is_of_kind_R2[..., None], float("-inf")).flatten(1)
+        if self.bias_E is None:
+            scores_RE = logits_RE.softmax(dim=-1, dtype=torch.float32)
+        else:
+            scores_RE = logits_RE.sigmoid() + self.bias_E
+        if self.groups == 1:
+            return scores_RE
+        scores_RgE = scores_RE.unflatten(1, (self.groups, -1))
+        best_Rg = scores_RgE.amax(-1) if self.bias_E is None else scores_RgE.topk(2, dim=-1).values.sum(-1)
+        chosen_Rg = best_Rg.topk(self.top_groups, dim=-1).indices
+        kept_Rg = torch.zeros_like(best_Rg, dtype=torch.bool).scatter(1, chosen_Rg, True)
+        return scores_RgE.masked_fill(~kept_Rg[..., None], float("-inf")).flatten(1)
 
     def counts(self, logits_RE: torch.Tensor, top_k: int, of_tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Return int64 [E]: number of tokens sent to each expert; see `RouterStatistics.counted`."""
@@ -373,67 +400,6 @@ class ExpertChoice(ABC):
         times_RK = torch.ones_like(chosen_RK) if of_tokens is None else of_tokens[:, None].expand_as(chosen_RK)
         counts_E = torch.zeros(scores_RE.shape[-1], dtype=torch.int64, device=chosen_RK.device)
         return counts_E.index_add(0, chosen_RK.flatten(), times_RK.flatten())
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ByProbability(ExpertChoice):
-    """Choose by softmax, always in float32: rounded logits would have other ties."""
-
-    def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """Return probabilities, float32 [R, E]."""
-        return logits_RE.softmax(dim=-1, dtype=torch.float32)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ByGroup(ExpertChoice):
-    """Choose by probability, among the groups with the highest best expert."""
-
-    groups: int
-    """Number of groups of experts, all of the same size."""
-    top_groups: int
-    """Number of groups that a token's experts are chosen from."""
-
-    def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """Return probabilities, float32 [R, E]; -inf in the other groups."""
-        probs_RgE = logits_RE.softmax(dim=-1, dtype=torch.float32).unflatten(1, (self.groups, -1))
-        return _of_best_groups(probs_RgE, probs_RgE.amax(-1), self.top_groups)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ByBias(ExpertChoice):
-    """Choose by sigmoid plus a bias, among the groups whose two best experts have the largest sum."""
-
-    bias_E: torch.Tensor
-    """float32 [E], its value in this step."""
-    groups: int
-    """Number of groups of experts, all of the same size."""
-    top_groups: int
-    """Number of groups that a token's experts are chosen from."""
-
-    def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """Return scores plus bias, [R, E], in the dtype of the logits, as routers do; -inf in other groups."""
-        scores_RgE = (logits_RE.sigmoid() + self.bias_E).unflatten(1, (self.groups, -1))
-        return _of_best_groups(scores_RgE, scores_RgE.topk(2, dim=-1).values.sum(-1), self.top_groups)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ByModality(ExpertChoice):
-    """Choose by probability plus a bias, among either the text experts or the image experts."""
-
-    bias_2E: torch.Tensor
-    """float32 [2, E]: for text and for images; its value in this step."""
-    is_vision_R: torch.Tensor
-    """bool [R]: True for tokens that are sent to image experts."""
-
-    def scores(self, logits_RE: torch.Tensor) -> torch.Tensor:
-        """Return probabilities plus bias, float32 [R, 2 E]; -inf for experts of the other type."""
-        scores_R2E = logits_RE.softmax(dim=-1, dtype=torch.float32)[:, None] + self.bias_2E
-        is_of_kind_R2 = torch.stack([~self.is_vision_R, self.is_vision_R], dim=-1)
-        return scores_R2E.masked_fill(~is_of_kind_R2[..., None], float("-inf")).flatten(1)
 
 
 def choice_of(
@@ -450,24 +416,17 @@ def choice_of(
     routers: list[Any] = [block.get_submodule(parts[name]) for name in ("router", "vision_router") if name in parts]
     if is_vision_R is not None:
         biases = [_whole(router.moe_statics.e_score_correction_bias).flatten() for router in routers]
-        return ByModality(bias_2E=torch.stack(biases).detach().clone(), is_vision_R=is_vision_R)
+        return ExpertChoice(bias_E=torch.stack(biases).detach().clone(), is_vision_R=is_vision_R)
     if (bias_E := getattr(block, "expert_bias", None)) is not None:
-        return ByBias(bias_E=bias_E.detach().clone(), groups=1, top_groups=1)
+        return ExpertChoice(bias_E=bias_E.detach().clone())
     for router in routers:
         if (bias_E := getattr(router, "e_score_correction_bias", None)) is not None:
-            return ByBias(bias_E=bias_E.detach().clone(), groups=config.n_group, top_groups=config.topk_group)
+            return ExpertChoice(bias_E=bias_E.detach().clone(), groups=config.n_group, top_groups=config.topk_group)
         if getattr(router, "topk_method", None) == "group_limited_greedy":
-            return ByGroup(groups=config.n_group, top_groups=config.topk_group)
-    return ByProbability()
+            return ExpertChoice(groups=config.n_group, top_groups=config.topk_group)
+    return ExpertChoice()
 
 
 def _whole(bias: Any) -> torch.Tensor:
     """Return the whole bias. If it is a parameter that FSDP2 shards, this is one all-gather."""
     return bias.full_tensor() if hasattr(bias, "full_tensor") else bias
-
-
-def _of_best_groups(scores_RgE: torch.Tensor, best_Rg: torch.Tensor, top_groups: int) -> torch.Tensor:
-    """Return [R, E]: the scores in the best groups, -inf in the others."""
-    chosen_Rg = best_Rg.topk(top_groups, dim=-1).indices
-    kept_Rg = torch.zeros_like(best_Rg, dtype=torch.bool).scatter(1, chosen_Rg, True)
-    return scores_RgE.masked_fill(~kept_Rg[..., None], float("-inf")).flatten(1)
