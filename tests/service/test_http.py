@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -127,7 +128,11 @@ def test_a_result_that_is_lost(client: Client) -> None:
     assert "not known" in reply.json()["error"]
 
 
-def test_a_model_names_its_newest_checkpoint_of_each_kind(client: Client) -> None:
+def test_a_model_names_its_newest_checkpoint_of_each_kind_though_the_clock_goes_back(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time", lambda clock=itertools.count(10**9, -1): float(next(clock)))
+
     def last(model_id: str) -> list[str | None]:
         run = client.get(f"training_runs/{model_id}").json()
         return [run[name] and run[name]["checkpoint_id"] for name in ("last_checkpoint", "last_sampler_checkpoint")]

@@ -212,13 +212,13 @@ class RequestRow:
 
 
 TABLES: dict[type, tuple[str, str]] = {
-    SessionRow: ("sessions", "created"),
-    SamplingRow: ("sampling_sessions", "created"),
-    ModelRow: ("models", "created DESC, id"),
-    CheckpointRow: ("checkpoints", "created DESC, name"),
+    SessionRow: ("sessions", "rowid"),
+    SamplingRow: ("sampling_sessions", "rowid"),
+    ModelRow: ("models", "rowid DESC"),
+    CheckpointRow: ("checkpoints", "rowid DESC"),
     RequestRow: ("requests LEFT JOIN bodies USING (owner, seq)", "owner, seq"),
 }
-"""Table and sort order of each kind of row."""
+"""Table and sort order of each kind of row. Rows are numbered as they are inserted, whatever the clock says."""
 COLUMNS: dict[tuple[type, str], str] = {
     (RequestRow, "group"): "grp",
     (RequestRow, "size"): "coalesce(length(body), 0)",
