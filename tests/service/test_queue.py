@@ -298,7 +298,9 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
         assert steps(engine) == [("group", (1,)), ("group", (2,)), ("step", ())]
 
 
-def test_what_runs_out_while_the_disk_is_full_is_noted_once_there_is_room(tmp_path: Path) -> None:
+def test_what_runs_out_while_the_disk_is_full_is_noted_once_there_is_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Replies that were fetched, and sessions whose client fell silent."""
     with served(tmp_path, start=False, limits=ServiceLimits(idle_seconds=0.2)) as (client, _):
         session = client.queue.create_session()
@@ -306,6 +308,8 @@ def test_what_runs_out_while_the_disk_is_full_is_noted_once_there_is_room(tmp_pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
             client.queue._tidy()
+            client.queue._tidy()
+        assert len(caplog.messages) == 1  # it is tried twice a second, and logged once
         client.queue._tidy()
         (row,) = client.queue.journal.rows(RequestRow)
         assert row.retrieved is not None

@@ -177,7 +177,7 @@ class Endpoints:
             Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}", self.delete_checkpoint, methods=["DELETE"]),
             Route(f"/api/v1/{run}/checkpoints/{{kind}}/{{name}}/ttl", self.set_ttl, methods=["PUT"]),
             Route("/healthz", self.health, methods=["GET"]),
-            Route(DOWNLOADS + "{expires:int}/{signature}/{folder}/{file}", self.download, methods=["GET"]),
+            Route(DOWNLOADS + "{expires}/{signature}/{folder}/{file}", self.download, methods=["GET"]),
         ]
 
     # ------------------------------------------------------------------ bodies
@@ -460,7 +460,7 @@ class Endpoints:
         names = ("expires", "signature", "folder", "file")
         expires, signature, folder, file = (request.path_params[name] for name in names)
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
-        if not is_ours or expires < time.time():
+        if not is_ours or int(expires) < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
         try:  # an open file stays whole if its checkpoint is deleted now
             opened = (self.queue.state.folder(folder) / file).open("rb")
@@ -469,7 +469,7 @@ class Endpoints:
         size = str(os.fstat(opened.fileno()).st_size)
         return StreamingResponse(_pieces(opened), media_type=BINARY, headers={"Content-Length": size})
 
-    def _signature(self, expires: int, folder: str, file: str) -> str:
+    def _signature(self, expires: int | str, folder: str, file: str) -> str:
         return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
 
     async def weights_info(self, request: Request) -> Response:

@@ -460,7 +460,7 @@ class RequestQueue:
 
         The engine thread calls it about twice a second.
         """
-        try:
+        with suppress(JournalError, Rejected):  # the journal has logged its fault once; the next call tries again
             self.journal.try_again()
             self._fail_gaps()
             for session in self._ledger.silent(self._ledger.limits.idle_seconds):
@@ -469,8 +469,6 @@ class RequestQueue:
             self._note_retrieved()
             self.journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
             self._drop_expired()
-        except (JournalError, Rejected):
-            log.exception("the journal cannot be written; tried again")
 
     def _fail_gaps(self) -> None:
         gaps = []
