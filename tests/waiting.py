@@ -1,4 +1,4 @@
-"""On a GPU: whatever makes the host wait for the device is an error; operations are counted."""
+"""On a GPU: waits for the device are errors, operations are counted, FlexAttention runs without Triton."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from vlmpack.attention import backends, flex
 
 
 @contextmanager
@@ -25,12 +30,33 @@ def waits_are_errors() -> Iterator[None]:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that reach the device."""
+    """Counts the operations on tensors of the device."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.seen[func.name()] += any(
+            isinstance(x, torch.Tensor) and x.is_cuda for x in tree_leaves((args, kwargs, out))
+        )
+        return out
+
+
+def flex_graph(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Let FlexAttention run as its graph: the pretend device compiles no kernels. Returns the list of its calls."""
+    graph: Any = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend="aot_eager")
+    calls: list[Any] = []
+
+    def called(*args: Any, **settings: Any) -> Any:
+        calls.append(args[0].shape)
+        with _disable_current_modes(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            return graph(*args, **settings)
+
+    monkeypatch.setattr(flex, "compiled", lambda: called)
+    monkeypatch.setattr(backends, "_has_compiler", lambda: True)
+    return calls

@@ -153,43 +153,31 @@ def test_flash_attn_is_deterministic_where_pytorch_is(enabled, monkeypatch):
     causal=[True, False],
 )
 def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, shape, causal):
-    heads, kv_heads, dim = shape
+    *heads, dim = shape
     segments = Segments.from_lengths([100, 0, 37, 513, 1], SlotRule(row_multiple=128)).without_gaps()
-    rng = torch.Generator("cuda").manual_seed(0)
-    shapes = [(segments.total, n, dim) for n in (heads, kv_heads, kv_heads)]
-    low = [torch.randn(s, generator=rng, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes]
-    if reasons := BACKENDS[name].unsupported(AttentionCall.of(low[0], low[1])):
-        pytest.skip(f"waits for {name}: {'; '.join(reasons)}")
-    full = [x.detach().float().requires_grad_() for x in low]
-    plain = [x.detach().clone().requires_grad_() for x in low]
-    results = []
-    for attend, qkv in ((BACKENDS[name], low), (EagerMask(), plain), (EagerMask(), full)):
-        out = attend(*qkv, segments, causal=causal, scale=dim**-0.5)
-        out.float().sin().sum().backward()
-        results.append([out, *(x.grad for x in qkv)])
-    for times, ours, plain_low, truth in zip(ALLOWED, *results, strict=True):
-        assert (ours.float() - truth).abs().max() <= times * (plain_low.float() - truth).abs().max() + 1e-5
+    check_low_precision(name, [(segments.total, n, dim) for n in (*heads, heads[1])], segments, causal=causal)
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name != "eager_mask"])
 def test_gpu_kernels_put_the_last_query_at_the_last_key(name):
-    queries, keys, places = last_of_each([(0, 100), (300, 37), (513, 1), (64, 128)])
+    queries, keys, _ = last_of_each([(0, 100), (300, 37), (513, 1), (64, 128)])
+    shapes = [(queries.total, 16, 128), *[(keys.total, 4, 128)] * 2]
+    check_low_precision(name, shapes, queries, causal=True, keys=keys)
+
+
+def check_low_precision(name, shapes, segments, **settings):
+    """Compare a kernel in bfloat16 with dense scores in float32, and allow a multiple of their error in bfloat16."""
     rng = torch.Generator("cuda").manual_seed(0)
-    shapes = [(keys.total, heads, 128) for heads in (16, 4, 4)]
-    low = [torch.randn(s, generator=rng, device="cuda", dtype=torch.bfloat16) for s in shapes]
-    if reasons := BACKENDS[name].unsupported(AttentionCall.of(low[0], low[1])):
+    qkv = [torch.randn(s, generator=rng, device="cuda", dtype=torch.bfloat16) for s in shapes]
+    if reasons := BACKENDS[name].unsupported(AttentionCall.of(*qkv[:2])):
         pytest.skip(f"waits for {name}: {'; '.join(reasons)}")
-    results = []
-    for attend, dtype in (
-        (BACKENDS[name], torch.bfloat16),
-        (EagerMask(), torch.bfloat16),
-        (EagerMask(), torch.float32),
-    ):
-        q, k, v = (x.detach().to(dtype, copy=True).requires_grad_() for x in low)
-        out = attend(q[places.to("cuda")], k, v, queries, causal=True, scale=128**-0.5, keys=keys)
+    low, dense, results = torch.bfloat16, EagerMask(), []
+    for attend, dtype in ((BACKENDS[name], low), (dense, low), (dense, torch.float32)):
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in qkv]
+        out = attend(*leaves, segments, scale=shapes[0][2] ** -0.5, **settings)
         out.float().sin().sum().backward()
-        results.append([out, q.grad, k.grad, v.grad])
+        results.append([out, *(x.grad for x in leaves)])
     for times, ours, plain_low, truth in zip(ALLOWED, *results, strict=True):
         assert (ours.float() - truth).abs().max() <= times * (plain_low.float() - truth).abs().max() + 1e-5

@@ -66,11 +66,6 @@ def flash(monkeypatch):
     backends._missing.cache_clear()
 
 
-def test_a_package_without_its_kernel_cannot_serve(flash):
-    (reason,) = explain(ON_GPU)["flash_attn"]
-    assert reason.startswith("the package flash-attn has no kernel for this PyTorch (ImportError: ")
-
-
 @pytest.mark.parametrize("error", [ImportError("no symbol"), OSError("no library"), TypeError("no such argument")])
 def test_whatever_its_import_raises_the_others_serve(error, flash):
     def broken(name):
@@ -78,7 +73,7 @@ def test_whatever_its_import_raises_the_others_serve(error, flash):
 
     flash.__getattr__ = broken
     (reason,) = explain(ON_GPU)["flash_attn"]
-    assert f"({type(error).__name__}: {error})" in reason
+    assert reason.endswith(f"flash-attn has no kernel for this PyTorch ({type(error).__name__}: {error})")
     assert choose(ON_CPU).name == "sdpa_segments"
 
 

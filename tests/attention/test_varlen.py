@@ -54,7 +54,7 @@ def test_it_is_as_exact_as_attention_on_each_segment(name: str, causal: bool, mo
     for exact, found, other in zip(truth, ours, each, strict=True):
         error, theirs = ((x - exact).norm() / exact.norm() for x in (found, other))
         assert error <= 3 * theirs + 1e-6
-    kernel = "_flash_attention" if backend == "torch_varlen" else "_efficient_attention"
+    kernel = f"aten::_{'flash' if backend == 'torch_varlen' else 'efficient'}_attention"
     assert (launches.seen[f"{kernel}_forward"], launches.seen[f"{kernel}_backward"]) == (1, 1)
 
 

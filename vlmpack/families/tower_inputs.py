@@ -36,7 +36,7 @@ def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[str]) -> di
 
 
 def _rotary(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
-    return {"position_ids": vision_utils.get_vision_position_ids(grids, tower.spatial_merge_size)}
+    return {"position_ids": vision_utils.get_vision_position_ids(grids, _merge(tower))}
 
 
 def _boundaries(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
@@ -52,14 +52,20 @@ def _windows(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, An
 
 
 def _interpolation(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    embeddings = next(module for module in tower.modules() if hasattr(module, "num_grid_per_side"))
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         grids,
-        num_grid_per_side=tower.num_grid_per_side,
-        mode=tower.interpolation_mode,
-        align_corners=tower.interpolation_align_corners,
-        spatial_merge_size=tower.config.spatial_merge_size,
+        num_grid_per_side=embeddings.num_grid_per_side,
+        mode=embeddings.interpolation_mode,
+        align_corners=embeddings.interpolation_align_corners,
+        spatial_merge_size=_merge(tower),
     )
     return {"interp_indices": indices, "interp_weights": weights}
+
+
+def _merge(tower: Any) -> int:
+    """Return the side of the blocks in which a tower orders its patches; 1 if it merges none (PaddleOCR-VL)."""
+    return getattr(tower, "spatial_merge_size", 1)
 
 
 def _longest(cu_seqlens: torch.Tensor) -> int:

@@ -277,7 +277,8 @@ class Segments:
         rule, total = rule or SlotRule(), self.total
         if self.slots != self.lengths and total != rule.pad_to:
             total = min(total, round_up(max(self.num_tokens, 1), rule.row_multiple))
-        tail, is_fixed = total - self.num_tokens, len(self.lengths) > self.num_samples
+        tail = total - self.num_tokens
+        is_fixed = rule.max_segments is not None or len(self.lengths) > self.num_samples
         if not tail and not is_fixed and self.slots == self.lengths:
             return self
         pieces = -(-total // TAIL_PIECE) if is_fixed else -(-tail // TAIL_PIECE)

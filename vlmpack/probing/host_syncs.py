@@ -68,7 +68,6 @@ class HostSync(NamedTuple):
 def recorded_syncs(device: torch.device) -> Iterator[list[HostSync]]:
     """Record host-device syncs in a `with` block: on CUDA those that PyTorch reports, on a CPU those CUDA would have.
 
-
     On a CPU, vlmpack takes the code paths of an accelerator (`nothing_on_host`), and `_SyncCopies` tracks copies
     between host and device. `numpy` is not recorded, because it raises for a tensor on a device.
     """

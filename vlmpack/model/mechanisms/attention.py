@@ -312,7 +312,15 @@ _COMPUTED = ("scaling", "dropout")
 _OF_PATTERNS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 """Keywords with which a text layer passes its pattern, and the pattern's field names."""
 _OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_WITHOUT_EFFECT = ("position_ids", "use_cache", "output_router_logits", "output_hidden_states", "return_dict")
+_WITHOUT_EFFECT = (
+    "position_ids",
+    "interp_indices",
+    "interp_weights",
+    "use_cache",
+    "output_router_logits",
+    "output_hidden_states",
+    "return_dict",
+)
 _UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
 """Keywords of an attention call that a back-end computes, or that do not affect attention. For the supported families,
 transformers 5.17 to 5.23 passes only these and the pattern keywords."""

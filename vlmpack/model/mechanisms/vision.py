@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -25,8 +25,9 @@ from torch import nn
 from vlmpack.context_parallel.vision import RowMedia, VisionRanks
 from vlmpack.families.family import Family
 from vlmpack.families.tower_inputs import tower_inputs
+from vlmpack.layout.batch import Media
 from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
-from vlmpack.layout.media import KINDS, Grid, Medium, placeholders
+from vlmpack.layout.media import KINDS, Grid, Medium, image_counts, placeholders
 from vlmpack.layout.segments import Segments
 from vlmpack.model.known_ids import known_ids
 from vlmpack.model.mechanisms import (
@@ -109,9 +110,9 @@ class Vision(ClassMechanism):
         if setup.model.vision is not None:
             return VisionRow((), inputs=_computed_together(setup, setup.model.vision))
         if not family.has_grids:
-            media = setup.row.media.with_sizes(setup.part.computed_media(setup.media))
+            media = _with_known_sizes(setup)
             layouts = family.tower_segments(media, setup.config)
-            return VisionRow(layouts, inputs=setup.row.media.to_hf() | _known_ids(setup))
+            return VisionRow(layouts, inputs=media.to_hf() | _known_ids(setup))
         row = setup.row
         media, calls = family.tower_media(row.media, setup.media, row.segments, row.tree)
         grids_of = [_grids(call) for call in calls]
@@ -128,6 +129,7 @@ class Vision(ClassMechanism):
 #
 # Towers compute positions and boundaries from grids, with several host-device syncs. The host knows the grids, so the
 # tower gets them there, and before it runs, transformers' own functions compute on the host what it would compute.
+# Models whose images have sizes instead of grids read these one by one: they get them on the host too.
 
 
 def _host_grids(family: Family, calls: Sequence[Sequence[Grid]]) -> dict[str, torch.Tensor]:
@@ -136,6 +138,15 @@ def _host_grids(family: Family, calls: Sequence[Sequence[Grid]]) -> dict[str, to
         return {}
     named = zip(("image_grid_thw", "video_grid_thw"), calls, strict=False)
     return {name: torch.tensor(grids, device="cpu") for name, grids in named if grids}
+
+
+def _with_known_sizes(setup: RowSetup) -> Media:
+    """Return the media of a row without grids, with the sizes and counts of images on the host."""
+    family, computed = setup.model.family, setup.part.computed_media(setup.media)
+    media = setup.row.media.with_sizes(computed)
+    counts = image_counts(family.with_contexts(computed).images, in_tree=setup.row.tree is not None)
+    names = [name for name, join in family.media.items() if join.counts_images and name in media.tensors]
+    return replace(media, tensors={**media.tensors, **{name: torch.tensor(counts, device="cpu") for name in names}})
 
 
 def _grids(media: Sequence[Medium]) -> list[Grid]:
@@ -149,7 +160,10 @@ def _add_tower_inputs(
     """Copy the grids of a row to the device of the pixels, with what the tower would compute from them."""
     if CONTEXT not in kwargs:
         return None
-    pixels, grids = (*args, *(kwargs.pop(name) for name in ("hidden_states", "grid_thw") if name in kwargs))
+    pixels, grids = (
+        *args,
+        *(kwargs.pop(name) for name in ("hidden_states", "pixel_values", "grid_thw") if name in kwargs),
+    )
     with host_values():
         inputs = {"grid_thw": grids, **tower_inputs(tower, grids, names)}
     on_host = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
