@@ -84,6 +84,9 @@ def test_an_image_in_another_sample_than_its_placeholders_is_refused() -> None:
     fresh("mistral3")(**batch)  # transformers accepts it
     with pytest.raises(LayoutError, match=r"sample 0 ends in the middle of an image"):
         PackedStep(fresh("mistral3"))(batch)
+    del batch["image_sizes"]
+    with pytest.raises(LayoutError, match="the batch has pixel_values, but no 'image_sizes'"):
+        PackedStep(fresh("mistral3"))(batch)
 
 
 def test_metadata_of_other_images_are_refused() -> None:

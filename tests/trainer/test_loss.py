@@ -100,12 +100,14 @@ def test_weights_are_never_ignored(tmp_path):
     batch["use_cache"] = False
     with pytest.raises(ConfigError, match="loss_weights would be ignored, because this batch is not packed: inputs_em"):
         model(**batch, inputs_embeds=torch.zeros(7, 9, 16))
-    with pytest.raises(LayoutError, match="shift_weights belong to a packed row"):
-        model(**{**batch, "loss_weights": None, "shift_weights": batch["loss_weights"]})
-    with pytest.raises(LayoutError, match="loss_weights belong to a padded batch"):
-        model(**{**row, "shift_weights": None, "loss_weights": row["shift_weights"]})
-    with pytest.raises(LayoutError, match=r"loss_weights must be floats .*, one for each label, got torch\.int64"):
-        model(**{**batch, "loss_weights": batch["labels"]})
+    for match, given in {
+        "shift_weights belong to a packed row": {**batch, "shift_weights": batch["loss_weights"]},
+        "loss_weights belong to a padded batch": {**row, "loss_weights": row["shift_weights"]},
+        "loss_weights must be floats .*, one for each label, got": {**batch, "loss_weights": batch["labels"]},
+        "loss_weights hold 0 at a label, .*: set labels": {**batch, "loss_weights": 0 * batch["loss_weights"]},
+    }.items():
+        with pytest.raises(LayoutError, match=match):
+            model(**given)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -167,10 +167,11 @@ def test_the_teacher_computes_what_the_student_computes_and_no_padding(tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}, {"center_rewards_coefficient": 0.1}])
 def test_rewards(settings, tmp_path):
-    """A pair's prompt is computed once, and the reward model learns what it learns from padded pairs."""
+    """A pair's prompt is computed once, and the model learns what it learns from padded pairs and their margins."""
     tokenizer, found = processor_of().tokenizer, []
     answers = [{"chosen": " The total is 75,000." * (1 + n), "rejected": " It is nothing."} for n in range(4)]
-    pairs = Dataset.from_list([{"prompt": "The total? " * (2 + n % 2), **pair} for n, pair in enumerate(answers)])
+    prompts = [{"prompt": "The total? " * (2 + n % 2), "margin": n / 2} for n in range(4)]
+    pairs = Dataset.from_list([prompt | answer for prompt, answer in zip(prompts, answers, strict=True)])
     for trainer in (trl.RewardTrainer, PackedRewardTrainer):
         config = tiny_config("qwen3", vocab_size=len(tokenizer))
         config.num_labels, config.pad_token_id = 1, tokenizer.pad_token_id

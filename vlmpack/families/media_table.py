@@ -106,7 +106,12 @@ def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expecte
     tensors, rule = media.to_hf(), family.tile_tokens if kind == IMAGE else family.video_tokens
     if rule is None or _PIXELS[kind] not in tensors:
         return []
-    tokens = [int(count) for count in rule(tensors, config)]
+    try:
+        tokens = [int(count) for count in rule(tensors, config)]
+    except KeyError as missing:
+        raise LayoutError(
+            f"the batch has {_PIXELS[kind]}, but no {missing}: keep all that the model's own processor gives"
+        ) from None
     sizes = [tensors[name].tolist() for name, of in SIZES.items() if of == kind and name in tensors]
     rows = [(tuple(size),) for size in sizes[0]] if sizes and len(sizes[0]) == len(tokens) else [()] * len(tokens)
     pairs = zip(tokens, rows, strict=True)

@@ -230,10 +230,10 @@ class OnlyPacked:
 
 
 def check_weights(weights: Any, labels: Any, name: str) -> None:
-    """Check that the weights are floats, one for each label.
+    """Check that the weights are floats, one for each label, and that no target has the weight 0: it would be counted.
 
     Raises:
-        LayoutError: they are not, or there are no labels.
+        LayoutError: they are not, there are no labels, or the weight of a target is 0.
     """
     if weights is None:
         return
@@ -243,6 +243,11 @@ def check_weights(weights: Any, labels: Any, name: str) -> None:
     if weights.shape != labels.shape or not weights.is_floating_point():
         seen = f"{weights.dtype} {list(weights.shape)}"
         raise LayoutError(f"{name} must be floats {list(labels.shape)}, one for each label, got {seen}")
+    require(
+        ((weights != 0) | (labels == -100)).all(),
+        f"{name} hold 0 at a label, which would be counted as a target: set labels of weight 0 to -100",
+        LayoutError,
+    )
 
 
 # ---------------------------------------------------------------------- devices, and text for repr

@@ -187,6 +187,11 @@ class PackedRewardTrainer(_PackedHead, RewardTrainer):
 
     shares_prefixes = True
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute TRL's loss. TRL passes the margins to the model too, which does not read them."""
+        scored: Any = lambda margin=None, **batch: model(**batch)  # noqa: E731
+        return super().compute_loss(scored, inputs, *args, **kwargs)
+
 
 # ---------------------------------------------------------------------- generated samples
 
