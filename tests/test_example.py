@@ -127,10 +127,7 @@ def test_two_ranks_train_on_rows_that_they_share(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_every_mesh_prints_the_same_losses(tmp_path: Path) -> None:
-    meshes = ("tp=2",), ("fsdp=2", "--context", 2)
-    tensor, context = (
-        run_on_two_ranks("parallel/train.py", "--steps", 2, "--mesh", *mesh, folder=tmp_path) for mesh in meshes
-    )
-    assert len(tensor) == 2
-    assert tensor == context
+def test_a_mesh_of_data_and_context_ranks_trains(tmp_path: Path) -> None:
+    lines = run_on_two_ranks("parallel/train.py", "--steps", 2, "--mesh", "fsdp=2", "--context", 2, folder=tmp_path)
+    first, second = [float(loss) for loss in re.findall(r"loss (\S+)", "\n".join(lines))]
+    assert second < first

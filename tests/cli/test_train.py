@@ -178,7 +178,7 @@ def test_text_experts_and_shared_prefixes_are_trained_and_answer(settings: tuple
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_of_torchrun_train_as_one_that_accumulates(chats: Path) -> None:
-    settings = (*CHATS, "max_steps=2", "max_new_tokens=0", "val_size=5", "learning_rate=1e-2", "merge=false")
+    settings = (*CHATS, "max_steps=1", "max_new_tokens=0", "val_size=3", "learning_rate=1e-2", "merge=false")
     one = run(*settings, "gradient_accumulation_steps=2", "output_dir=one")
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "vlmpack", "train"]
     done = subprocess.run(
@@ -202,3 +202,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
         *settings, "max_steps=4", "output_dir=halves", "lr_scheduler_type=constant", "resume_from_checkpoint=true"
     )
     assert resumed["result"]["after"] == whole["result"]["after"] != whole["result"]["before"]
+    for other, said in (
+        ("method=lora", "of all weights, and this one is of adapters"),
+        ("capacity=299", "plan"),
+    ):
+        done = CliRunner().invoke(app, ["train", *settings, "output_dir=halves", "resume_from_checkpoint=true", other])
+        assert done.exit_code == 2 and said in done.stderr

@@ -41,7 +41,8 @@ class TrainKeys:
     lora_alpha: Annotated[int | None, "Scale of the adapters, times their rank; by default twice the rank."] = None
     lora_dropout: Annotated[float, "Dropout before the adapters."] = 0.0
     lora_targets: Annotated[
-        str | list[str], "Layers to adapt, as in PEFT; all-linear: every linear layer of the language model."
+        str | list[str],
+        "Layers to adapt: a list of names, or a regular expression; all-linear: every one of the language model.",
     ] = "all-linear"
     merge: Annotated[bool, "Also save the model with merged adapters, in OUTPUT_DIR/merged."] = True
     dtype: Annotated[Dtype | None, "Weights; by default bfloat16 for LoRA on cuda, else float32."] = None

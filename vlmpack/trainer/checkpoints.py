@@ -301,8 +301,19 @@ class RenamedWeights(Trainer):
         target = self.model if model is None else model
         if load_divided(target, resume_from_checkpoint):
             return
-        if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
+        folder = Path(resume_from_checkpoint)
+        has_adapters, adapts = any(folder.rglob("adapter_config.json")), hasattr(target, "peft_config")
+        if has_adapters != adapts and not self._writes_own_names:
+            parts = ("adapters", "all weights") if has_adapters else ("all weights", "adapters")
+            raise ConfigError(
+                f"{folder} is of a training of {parts[0]}, and this one is of {parts[1]}: train as before"
+            )
+        try:
+            if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
+        except RuntimeError as error:  # of load_state_dict: other shapes
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{folder} is of another model, or of adapters of another rank: {reason:.300}") from error
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
