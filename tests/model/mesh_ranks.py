@@ -44,6 +44,8 @@ class Case:
     """Data ranks that share a row."""
     passes: int = 1
     """Backward passes whose gradients are accumulated; FSDP2 exchanges them in the last."""
+    aux_loss: str = "row"
+    """See `StepConfig`; "step" also has a z-loss."""
 
     @property
     def ranks(self) -> int:
@@ -64,7 +66,14 @@ class Case:
 
     @property
     def _others(self) -> list[str]:
-        return [f"{name} {n}" for name, n in (("context", self.context), ("passes", self.passes)) if n > 1]
+        counts = [f"{name} {n}" for name, n in (("context", self.context), ("passes", self.passes)) if n > 1]
+        return counts + ["routers of all ranks"] * (self.aux_loss == "step")
+
+    @property
+    def config(self) -> StepConfig:
+        """The settings. FSDP ranks have other numbers of chunks of targets."""
+        of_routers = {"aux_loss": "step", "z_loss_coef": Z_LOSS} if self.aux_loss == "step" else {}
+        return StepConfig(head_chunk=7 if "fsdp_size" in self.sizes else 2048, **of_routers)
 
     def shares(self, samples: list[Sample]) -> list[list[Sample]]:
         """The samples of each data rank. Of two data ranks, the second has no image."""
@@ -76,6 +85,8 @@ def _on(sizes: dict[str, Any], *families: str, **settings: Any) -> list[Case]:
 
 
 TEXT, MOE, VL, DELTA = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5"
+Z_LOSS = 0.01
+"""Factor of the z-loss."""
 CASES = [
     *_on({"fsdp_size": 2}, VL, DELTA, MOE),
     *_on({"tp_size": 2}, TEXT, VL, DELTA, MOE),
@@ -83,6 +94,7 @@ CASES = [
     *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_to_all"}, MOE),
     *_on({"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}, MOE),
     *_on({"fsdp_size": 2, "ep_size": 2}, MOE),
+    *_on({"fsdp_size": 2}, MOE, aux_loss="step"),
     *_on({"fsdp_size": 2}, VL, DELTA, MOE, context=2),
     *_on({"dp_replicate_size": 2}, VL, MOE),
     *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE),
@@ -91,7 +103,8 @@ CASES = [
     *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, MOE),
     *_on({"fsdp_size": 2, "tp_size": 2}, VL, DELTA, MOE, context=2),
     *_on({"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, MOE, context=2),
-    *_on({"fsdp_size": 4}, VL, MOE, context=2),
+    *_on({"fsdp_size": 4}, VL, context=2),
+    *_on({"fsdp_size": 4}, MOE, context=2, aux_loss="step"),
     *_on({"fsdp_size": 2, "dp_replicate_size": 2}, VL, MOE),
 ]
 
@@ -105,7 +118,7 @@ def main(folder: Path) -> None:
     cases: dict[str, Any] = {
         str(case): partial(step, case, folder / case.family) for case in CASES if case.ranks == ranks
     }
-    save_cases(folder, cases | ({"parts": parts} if ranks == 2 else {}))
+    save_cases(folder, cases | ({"parts": parts, "mean": partial(mean_loss, folder / MOE)} if ranks == 2 else {}))
 
 
 def parts() -> dict[str, Any]:
@@ -128,8 +141,7 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
     if case.passes > 1:  # transformers adds its hooks when the model runs
         model(**alone(samples_of(model)[0], labels=False))
     own_forward = vars(model.lm_head).get("forward")
-    chunks = {"head_chunk": 7} if "fsdp_size" in case.sizes else {}  # ranks have other numbers of them
-    enable_packing(model, StepConfig(**chunks), parallel=Parallel(context=case.context) if case.context > 1 else None)
+    enable_packing(model, case.config, parallel=Parallel(context=case.context) if case.context > 1 else None)
     parallel = packing_state(model).parallel
     assert parallel is not None
     assert (parallel.data_ranks, parallel.ranks) == (case.data_ranks, case.context)
@@ -160,10 +172,23 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
         "entropies": torch.cat([result.target_entropies.detach() for result in results]),
         "sample losses": torch.cat([result.sample_losses for result in results]),
         "aux loss": None if result.aux_loss is None else result.aux_loss.detach(),
+        "added": None if result.routers is None else result.routers.added.detach(),
         "expert counts": result.expert_counts,
         "exchanged": exchanged.calls,
         "sent": parallel.sent,
     }
+
+
+def mean_loss(folder: Path) -> dict[str, Any]:
+    """The mean of both ranks' losses, each divided by its own targets, and its gradients."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    enable_packing(model, StepConfig(aux_loss="step"), parallel=Parallel())
+    loss = PackedStep(model)(padded(samples_of(model)[dist.get_rank() :: 2]), output_router_logits=True).loss
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}
+    for tensor in found.values():
+        dist.all_reduce(tensor)
+    return {name: tensor / 2 for name, tensor in found.items()}
 
 
 def refused(run: PackedStep, samples: list[Sample]) -> str:

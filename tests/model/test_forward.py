@@ -209,7 +209,7 @@ def test_seconds_of_videos_may_be_a_column():
         ({"head_chunk": 0}, "head_chunk is 0; it is a number of rows, 1 or more"),
         ({"head_chunk": -1}, "head_chunk is -1; it is a number of rows, 1 or more"),
         ({"slots": 4}, r"slots has to be a SlotRule, such as SlotRule\(multiple=4\), got a int"),
-        ({"aux_loss": "segment"}, r"""aux_loss is 'segment'; it is "row" or "sample\""""),
+        ({"aux_loss": "segment"}, "aux_loss must be one of row, sample, step, got 'segment'"),
         ({"z_loss_coef": -0.1}, r"z_loss_coef is -0.1; it is 0 or a positive number"),
         ({"z_loss_coef": float("nan")}, r"z_loss_coef is nan; it is 0 or a positive number"),
         ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, efficient, flex"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from equality import limits_of, without_zeros
-from model.mesh_ranks import CASES, WHERE, Case
+from model.mesh_ranks import CASES, WHERE, Z_LOSS, Case
 from model.two_ranks import samples_of
 from ranks import on_ranks
 from shared_rows import relative
@@ -54,29 +54,46 @@ def cases(which: list[Case]) -> Any:
 
 @cases(CASES)
 def test_a_step_is_that_of_all_samples_alone(case: Case, seen: Any) -> None:
-    """Each data rank adds the routers' loss of its own samples, as the unmodified model does."""
+    """Each data rank adds the routers' loss of its own samples, as the unmodified model does, or its share of all."""
     model, found = model_of(case.family), seen(case)
     samples = samples_of(model)
     items = padded(samples).metadata.num_targets
     truth = [Alone(model, share, items) for share in case.shares(samples)]
     assert relative(found["loss"] / items, sum(share.loss.detach() for share in truth)) <= LOSS
-    sum(share.loss + share.added for share in truth).backward()
-    own = truth[0]  # of the first data rank
+    own, routers, added = truth[0], truth[0], sum(share.added for share in truth)  # own: of the first data rank
+    if case.aux_loss == "step":
+        routers = Alone(model, samples, items)
+        added = routers.added + Z_LOSS * routers.z_loss
+        assert relative(found["added"], added.detach() / case.data_ranks) <= LOSS
+    (sum(share.loss for share in truth) + added).backward()
     for name, value in {
         "logprobs": torch.cat(own.logprobs),
         "entropies": torch.cat(own.entropies),
         "sample losses": torch.stack([-each.mean() for each in own.logprobs]),
-        "aux loss": own.balance,
+        "aux loss": routers.balance,
     }.items():
         assert value is None or relative(found[name], value.detach()) <= 5e-6, name
     if case.has_experts:
-        assert torch.equal(found["expert counts"], own.counts)
+        assert torch.equal(found["expert counts"], routers.counts)
     expected = without_zeros({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     gradients = without_zeros(found["gradients"])
     assert gradients.keys() == expected.keys()
     far = {name: relative(gradients[name], truth) for name, truth in expected.items()}
     limit = max(GRADIENT, limits_of(case.family).gradient)
     assert max(far.values()) <= limit, sorted(far.items(), key=lambda item: -item[1])[:5]
+
+
+def test_routers_of_all_ranks_are_added_to_a_mean_of_losses_once(seen: Any) -> None:
+    model = model_of("qwen3_moe")
+    samples = samples_of(model)
+    losses = [Alone(model, share, padded(share).metadata.num_targets).loss for share in (samples[::2], samples[1::2])]
+    truth = sum(losses) / 2 + Alone(model, samples, 1).added
+    truth.backward()
+    found = seen(CASES[0], "mean")
+    assert relative(found.pop("loss"), truth.detach()) <= LOSS
+    for name, parameter in model.named_parameters():
+        assert relative(found.pop(name), parameter.grad) <= GRADIENT, name
+    assert not found
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.family == "qwen3"][:1], ids=str)
@@ -159,5 +176,6 @@ class Alone:
             balance_of = import_module(family.modeling).load_balancing_loss_func
             self.balance = balance_of(tuple(layers), experts, top)
             self.added = model.router_aux_loss_coef * self.balance
+            self.z_loss = torch.stack([layer.logsumexp(-1).square().mean() for layer in layers]).mean()
             chosen = [layer.topk(top).indices.flatten().bincount(minlength=experts) for layer in layers]
             self.counts = torch.stack(chosen)

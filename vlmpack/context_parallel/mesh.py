@@ -155,6 +155,12 @@ class Parallel:
                     ranks = [ranks[0], *(rank for rank, same in zip(ranks, same_R.tolist(), strict=True) if not same)]
                 require(same_R.all(), _DIFFERENT.format(ranks=ranks, name=name), LayoutError)
 
+    def sum_over_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over all data ranks. A gradient of the sum is each rank's gradient of its own part."""
+        for group in self._known.own_rows:
+            x = group.all_reduce(x, "routers")
+        return x
+
     def check_same_towers(self, row: PackedRow, family: str) -> None:
         """Check that all data ranks run the same towers, for a family whose images cannot be left blank.
 
@@ -229,6 +235,8 @@ class _Ranks:
         own = [name for name, kind, size in _dimensions(mesh) if kind in _OWN_ROWS and size > 1]
         self.own_rows = [Collectives(mesh.get_group(name)) for name in own] if mesh is not None else []
         """The ranks with rows of their own, by dimension."""
+        if mesh is None and self.data_ranks > 1:
+            self.own_rows = [Collectives(dist.group.WORLD)]
         self.vision = VisionRanks.of_row(self.same_row["context"])
         """See `Parallel.vision`."""
         if balance_vision:

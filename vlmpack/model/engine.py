@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, prod
-from typing import Any, final
+from typing import Any, final, get_args
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
-from vlmpack.errors import ConfigError, LayoutError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, on_host, outside_graph
 from vlmpack.layout.media import IMAGE, VIDEO, Grid
@@ -56,7 +56,8 @@ class StepConfig:
     """Rows of logits in memory at a time. Logits take at least `4 * head_chunk * vocabulary` bytes."""
     aux_loss: Balance = "row"
     """How the routers' load-balancing loss is computed. "row": over all real tokens together, as transformers does for
-    a batch; "sample": the mean of each sample's own loss."""
+    a batch; "sample": the mean of each sample's own loss; "step": over the rows of all data ranks, and their z-loss and
+    the counts of tokens too. With "step", all data ranks must make equally many passes."""
     z_loss_coef: float = 0.0
     """Factor by which the routers' z-loss is added to the loss. transformers has no z-loss, so the default is 0."""
     capacity: int | None = None
@@ -71,8 +72,7 @@ class StepConfig:
             raise ConfigError(f"attention is {self.attention!r}; it is one of {', '.join((AUTO, *BACKENDS))}")
         if self.head_chunk < 1:
             raise ConfigError(f"head_chunk is {self.head_chunk!r}; it is a number of rows, 1 or more")
-        if self.aux_loss not in ("row", "sample"):
-            raise ConfigError(f'aux_loss is {self.aux_loss!r}; it is "row" or "sample"')
+        check_choice("aux_loss", self.aux_loss, get_args(Balance))
         if not 0 <= self.z_loss_coef < inf:
             raise ConfigError(f"z_loss_coef is {self.z_loss_coef!r}; it is 0 or a positive number")
 
@@ -103,6 +103,12 @@ class PackingState:
     def slots(self) -> SlotRule:
         """Return the padding rule for rows, adjusted so that the ranks that share a row can split it."""
         return self.config.slots if self.parallel is None else self.parallel.slots(self.config.slots)
+
+    @property
+    def rows_of_routers(self) -> Parallel | None:
+        """The data ranks whose rows count together in routers' losses; None: each row by itself."""
+        is_of_step = self.config.aux_loss == "step" and self.family.has("experts")
+        return self.parallel if is_of_step and self.parallel is not None and self.parallel.data_ranks > 1 else None
 
     def compact(self, row: PackedRow) -> Compact:
         """Return the row as the model computes it: without gaps between samples.
@@ -145,6 +151,8 @@ class PackingState:
             return (
                 "images of all ranks are dealt in each pass, and ranks have other numbers of pieces: no balance_vision"
             )
+        if self.rows_of_routers is not None:
+            return 'routers count the tokens of all ranks in each pass: set aux_loss="row" or "sample"'
         if any({base.__name__ for base in type(x).__mro__} & _SHARDED for x in model.modules()):
             return "FSDP frees its parameters behind the first backward pass: give groups that fit a row"
         parts = self.parts_of(find_model(model))
@@ -263,6 +271,7 @@ def run_row(
     work, routers = Work.total(works, compact.row.segments.num_tokens), None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
+        settings |= {"rows": state.rows_of_routers, "adds_up": num_items_in_batch is not None}
         hidden, routers = router_statistics(tuple(router_logits), hidden, setup, **settings)
     if piece is not None and piece.own is not None:
         hidden = piece.own.root = piece.keep(LAST_HIDDEN, hidden, hidden[:, -1:])

@@ -245,7 +245,7 @@ def _problems(
                 "and iterate over it under model.no_sync(), and let another batch's backward pass exchange them"
             )
     is_balanced = parts.family.has("experts") and has_balance(parts.family)
-    if is_balanced and state.config.aux_loss == "row" and wants_balance(parts, output_router_logits):
+    if is_balanced and state.config.aux_loss != "sample" and wants_balance(parts, output_router_logits):
         yield (
             "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
             'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'

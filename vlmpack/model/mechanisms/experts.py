@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import outside_graph, to_device
@@ -141,7 +142,7 @@ def balance_of(sums_2BE: torch.Tensor, *, layers: int, tokens_B: torch.Tensor) -
 
 # ---------------------------------------------------------------------- statistics of a row's routers
 
-Balance = Literal["row", "sample"]
+Balance = Literal["row", "sample", "step"]
 
 
 @final
@@ -164,8 +165,9 @@ class RouterStatistics:
     choices: tuple[ExpertChoice, ...] = ()
     """How each layer chooses its experts; empty: by probability in all layers."""
     counts: torch.Tensor | None = None
-    """`expert_counts` summed over the ranks that share the row (all ranks must take part, so this is computed at once),
-    or of a piece of a group, where a shared token counts once for each sample that has it; None: any other row."""
+    """`expert_counts` summed over the ranks that share the row, with "step" over those of all rows (all ranks must take
+    part, so this is computed at once), or of a piece of a group, where a shared token counts once for each sample that
+    has it; None: any other row."""
 
     def detached(self) -> RouterStatistics:
         """Return the same without gradients."""
@@ -194,6 +196,8 @@ def router_statistics(
     per: Balance,
     with_balance: bool,
     z_loss_coef: float,
+    rows: Parallel | None,
+    adds_up: bool,
 ) -> tuple[torch.Tensor, RouterStatistics]:
     """Compute the statistics of one row. Return them behind the hidden states, [1, T, D], that go on to the head.
 
@@ -201,9 +205,11 @@ def router_statistics(
         logits: [t, E] for each layer with experts, as transformers recorded them.
         hidden: the text model's output, [1, T, D].
         setup: the row, and a model with experts.
-        per: "row" or "sample"; see `StepConfig.aux_loss`.
+        per: "row", "sample" or "step"; see `StepConfig.aux_loss`.
         with_balance: whether to compute the load-balancing loss.
         z_loss_coef: factor by which the z-loss is added to the row's loss.
+        rows: the ranks whose rows count together; None: this row alone.
+        adds_up: whether the losses of these ranks add up to that of the step; otherwise, it is their mean.
 
     Raises:
         ConfigError: the recorded logits do not belong to the row's tokens, or have lost their gradient.
@@ -218,23 +224,28 @@ def router_statistics(
         aux_loss = aux_loss if with_balance else None
     else:
         logits = tuple(_of_real_tokens(part.for_each_sample(logits_tE), part) for logits_tE in logits)
-        aux_loss = _aux_loss(logits, setup, per) if with_balance else None
-        z_loss = _z_loss(logits, segments, part, per)
+        aux_loss = _aux_loss(logits, setup, per, rows) if with_balance else None
+        z_loss = _z_loss(logits, segments, part, per, rows)
     parts = [z_loss_coef * z_loss] if z_loss_coef else [torch.zeros_like(z_loss)]
     if aux_loss is not None:
         parts.append(coefficient(setup.model.core, text_config) * aux_loss)
+    added = torch.stack(parts).sum()
+    if rows is not None:  # every rank has the whole loss, with the gradients of its own tokens
+        share, gradient = (1 / rows.data_ranks, 1) if adds_up else (1, rows.data_ranks)
+        added = share * added.detach() + gradient * (added - added.detach())
     statistics = RouterStatistics(
         logits=logits,
         top_k=text_config.num_experts_per_tok,
         aux_loss=aux_loss,
         z_loss=z_loss,
-        added=torch.stack(parts).sum(),
+        added=added,
         choices=_choices(setup),
     )
     if of_tokens is not None:
         statistics = replace(statistics, counts=statistics.counted(of_tokens))
-    if part.ranks > 1:
-        statistics = replace(statistics, counts=part.sum(statistics.expert_counts))
+    if part.ranks > 1 or rows is not None:
+        counts = part.sum(statistics.expert_counts)
+        statistics = replace(statistics, counts=counts if rows is None else rows.sum_over_rows(counts))
     return hidden, statistics
 
 
@@ -280,22 +291,28 @@ def _of_real_tokens(logits_tE: torch.Tensor, part: RowPart) -> torch.Tensor:
     return logits_tE if len(logits_tE) == count else logits_tE[:count].clone()
 
 
-def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance) -> torch.Tensor:
+def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance, rows: Parallel | None) -> torch.Tensor:
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
-    if per == "row" and segments.num_tokens and part.ranks == 1:
+    if per != "sample" and segments.num_tokens and part.ranks == 1 and rows is None:
         return balance(setup.model.family, logits, text_config)
     sample_R, tokens_G = _samples(segments, part, per, logits[0].device)
-    sums_2GE = balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G))
-    return _mean(balance_of(part.sum(sums_2GE), layers=len(logits), tokens_B=tokens_G), segments, per)
+    sums_2GE = part.sum(balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G)))
+    if rows is not None:
+        sums_2GE, tokens_G = rows.sum_over_rows(sums_2GE), rows.sum_over_rows(tokens_G)
+    return _mean(balance_of(sums_2GE, layers=len(logits), tokens_B=tokens_G), segments, per)
 
 
-def _z_loss(logits: tuple[torch.Tensor, ...], segments: Segments, part: RowPart, per: Balance) -> torch.Tensor:
+def _z_loss(
+    logits: tuple[torch.Tensor, ...], segments: Segments, part: RowPart, per: Balance, rows: Parallel | None
+) -> torch.Tensor:
     """Compute the z-loss (Zoph et al., 2022, ST-MoE, equation 5): the mean over tokens, and also over layers."""
     z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
-    if per == "row":
+    if per != "sample" and rows is None:
         return part.sum(z_R.sum()) / max(segments.num_tokens, 1)
     sample_R, tokens_G = _samples(segments, part, per, z_R.device)
     sums_G = part.sum(z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R))
+    if rows is not None:
+        sums_G, tokens_G = rows.sum_over_rows(sums_G), rows.sum_over_rows(tokens_G)
     return _mean(sums_G / tokens_G.clamp(min=1), segments, per)
 
 
