@@ -71,9 +71,9 @@ class Case:
 
     @property
     def config(self) -> StepConfig:
-        """The settings. FSDP ranks have other numbers of chunks of targets."""
+        """The settings. Of two FSDP ranks, one has one chunk of targets and one has two."""
         of_routers = {"aux_loss": "step", "z_loss_coef": Z_LOSS} if self.aux_loss == "step" else {}
-        return StepConfig(head_chunk=7 if "fsdp_size" in self.sizes else 2048, **of_routers)
+        return StepConfig(head_chunk=50 if "fsdp_size" in self.sizes else 2048, **of_routers)
 
     def shares(self, samples: list[Sample]) -> list[list[Sample]]:
         """The samples of each data rank. Of two data ranks, the second has no image."""
