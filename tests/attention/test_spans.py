@@ -115,13 +115,6 @@ def test_no_mask_is_wider_than_a_window_and_a_span(monkeypatch):
         assert set(masks) == expected
 
 
-def test_a_row_without_spans_takes_no_second_call(monkeypatch):
-    monkeypatch.setattr(Spans, "cut", lambda *_: pytest.fail("there is nothing to cut"))
-    segments, qkv = Segments.from_lengths([5, 3]), random_qkv(8)
-    out = SdpaSegments()(*qkv, segments, causal=True, scale=0.3, pattern=Pattern(spans=Spans(runs=())))
-    assert torch.equal(out, SdpaSegments()(*qkv, segments, causal=True, scale=0.3))
-
-
 # ---------------------------------------------------------------------- kernels
 
 

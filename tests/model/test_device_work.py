@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
-from waiting import Launches, flex_graph
+from waiting import Launches, flex_graph, waits_are_errors
 
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import PackedRow, Segments, pack
+from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.row import shift_labels
-from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import vision
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
@@ -106,3 +106,15 @@ def test_boundaries_and_indices_are_copied_once_a_row(family: str, monkeypatch: 
         PackedStep(model)(row).loss.backward()
         counts.append(len(copies))
     assert 0 < counts[1] == counts[0]
+
+
+@pytest.mark.parametrize("family", ["llama4_text", *slow("gpt_oss")])
+def test_a_second_pass_of_a_row_copies_and_waits_for_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text in a row of fixed size."""
+    slots = SlotRule(pad_to=512, max_segments=8)
+    model = enable_packing(tiny_model(family, layers=3, dtype=torch.bfloat16), StepConfig(slots=slots)).to(CUDA).train()
+    row = pack(padded(mixed_samples(model.config, kinds=("text",) * 3)), rule=slots).to(CUDA)
+    PackedStep(model)(row).loss.backward()
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pytest.fail(f"{list(x.shape)} is copied"))
+    with waits_are_errors():
+        PackedStep(model)(row).loss.backward()

@@ -165,8 +165,7 @@ class Backend(ABC):
         part = pattern.causal_part
         out_TNH = self.attend(q_TNH, k_TKH, v_TKH, segments, keys, Softmax(causal, scale, dropout, part))
         window = pattern.window
-        cut = row.kept((spans, others, window), lambda: spans.cut(row, others or row, window)) if spans.runs else ()
-        for call in cut:
+        for call in row.kept((spans, others, window), lambda: spans.cut(row, others or row, window)):
             index_R, index_S = call.query_index(q_TNH.device), call.key_index(q_TNH.device)
             rows = ((q_TNH, index_R), (k_TKH, index_S), (v_TKH, index_S))
             q_RNH, k_SKH, v_SKH = (x.index_select(0, index) for x, index in rows)

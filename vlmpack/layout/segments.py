@@ -283,7 +283,9 @@ class Segments:
             return self
         pieces = -(-total // TAIL_PIECE) if is_fixed else -(-tail // TAIL_PIECE)
         cut = tuple(min(max(tail - at * TAIL_PIECE, 0), TAIL_PIECE) for at in range(pieces))
-        return replace(self, lengths=self.lengths + cut, slots=self.lengths + cut, total=total)
+        covered = self.lengths + cut
+        # Kept, with its tensors: a row that goes through a model again is not copied again.
+        return self.kept(("covered", covered), lambda: replace(self, lengths=covered, slots=covered, total=total))
 
     # ------------------------------------------------------------------ on the host
 
