@@ -276,7 +276,7 @@ def logits_of(outcome: Outcome) -> torch.Tensor:
 
 def logprobs_of(outcome: Outcome) -> torch.Tensor:
     """Log-probability of every target."""
-    return -outcome.target_losses
+    return -torch.cat(outcome.target_losses)
 
 
 def check_work(truth: Alone, result: StepResult, row_multiple: int, config: Any) -> None:

@@ -189,9 +189,3 @@ def test_what_the_host_can_see_to_be_wrong_is_refused(name: str, media: dict[str
     row = PackedRow(input_ids=torch.zeros(1, 8).long(), segments=Segments.from_lengths([8]), media=given)
     with pytest.raises(LayoutError, match=message):
         family.media_of_row(row, config)
-
-
-def test_a_family_that_needs_no_seconds_does_not_mind_them() -> None:
-    config = tiny_config("qwen3_vl")
-    row = row_of([2, 0, 2], [3], config, video_grid_thw=[[2, 2, 2]], second_per_grid_ts=[9.0])
-    assert positions_of(row, FAMILIES["qwen3_vl"], config)[:, 0].tolist() == [[0, 1, 2]] * 4

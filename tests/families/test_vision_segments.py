@@ -1,15 +1,12 @@
 """Boundaries inside the vision tower, from host grids alone, are those that transformers computes."""
 
 import torch
-from families.grids import with_grids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from vlmpack.families.family import frame_segments, window_segments
-from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Grid
-from vlmpack.testing import tiny_config
 
 
 @st.composite
@@ -32,12 +29,3 @@ def test_any_grids_give_the_boundaries_of_transformers(
     windows = window_segments(grids, window=window_size // patch_size, merge=merge)
     _, expected = get_vision_window_index(torch.tensor(grids), merge, window_size, patch_size)
     assert list(windows.real) == expected.tolist()
-
-
-@with_grids
-def test_a_family_names_every_set_of_boundaries_its_blocks_use(name: str) -> None:
-    config = tiny_config(name)
-    found = FAMILIES[name].vision_segments([(1, 12, 10), (2, 4, 4)], config)
-    assert found[0].lengths == (120, 16, 16)
-    windows = [segments.lengths for segments in found[1:]]
-    assert windows == ([(64, 16, 32, 8, 16, 16)] if name == "qwen2_5_vl" else [])

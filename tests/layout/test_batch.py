@@ -7,12 +7,6 @@ from vlmpack.errors import LayoutError
 from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, lengths_from_mask
 
 
-def test_lengths_and_offsets_of_right_and_left_padded_rows():
-    spans = lengths_from_mask(torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]))
-    assert spans.lengths == (3, 2, 2, 0)
-    assert spans.offsets == (0, 2, 1, 0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16])
 def test_zeros_and_ones_of_any_dtype_are_read(dtype):
     assert lengths_from_mask(torch.tensor([[1, 1, 0]]).to(dtype)).lengths == (2,)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -146,11 +145,3 @@ def test_what_holds_tensors_equals_itself_alone_and_can_be_a_key(make: Any) -> N
     assert here != there
     assert here.media != there.media.to("cpu")
     assert len({here, there}) == 2
-
-
-@pytest.mark.parametrize("make", [batch, row])
-def test_pickling_keeps_every_tensor(make: Any) -> None:
-    here = make()
-    there = pickle.loads(pickle.dumps(here))
-    assert tensors(there).keys() == tensors(here).keys()
-    assert all(torch.equal(value, tensors(here)[name]) for name, value in tensors(there).items())

@@ -45,17 +45,6 @@ DRAWN = PrefixTree(
 """The drawing in the module's docstring, with one token a node."""
 
 
-def test_the_drawing_in_the_docstring():
-    assert DRAWN.source().tolist() == [0, 1, 3, 4, 7]
-    assert DRAWN.place().tolist() == [0, 1, 0, 2, 3, 0, 2, 4]
-    assert DRAWN.keys.lengths == (1, 2, 2, 3, 3)
-    assert DRAWN.key_index().tolist() == [0, 0, 1, 0, 2, 0, 2, 3, 0, 2, 4]
-    assert DRAWN.predecessor().tolist() == [-1, 0, 0, 2, 2]
-    assert DRAWN.depths == (0, 1, 1, 2, 2)
-    assert DRAWN.path(4) == (0, 2, 4)
-    assert repr(DRAWN) == "PrefixTree(3 samples, 8 tokens in 5, 5 nodes, depth 3)"
-
-
 @given(texts(), st.integers(1, 5))
 def test_maps_are_those_of_a_walk(samples, min_shared):
     tree = tree_of(samples, min_shared=min_shared)

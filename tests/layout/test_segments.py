@@ -26,16 +26,6 @@ def test_boundaries_are_those_of_the_vectors(case):
     assert list(segments.stride) == case["stride"]
 
 
-def test_the_example_of_the_docstring():
-    segments = Segments.from_lengths([3, 5, 2], SlotRule(multiple=4))
-    assert segments.real == (0, 3, 8, 10)
-    assert segments.stride == (0, 4, 12, 16)
-    assert segments.spans == ((0, 3), (4, 9), (12, 14))
-    assert (segments.total, segments.num_tokens, segments.max_length, segments.max_slot) == (16, 10, 5, 8)
-    assert segments.attended_pairs == 6 + 15 + 3
-    assert segments.fill == 10 / 16
-
-
 @given(lengths=lengths_lists, multiple=st.integers(1, 9), spare=st.integers(0, 300))
 def test_every_tensor_is_what_a_plain_loop_gives(lengths, multiple, spare):
     needed = sum(-(-n // multiple) * multiple for n in lengths)
@@ -79,14 +69,6 @@ def test_without_gaps_segments_cover_the_row_and_never_mix_padding_with_tokens(l
 )
 def test_what_is_left_of_padding_is_what_the_model_needs(made_by, model, width):
     assert Segments.from_lengths([3, 5, 2], made_by).without_gaps(model).total == width
-
-
-def test_without_slots_there_are_no_gaps_and_all_boundaries_agree():
-    segments = Segments.from_lengths([3, 5, 2])
-    assert segments.real == segments.stride
-    assert segments.without_gaps() is segments
-    assert not segments.has_padding
-    assert not segments.padding_mask().any()
 
 
 @given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=6), multiple=st.sampled_from([1, 8, 256]))

@@ -87,11 +87,6 @@ def test_a_tail_goes_into_the_last_samples_slot_before_repeated_boundaries():
     assert segments.without_tail().real == segments.real
 
 
-def test_without_a_tail_nothing_changes():
-    segments = Segments.from_lengths([3, 5], SlotRule(multiple=4))
-    assert segments.without_tail() is segments
-
-
 # ---------------------------------------------------------------------- what is refused
 
 

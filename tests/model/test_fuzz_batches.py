@@ -26,11 +26,11 @@ from vlmpack.testing.samples import VISION
 
 Inputs = dict[str, Any]
 
-FAMILIES = ("qwen2_vl", "qwen3_vl", "qwen3_5", "qwen3")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3")
 KINDS = (("image", "text", "images"), ("image", "image"), ("video", "images_and_video"), ("text", "text", "text"))
-TOKENS = ("input_ids", "labels", "mm_token_type_ids", "attention_mask", "moe_padding_mask")
+TOKENS = ("input_ids", "labels", "shift_labels", "mm_token_type_ids", "attention_mask", "moe_padding_mask")
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_q_padded")
-MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.float16, torch.float64, torch.complex64)
 
 
@@ -59,14 +59,14 @@ def good_batch(family: str, kinds: tuple[str, ...], side: str) -> Any:
 def good_inputs(family: str, rng: random.Random) -> Inputs:
     batch = good_batch(family, rng.choice(KINDS), rng.choice(["left", "right"]))
     row = rng.choice([None, pack(batch), pack(batch, rule=SlotRule(multiple=4))])
-    inputs = (row or batch).to_hf()
+    inputs = batch.to_hf() if row is None else rng.choice([row.to_hf, row.step_inputs])()
     inputs.pop("use_cache", None)
     if rng.random() < 0.6:
         inputs.pop("vlmpack")
     if row is not None and rng.random() < 0.3:
         inputs.pop("moe_padding_mask")
     if rng.random() < 0.15:
-        inputs.pop("labels")
+        inputs = {name: x for name, x in inputs.items() if name not in ("labels", "shift_labels")}
     return {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
 
 
@@ -116,7 +116,7 @@ def change_a_column(inputs: Inputs, rng: random.Random) -> None:
 
 
 def edit(inputs: Inputs, rng: random.Random) -> None:
-    names = there(inputs, (*TOKENS, "image_grid_thw", "video_grid_thw", *BOUNDARIES))
+    names = there(inputs, (*TOKENS, "image_grid_thw", "video_grid_thw", "second_per_grid_ts", *BOUNDARIES))
     name = rng.choice(names or [""])
     if name and inputs[name].numel():
         flat = inputs[name].reshape(-1).clone()
@@ -124,6 +124,19 @@ def edit(inputs: Inputs, rng: random.Random) -> None:
         near = [flat[at] + 1, flat[at] - 1] if flat.dtype != torch.bool else [~flat[at]]
         flat[at] = rng.choice([*near, *near, 0, 1, 2, 3, 4, 5, 9, -1, -100, 1000])
         inputs[name] = flat.view(inputs[name].shape)
+
+
+def swap_tokens(inputs: Inputs, rng: random.Random) -> None:
+    """Two tokens, in all columns or in one."""
+    names = there(inputs, TOKENS)
+    width = inputs[names[0]].shape[-1] if names else 0
+    if width:
+        a, b = rng.randrange(width), rng.randrange(width)
+        order = torch.arange(width)
+        order[[a, b]] = order[[b, a]]
+        for name in rng.choice([names, names[:1]]):
+            if inputs[name].ndim == 2 and inputs[name].shape[-1] == width:
+                inputs[name] = inputs[name][:, order]
 
 
 def move_boundary(inputs: Inputs, rng: random.Random) -> None:
@@ -158,7 +171,7 @@ def exchange_media(inputs: Inputs, rng: random.Random) -> None:
 
 
 CHANGES = (
-    *(drop, drop, exchange, *(change_a_column,) * 5, edit, edit, edit),
+    *(drop, drop, exchange, *(change_a_column,) * 5, edit, edit, edit, swap_tokens),
     *(move_boundary, move_boundary, exchange_media, exchange_media),
 )
 
@@ -247,12 +260,18 @@ def cut_media(inputs: Inputs, pixels: str, grids: str) -> Iterator[Inputs]:
     sizes = table.prod(1).tolist()
     if not isinstance(patches, torch.Tensor) or patches.ndim != 2 or sum(sizes) != len(patches) or min(sizes) < 1:
         raise UnreadableError(pixels)
-    for part, grid in zip(patches.split(sizes), table, strict=True):
-        yield {pixels: part, grids: grid[None]}
+    seconds = inputs.get("second_per_grid_ts") if pixels == "pixel_values_videos" else None
+    if seconds is not None and (not isinstance(seconds, torch.Tensor) or seconds.shape != (len(table),)):
+        raise UnreadableError("second_per_grid_ts")
+    for at, (part, grid) in enumerate(zip(patches.split(sizes), table, strict=True)):
+        of_video = {} if seconds is None else {"second_per_grid_ts": seconds[at : at + 1]}
+        yield {pixels: part, grids: grid[None], **of_video}
 
 
 def targets_of(inputs: Inputs, row: int, start: int, stop: int) -> torch.Tensor | None:
     """[L]: the target of each token."""
+    if inputs.get("shift_labels") is not None:
+        return whole(inputs["shift_labels"], "shift_labels")[row, start:stop]
     if inputs.get("labels") is None:
         return None
     return F.pad(whole(inputs["labels"], "labels")[row, start + 1 : stop], (0, 1), value=-100)

@@ -55,7 +55,7 @@ def bad_checks(family: str, *circumstances: Circumstance, patch: Patch) -> list[
         setup, alone = recorded(family, circumstance)
         patch.setattr(checks, "record_references", partial(recorded_or, setup, alone))
         reference: Any = SimpleNamespace(choices=[{}] * len(setup.samples))
-        run = partial(checks.mechanism_checks, setup, circumstance, reference, leaks=False, wrong=[])
+        run = partial(checks.mechanism_checks, setup, circumstance, reference, leaks=False)
         with preserved_state(setup.probed.model):
             found += checks.caught(setup, "mechanism", "mechanisms", run)
     return [check for check in found if check.is_bad]

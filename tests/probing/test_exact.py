@@ -55,20 +55,6 @@ def check_plain(family: str, report: Report) -> None:
     assert (plain[PADDED].verdict, plain[PADDED].causes) == ("exact", ())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "verdict", "causes"),
-    [("qwen3", "differs", ("loss count",)), ("qwen3_5", "leaks", ("recurrent state", "loss count"))],
-)
-def test_without_a_cache_four_rows_keep_samples_apart(family: str, verdict: str, causes: tuple[str, ...]) -> None:
-    """Not in gated delta layers; and each sample's first label is still predicted from the sample before it."""
-    model = tiny_model(family)
-    model.config.get_text_config().use_cache = False
-    row = plain_of(probe(model, share_prefixes=False))[ROWS[FAMILIES[family].has_vision][-1]]
-    assert (row.verdict, row.causes) == (verdict, causes)
-    assert (row.leak == 0) == (verdict == "differs")
-
-
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", torch.float16), ("llama4_text", torch.float64)])
 def test_weights_of_other_types_are_probed_too(family: str, dtype: torch.dtype) -> None:
     report = probe(tiny_model(family, dtype=dtype), plain=False, share_prefixes=False)

@@ -67,7 +67,7 @@ def held_by(record: routing.RoutingRecord, share: float) -> routing.HeldChoices:
 def test_a_choice_between_equal_scores_is_held_and_counted(is_low: bool) -> None:
     before, chosen = computed(BY_ROUNDING, second=False)
     free, _ = computed(BY_ROUNDING, second=True)
-    after, record = computed(BY_ROUNDING, second=True, held=held_by(chosen, routing.open_share(is_low=is_low)))
+    after, record = computed(BY_ROUNDING, second=True, held=held_by(chosen, routing.OPEN[is_low]))
     assert distance(free, before) > 1e-3
     assert distance(after, before) < 1e-5
     assert record.held > 0
@@ -76,7 +76,7 @@ def test_a_choice_between_equal_scores_is_held_and_counted(is_low: bool) -> None
 def test_a_choice_between_other_scores_is_not_held() -> None:
     _, chosen = computed(0.5, second=False)
     free, _ = computed(0.5, second=True)
-    after, record = computed(0.5, second=True, held=held_by(chosen, routing.open_share(is_low=True)))
+    after, record = computed(0.5, second=True, held=held_by(chosen, routing.OPEN[True]))
     assert record.held == 0
     assert torch.equal(after, free)
 
@@ -118,7 +118,8 @@ def test_a_probe_gives_no_false_alarm_where_rounding_chooses(monkeypatch: pytest
     assert report.verdict == "exact", report
     assert "row: routers' gradient" in {check.name for check in report.checks if check.finding == "not counted"}
     assert {"gaps: choice of experts", "autocast: choice of experts"} <= {check.name for check in report.checks}
-    monkeypatch.setattr(routing, "OPEN", {"float32": -1.0, "low": -1.0})
+    for low in routing.OPEN:
+        monkeypatch.setitem(routing.OPEN, low, -1.0)
     report = probe(model, plain=False, share_prefixes=False)
     assert "gaps: logits" in {check.name for check in report.checks if check.is_bad}
 

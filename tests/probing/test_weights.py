@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import EIGHT
 
 from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
@@ -56,13 +55,6 @@ def test_a_folder_without_weights_or_the_users_wish_makes_one_too(tmp_path: Path
     tiny_config("qwen3_vl").save_pretrained(tmp_path)
     assert load(str(tmp_path), device=CPU, dtype=torch.float32).weights.endswith("the folder holds no weights")
     assert load(str(tmp_path), device=CPU, dtype=torch.float32, tiny=True).weights.endswith("as asked")
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_vl_moe"])
-def test_weights_are_counted_without_being_made(family: str) -> None:
-    model = tiny_model(family)
-    count = sum(p.numel() for p in model.parameters())
-    assert weights.count_weights(model.config, family_named(family)) == count
 
 
 def test_free_memory_is_the_least_that_anybody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +113,7 @@ def test_a_tiny_copy_keeps_all_settings_that_are_no_sizes(family: str) -> None:
         assert small.get(name) == text.get(name), name
 
 
-@pytest.mark.parametrize("family", [*EIGHT, "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_next"])
 def test_a_tiny_copy_of_a_large_configuration_is_exact(family: str, tmp_path: Path) -> None:
     config = tiny_config(family, hidden=192, heads=4, kv_heads=2, layers=5)
     config.save_pretrained(tmp_path)

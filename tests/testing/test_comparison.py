@@ -23,9 +23,8 @@ from vlmpack.testing.comparison import (
 def outcome(*, scale: float = 1.0, **gradients: float) -> Outcome:
     return Outcome(
         logits=[scale * torch.tensor([[1.0, -2.0]])],
-        target_losses=scale * torch.tensor([1.0, 3.0]),
+        target_losses=[scale * torch.tensor([1.0]), scale * torch.tensor([3.0])],
         sample_losses=scale * torch.tensor([1.0, 3.0]),
-        sample_targets=(1, 1),
         loss=2.0 * scale,
         gradients={name: torch.tensor([value, 0.5]) for name, value in gradients.items()},
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from notebooks.measures import Tree, field_f1, normalise, nted_accuracy, tree_edit_distance
+from notebooks.measures import field_f1, normalise, nted_accuracy
 
 CAKE = {"menu": [{"nm": "cake", "cnt": "2"}]}
 """TED from nothing: menu 1, subtree 1, nm 1, "cake" 4, cnt 1, "2" 1: 9."""
@@ -61,14 +61,6 @@ def test_fields_by_hand() -> None:
 )
 def test_edges(prediction: Any, truth: Any, score: float) -> None:
     assert field_f1([prediction], [truth]) == pytest.approx(score)
-
-
-def test_trees_by_hand() -> None:
-    """The pair of Zhang and Shasha's paper: f(d(a c(b)) e) and f(c(d(a b)) e), with unit costs: 2."""
-    a, b, e = Tree("a"), Tree("b"), Tree("e")
-    left = Tree("f", (Tree("d", (a, Tree("c", (b,)))), e))
-    right = Tree("f", (Tree("c", (Tree("d", (a, b)),)), e))
-    assert tree_edit_distance(left, right) == 2
 
 
 @pytest.mark.parametrize(

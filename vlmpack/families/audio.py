@@ -103,62 +103,55 @@ PositionsOfSample = Callable[[np.ndarray, MediaTable, Any], torch.Tensor]
 [3, L], int64 or float32."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class AskModel:
-    """Multimodal rotary positions; for samples with videos, the installed transformers' `get_rope_index` computes them.
+def replace_videos(
+    of_sample: PositionsOfSample,
+    positions_4T: np.ndarray,
+    table: MediaTable,
+    segments: Segments,
+    restarts: Segments,
+    config: Any,
+) -> np.ndarray:
+    """Replace the positions of samples with videos, or with images of several frames, by the model's own.
 
     There, a video (or an image of several frames) moves later tokens by its duration, in float32 if the model has
-    fractional positions. For all other samples, positions follow from grids as with `Rotary`.
+    fractional positions.
+
+    Args:
+        of_sample: function that calls `get_rope_index`.
+        positions_4T: positions that are already correct for all other samples.
+        table: the media of the row.
+        segments: the boundaries of its samples.
+        restarts: the boundaries where positions restart; none of them is inside a medium.
+        config: the model's configuration.
+
+    Returns:
+        [4, T]; float32 if the model's own positions are.
+
+    Raises:
+        LayoutError: a video has no seconds, or positions restart right before a medium.
     """
-
-    of_sample: PositionsOfSample
-    """Function that calls `get_rope_index`."""
-    axes: int = 3
-    """Number of rotary positions per token."""
-    start: int = 0
-    """Position of the first token."""
-
-    def replace_videos(
-        self, positions_4T: np.ndarray, table: MediaTable, segments: Segments, restarts: Segments, config: Any
-    ) -> np.ndarray:
-        """Replace the positions of samples with videos, or with images of several frames.
-
-        Args:
-            positions_4T: positions that are already correct for all other samples.
-            table: the media of the row.
-            segments: the boundaries of its samples.
-            restarts: the boundaries where positions restart; none of them is inside a medium.
-            config: the model's configuration.
-
-        Returns:
-            [4, T]; float32 if the model's own positions are.
-
-        Raises:
-            LayoutError: a video has no seconds, or positions restart right before a medium.
-        """
-        seconds = [video.seconds for video in table.videos if video.seconds is not None]
-        if len(seconds) != len(table.videos):
+    seconds = [video.seconds for video in table.videos if video.seconds is not None]
+    if len(seconds) != len(table.videos):
+        raise LayoutError(
+            f"there are {len(table.videos)} videos but the seconds between two grids of {len(seconds)}; give the "
+            "processor's video_second_per_grid"
+        )
+    kinds_T = table.types(segments)
+    starts = [segments.stride[medium.sample] + medium.runs[0][0] for medium in table.media]
+    for start, stop in restarts.spans:
+        inside = [medium for medium, at in zip(table.media, starts, strict=True) if start <= at < stop]
+        if not any(medium.kind == VIDEO or (medium.grid and medium.grid[0] > 1) for medium in inside):
+            continue
+        if kinds_T[start]:
             raise LayoutError(
-                f"there are {len(table.videos)} videos but the seconds between two grids of {len(seconds)}; give the "
-                "processor's video_second_per_grid"
+                f"positions restart at place {start} of the row, between a medium and the token before it that "
+                "marks its start; move that boundary"
             )
-        kinds_T = table.types(segments)
-        starts = [segments.stride[medium.sample] + medium.runs[0][0] for medium in table.media]
-        for start, stop in restarts.spans:
-            inside = [medium for medium, at in zip(table.media, starts, strict=True) if start <= at < stop]
-            if not any(medium.kind == VIDEO or (medium.grid and medium.grid[0] > 1) for medium in inside):
-                continue
-            if kinds_T[start]:
-                raise LayoutError(
-                    f"positions restart at place {start} of the row, between a medium and the token before it that "
-                    "marks its start; move that boundary"
-                )
-            found_3L = self.of_sample(kinds_T[start:stop], MediaTable(media=tuple(inside)), config).numpy()
-            if found_3L.dtype.kind == "f":
-                positions_4T = positions_4T.astype(found_3L.dtype, copy=False)
-            positions_4T[1:, start:stop] = found_3L
-        return positions_4T
+        found_3L = of_sample(kinds_T[start:stop], MediaTable(media=tuple(inside)), config).numpy()
+        if found_3L.dtype.kind == "f":
+            positions_4T = positions_4T.astype(found_3L.dtype, copy=False)
+        positions_4T[1:, start:stop] = found_3L
+    return positions_4T
 
 
 def check_markers(input_ids: torch.Tensor, table: MediaTable, segments: Segments, config: Any) -> None:

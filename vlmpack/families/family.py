@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families.audio import AskModel, AudioPart, longest_of_samples
+from vlmpack.families.audio import AudioPart, PositionsOfSample, longest_of_samples, replace_videos
 from vlmpack.families.media import (
     Placement,
     VideoPlacement,
@@ -62,6 +62,9 @@ class Rotary:
     """Number of rotary positions per token: 3 (time, height, width) or 1 (position in the sample)."""
     start: int = 0
     """Position of the first token."""
+    of_sample: PositionsOfSample | None = None
+    """Function that asks the installed transformers' `get_rope_index` for the positions of a sample with videos; None:
+    they follow from grids too."""
 
 
 @final
@@ -79,7 +82,7 @@ class Family:
     mechanisms: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)
     """Mechanisms of its decoder layers besides plain attention (`vlmpack.model.mechanisms`), by name, each with the
     names of its submodules."""
-    positions_rule: Rotary | AskModel = field(default_factory=Rotary)
+    positions_rule: Rotary = field(default_factory=Rotary)
     """Rule for the rotary positions of its text part."""
     videos: VideoPlacement = single_run
     """How its processor writes videos as tokens."""
@@ -219,8 +222,8 @@ class Family:
 
         Time, height and width of every segment are equal, bit for bit, to those that `get_rope_index` of the installed
         transformers returns for the sample on its own. The position in the sample is 0, 1, 2, ...; padding is 0.
-        Positions are float32 if the model's own are (`AskModel`). They are computed on the host, without a host–device
-        sync.
+        Positions are float32 if the model's own are (`Rotary.of_sample`). They are computed on the host, without a
+        host–device sync.
 
         Args:
             table: the media of the row (`media_of_row`).
@@ -238,8 +241,8 @@ class Family:
         media = (*table.images, *table.videos)
         offsets_4M = token_offsets(self.placements(media, config))
         positions_4T = row_positions(placeholders(media, segments), offsets_4M, restarts)
-        if isinstance(rule := self.positions_rule, AskModel):
-            positions_4T = rule.replace_videos(positions_4T, table, segments, restarts, config)
+        if (of_sample := self.positions_rule.of_sample) is not None:
+            positions_4T = replace_videos(of_sample, positions_4T, table, segments, restarts, config)
         return to_device(positions_4T[:, None], torch.device(device))
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,15 @@ medium must match the placeholders of exactly one sample (`layout.media.place`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.families.audio import AskModel, check_markers
+from vlmpack.families.audio import check_markers
 from vlmpack.families.media import check_seconds
 from vlmpack.families.tiles import tiles_of_images
 from vlmpack.layout.batch import SIZES, Media, compare_media, host_frames, host_grids, host_seconds
@@ -38,7 +39,7 @@ def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
     if known is None and row.tree is not None:
         known = MediaTable()
     table = _read(family, row, config) if known is None else _compared(family, row, known, config)
-    if isinstance(family.positions_rule, AskModel):
+    if family.positions_rule.of_sample is not None:
         check_markers(row.input_ids, table, row.segments, config)
     check_seconds(table.videos)
     return table
@@ -103,15 +104,8 @@ def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expe
 
 def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expected]:
     """The images or videos of a tiled family, and the number of placeholders of each."""
-    tensors, rule = media.to_hf(), family.tile_tokens if kind == IMAGE else family.video_tokens
-    if rule is None or _PIXELS[kind] not in tensors:
-        return []
-    try:
-        tokens = [int(count) for count in rule(tensors, config)]
-    except KeyError as missing:
-        raise LayoutError(
-            f"the batch has {_PIXELS[kind]}, but no {missing}: keep all that the model's own processor gives"
-        ) from None
+    tensors = media.to_hf()
+    tokens = _tile_tokens(family, tensors, config, kind)
     sizes = [tensors[name].tolist() for name, of in SIZES.items() if of == kind and name in tensors]
     rows = [(tuple(size),) for size in sizes[0]] if sizes and len(sizes[0]) == len(tokens) else [()] * len(tokens)
     pairs = zip(tokens, rows, strict=True)
@@ -120,6 +114,19 @@ def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expecte
         Expected(medium=Medium(kind=kind, sizes=size, bidirectional=is_bidirectional), tokens=(count,))
         for count, size in pairs
     ]
+
+
+def _tile_tokens(family: Family, tensors: Mapping[str, torch.Tensor], config: Any, kind: int) -> list[int]:
+    """The number of placeholders of each tile, image or video in the tensors of one kind."""
+    rule = family.tile_tokens if kind == IMAGE else family.video_tokens
+    if rule is None or _PIXELS[kind] not in tensors:
+        return []
+    try:
+        return [int(count) for count in rule(tensors, config)]
+    except KeyError as missing:
+        raise LayoutError(
+            f"the batch has {_PIXELS[kind]}, but no {missing}: keep all that the model's own processor gives"
+        ) from None
 
 
 def _place(family: Family, expected: Sequence[Expected], types_T: np.ndarray, segments: Segments) -> MediaTable:
@@ -159,10 +166,10 @@ def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) ->
 def _check_tiles(family: Family, held: MediaTable, media: Media, config: Any) -> None:
     """Compare the tokens of media with tensors on the host; reading tensors on a device would cost a sync."""
     tensors = media.with_sizes(held).to_hf()
-    for kind, rule in ((IMAGE, family.tile_tokens), (VIDEO, family.video_tokens)):
+    for kind in (IMAGE, VIDEO):
         pixels = tensors.get(_PIXELS[kind])
-        if rule is not None and (pixels is None or on_host(pixels)):
-            tokens = () if pixels is None else tuple(int(count) for count in rule(tensors, config))
+        if pixels is None or on_host(pixels):
+            tokens = _tile_tokens(family, tensors, config, kind)
             tiles_of_images(tokens, [medium.tokens for medium in held.of_kind(kind)])
 
 
@@ -198,11 +205,10 @@ def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) 
     """Count the entries of the images and videos of a tiled family."""
     tensors, media = row.media.to_hf(), {kind: [*table.of_kind(kind)] for kind in KINDS}
     of_tiles = {} if family.tile_entries is None else family.tile_entries(tensors, config)
-    for kind, rule in ((IMAGE, family.tile_tokens), (VIDEO, family.video_tokens)):
+    for kind in (IMAGE, VIDEO):
         names = [name for name in tensors if (name in _OF_VIDEOS) == (kind == VIDEO) and name != table.image_counts]
-        if rule is None or _PIXELS[kind] not in names:
+        if not (tokens := _tile_tokens(family, tensors, config, kind)):
             continue
-        tokens = [int(count) for count in rule(tensors, config)]
         computed = () if row.tree is None else (row.tree.images if kind == IMAGE else row.tree.videos)
         numbers = range(len(media[kind])) if row.tree is None else computed
         tiles = tiles_of_images(tokens, [media[kind][number].tokens for number in numbers])

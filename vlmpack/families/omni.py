@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.families.audio import AskModel, AudioPart
-from vlmpack.families.family import Family, pieces
+from vlmpack.families.audio import AudioPart
+from vlmpack.families.family import Family, Rotary, pieces
 from vlmpack.families.media import media_starts
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 from vlmpack.families.tower_inputs import BOUNDARIES, INTERPOLATION, ROTARY, WINDOWS
@@ -120,7 +120,7 @@ def _thinker(name: str, prefix: str, **fields: Any) -> Family:
     return Family(
         model_type=f"{name}_thinker",
         oldest_transformers=(5, 23),
-        positions_rule=AskModel(of_sample=of_sample),
+        positions_rule=Rotary(of_sample=of_sample),
         processor_name=f"{prefix}Processor",
         text_type=name,
         token_types=None,

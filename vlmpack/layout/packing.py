@@ -51,12 +51,13 @@ def pack(
     """
     if not isinstance(batch, PaddedBatch):
         check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
-    spans = _spans(batch)
+    spans, ids = _spans(batch), whole_numbers(batch.input_ids, "input_ids")
+    labels = None if batch.labels is None else whole_numbers(batch.labels, "labels")
     _check_empty_rows(batch, spans, keep_empty=keep_empty)
     counted = batch.metadata is not None and batch.metadata.num_targets is not None
     # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
-    if batch.labels is not None and not counted and sum(spans.lengths) < batch.labels.numel():
-        _check_labels(batch.labels, batch.attention_mask, spans)
+    if labels is not None and not counted and sum(spans.lengths) < labels.numel():
+        _check_labels(labels, batch.attention_mask, spans)
     segments = Segments.from_lengths(spans.lengths, rule)
     if not segments.total:
         raise LayoutError(
@@ -69,9 +70,9 @@ def pack(
         return None if tensor is None else take(tensor, 0)
 
     return PackedRow(
-        input_ids=take(batch.input_ids, pad_token_id),
+        input_ids=take(ids, pad_token_id),
         segments=segments,
-        shift_labels=None if batch.labels is None else take.targets(batch.labels),
+        shift_labels=None if labels is None else take.targets(labels),
         shift_weights=None if batch.loss_weights is None else roll_left(take(batch.loss_weights, 0), segments, fill=0),
         position_ids=optional(batch.position_ids),
         mm_token_type_ids=optional(batch.mm_token_type_ids),
@@ -101,8 +102,8 @@ def unpack(
         fill: value on padding.
 
     Raises:
-        LayoutError: the tensor is not a row of these segments, `offsets` has another number of samples, or a sample
-            does not fit `width`.
+        LayoutError: the tensor is not a row of these segments, `offsets` are not one column for each sample, or a
+            sample does not fit `width`.
     """
     check_kind("tensor", tensor, torch.Tensor, "row.input_ids; unpack takes one tensor at a time")
     check_kind("segments", segments, Segments, "row.segments")
@@ -208,8 +209,6 @@ def _check_shapes(batch: PaddedBatch) -> None:
         whole = name in ("labels", "mm_token_type_ids")  # others may be [k, B, S]
         if (tensor.shape if whole else tensor.shape[-2:]) != batch.input_ids.shape:
             raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
-    if batch.labels is not None:
-        whole_numbers(batch.labels, "labels")
     check_weights(batch.loss_weights, batch.labels, "loss_weights")
 
 
@@ -323,7 +322,9 @@ def _batch_index(
     """(index, padding), both [B * S]: source of each batch position in the row, and True where it is padding."""
     if offsets and len(offsets) != segments.num_samples:
         raise LayoutError(f"unpack: {len(offsets)} offsets for the {segments.num_samples} samples of the row")
-    columns = np.asarray(offsets or (0,) * segments.num_samples, np.int64)
+    columns = np.asarray(offsets or (0,) * segments.num_samples)
+    if columns.dtype.kind not in "iu" or columns.min(initial=0) < 0:
+        raise LayoutError(f"unpack: offsets are columns of the batch, whole numbers from 0, got {list(offsets)[:9]}")
     lengths = np.asarray(segments.lengths[: segments.num_samples], np.int64)
     ends = columns + lengths
     if ends.size and ends.max() > width:

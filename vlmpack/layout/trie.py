@@ -45,34 +45,6 @@ class _Run:
     start: int = 0
     parent: int = -1
 
-    def pays(self, depth: int, min_shared: int) -> bool:
-        """Return whether a node that ends at `depth` has, or below a root saves, at least `min_shared` symbols."""
-        length, repetitions = depth - self.start, self.high - self.low - 1
-        return length >= min_shared or (self.parent >= 0 and length * repetitions >= min_shared)
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Sorted:
-    """Samples sorted so that samples with a shared prefix are neighbors."""
-
-    order: np.ndarray
-    """int64 [B]: indices of the samples."""
-    lengths: np.ndarray
-    """int64 [B]: number of symbols of each sample."""
-    shared: np.ndarray
-    """int64 [B]: number of first symbols that each sample shares with the one before it; -1 at the start of a group."""
-
-    @classmethod
-    def of(cls, samples: Sequence[np.ndarray], groups: Sequence[Hashable]) -> _Sorted:
-        """Sort by group, then by bytes; any order of symbols works, because equal symbols have equal bytes."""
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        keys = [(numbers[group], sample.tobytes()) for group, sample in zip(groups, samples, strict=True)]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        neighbors = [_num_alike(samples[a], samples[b]) if keys[a][0] == keys[b][0] else -1 for a, b in pairwise(order)]
-        lengths = [len(samples[sample]) for sample in order]
-        return cls(order=np.asarray(order), lengths=np.asarray(lengths), shared=np.asarray([-1, *neighbors]))
-
 
 def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], min_shared: int) -> CompressedTrie:
     """Build the compressed trie of samples; samples of different groups share nothing.
@@ -86,8 +58,14 @@ def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], m
         min_shared: at least 1; 1 keeps every node.
     """
     trie = CompressedTrie(parents=[], lengths=[], leaves=[-1] * len(samples))
-    ordered = _Sorted.of(samples, groups)
-    order, lengths, shared = ordered.order, ordered.lengths, ordered.shared
+    # sort by group, then by bytes: any order of symbols makes neighbors of samples with a shared prefix
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    keys = [(numbers[group], sample.tobytes()) for group, sample in zip(groups, samples, strict=True)]
+    order = np.asarray(sorted(range(len(keys)), key=keys.__getitem__))
+    lengths = np.asarray([len(samples[sample]) for sample in order])
+    # number of first symbols that each sample shares with the one before it; -1 at the start of a group
+    neighbors = [_num_alike(samples[a], samples[b]) if keys[a][0] == keys[b][0] else -1 for a, b in pairwise(order)]
+    shared = np.asarray([-1, *neighbors])
 
     def pushed(runs: Iterable[_Run]) -> None:
         """Push runs so that they are popped in the order of their first samples."""
@@ -105,7 +83,8 @@ def compressed_trie(samples: Sequence[np.ndarray], groups: Sequence[Hashable], m
         ended = run.low + int(np.count_nonzero(lengths[run.low : run.high] == depth))  # the shortest are first
         start, node = run.start, run.parent
         pieces = pieces_of(ended, run.high, depth) if ended < run.high else []
-        if not pieces or run.pays(depth, min_shared):
+        saved = (depth - start) * (run.high - run.low - 1) if run.parent >= 0 else 0
+        if not pieces or max(depth - start, saved) >= min_shared:
             node = len(trie.parents)
             trie.parents.append(run.parent)
             trie.lengths.append(depth - start)

@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families.audio import AskModel
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import Media, check_is_tensor
 from vlmpack.layout.device import copied, on_host, outside_graph, require
@@ -185,7 +184,7 @@ def check_rope_index(model: ModelParts) -> None:
         row = PackedRow(input_ids=input_ids, segments=segments, mm_token_type_ids=types, media=media)
         expected = family.positions(family.media_of_row(row, config), segments, config=config)
         further: dict[str, Any] = {"mm_token_type_ids": types}
-        if isinstance(family.positions_rule, AskModel):
+        if family.positions_rule.of_sample is not None:
             further = {"attention_mask": torch.ones_like(input_ids), "audio_seqlens": torch.tensor([frames])}
             further["second_per_grids"] = tensors.get("video_second_per_grid")
         if videos is not None:

@@ -13,7 +13,7 @@ from vlmpack.layout.sharing import unshare
 from vlmpack.model.enable import disable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.step import PackedStep
-from vlmpack.probing.difference import LEAK, Difference, check_cache, compare_modules, module_checks, wrong_modules
+from vlmpack.probing.difference import LEAK, Difference, check_cache, compare_modules, module_checks
 from vlmpack.probing.forward_passes import (
     GAPS,
     ROW,
@@ -26,11 +26,11 @@ from vlmpack.probing.forward_passes import (
 )
 from vlmpack.probing.losses import RouterLosses, check_router_losses, check_tokens, result_checks
 from vlmpack.probing.reference import (
+    OPEN,
     ProbeSetup,
     Reference,
     References,
     held_to,
-    open_share,
     record_references,
 )
 from vlmpack.probing.report import BAD, Check, Part
@@ -49,10 +49,10 @@ UNSTEADY = "set its dropout probabilities to 0, or use deterministic kernels, an
 
 def packed_checks(setup: ProbeSetup, references: References, *, progress: Progress) -> list[Check]:
     """Run all checks of the setup's circumstances; `progress` gets the title of each part before it begins."""
-    checks, wrong = [], list[str]()
+    checks: list[Check] = []
     for circumstance in setup.circumstances:
         progress(circumstance.title)
-        run = partial(_circumstance_checks, setup, references, circumstance, wrong)
+        run = partial(_circumstance_checks, setup, references, circumstance)
         checks += caught(setup, "equality", circumstance.name, run)
     if setup.branches is None:
         progress("work")
@@ -60,12 +60,7 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
         checks += _caught_packed("work", "host-device syncs", setup, GAPS, lambda packed: [check_syncs(setup, packed)])
     elif not any(check.is_bad and check.name == "packing" for check in checks):
         checks += _caught_packed("work", "tree: work", setup, TREE, lambda packed: [*tree_work(setup, packed)])
-    where = f", first in the output of {wrong[0]}" if wrong else ""
-    is_leak = [check.part == "isolation" and check.finding == "leaks" for check in checks]
-    return [
-        replace(check, detail=check.detail + where) if leaks else check
-        for check, leaks in zip(checks, is_leak, strict=True)
-    ]
+    return checks
 
 
 def caught(setup: ProbeSetup, part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]:
@@ -123,23 +118,21 @@ def packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPas
 # ---------------------------------------------------------------------- one circumstance
 
 
-def _circumstance_checks(
-    setup: ProbeSetup, references: References, circumstance: Circumstance, wrong: list[str]
-) -> list[Check]:
-    """Run the checks of one circumstance, and add the names of wrong modules to `wrong`."""
+def _circumstance_checks(setup: ProbeSetup, references: References, circumstance: Circumstance) -> list[Check]:
+    """Run the checks of one circumstance."""
     reference, always = references.of(circumstance), circumstance in ALWAYS
     if reference is None:
         return [not_deterministic(f"{circumstance.name}: ", "two runs of the same samples alone differ in this mode")]
     low = circumstance.autocast or setup.probed.is_low
-    run_packed = partial(_caught_packed, setup=setup, circumstance=circumstance)
-    checks = run_packed("mechanism", "packing", run=lambda packed: [check_packed_row(setup, packed)])
-    checks += run_packed("equality", circumstance.name, run=lambda packed: check_equality(setup, packed, reference))
+    checks = _caught_packed(
+        "equality", circumstance.name, setup, circumstance, lambda packed: check_equality(setup, packed, reference)
+    )
     if (always or low or any(check.is_bad for check in checks)) and all(check.finding != "fails" for check in checks):
         name = f"{circumstance.name}: isolation"
         checks += caught(setup, "isolation", name, lambda: _isolation_checks(setup, circumstance, reference))
     if always or any(check.is_bad for check in checks):
         leaks = any(check.finding == "leaks" for check in checks)
-        run = partial(mechanism_checks, setup, circumstance, reference, leaks=leaks, wrong=wrong)
+        run = partial(mechanism_checks, setup, circumstance, reference, leaks=leaks)
         where = "" if circumstance is GAPS else f"in {circumstance.title}: "
         found = caught(setup, "mechanism", "mechanisms", run)
         checks += [replace(check, detail=where + check.detail) if check.is_bad else check for check in found]
@@ -174,7 +167,7 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
     """
     circumstance = packed.circumstance
     low = setup.probed.is_low or circumstance.autocast
-    held = held_to(reference.choices, packed, setup.samples, share=open_share(is_low=low))
+    held = held_to(reference.choices, packed, setup.samples, share=OPEN[low])
     with setup.computing(circumstance), torch.enable_grad(), held as routed:
         result = packed(setup.samples)
     outcome = result.outcome(setup.probed.model, setup.samples, backward=packed.backward)
@@ -278,7 +271,7 @@ def most_moved(after: Sequence[torch.Tensor], before: Sequence[torch.Tensor], st
 
 
 def mechanism_checks(
-    setup: ProbeSetup, circumstance: Circumstance, reference: Reference, *, leaks: bool, wrong: list[str]
+    setup: ProbeSetup, circumstance: Circumstance, reference: Reference, *, leaks: bool
 ) -> list[Check]:
     """Compare the model's inputs, every module's outputs, and the results with those of the samples alone.
 
@@ -289,7 +282,6 @@ def mechanism_checks(
         circumstance: how the samples are packed and computed.
         reference: the reference of that circumstance.
         leaks: whether a sample's logits move when only other samples change.
-        wrong: the names of modules whose outputs differ are appended here, in the order of calls.
     """
     probed, samples, low = setup.probed, setup.samples, setup.probed.is_low or circumstance.autocast
     with packing(setup, circumstance) as packed:
@@ -312,7 +304,6 @@ def mechanism_checks(
         assert found.result is not None
         with torch.no_grad():
             results = result_checks(found.result, samples, [each.logits for each in references], low=low)
-        wrong += wrong_modules(found, probed, low=low)
     if any(check.is_bad and check.name == "sample results" for check in results):
         return [inputs, *results]
     of_audio = caught(setup, "mechanism", "audio", lambda: _check_short_audio(setup, circumstance))
@@ -378,7 +369,7 @@ def check_routers(
 
     Router losses count choices of experts. So in float32 they are not compared if only rounding decides a choice.
     """
-    share = open_share(is_low=setup.probed.is_low or packed.circumstance.autocast)
+    share = OPEN[setup.probed.is_low or packed.circumstance.autocast]
     with (
         setup.computing(packed.circumstance),
         held_to(reference.choices, packed, setup.samples, share=share) as routed,

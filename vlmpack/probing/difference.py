@@ -336,16 +336,6 @@ def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
 # ---------------------------------------------------------------------- checks
 
 
-def wrong_modules(found: Difference, probed: ProbedModel, *, low: bool) -> dict[str, Cause]:
-    """Map each module whose outputs are wrong for correct inputs to the cause, in the order of calls."""
-    roles = roles_of(probed)
-    limits = {name: LEAK if role == "positions" else LIMITS[low] for name, role in roles.items()}
-    wrong: dict[str, Role] = {name: roles[name] for name, error in found.errors.items() if not error <= limits[name]}
-    # if other attention layers are wrong too, the mask is at fault, not the scale of queries
-    scaled: Cause = "mask" if "mask" in wrong.values() else "positions"
-    return {name: scaled if role == "query scale" else role for name, role in wrong.items()}
-
-
 def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: bool) -> list[Check]:
     """Make one check for each cause from the errors of its modules.
 
@@ -355,8 +345,12 @@ def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: b
         low: whether the pass is in low precision.
         leaks: whether a sample's logits move when only other samples change.
     """
-    wrong, roles = wrong_modules(found, probed, low=low), roles_of(probed)
-    checks = [check_cache(found)]
+    roles, checks = roles_of(probed), [check_cache(found)]
+    limits = {name: LEAK if role == "positions" else LIMITS[low] for name, role in roles.items()}
+    wrong: dict[str, Role] = {name: roles[name] for name, error in found.errors.items() if not error <= limits[name]}
+    # if other attention layers are wrong too, the mask is at fault, not the scale of queries
+    scaled = "mask" if "mask" in wrong.values() else "positions"
+    wrong |= {name: scaled for name, role in wrong.items() if role == "query scale"}
     for cause in CAUSES:
         first = next((name for name in wrong if wrong[name] == cause), None)
         of_cause = [error for name, error in found.errors.items() if roles[name] == cause]

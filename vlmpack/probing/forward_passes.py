@@ -17,8 +17,7 @@ prefix is computed once; this circumstance has its own samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, final
@@ -26,13 +25,12 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from vlmpack.context_parallel.mesh import Parallel, mesh_of
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of, has_lm_head
-from vlmpack.layout.batch import METADATA_KEY, Media, PaddedBatch
+from vlmpack.layout.batch import METADATA_KEY, PaddedBatch
 from vlmpack.layout.media import IMAGE
 from vlmpack.layout.packing import pack
 from vlmpack.layout.row import PackedRow
@@ -51,7 +49,7 @@ from vlmpack.testing.comparison import (
     plain_output,
     take_gradients,
 )
-from vlmpack.testing.samples import Sample, grids_of, media_of, num_targets, padded, sample_like
+from vlmpack.testing.samples import Sample, grids_of, num_targets, padded, sample_like
 
 NO_GAPS = SlotRule()
 
@@ -90,12 +88,6 @@ class ProbedModel:
     def config(self) -> Any:
         """The Hugging Face configuration."""
         return self.core.config
-
-    def runs_of(self, sample: Sample) -> tuple[tuple[int, int], ...]:
-        """Return (start, stop) of each run of bidirectional tokens in a sample."""
-        if (bidirectional := self.family.bidirectional_tokens(self.config)) is None:
-            return ()
-        return bidirectional.of_sample(sample, self.family.media_types(sample["input_ids"], self.config))
 
     @property
     def is_divided(self) -> bool:
@@ -179,27 +171,6 @@ class Circumstance:
         """Return `num_items_in_batch`; None: the loss is divided by the samples' targets."""
         return 2 * total_targets(samples) + 3 if self.counted else None
 
-    @contextmanager
-    def computing(self, probed: ProbedModel, autocast: torch.dtype) -> Iterator[None]:
-        """Set train or eval mode, gradients and precision.
-
-        Dropout stays off, because a row would draw different random numbers than a sample alone.
-
-        Args:
-            probed: the model, in eval mode; it returns to eval mode afterwards.
-            autocast: dtype of mixed precision, used if the circumstance has it.
-        """
-        probed.model.train(self.train)
-        for module in probed.model.modules():
-            if isinstance(module, _DropoutNd):
-                module.eval()
-        try:
-            mixed: Any = {"enabled": self.autocast, "cache_enabled": False}  # FSDP2 frees the weights of each pass
-            with torch.set_grad_enabled(self.train), torch.autocast(probed.device.type, dtype=autocast, **mixed):
-                yield
-        finally:
-            probed.model.eval()
-
 
 GAPS = Circumstance(name="gaps", title="a packed row with gaps", slots="gaps")
 ROW = Circumstance(name="row", title="a packed row, train mode", by_model=True, train=True, counted=True, chunked=True)
@@ -245,27 +216,21 @@ class ForwardResult:
     logits: list[torch.Tensor]
     """Logits of each sample: [L, V]."""
     loss: torch.Tensor
-    """Scalar loss, as a trainer gets it."""
+    """Scalar loss, divided by the number of the samples' targets."""
     step: StepResult | None = None
     """The result of `PackedStep`; None: the pass did not use it."""
     sample_losses: torch.Tensor | None = None
     """Mean loss of each sample, [B]; None: plain transformers does not return it."""
-    target_share: float = 1.0
-    """Number of the samples' targets divided by the divisor of the loss."""
-
-    @property
-    def mean_loss(self) -> torch.Tensor:
-        """The loss divided by the number of the samples' targets: a scalar."""
-        return self.loss / self.target_share
+    aux_loss: torch.Tensor | None = None
+    """Scalar load-balancing loss; None: not asked for, or this version of transformers computes none."""
 
     def outcome(
         self, model: nn.Module, samples: Sequence[Sample], *, backward: Callable[[torch.Tensor], None] = backward
     ) -> Outcome:
         """Run the backward pass and collect the outcome. Gradients left over from an aborted pass are discarded."""
         take_gradients(model)
-        backward(self.mean_loss)
-        loss = float(self.mean_loss.detach())
-        return outcome_of(model, samples, self.logits, loss, sample_losses=self.sample_losses)
+        backward(self.loss)
+        return outcome_of(model, samples, self.logits, float(self.loss.detach()), sample_losses=self.sample_losses)
 
 
 @final
@@ -355,10 +320,9 @@ class PackedPass:
         assert logits is not None
         return ForwardResult(
             logits=self._split(logits, samples),
-            loss=result.loss,
+            loss=result.loss if divisor is None else result.loss * (divisor / total_targets(samples)),
             step=result if isinstance(result, StepResult) else None,
             sample_losses=result.sample_losses,
-            target_share=1.0 if divisor is None else total_targets(samples) / divisor,
         )
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -433,28 +397,17 @@ class PlainRowPass:
 
     def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
         """Run the row through the model."""
-        samples = [*map(frames_as_images, samples)]
-        tokens = {name: torch.cat([sample[name] for sample in samples])[None] for name in ("input_ids", "labels")}
-        inputs = {**tokens, **media_of(samples).to_hf()}
-        family, segments = self.probed.family, segments_of(samples)
-        types = family.media_types(inputs["input_ids"], self.probed.config)
-        types = types.clamp(max=IMAGE) if family.videos_as_images else types
-        row = PackedRow(
-            input_ids=inputs["input_ids"],
-            segments=segments,
-            mm_token_type_ids=types,
-            media=Media.from_hf(inputs, names=family.media),
-        )
-        table = family.media_of_row(row, self.probed.config)
-        positions = family.positions(table, segments, config=self.probed.config, device=types.device)
+        samples, family = [*map(frames_as_images, samples)], self.probed.family
+        row, config = pack(padded(samples, metadata=False)), self.probed.config
+        labels = torch.cat([sample["labels"] for sample in samples])[None]
+        inputs = {"input_ids": row.input_ids, "labels": labels, **row.extras, **row.media.to_hf()}
         if family.token_types is not None:
-            inputs[family.token_types] = types
-        inputs |= {name: torch.cat([sample[name] for sample in samples])[None] for name in family.token_columns}
-        inputs |= family.expert_types_of(inputs["input_ids"], self.probed.config)
+            inputs[family.token_types] = family.types_of_row(row, config)
+        positions = family.positions(family.media_of_row(row, config), row.segments, config=config)
         has_axes = family.positions_rule.axes == 3
         inputs["position_ids"] = positions[-self.rows :] if has_axes else family.rotary_ids(positions)
         output = plain_output(self.probed.model, inputs, use_cache=self.use_cache)
-        return ForwardResult(logits=[output.logits[0, a:b] for a, b in segments.spans], loss=output.loss)
+        return ForwardResult(logits=[output.logits[0, a:b] for a, b in row.segments.spans], loss=output.loss)
 
 
 @final
@@ -472,25 +425,14 @@ class PlainPaddedPass:
         lengths = [len(sample["input_ids"]) for sample in samples]
         return [row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)]
 
-    def __call__(self, samples: Sequence[Sample]) -> ForwardResult:
-        """Run the batch through the model, without the load-balancing loss."""
-        return self._compute(samples)[0]
-
-    def with_router_losses(self, samples: Sequence[Sample]) -> tuple[ForwardResult, torch.Tensor | None]:
-        """Run the batch with the load-balancing loss added to its loss.
-
-        Returns:
-            (the result, the load-balancing loss over the real tokens; None: this version of transformers computes none)
-        """
-        result, output = self._compute(samples, output_router_logits=True)
-        return result, output.get("aux_loss")
-
-    def _compute(self, samples: Sequence[Sample], **settings: bool) -> tuple[ForwardResult, Any]:
+    def __call__(self, samples: Sequence[Sample], *, router_losses: bool = False) -> ForwardResult:
+        """Run the batch through the model; `router_losses`: add the load-balancing loss over the real tokens."""
         samples = [*map(frames_as_images, samples)]
         inputs = {name: x for name, x in padded(samples).to_hf().items() if isinstance(x, torch.Tensor)}
+        settings = {"output_router_logits": True} if router_losses else {}
         output = plain_output(self.probed.model, inputs, **settings)
         logits = [row[: len(sample["input_ids"])] for row, sample in zip(output.logits, samples, strict=True)]
-        return ForwardResult(logits=logits, loss=output.loss), output
+        return ForwardResult(logits=logits, loss=output.loss, aux_loss=output.get("aux_loss"))
 
 
 ForwardPass = PackedPass | PlainRowPass | PlainPaddedPass

@@ -111,7 +111,7 @@ def _check_head(step: StepResult, losses: Sequence[torch.Tensor], samples: Seque
 
 def _check_loss(result: ForwardResult, losses: Sequence[torch.Tensor], low: bool) -> Check:
     count = sum(map(len, losses))
-    loss, expected = float(result.mean_loss.detach()), float(torch.cat([*losses]).sum()) / count
+    loss, expected = float(result.loss.detach()), float(torch.cat([*losses]).sum()) / count
     detail = f"the loss is {loss:.6g}, but the samples' {count} targets make {expected:.6g}"
     limit = LOSS_LIMIT if low else FLOAT32_LIMIT
     return Check.of_mechanism("loss count", relative(loss, expected), limit, detail)
@@ -162,8 +162,8 @@ def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> R
     """
     if not probed.family.has("experts"):
         return None
-    result, balance = PlainPaddedPass(probed=probed).with_router_losses(samples)
-    if balance is None:
+    result = PlainPaddedPass(probed=probed)(samples, router_losses=True)
+    if (balance := result.aux_loss) is None:
         return None
     cross_entropy = torch.cat(_target_losses(result.logits, samples)).sum() / total_targets(samples)
     added, size = float((result.loss - cross_entropy).detach()), float(balance.detach())

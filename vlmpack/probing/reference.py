@@ -35,9 +35,9 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from vlmpack.layout.segments import Segments
 from vlmpack.model.engine import StepConfig
 from vlmpack.probing.difference import AloneCalls, record_alone
 from vlmpack.probing.forward_passes import (
@@ -50,7 +50,6 @@ from vlmpack.probing.forward_passes import (
     ForwardPass,
     PlainPaddedPass,
     ProbedModel,
-    segments_of,
 )
 from vlmpack.probing.losses import RouterLosses, reference_router_losses
 from vlmpack.testing.branching import Branches, branches_of
@@ -70,19 +69,15 @@ Choices = dict[str, list[torch.Tensor]]
 """Maps the name of a block with experts to one tensor for each top-k call: the experts of the N tokens that it routes,
 in order, int64 [N, k]."""
 
-OPEN = {"float32": 1e-3, "low": 0.125}
-"""The most that scores of held experts may lie below the chosen ones, as a fraction of the spread of a token's scores.
+OPEN = {False: 1e-3, True: 0.125}
+"""The most that scores of held experts may lie below the chosen ones, as a fraction of the spread of a token's scores;
+True: in low precision.
 
 Between passes, hidden states differ by about 1e-6 in float32. In bfloat16 they differ by 1 % to 3 % after some layers,
 and by more in single tokens.
 """
 HOLD_ALL = torch.inf
 """Value of `share` that holds every choice, whatever the scores."""
-
-
-def open_share(*, is_low: bool) -> float:
-    """Return the `share` of `HeldChoices` for a pass that is compared with the samples alone."""
-    return OPEN["low" if is_low else "float32"]
 
 
 @final
@@ -240,20 +235,29 @@ class ProbeSetup:
         return replace(self, samples=branches.samples, branches=branches)
 
     @property
-    def segments(self) -> Segments:
-        """The samples' boundaries in the row with gaps."""
-        return segments_of(self.samples, GAPS.settings(self.settings, self.samples).slots)
-
-    @property
     def circumstances(self) -> tuple[Circumstance, ...]:
         """The circumstances in which the samples are packed."""
         if self.branches is not None:
             return (TREE,)
         return tuple(each for each in CIRCUMSTANCES if not (each.autocast and self.probed.is_low))
 
-    def computing(self, circumstance: Circumstance) -> AbstractContextManager[None]:
-        """Set train or eval mode, gradients and precision of a circumstance."""
-        return circumstance.computing(self.probed, self.autocast)
+    @contextmanager
+    def computing(self, circumstance: Circumstance) -> Iterator[None]:
+        """Set train or eval mode, gradients and precision of a circumstance; the model returns to eval mode afterwards.
+
+        Dropout stays off, because a row would draw different random numbers than a sample alone.
+        """
+        model, device = self.probed.model, self.probed.device.type
+        model.train(circumstance.train)
+        for module in model.modules():
+            if isinstance(module, _DropoutNd):
+                module.eval()
+        try:
+            mixed: Any = {"enabled": circumstance.autocast, "cache_enabled": False}  # FSDP2 frees weights of each pass
+            with torch.set_grad_enabled(circumstance.train), torch.autocast(device, dtype=self.autocast, **mixed):
+                yield
+        finally:
+            model.eval()
 
 
 @final
@@ -355,7 +359,7 @@ def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[
 
     @contextmanager
     def recording() -> Iterator[None]:
-        held = None if choices is None else held_alone(setup, choices, len(chosen), share=open_share(is_low=True))
+        held = None if choices is None else held_alone(setup, choices, len(chosen), share=OPEN[True])
         with setup.computing(circumstance), torch.enable_grad(), routing(probed, held) as routed:
             yield
         chosen.append(routed.choices)
@@ -400,7 +404,7 @@ def _reference(
 
     def of_batch() -> Errors:
         forward = PlainPaddedPass(probed=probed)
-        held = held_to(choices, forward, setup.samples, share=open_share(is_low=low))
+        held = held_to(choices, forward, setup.samples, share=OPEN[low])
         with setup.computing(circumstance), torch.enable_grad(), held:
             result = forward(setup.samples)
         return compare(result.outcome(probed.model, setup.samples), truth, low=low)
@@ -460,7 +464,7 @@ def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | N
 def _check_finite(probed: ProbedModel, outcome: Outcome) -> None:
     """Refuse NaN and infinity: any result would be equally far from them, so every limit would hold."""
     numbers = {f"the logits of sample {i}": x for i, x in enumerate(outcome.logits)}
-    numbers |= {"the loss": outcome.target_losses}
+    numbers |= {"the loss": torch.cat(outcome.target_losses)}
     numbers |= {f"the gradient of {name}": local(gradient) for name, gradient in outcome.gradients.items()}
     for name, is_bad in probed.worst_of_ranks({name: not x.isfinite().all() for name, x in numbers.items()}).items():
         if is_bad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose
-from vlmpack.errors import BackendError, ConfigError, LayoutError
+from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose, recorded_calls
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.packing import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state
@@ -21,15 +21,15 @@ from vlmpack.model.plain import find_model
 from vlmpack.model.step import PackedStep
 from vlmpack.probing.checks import Progress, caught, leak, not_deterministic, packed_checks, worst_of_each
 from vlmpack.probing.difference import LEAK, AloneCalls, Difference, compare_modules, module_checks
-from vlmpack.probing.forward_passes import GAPS, TREE, PlainPaddedPass, PlainRowPass, ProbedModel
+from vlmpack.probing.forward_passes import GAPS, TREE, PlainPaddedPass, PlainRowPass, ProbedModel, segments_of
 from vlmpack.probing.losses import result_checks
 from vlmpack.probing.reference import (
+    OPEN,
     ProbeSetup,
     Reference,
     References,
     UnsteadyError,
     held_to,
-    open_share,
     record_references,
 )
 from vlmpack.probing.report import Baseline, Check, Report, causes_of, one_line
@@ -92,10 +92,7 @@ def probe(
         BackendError: the named back-end does not support the model.
     """
     setup = _setup(model, processor, attention)
-    call = _attention_call(setup.probed)
-    served = choose(call, setup.settings.attention).name
-    if setup.settings.attention != AUTO and (refusal := _refusal(model, served)) is not None:
-        raise refusal
+    backends = [choose(call, setup.settings.attention).name for call in _attention_calls(model)]
     share_prefixes = share_prefixes and (setup.probed.parallel is None or setup.probed.parallel.ranks == 1)
     with preserved_state(model):
         checks, baselines = _checks(setup, progress or (lambda part: None), plain=plain, share_prefixes=share_prefixes)
@@ -103,11 +100,11 @@ def probe(
         model=type(setup.probed.core).__name__,
         family=setup.probed.family.model_type,
         weights="as given",
-        device=call.device,
+        device=setup.probed.device.type,
         dtype=str(setup.probed.dtype).removeprefix("torch."),
-        attention=served,
+        attention=backends[0] if backends else setup.settings.attention,
         samples=tuple(f"{kind_of(sample)}, {len(sample['input_ids'])} tokens" for sample in setup.samples),
-        row_tokens=setup.segments.total,
+        row_tokens=segments_of(setup.samples, GAPS.settings(setup.settings, setup.samples).slots).total,
         checks=tuple(checks),
         circumstances={each.name: each.title for each in (*setup.circumstances, *([TREE] if share_prefixes else []))},
         plain=tuple(baselines),
@@ -116,38 +113,20 @@ def probe(
 
 def backends_for(model: nn.Module) -> list[str]:
     """List the attention back-ends that support every layer of the model's text part on its current device."""
-    call = _attention_call(ProbedModel.of(model))
-    names = [name for name, backend in BACKENDS.items() if not backend.unsupported(call)]
-    return [name for name in names if _refusal(model, name) is None]
+    calls = _attention_calls(model)
+    served = [name for name, backend in BACKENDS.items() if not any(backend.unsupported(call) for call in calls)]
+    return served if calls else [AUTO]
 
 
-def _refusal(model: nn.Module, attention: str) -> BackendError | None:
-    """Return the error of the first layer that the back-end does not support; None: it supports all of them.
+def _attention_calls(model: nn.Module) -> list[AttentionCall]:
+    """Return the attention call of each layer of the text part; [] if the model raises before, as a probe will report.
 
-    Some reasons, such as a softcap or sinks, show only in a call.
+    Some reasons of back-ends, such as a softcap or sinks, show only in a call.
     """
     sample = build_sample(ProbedModel.of(model).config, stretches=[4], labeled=2)
-    with preserved_state(model), torch.no_grad():
-        try:
-            PackedStep(model, StepConfig(attention=attention))(pack(padded([sample])))
-        except BackendError as error:
-            return error
-        except Exception:  # the probe will report it
-            return None
-    return None
-
-
-def _attention_call(probed: ProbedModel) -> AttentionCall:
-    text = probed.family.text_config(probed.config).to_dict()  # attributes raise if layers differ
-    weight = next(probed.family.language_model(probed.core).parameters())
-    heads = text["num_attention_heads"]
-    return AttentionCall(
-        device=weight.device.type,
-        dtype=weight.dtype,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        num_heads=heads,
-        num_kv_heads=text.get("num_key_value_heads") or heads,
-    )
+    with preserved_state(model), torch.no_grad(), recorded_calls() as calls, suppress(Exception):
+        PackedStep(model)(pack(padded([sample])))
+    return calls
 
 
 def _setup(model: nn.Module, processor: Any, attention: str | None) -> ProbeSetup:
@@ -255,7 +234,7 @@ def _baseline(
 ) -> Baseline:
     samples, limits = setup.samples, reference.limits
     moved = leak(forward, samples)
-    with held_to(reference.choices, forward, samples, share=open_share(is_low=setup.probed.is_low)):
+    with held_to(reference.choices, forward, samples, share=OPEN[setup.probed.is_low]):
         result = forward(samples)
     logits = max(distance(to_host(x), y) for x, y in zip(result.logits, reference.outcome.logits, strict=True))
     loss = relative(float(result.loss), reference.outcome.loss)

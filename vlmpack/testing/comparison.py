@@ -54,12 +54,10 @@ class Outcome:
 
     logits: list[torch.Tensor]
     """Logits of each sample: float32 or float64 [L, V], on the CPU."""
-    target_losses: torch.Tensor
-    """Cross-entropy (nats) of each target of all samples: float32 [N]."""
+    target_losses: list[torch.Tensor]
+    """Cross-entropy (nats) of each target of each sample: float32 [n]."""
     sample_losses: torch.Tensor
     """Mean cross-entropy (nats) of each sample, as the pass returned it: float32 [B]."""
-    sample_targets: tuple[int, ...]
-    """Number of targets of each sample, to split `target_losses` by."""
     loss: float
     """Mean loss over the targets of all samples, as the pass returned it."""
     gradients: Gradients
@@ -306,9 +304,8 @@ def outcome_of(
     losses = [target_losses(x, sample["labels"]) for x, sample in zip(on_host, samples, strict=True)]
     return Outcome(
         logits=on_host,
-        target_losses=torch.cat(losses),
+        target_losses=losses,
         sample_losses=mean_losses(losses) if sample_losses is None else to_host(sample_losses),
-        sample_targets=tuple(map(len, losses)),
         loss=loss,
         gradients=take_gradients(model),
         work=work,
@@ -318,7 +315,8 @@ def outcome_of(
 def logits_by_sample(result: StepResult) -> list[torch.Tensor]:
     """Split the logits of a row into [L, V] of each sample."""
     assert result.row_logits is not None
-    return [result.row_logits[0, start:stop] for start, stop in result.segments.spans]
+    samples = range(result.segments.num_samples)
+    return [result.row_logits[0, slice(*result.segments.spans[sample])] for sample in samples]
 
 
 def target_losses(logits_LV: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
@@ -368,14 +366,13 @@ def compare(
         smallest_gradient: see `SMALLEST_GRADIENT`.
     """
     pairs = list(zip(actual.logits, truth.logits, strict=True))
+    losses = [(x - y).abs() for x, y in zip(actual.target_losses, truth.target_losses, strict=True)]
     return Errors(
         logits=rms_distance(pairs) if low else max(distance(*pair) for pair in pairs),
-        target_losses=_or_infinite(
-            (actual.target_losses - truth.target_losses).abs().sum() / truth.target_losses.sum()
-        ),
+        target_losses=_or_infinite(torch.cat(losses).sum() / torch.cat(truth.target_losses).sum()),
         loss=relative(actual.loss, truth.loss),
         sample_losses=distance(actual.sample_losses, truth.sample_losses),
-        sample_target_losses=_worst_sample(actual, truth),
+        sample_target_losses=_or_infinite(mean_losses(losses).max() / truth.sample_losses.max()),
         gradients=gradient_errors(actual.gradients, truth.gradients, low=low, smallest=smallest_gradient),
     )
 
@@ -550,9 +547,3 @@ def _at_least_float32(x: torch.Tensor) -> torch.Tensor:
 
 def _or_infinite(difference: float | torch.Tensor) -> float:
     return float(difference) if difference == difference else inf
-
-
-def _worst_sample(actual: Outcome, truth: Outcome) -> float:
-    difference = (actual.target_losses - truth.target_losses).abs()
-    means = [part.mean() for part in difference.split(truth.sample_targets) if len(part)]
-    return _or_infinite(torch.stack(means).max() / truth.sample_losses.max())

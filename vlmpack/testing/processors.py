@@ -57,12 +57,6 @@ MERGE_SIZE = 2
 QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 """Families with a `Qwen3_5Tokenizer`; the others have a `Qwen2Tokenizer`."""
 
-_OPENAI_CLIP: dict[str, Any] = {
-    "image_mean": [0.48145466, 0.4578275, 0.40821073],
-    "image_std": [0.26862954, 0.26130258, 0.27577711],
-}
-_HALF: dict[str, Any] = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
-
 
 def tiny_processor(
     family: str = DEFAULT_FAMILY,
@@ -98,8 +92,10 @@ def tiny_processor(
         raise ConfigError(f"vocab_size={vocab_size} has no room for the 256 bytes; use at least 256")
     from transformers import WhisperFeatureExtractor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
     patch_size, has_audio = patch_size_of(family), family in OMNI_TOKENS
+    of_qwen3 = FAMILIES[family].processor == "Qwen3VLProcessor"
     token_area = (patch_size * MERGE_SIZE) ** 2
     image_processor = Qwen2VLImageProcessorPil(
         patch_size=patch_size,
@@ -107,7 +103,8 @@ def tiny_processor(
         temporal_patch_size=2,
         min_pixels=4 * token_area if min_pixels is None else min_pixels,
         max_pixels=256 * token_area if max_pixels is None else max_pixels,
-        **(_HALF if FAMILIES[family].processor == "Qwen3VLProcessor" else _OPENAI_CLIP),
+        image_mean=[0.5] * 3 if of_qwen3 else OPENAI_CLIP_MEAN,
+        image_std=[0.5] * 3 if of_qwen3 else OPENAI_CLIP_STD,
     )
     template = _omni_template(family) if has_audio else CHAT_TEMPLATE
     audio = {"feature_size": MEL_BINS, "chunk_length": 8, "return_attention_mask": True}  # of 8 s at most

@@ -30,14 +30,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
-from vlmpack.families.audio import AskModel
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_of_pairs
 from vlmpack.families.registry import FAMILIES, family_named, family_of_processor
+from vlmpack.families.spans import prefix_length
 from vlmpack.families.tiles import Join, tiles_of_images
 from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, place
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.packing import pack
+from vlmpack.layout.row import IGNORE
 from vlmpack.layout.segments import Segments
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.recipes import AUDIO_TOKENS, MEDIA_TOKENS
@@ -49,7 +50,6 @@ AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
 """Additional kinds for families that take audio: two audios; an image, a video and an audio."""
 VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
 """Families that take images and videos as patches with one grid for each image or video."""
-TEXT_ONLY = tuple(name for name, family in FAMILIES.items() if not family.has_vision)
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
 IMAGE_TOKENS_KEY = "image_tokens"
@@ -132,7 +132,9 @@ def build_sample(
 
         tiles = [_image_of_tiles(config, family, grid, draw, several=several) for grid in image_grids]
         clips = [_video_of_tiles(config, family, grid, draw) for grid in video_grids]
-    images = [tokens for tokens, _ in tiles] or [_image(config, grid) for grid in image_grids]
+    images = [tokens for tokens, _ in tiles] or [
+        _image_of(config, family.media_tokens([grid], config)) for grid in image_grids
+    ]
     videos = [tokens for tokens, _ in clips] or [_video(config, grid) for grid in video_grids]
     audios = [_audio(config, family, frames) for frames in audio_frames]
     visual = videos + images if videos_first else images + videos
@@ -168,16 +170,10 @@ def build_sample(
         frames = torch.randn(len(mask), config.audio_config.num_mel_bins, mask.shape[1], generator=rng)
         sample["input_features"] = frames.where(mask[:, None].bool(), UNREAD)
         sample["feature_attention_mask"] = mask
-    if video_grids and (name := _seconds_name(config, family)) is not None:
+    name = "video_second_per_grid" if "video_second_per_grid" in family.media else "second_per_grid_ts"
+    if video_grids and (name in family.media or hasattr(config.vision_config, "tokens_per_second")):
         sample[name] = torch.tensor(seconds, dtype=torch.float32)
     return Sample.of(sample, family, config)
-
-
-def _seconds_name(config: Any, family: Family) -> str | None:
-    """Return the keyword for the seconds between grids of a video; None: the model takes none."""
-    if "video_second_per_grid" in family.media:
-        return "video_second_per_grid"
-    return "second_per_grid_ts" if "tokens_per_second" in config.vision_config.to_dict() else None
 
 
 def _joined(
@@ -327,17 +323,11 @@ def _bounds(image_processor: Any, most_tokens: int) -> dict[str, int]:
 
 def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[str, Any]) -> Sample:
     batch = collator.collate([_record(collator.processor, question, answer, media)])
-    tensors: dict[str, Any] = batch.to_hf()
-    if collator.metadata.by_processor or collator.metadata.has_audio:
-        family = family_of_processor(collator.processor)
-        if family.token_types != "mm_token_type_ids":
-            types = tensors.pop("mm_token_type_ids")
-            tensors |= {} if family.token_types is None else {family.token_types: types}
-    else:
-        family = None
-    columns = (*TOKEN_KEYS, *(() if family is None else family.token_columns))
-    names = dict.fromkeys((*MEDIA_KEYS, *(() if family is None else family.media)))
-    sample = {name: tensors[name][0] for name in columns if name in tensors}
+    tensors, family = batch.to_hf(), family_of_processor(collator.processor)
+    if family.token_types != "mm_token_type_ids" and (types := tensors.pop("mm_token_type_ids", None)) is not None:
+        tensors |= {} if family.token_types is None else {family.token_types: types}
+    names = dict.fromkeys((*MEDIA_KEYS, *family.media))
+    sample = {name: tensors[name][0] for name in (*TOKEN_KEYS, *family.token_columns) if name in tensors}
     sample |= {name: tensors[name] for name in names if name in tensors}
     table = None if batch.metadata is None else batch.metadata.media
     if table is not None and (counts := [image.tokens for image in table.images if image.grid is None]):
@@ -398,7 +388,7 @@ def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
     """Return the keyword arguments with which a Hugging Face model computes this sample alone."""
     tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample and (labels or name != "labels")}
     family = sample.family if isinstance(sample, Sample) else None
-    if family is not None and isinstance(family.positions_rule, AskModel):  # the model derives positions from the mask
+    if family is not None and family.positions_rule.of_sample:  # the model derives positions from the mask
         tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
     return {**tokens, **_media(sample)}
 
@@ -413,22 +403,28 @@ def padded(
     samples: Sequence[Sample], side: Literal["right", "left"] = "right", *, metadata: bool = True
 ) -> PaddedBatch:
     """Pad the samples to a batch; `metadata=False` leaves out the host metadata that a collator adds."""
-    lengths = [len(sample["input_ids"]) for sample in samples]
-    offsets = tuple(max(lengths) - n if side == "left" else 0 for n in lengths)
 
-    def stack(rows: list[torch.Tensor], fill: int = 0) -> torch.Tensor:
+    def stack(name: str, fill: int = 0) -> torch.Tensor:
+        rows = [sample[name] for sample in samples]
         return pad_sequence(rows, batch_first=True, padding_value=fill, padding_side=side)
 
-    types = [sample["mm_token_type_ids"] for sample in samples if "mm_token_type_ids" in sample]
-    return PaddedBatch(
-        input_ids=stack([sample["input_ids"] for sample in samples]),
-        attention_mask=stack([torch.ones_like(sample["input_ids"]) for sample in samples]),
-        labels=stack([sample["labels"] for sample in samples], IGNORE),
-        mm_token_type_ids=stack(types) if types else None,
-        extras={name: stack([sample[name] for sample in samples]) for name in _columns(samples)},
+    family, types = _family_of(samples), "mm_token_type_ids"
+    columns = () if family is None else (*family.token_columns, *filter(None, (family.expert_types,)))
+    real = [torch.ones_like(sample["input_ids"]) for sample in samples]
+    batch = PaddedBatch(
+        input_ids=stack("input_ids"),
+        attention_mask=pad_sequence(real, batch_first=True, padding_side=side),
+        labels=stack("labels", IGNORE),
+        mm_token_type_ids=stack(types) if all(types in sample for sample in samples) else None,
+        extras={name: stack(name) for name in columns},
         media=media_of(samples),
-        metadata=metadata_of(samples, offsets=offsets) if metadata else None,
     )
+    return replace(batch, metadata=_metadata_of(batch, samples)) if metadata else batch
+
+
+def _family_of(samples: Sequence[Sample]) -> Family | None:
+    """Return the family of the samples; None: they are plain dictionaries."""
+    return next((x.family for x in samples if isinstance(x, Sample) and x.family is not None), None)
 
 
 def media_of(samples: Sequence[Sample]) -> Media:
@@ -437,42 +433,32 @@ def media_of(samples: Sequence[Sample]) -> Media:
     for sample in samples:
         for name, tensor in _media(sample).items():
             parts.setdefault(name, []).append(tensor)
-    families = [sample.family for sample in samples if isinstance(sample, Sample) and sample.family is not None]
-    joins = families[0].media if families else {}
-    assert families or not any(IMAGE_TOKENS_KEY in sample for sample in samples), "changed with Sample.of"
+    family = _family_of(samples)
+    joins = {} if family is None else family.media
+    assert family or not any(IMAGE_TOKENS_KEY in sample for sample in samples), "changed with Sample.of"
     joined = {name: joins.get(name, Join())(tensors) for name, tensors in parts.items()}
     return Media.from_hf(joined, names=joined.keys())
 
 
-def metadata_of(samples: Sequence[Sample], *, offsets: tuple[int, ...] = ()) -> HostMetadata:
-    """Derive the host metadata that a collator would add to these samples."""
-    return HostMetadata(
-        lengths=tuple(len(sample["input_ids"]) for sample in samples),
-        offsets=offsets if any(offsets) else (),
-        media=_table_of(samples),
-        prefixes=tuple(_prefix(sample) for sample in samples) if _token_columns(samples) else (),
+def _metadata_of(batch: PaddedBatch, samples: Sequence[Sample]) -> HostMetadata:
+    """Derive the host metadata that a collator would add to the batch of these samples."""
+    row, family = pack(batch, keep_empty=True), _family_of(samples)
+    table = MediaTable()
+    if any(map(_media, samples)):
+        is_known = all(isinstance(x, Sample) and x.config is not None for x in samples)
+        table = family.media_of_row(row, samples[0].config) if family is not None and is_known else None
+    if table is not None and any(IMAGE_TOKENS_KEY in sample for sample in samples):
+        tokens = [int(n) for sample in samples for n in sample.get(IMAGE_TOKENS_KEY, ())]
+        table = _whole_images(table, tokens, row.segments)
+    columns = () if family is None else family.token_columns
+    known = row.known_metadata
+    return replace(
+        known,
+        offsets=known.offsets if any(known.offsets) else (),
+        media=table,
+        prefixes=tuple(prefix_length(sample[name].numpy()) for name in columns for sample in samples),
         num_targets=sum(map(num_targets, samples)),
     )
-
-
-def _table_of(samples: Sequence[Sample]) -> MediaTable | None:
-    """Return the media table of the samples; None: a sample with media has no family or no configuration."""
-    if not any(map(_media, samples)):
-        return MediaTable()
-    first, names = samples[0], ("input_ids", "mm_token_type_ids", IMAGE_TOKENS_KEY)
-    if not all(isinstance(x, Sample) and x.config is not None for x in samples) or first.family is None:
-        return None
-    columns = {name: [x[name] for x in samples if name in x] for name in names}
-    joined = {name: torch.cat(parts) for name, parts in columns.items() if parts}
-    row = PackedRow(
-        input_ids=joined["input_ids"][None],
-        segments=Segments.from_lengths([len(sample["input_ids"]) for sample in samples]),
-        mm_token_type_ids=joined["mm_token_type_ids"][None] if "mm_token_type_ids" in joined else None,
-        media=media_of(samples),
-    )
-    table = first.family.media_of_row(row, first.config)
-    tokens = joined.get(IMAGE_TOKENS_KEY)
-    return table if tokens is None else _whole_images(table, tokens.tolist(), row.segments)
 
 
 def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) -> MediaTable:
@@ -489,25 +475,6 @@ def _whole_images(tiles: MediaTable, tokens: Sequence[int], segments: Segments) 
     ]
     is_image = np.where(tiles.types(segments) == IMAGE, IMAGE, TEXT)
     return MediaTable(media=(*place(images, is_image, segments, counted=[IMAGE]).media, *tiles.videos, *tiles.audios))
-
-
-def _prefix(sample: Sample) -> int:
-    assert sample.family is not None
-    assert sample.family.bidirectional is not None
-    return sum(stop for _, stop in sample.family.bidirectional.of_sample(sample, sample["input_ids"]))
-
-
-def _token_columns(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the names of the token columns that mark prefixes."""
-    family = samples[0].family if samples and isinstance(samples[0], Sample) else None
-    return () if family is None else family.token_columns
-
-
-def _columns(samples: Sequence[Sample]) -> tuple[str, ...]:
-    """Return the names of the token columns that mark prefixes or choose experts by modality."""
-    families = [sample.family for sample in samples[:1] if isinstance(sample, Sample) and sample.family]
-    expert_types = [family.expert_types for family in families if family.expert_types is not None]
-    return (*_token_columns(samples), *expert_types)
 
 
 def num_targets(sample: Sample) -> int:
@@ -527,10 +494,6 @@ def kind_of(sample: Sample) -> str:
     counts["image"] += len(sample.get(IMAGE_TOKENS_KEY, ()))
     counts["audio"] = len(sample.get("feature_attention_mask", ()))
     return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
-
-
-def _image(config: Any, grid: Grid) -> list[int]:
-    return _image_of(config, family_named(config.model_type).media_tokens([grid], config))
 
 
 def _image_of(config: Any, tokens: int) -> list[int]:
