@@ -206,7 +206,7 @@ class OpenAI:
     # ------------------------------------------------------------------ requests
 
     def _submit(self, wanted: Any) -> list[Asked]:
-        """Submit one request per prompt."""
+        """Submit one request per prompt; none if one of them is refused."""
         is_chat = isinstance(wanted, Chat)
         prompts = [self._chunks(wanted.messages)] if is_chat else [*map(self._tokens, wanted.prompt)]
         most = (wanted.max_completion_tokens if is_chat else None) or wanted.max_tokens
@@ -220,14 +220,14 @@ class OpenAI:
             "prompt_logprobs": echo,
             "topk_prompt_logprobs": top if echo else 0,
         }
-        asked = []
+        requests = []
         for chunks in prompts:
             names = {"sampling_session_id": self._sampler(wanted.model), "seq_id": next(self._numbers)}
             body = wire.to_json({**names, **common, "prompt": {"chunks": chunks}})
             request: Any = wire.decode("Sample", body)
             check_limits(request, self._endpoints.limits)
-            asked.append((self._queue.submit(request, body), request))
-        return asked
+            requests.append((request, body))
+        return [(self._queue.submit(request, body), request) for request, body in requests]
 
     def _sampler(self, model: str) -> str:
         """Return a sampling session for a model.
