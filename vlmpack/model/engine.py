@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
-from vlmpack.model.in_pieces import Outputs, RowInPieces
+from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.known_ids import for_compiler
 from vlmpack.model.loss_count import LossCount
@@ -61,8 +61,9 @@ class StepConfig:
     z_loss_coef: float = 0.0
     """Factor by which the routers' z-loss is added to the loss. transformers has no z-loss, so the default is 0."""
     capacity: int | None = None
-    """Maximum number of tokens that go through the backbone at a time. A larger row goes through in pieces, shared
-    prefixes once; gradients take a second forward pass through all pieces but the first. None: rows of any size."""
+    """Maximum number of tokens that go through the backbone at a time. A larger row of several samples goes through in
+    pieces, shared prefixes once; gradients take a second forward pass through all pieces but the first. None: rows of
+    any size."""
 
     def __post_init__(self) -> None:
         if self.capacity is not None:
@@ -119,7 +120,7 @@ class PackingState:
         check_targets(row)
         return without_gaps(row, self.slots)
 
-    def in_pieces(self, core: nn.Module, row: PackedRow, run: Callable[[PackedRow, PieceOfGroup], Outputs]) -> Any:
+    def in_pieces(self, core: nn.Module, row: PackedRow, run: RunPiece) -> RowInPieces | None:
         """Return the `RowInPieces` of a row that is larger than the capacity; None: it goes through whole.
 
         Args:

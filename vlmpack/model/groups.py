@@ -160,9 +160,7 @@ class GroupStep:
             raise ConfigError(
                 f"{len(self._results)} of {len(self)} pieces have run; iterate over the whole group first"
             )
-        return self._joined(self._results)
-
-    def _joined(self, results: list[StepResult]) -> StepResult:
+        results = self._results
         segments, device = self.cut.tree.segments, results[0].loss.device
         samples = [torch.tensor(piece.samples, device=device) for piece in self.cut.pieces]
         places = [
@@ -210,14 +208,10 @@ def _routers(pieces: list[RouterStatistics]) -> RouterStatistics | None:
 
 
 def _detached(result: StepResult) -> StepResult:
-    entropies = None if result.target_entropies is None else result.target_entropies.detach()
+    names = ("loss", "loss_sum", "target_logprobs", "target_entropies")
+    detached = {name: None if (x := getattr(result, name)) is None else x.detach() for name in names}
     return replace(
-        result,
-        loss=result.loss.detach(),
-        loss_sum=result.loss_sum.detach(),
-        target_logprobs=result.target_logprobs.detach(),
-        target_entropies=entropies,
-        routers=None if result.routers is None else _routers([result.routers.detached()]),
+        result, **detached, routers=None if result.routers is None else _routers([result.routers.detached()])
     )
 
 
