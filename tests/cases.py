@@ -9,8 +9,10 @@ between them. `make test-all` adds what is marked `slow`: every other family, pr
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +60,10 @@ def one_of_each(where: Callable[[Family], bool] = lambda family: True, always: I
 def slow(*values: Any) -> list[Any]:
     """These values of a parameter, in `make test-all` only."""
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def json_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:

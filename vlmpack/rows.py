@@ -54,6 +54,7 @@ from vlmpack.collate.video import FrameSampling
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import DEFAULT_LIMITS, load_image, read_encoded
 from vlmpack.data.messages import KNOWN_KEYS, MediaRef
+from vlmpack.data.readers import MapStyle
 from vlmpack.data.videos import open_video
 from vlmpack.errors import (
     ConfigError,
@@ -69,9 +70,9 @@ from vlmpack.files import atomic_file, unreadable, write_text, writing
 from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.segments import SlotRule
 from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
-from vlmpack.loading.resumable import MapStyle, check_samples, sample_at
+from vlmpack.loading.resumable import check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import OVERLENGTH, Budget, Overlength, check_overlength, check_seed, divided_up, round_up
 from vlmpack.plan.plan import Plan
@@ -932,10 +933,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             ConfigError: a file is damaged.
         """
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
-
-    def segments(self, row: SupportsIndex) -> Segments:
-        """Return a row's sample boundaries. Raises the same errors as `measured`."""
-        return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
 
     def tree(self, row: SupportsIndex) -> PrefixTree | None:
         """Return a row's prefix tree, without pixels; None: its samples share nothing. Needs no processor.

@@ -154,16 +154,6 @@ def test_batches_that_are_kept_never_change() -> None:
     assert batches[-1]["kept"] == 8
 
 
-@pytest.mark.dist
-def test_a_loop_that_stops_early_can_begin_again() -> None:
-    persistent = loader(persistent_workers=True)
-    for _ in range(3):
-        for batch in persistent:
-            assert is_right(batch)
-            if batch["number"] == 5:
-                break
-
-
 def test_what_is_computed_from_lent_pixels_is_a_plain_tensor() -> None:
     lent = _lend(torch.zeros(2**12, dtype=torch.uint8).share_memory_(), (3, WIDTH), torch.float32, shared=True)
     assert type(lent) is Lent

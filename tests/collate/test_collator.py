@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from cases import json_lines
 from chats import FAMILIES, chat, picture, processor_of, tokenized, user
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import SkipLimit, VLMCollator
-from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout import METADATA_KEY, SlotRule
 
@@ -63,7 +63,7 @@ def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path)
     for name, value in tensors(without).items():
         assert torch.equal(batch[name], value), name
     assert batch[METADATA_KEY].sample_ids == (1, 4, 6)
-    assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in read_skip_log(path)] == [
+    assert [(line["index"], line["id"], line["reason"], line["seen"]) for line in json_lines(path)] == [
         (0, 0, "pixels_not_finite", 1),
         (2, None, "no_targets", 3),
         (3, None, "pixels_not_finite", 4),
@@ -141,7 +141,7 @@ WRONG = {
 def test_whatever_is_wrong_with_a_sample_it_is_counted_and_its_reason_kept(feature, reason, seen, tmp_path):
     collator = VLMCollator(processor_of(), on_bad="skip", skip_log=tmp_path / "bad.jsonl")
     assert collator([chat(), feature])[METADATA_KEY].sample_ids == (0,)
-    (line,) = read_skip_log(tmp_path / "bad.jsonl")
+    (line,) = json_lines(tmp_path / "bad.jsonl")
     assert (line["index"], line["reason"]) == (1, reason)
     assert seen in line["detail"]
     with pytest.raises(SampleError, match="sample 0: "):

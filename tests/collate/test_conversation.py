@@ -443,7 +443,7 @@ def test_training_on_everything_takes_them_too() -> None:
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
-        *(([user("?"), says("4", weight=x)], f"].weight is {x!r}; a w") for x in (-1, "0", [0], float("nan"))),
+        *(([user("?"), says("4", weight=x)], f"].weight is {x!r}; a w") for x in (-1, "0", [0], float("nan"), 1e300)),
         *(([user("?"), says("4", train=x)], f"].train is {x!r}; a flag is true") for x in (2, 0.5, "false")),
         ([user("?"), says("4", weight=0, train=True)], "has {'weight': 0, 'train': True}, which contradict"),
         ([user("?"), says("4", weight=2, loss_scale=3)], "has {'weight': 2, 'loss_scale': 3}, which contradict"),

@@ -8,12 +8,13 @@ import signal
 import warnings
 
 import pytest
+from cases import json_lines
 from chats import chat, processor_of
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate import skipped as shared
-from vlmpack.collate.skipped import SkipLimit, SkipLog, read_skip_log
+from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning
 
 GOOD = {"prompt": "2 + 2 = ", "completion": "4"}
@@ -30,7 +31,7 @@ def test_each_refusal_is_one_line_of_json(tmp_path):
     skip_log.refuse(bad("bad_grid", index=3, sample_id="receipt 7\n"))
     skip_log.note(bad("overlength", index=4))
     assert len(path.read_text().splitlines()) == 2
-    first, second = read_skip_log(path)
+    first, second = json_lines(path)
     assert first.pop("process") == second.pop("process")
     assert first == {"index": 3, "id": "receipt 7\n", "reason": "bad_grid", "detail": "nothing to learn", "seen": 2}
     assert (second["id"], second["reason"], second["seen"]) == (None, "overlength", 3)
@@ -117,8 +118,8 @@ def test_the_counts_are_those_of_all_workers_in_all_epochs(start, persistent, tm
             8 * epoch,
             {"bad_row": 4 * epoch},
         )
-    assert len({line["process"] for line in read_skip_log(tmp_path / "bad.jsonl")}) >= 2
-    assert {line["seen"] for line in read_skip_log(tmp_path / "bad.jsonl")} <= set(range(1, 25))
+    assert len({line["process"] for line in json_lines(tmp_path / "bad.jsonl")}) >= 2
+    assert {line["seen"] for line in json_lines(tmp_path / "bad.jsonl")} <= set(range(1, 25))
 
 
 def test_the_skip_limit_is_that_of_all_workers_together():

@@ -84,7 +84,7 @@ def video_case(rng: random.Random) -> dict:
 
 
 @needs_qwen
-@pytest.mark.parametrize("count", slow(300))
+@pytest.mark.parametrize("count", slow(150))
 def test_random_shapes_get_the_sizes_of_qwen_vl_utils(count):
     rng, sizes = random.Random(11), {"images": 0, "videos": 0}
     cases = [make(rng) for make in (image_case, video_case) for _ in range(count)]

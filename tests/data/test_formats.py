@@ -279,7 +279,7 @@ class TestColumns:
             ({"text1": 3}, "columns has to be a mapping of names"),
             ("{text1: query}", "is no JSON"),
             ("absent.json", "cannot be read"),
-            (None, "name its columns with columns="),
+            (None, "columns={'your column': 'messages'}"),
         ],
     )
     def test_names_that_do_not_fit_are_refused(self, columns: Any, expected: str, tmp_path: Path) -> None:

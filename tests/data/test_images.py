@@ -286,15 +286,6 @@ def loaded(source) -> tuple[int, int]:
     return image.height, image.width
 
 
-@pytest.mark.parametrize("fmt", ["JPEG", "PNG", "TIFF", "WEBP"])
-@pytest.mark.parametrize("decoded", [False, True])
-def test_a_pil_image_decoded_or_not(fmt: str, decoded: bool) -> None:
-    image, other = (Image.open(io.BytesIO(turned(fmt))) for _ in range(2))
-    if decoded:
-        image.load()
-    assert read_size(image) == loaded(other) == (11, 7)
-
-
 @pytest.mark.parametrize("compression", [None, "tiff_lzw", "jpeg"])
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 def test_a_tiff_may_tell_its_orientation_in_xmp_alone(orientation: int, compression: str | None) -> None:

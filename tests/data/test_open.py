@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import json_lines
 from measured import encoded
 from PIL import Image
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
-from vlmpack.collate.skipped import read_skip_log
 from vlmpack.data import open_dataset, to_conversation
 from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import json_rows
@@ -97,7 +97,7 @@ class TestJson:
             dataset, batch_size=3, collate_fn=VLMCollator(tiny_processor(), on_bad="skip", skip_log=log)
         )
         assert batch["vlmpack"].sample_ids == ("whole",)
-        bad = [(line["index"], line["id"], line["reason"]) for line in read_skip_log(log)]
+        bad = [(line["index"], line["id"], line["reason"]) for line in json_lines(log)]
         assert bad == [(1, 1, "row_unreadable"), (2, "r7", "row_unreadable")]
         loader = DataLoader(dataset, batch_size=1, sampler=[1], collate_fn=VLMCollator(tiny_processor()))
         with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): the text at byte \d+ of .* is no JSON"):
@@ -115,7 +115,10 @@ class TestJson:
             ('[{"messages": []}]\n{}', "there is more at character 19"),
             ('[{"messages": [}]', "begins like a JSON array but is not one"),
             ("[1, 2]", "is a int: '1'; a sample is a JSON object"),
-            ('{"text": "x", "label": 1}', "holds text, label, and none of messages, conv"),
+            (
+                '{"text": "x", "label": 1}',
+                "rows.jsonl, it has none of the columns input_ids, messages, .* it has: label, text. Rename",
+            ),
             ("[" * 100_000 + "]" * 100_000, "holds a sample that is nested too deeply to be read"),
             (json.dumps({"data": ROWS}), "the list under its key 'data', write that list alone"),
             (json.dumps({"data": ROWS}, indent=2), "the list under its key 'data', write that list alone"),
@@ -161,6 +164,8 @@ class TestPaths:
         assert first["image"] == str(root / "0.png")
         assert first["messages"][0]["content"][0]["image"] == str(root / "pictures" / "0.png")
         assert second["image"] == "/1.png"
+        home = written(tmp_path, [{"messages": CHAT, "image": "~/1.png"}], "home.jsonl")
+        assert open_dataset(home)[0]["image"] == str(Path.home() / "1.png")
         assert open_dataset([path, path], image_root=str(root))[2] == {**first, "id": 2}
         with pytest.raises(ConfigError, match="nowhere' is not a folder"):
             open_dataset(path, image_root=tmp_path / "nowhere")

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from cases import families, pairs
-from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, needs_torchvision, picture, says, text, user
+from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, picture, says, text, user
 from fixtures.processors import missing_packages
-from transformers import AutoProcessor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
@@ -75,21 +74,6 @@ def test_settings_of_videos_are_saved_again(tmp_path: Path) -> None:
     assert json.loads((folder / "video_preprocessor_config.json").read_text()) == VIDEOS
     save_processor(tiny_processor("qwen3_vl"), tmp_path / "none")
     assert not (tmp_path / "none" / "video_preprocessor_config.json").exists()
-
-
-@needs_torchvision
-def test_autoprocessor_loads_the_video_processor_that_was_saved(tmp_path: Path) -> None:
-    loaded = AutoProcessor.from_pretrained(saved_again(tmp_path))
-    save_processor(loaded, tmp_path / "with_part")
-    for processor in (loaded, AutoProcessor.from_pretrained(tmp_path / "with_part")):
-        assert type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor"
-        assert processor.video_processor.fps == 3
-        assert processor.video_processor.size["longest_edge"] == 9**7
-    loads_again(tmp_path / "with_part", loaded)
-    loaded.save_pretrained(tmp_path / "nested")  # transformers' own way: one file of all parts
-    assert not (tmp_path / "nested" / "preprocessor_config.json").exists()
-    loads_again(tmp_path / "nested", loaded)
-    assert load_processor(tmp_path / "nested").video_settings["fps"] == 3
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])

@@ -61,22 +61,6 @@ def test_the_header_and_single_frames_are_those_of_decoding_everything(name: str
             assert number_of(frame) == index
 
 
-def test_frames_that_nobody_wants_are_not_decoded(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Key frames are 6 frames apart at most: the decoder jumps to the last one before the next frame that is wanted."""
-    count = 0
-    plain = videos._Video.frames
-
-    def counted(self: Any) -> Any:
-        nonlocal count
-        for frame in plain(self):
-            count += 1
-            yield frame
-
-    monkeypatch.setattr(videos._Video, "frames", counted)
-    assert decoded(clip, [0, 19]) == [0, 19]
-    assert 2 <= count <= 4
-
-
 def test_no_frame_is_taken_for_another(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A jump that leads nowhere, or beyond the frame that is wanted, is given up; all is decoded from the start."""
     with monkeypatch.context() as nowhere:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
 from vlmpack.errors import ConfigError, SampleError
@@ -37,13 +36,6 @@ def packed(packer, lengths):
         packer.add(sample)
         rows += packer.rows()
     return rows + packer.flush()
-
-
-@pytest.mark.parametrize("name", LENGTH_SETS)
-def test_four_rows_worth_of_waiting_tokens_fill_rows(name):
-    lengths, capacity = LENGTH_SETS[name].lengths(5000, seed=4), LENGTH_SETS[name].capacity
-    rows = packed(StreamPacker(RowSettings(capacity=capacity)), lengths.tolist())
-    assert lengths.sum() / (len(rows) * capacity) > 0.99
 
 
 def test_the_buffer_is_measured_in_tokens():

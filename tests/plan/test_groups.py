@@ -153,14 +153,6 @@ def test_a_plan_whose_row_computes_too_much_is_refused():
         alone.check()
 
 
-def test_sums_take_a_number_of_each_group():
-    plan = plan_bins([5, 6, 3], 10, groups=flat([0, 0, -1], [4]))
-    squares = plan.sums(plan.lengths**2, np.array([16]))
-    assert squares.tolist() == [25 + 36 - 16 + 9]
-    with pytest.raises(ConfigError, match="2 numbers of groups, but the plan has 1 groups"):
-        plan.sums(plan.lengths, np.array([1, 2]))
-
-
 # ---------------------------------------------------------------------- tables
 
 

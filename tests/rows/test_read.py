@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import slow
+from cases import json_lines, slow
 from chats import BEYOND, chat, of_family, picture, processor_of
 from clips import clip_bytes
 from mutations import check, damaged, edited, outcomes
@@ -22,7 +22,6 @@ from stores import CAPACITY, asked, check_same, encoded, frames, mixed, packing,
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import FrameSampling, SharePrefixes, VLMCollator
-from vlmpack.collate.skipped import read_skip_log
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.layout import PackedRow, SlotRule
 from vlmpack.layout.media import VIDEO
@@ -183,7 +182,7 @@ def test_rows_get_one_width_and_one_number_of_boundaries(tmp_path):
     widths, most = [row.segments.total for row in rows], max(len(row.segments.lengths) for row in rows)
     assert len(set(widths)) > 1 and len({len(row.segments.lengths) for row in rows}) > 1  # the guard
     assert all(slot % 4 == 0 for row in rows for slot in row.segments.slots) and not any(w % 8 for w in widths)
-    assert plain.plan.tokens.tolist() == [sum(plain.segments(at).slots) for at in range(len(plain))]
+    assert plain.plan.tokens.tolist() == [sum(rows[at].segments.slots) for at in range(len(plain))]
     assert (plain.manifest.sizes.longest_row, plain.manifest.sizes.most_segments) == (max(widths), most)
     for at, row in enumerate(rows):
         padded, samples, width = fixed.row(at), len(row.segments.lengths), row.segments.total
@@ -215,7 +214,7 @@ def test_a_row_is_outlined_without_a_processor_or_an_image(kept, dataset):
     for at in range(len(outlined)):
         outline = outlined.measured(at)
         assert [sample.sample_id for sample in outline] == list(dataset.row(at).metadata.sample_ids)
-        assert [sample.num_tokens for sample in outline] == list(outlined.segments(at).lengths)
+        assert [sample.num_tokens for sample in outline] == list(dataset.row(at).segments.lengths)
         assert all(image.pixels is None and image.source is None for sample in outline for image in sample.images)
     for ask in (lambda: outlined[0], lambda: outlined.collate([])):
         with pytest.raises(ConfigError, match="need the processor"):
@@ -271,7 +270,7 @@ def test_a_damaged_image_is_named_or_skipped_and_written_down(tmp_path):
     skip_log = tmp_path / "bad.jsonl"
     row = PackedDataset(tmp_path / "rows", processor_of(), on_bad="skip", skip_log=skip_log).row(0)
     check_same(row, packing().collate([samples[0], samples[2]]))
-    assert [(one["id"], one["reason"]) for one in read_skip_log(skip_log)] == [("s1", "image_undecodable")]
+    assert [(one["id"], one["reason"]) for one in json_lines(skip_log)] == [("s1", "image_undecodable")]
 
 
 def test_files_that_are_gone_cut_damaged_or_older_are_refused_with_the_remedy(tmp_path):

@@ -198,7 +198,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     if isinstance(processor, PreTrainedTokenizerBase):
         has_turns = {"<|im_start|>", "<|im_end|>"} <= processor.get_vocab().keys()
         is_chatml = processor.chat_template is None or "<|im_start|>" in str(processor.chat_template)
-        settings = {} if has_turns and is_chatml else {"by_processor": True}
+        settings: dict[str, Any] = {} if has_turns and is_chatml else {"by_processor": True}
     elif class_in(processor, (*QWEN, *OMNI)):
         settings = _qwen_settings(processor)
     else:

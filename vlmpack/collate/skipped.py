@@ -122,6 +122,8 @@ class SkipLimit:
 class SkipLog:
     """Counts shared by a process and all DataLoader workers that it starts, and a JSON Lines file that they write to.
 
+    A line has `index` (in its batch), `id`, `reason`, `detail`, `process` (its writer) and `seen` (samples so far).
+
     `received == used + refused` holds after every batch. Counts and limit cover all these processes together, over all
     epochs, whether workers are forked or spawned. "Consecutive" means in the order in which batches are counted. A copy
     (pickle, deepcopy) continues with its own counts.
@@ -265,12 +267,3 @@ class SkipLog:
         where = "" if self.path is None else f"; they are listed in {self.path}"
         fault = f"{excess} were refused: {why}{where}. The last was {error}"
         raise ConfigError(f"{fault}. Repair the data, or raise the skip limit") from error
-
-
-def read_skip_log(path: str | Path) -> list[dict[str, Any]]:
-    """Read the lines of a log of skipped samples, from all workers, in the order of writing.
-
-    Each line has `index` (in its batch), `id`, `reason`, `detail`, `process` (the writer's id) and `seen` (the number
-    of samples received by then).
-    """
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]

@@ -281,7 +281,7 @@ def _read(
             f"it has {match}, which these models do not take; leave the sample or the column out", "bad_row"
         )
     if not forms:
-        raise _no_columns(feature)
+        raise no_columns(feature)
     prompt, completion, turns = present.get("prompt"), present.get("completion"), list[dict[str, Any]]()
     if is_pair and isinstance(prompt, str) != isinstance(completion, str):
         raise SampleError("prompt and completion must both be strings or both be lists of messages", "bad_row")
@@ -806,8 +806,8 @@ def _looks_like(name: str, value: Any) -> str:
     return next((kind for kind, names in _NAMED.items() if is_medium and names.fullmatch(name)), "")
 
 
-def _no_columns(feature: Mapping[str, Any]) -> SampleError:
-    """Make the refusal of a feature without any of the columns that hold a sample's text.
+def no_columns(feature: Mapping[str, Any]) -> SampleError:
+    """Make the refusal of a sample without any of the columns that hold a sample's text.
 
     If a column exists but is None, the sample is at fault; if no column exists, the setup is.
     """
@@ -820,11 +820,13 @@ def _no_columns(feature: Mapping[str, Any]) -> SampleError:
         remedy = f"{' '.join(near)} Rename the column"
     elif {"chosen", "rejected"} <= feature.keys():
         remedy = "PackedDPOTrainer of vlmpack.trainer.trl trains on pairs of answers; to train on the chosen ones: "
-        remedy += "open_dataset(..., columns={'chosen': 'completion'})"
+        meant = "completion" if "prompt" in feature else "messages"
+        remedy += f"open_dataset(..., columns={{'chosen': {meant!r}}})"
     elif "prompt" in feature or "completion" in feature:
         remedy = "A prompt needs its completion: give both, or write messages"
     elif any(isinstance(feature[name], str | list | tuple | Mapping) for name in feature if name not in _KEPT):
-        remedy = "Rename the column with the conversation to messages, or make messages of your columns"
+        remedy = "Rename the column with the conversation to messages, or make messages of your columns: "
+        remedy += "open_dataset(..., columns={'your column': 'messages'}), or query and response, prompt and completion"
     else:
         remedy = "HF Trainer drops dataset columns that the model's forward does not name: set TrainingArguments("
         remedy += "remove_unused_columns=False). TRL's trainers keep only messages, prompt, completion, image and "

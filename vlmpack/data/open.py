@@ -23,7 +23,6 @@ from typing import Any, get_args, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from vlmpack.data.cord import COLUMNS
 from vlmpack.data.formats import (
     CHAT,
     MEDIA,
@@ -38,10 +37,11 @@ from vlmpack.data.formats import (
     read_columns,
     sample_id_of,
 )
+from vlmpack.data.messages import no_columns
 from vlmpack.data.readers import (
     JSON_FILES,
     JsonRows,
-    Rows,
+    MapStyle,
     Source,
     StoredRows,
     expand,
@@ -174,7 +174,7 @@ class OpenDataset(SampleDataset):
         ConfigError: the source holds fewer samples than `num`.
     """
 
-    files: tuple[Rows, ...]
+    files: tuple[MapStyle, ...]
     """The sources of the rows, in order."""
     folders: tuple[Path | None, ...]
     """For each file, the folder where relative paths in its rows start; None: the working directory."""
@@ -291,11 +291,10 @@ def _check_first_rows(dataset: OpenDataset) -> None:
         except SampleError as error:
             raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}{_hint(rows)}") from error
         if set(first).isdisjoint(CHAT):
-            fault = f"{name} holds {', '.join(map(str, first)) or 'nothing'}, and none of"
-            raise ConfigError(f"{fault} {', '.join(CHAT)}; {_remedy(first)}{_hint(rows) if len(rows) == 1 else ''}")
+            raise ConfigError(f"of {name}, {no_columns(first).detail}{_hint(rows) if len(rows) == 1 else ''}")
 
 
-def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
+def _check_required(rows: MapStyle, columns: ColumnMap, name: str) -> None:
     known = _names(rows) if columns.required else ()
     if absent := [column for column in columns.required if column not in known]:
         raise ConfigError(
@@ -304,7 +303,7 @@ def _check_required(rows: Rows, columns: ColumnMap, name: str) -> None:
         )
 
 
-def _hint(rows: Rows) -> str:
+def _hint(rows: MapStyle) -> str:
     """Suggest a remedy if a JSON file begins like an object that holds a list: the samples may be under its key."""
     if not isinstance(rows, JsonRows):
         return ""
@@ -315,32 +314,20 @@ def _hint(rows: Rows) -> str:
     return f". If the samples are the list under its key {key[1].decode(errors='replace')!r}, write that list alone"
 
 
-def _names(rows: Rows) -> Collection[str]:
+def _names(rows: MapStyle) -> Collection[str]:
     """Return the columns of a table, or the columns of the first rows of any other source."""
     if isinstance(rows, StoredRows):
         return rows.columns
     return dict.fromkeys(name for row in islice(_each(rows), _LOOKED_AT) for name in row)
 
 
-def _each(rows: Rows) -> Iterator[Mapping[str, Any]]:
+def _each(rows: MapStyle) -> Iterator[Mapping[str, Any]]:
     """Yield all rows in order. An unreadable row is yielded empty; it is refused later, when it is indexed."""
     for at in range(len(rows)):
         try:
             yield rows[at]
         except SampleError:
             yield {}
-
-
-def _remedy(first: Mapping[str, Any]) -> str:
-    if {"chosen", "rejected"} <= set(first):
-        return (
-            "PackedDPOTrainer of vlmpack.trainer.trl trains on these pairs as datasets.load_dataset reads them; to "
-            "train on the chosen answers alone: columns={'chosen': 'messages'}"
-        )
-    return (
-        "name its columns with columns={'your column': 'messages'} (or query and response, prompt and completion), or "
-        f"give receipts as {' and '.join(COLUMNS)}"
-    )
 
 
 def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:

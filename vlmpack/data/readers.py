@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,11 +32,12 @@ from vlmpack.errors import ConfigError, SampleError, check_extra
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class Rows(Protocol):
-    """The rows of a source: raw records, with images in any form that `images.load_image` reads."""
+@runtime_checkable
+class MapStyle(Protocol):
+    """Samples that can be read by index: a list, a `datasets.Dataset`, the rows of a file."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 # ---------------------------------------------------------------------- JSON files
@@ -490,7 +491,7 @@ _SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
 _WORDS = re.compile(r"[-._ 0-9]+")
 
 
-def files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[Rows, Path | None]]:
+def files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[MapStyle, Path | None]]:
     """Return the rows of files of one kind, with the folder where relative paths in them start.
 
     That is `folder`, or each file's own folder if it is None. Files that are named one by one are one split, whatever
@@ -522,7 +523,7 @@ def _kind_of(path: Path) -> str:
     return "parquet" if path.suffix in (".parquet", "") else ""
 
 
-def folder_rows(folder: Path, split: str) -> list[tuple[Rows, Path | None]]:
+def folder_rows(folder: Path, split: str) -> list[tuple[MapStyle, Path | None]]:
     """Return the rows of a split in a folder of `save_to_disk`, parquet files, tar shards or JSON files.
 
     Raises:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, final, runtime_checkable
 from torch.utils.data import IterableDataset, _utils
 
 from vlmpack.data.digest import content_digest
+from vlmpack.data.readers import MapStyle
 from vlmpack.errors import ConfigError, SampleError
 
 END = object()
@@ -78,14 +79,6 @@ class Place:
             return
         yield first
         yield from samples
-
-
-@runtime_checkable
-class MapStyle(Protocol):
-    """A data set whose samples can be read by index: a list, a `datasets.Dataset`."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def has_numbers(source: object) -> bool:
