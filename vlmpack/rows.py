@@ -70,7 +70,7 @@ from vlmpack.files import atomic_file, unreadable, write_text, writing
 from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import SlotRule
+from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
 from vlmpack.loading.resumable import check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
@@ -933,6 +933,10 @@ class PackedDataset(Dataset[dict[str, Any]]):
             ConfigError: a file is damaged.
         """
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
+
+    def segments(self, row: SupportsIndex) -> Segments:
+        """Return a row's sample boundaries. Raises the same errors as `measured`."""
+        return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
 
     def tree(self, row: SupportsIndex) -> PrefixTree | None:
         """Return a row's prefix tree, without pixels; None: its samples share nothing. Needs no processor.

@@ -189,12 +189,6 @@ def test_each_answer_that_is_trained_on_is_a_sample(tmp_path):
     assert [sample.get("answer_turn") for sample in samples] == [0, 1, 2, 1, 2, None]
 
 
-def test_num_counts_questions(file):
-    assert len(open_dataset(file, branches="turns", num=5)) == 5
-    with pytest.raises(ConfigError, match=r"num is 7, but .* holds 6"):
-        open_dataset(file, branches="turns", num=7)
-
-
 def test_a_record_that_cannot_be_read_is_one_bad_sample(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text("\n".join([json.dumps(RECORDS[0]), "[1]", json.dumps(RECORDS[2])]))

@@ -165,11 +165,6 @@ def test_the_frames_of_one_video_or_the_paths_of_several(value: Any, videos: lis
     assert sources(read_conversation({"video": value, "messages": [user("?")]}).media["video"]) == videos
 
 
-def test_plain_prompt_and_completion_need_no_template() -> None:
-    row = read_conversation({"prompt": "2 + 2 = ", "completion": "4"})
-    assert (row.plain, row.messages) == (("2 + 2 = ", "4"), ())
-
-
 @pytest.mark.parametrize(("alias", "role"), ALIASES.items())
 def test_other_names_of_roles_are_understood_in_either_shape(alias: str, role: str) -> None:
     assert read_conversation({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role

@@ -27,7 +27,7 @@ from vlmpack.testing import tiny_processor
 HOLE = "<|vision_start|><|image_pad|><|vision_end|>"
 SETTINGS = (("qwen2_vl", 4, 16), ("qwen2_5_vl", 4, 2000), ("qwen3_vl", 1, 5), ("qwen3_5", 20, 24))
 """Family, and the fewest and most tokens of an image."""
-SIZES = 250
+SIZES = 100
 """Of each of them."""
 
 

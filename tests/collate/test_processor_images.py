@@ -135,17 +135,6 @@ def test_a_tokenized_sample_with_pixels_is_refused():
 # ---------------------------------------------------------------------- skipping
 
 
-@pytest.mark.parametrize("family", fast_and_slow(BEYOND, SHOWN))
-def test_a_batch_of_refused_samples_still_has_an_image_and_no_targets(family):
-    collator = collator_of(family, on_bad="skip", layout="packed")
-    row = collator.collate([feature_of(family, b"no image")])
-    assert row.metadata.sample_ids == ()
-    assert row.metadata.num_targets == 0
-    assert row.media.pixel_values is not None
-    assert (row.mm_token_type_ids == 1).any()
-    assert dict(collator.skip_log.reasons) == {"image_undecodable": 1}
-
-
 # ---------------------------------------------------------------------- too long samples
 
 

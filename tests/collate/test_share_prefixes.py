@@ -86,13 +86,6 @@ def test_so_it_is_of_every_family(family):
         assert torch.equal(unshare(row, read_media=read_media).media.to_hf()[name], tensor)
 
 
-def test_true_shares_from_64_tokens_on():
-    assert collator(share_prefixes=True).share_prefixes == SharePrefixes(min_shared=64)
-    assert collator(share_prefixes=True).collate(mixed()[:5]).tree is None
-    assert collator(share_prefixes=False).share_prefixes is None
-    assert "share_prefixes=SharePrefixes(min_shared=8)" in repr(collator())
-
-
 @pytest.mark.parametrize("shared", [LOW, False])
 def test_an_image_is_cut_once_a_batch_whatever_holds_it(cuts, tmp_path, shared):
     image, path = picture(), tmp_path / "a.png"
@@ -102,12 +95,6 @@ def test_an_image_is_cut_once_a_batch_whatever_holds_it(cuts, tmp_path, shared):
     assert len(cuts) == 4  # a path, bytes, a picture, another picture
     assert batch.media.image_grid_thw.shape[0] == (2 if shared else 8)
     assert Path(cuts[0].source) == path
-
-
-def test_an_image_of_other_keys_is_another_one(cuts):
-    image = encoded(picture(128, 96))
-    collator().collate(questions(*[image, {"image": image, "max_pixels": 64 * 64}] * 2))
-    assert len(cuts) == 2
 
 
 def test_samples_that_were_tokenized_before_are_shared_too():

@@ -105,11 +105,3 @@ def test_frames_that_are_left_over_are_refused() -> None:
     with pytest.raises(SampleError, match="a video has 1 frames, no multiple of 2") as caught:
         VLMCollator(tiny_processor("ernie4_5_vl_moe")).collate([sample | odd])
     assert caught.value.reason == "bad_grid"
-
-
-def test_a_video_is_cut_off_whole_or_not_at_all() -> None:
-    collator = VLMCollator(tiny_processor("glm4v"), max_length=5, overlength="truncate")
-    feature = feature_of(build_sample(config_of("glm4v"), stretches=[2, 2], **CLIP))
-    batch = collator([feature])
-    assert batch["input_ids"].tolist() == [feature["input_ids"][:4]]
-    assert not {"pixel_values_videos", "video_grid_thw"} & batch.keys()

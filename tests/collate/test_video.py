@@ -16,7 +16,7 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.collate.video import VideoSettings, frame_timestamps, load_video, patchify, read_frames, resize_frames
+from vlmpack.collate.video import VideoSettings, load_video, patchify, read_frames, resize_frames
 from vlmpack.data.images import load_image
 from vlmpack.errors import SampleError
 
@@ -84,7 +84,8 @@ def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
         assert video.grid[0] * 2 == len(answer["video"])
         assert video.seconds == 2 / answer["sample_fps"]
         assert video.seconds == pytest.approx(2 / metadata.sampled_fps)
-        assert list(video.timestamps) == qwen3_timestamps(metadata.frames_indices, metadata.fps)
+        times = Qwen3VLProcessor._calculate_timestamps(None, list(metadata.frames_indices), metadata.fps, 2)
+        assert list(video.timestamps) == times
 
 
 def qwen_videos(cases: list[dict], folder: Path) -> list[dict]:
@@ -99,18 +100,6 @@ def qwen_videos(cases: list[dict], folder: Path) -> list[dict]:
 # ---------------------------------------------------------------- times
 
 
-def qwen3_timestamps(indices, fps: float, depth: int = 2) -> list[float]:
-    """transformers' own; it reads nothing of the processor, and it appends to the list it is given."""
-    return Qwen3VLProcessor._calculate_timestamps(None, list(indices), fps, depth)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("count", range(1, 9))
-@pytest.mark.parametrize("depth", [2, 3])
-def test_timestamps_are_those_of_qwen3s_processor(count, depth):
-    indices = [7 * i + i % 2 for i in range(count)]
-    assert frame_timestamps(indices, fps=29.97, depth=depth) == qwen3_timestamps(indices, 29.97, depth)
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -119,9 +108,3 @@ def test_what_is_no_list_of_frames_is_refused(video):
     with pytest.raises(SampleError, match=r"give its file .* or a list of its frames as images") as caught:
         read_frames(video, load_image)
     assert caught.value.reason == "video_source"
-
-
-def test_frames_of_different_sizes_pass_where_the_keys_make_them_one():
-    frames = [*noise_frames(1), *noise_frames(1, 112, 280)]
-    element = {"video": frames, "resized_height": 112, "resized_width": 112}
-    assert load_video(element, settings=VideoSettings.from_processor(image_processor())).grid == (1, 8, 8)

@@ -25,7 +25,6 @@ from vlmpack import VLMCollator
 from vlmpack.collate import FrameSampling
 from vlmpack.collate.video import VideoSettings, file_rules_of, sample_frames
 from vlmpack.collate.video import load_video as load_clip
-from vlmpack.data import VideoLimits
 from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
@@ -271,22 +270,3 @@ def test_settings_of_the_collator_choose_the_frames(clip: bytes) -> None:
     assert frames == [2, 5, 10, 3]
     with pytest.raises(ConfigError, match=r"sampling has to be a FrameSampling"):
         collator_of(sampling={"fps": 1})
-
-
-def test_bad_files_are_skipped_and_counted_and_the_others_used(clip: bytes, tmp_path: Path) -> None:
-    damaged = bytearray(clip)
-    middle = clip.index(b"mdat") + 1900
-    damaged[middle : middle + 700] = bytes(700)
-    bad = {
-        "video_missing": "nowhere.mp4",
-        "video_remote": "https://example.org/a.mp4",
-        "video_undecodable": clip[:1000],
-        "video_too_large": clip_bytes(num_frames=41),
-    }
-    log = tmp_path / "bad.jsonl"
-    collator = collator_of(on_bad="skip", skip_log=log, video_limits=VideoLimits(max_frames=40))
-    row = collator.collate([asked(video) for video in (*bad.values(), bytes(damaged), clip)])
-    assert row.metadata.sample_ids == (5,)
-    assert dict(collator.skip_log.reasons) == {**dict.fromkeys(bad, 1), "video_undecodable": 2}
-    measured = collator.measure(asked(bytes(damaged)), 0)  # damage behind the header is found by decoding
-    assert collator.decode([measured]).metadata.sample_ids == ()

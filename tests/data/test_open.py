@@ -16,7 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import open_dataset, to_conversation
+from vlmpack.data import open_dataset
 from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import json_rows
 from vlmpack.errors import ConfigError, SampleError
@@ -169,12 +169,6 @@ class TestPaths:
         assert open_dataset([path, path], image_root=str(root))[2] == {**first, "id": 2}
         with pytest.raises(ConfigError, match="nowhere' is not a folder"):
             open_dataset(path, image_root=tmp_path / "nowhere")
-
-    def test_receipts_in_a_file_of_json_name_them_too(self, tmp_path: Path) -> None:
-        receipt = {"image": "pictures/0.png", "ground_truth": json.dumps({"gt_parse": {"total": {"cash": "5"}}})}
-        sample = open_dataset(written(tmp_path, [receipt]))[0]
-        assert sample == {**to_conversation({**receipt, "image": str(tmp_path / "pictures" / "0.png")}), "id": 0}
-        assert len(VLMCollator(tiny_processor())([sample])["image_grid_thw"]) == 1
 
 
 class TestSeveralFiles:

@@ -100,25 +100,6 @@ def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     assert table == measure_lengths(SAMPLES, COLLATOR)
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_several_runs_may_share_a_cache_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = tmp_path / "lengths"
-    monkeypatch.setattr(lengths, "WRITE_EVERY", 0.0)
-    monkeypatch.setattr(lengths, "PART", 5)
-    expected = measure_lengths(SAMPLES, COLLATOR)
-
-    def run() -> None:
-        assert measure_lengths(SAMPLES, COLLATOR, cache=cache) == expected
-
-    processes = [in_a_fork(run) for _ in range(3)]
-    run()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(LengthCache(cache)) == len(SAMPLES)
-
-
 def cut_short(path: Path) -> None:
     measure_lengths(SAMPLES, COLLATOR, cache=path)
     path.write_bytes(path.read_bytes()[:-5000])

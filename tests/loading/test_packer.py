@@ -38,16 +38,6 @@ def packed(packer, lengths):
     return rows + packer.flush()
 
 
-def test_the_buffer_is_measured_in_tokens():
-    packer = StreamPacker(RowSettings(capacity=10, buffer_tokens=25))
-    for sample in samples([4, 7, 3, 5]):
-        packer.add(sample)
-        assert [*packer.rows()] == []
-    packer.add({"id": 4, "length": 6})
-    assert ids(packer.rows()) == [[0, 4]]
-    assert packer.tokens == 15
-
-
 def test_a_rollout_that_fits_no_other_does_not_hold_the_others_up():
     packer = StreamPacker(RowSettings(capacity=10, min_fill=0.8))
     assert ids(packer.pack(samples([7, 5, 4, 5, 4]))) == [[1, 3], [2, 4]]

@@ -264,14 +264,6 @@ def test_a_source_whose_state_is_no_place_is_read_again_from_the_start_of_the_pa
         assert ids(resumed) == rows[20:]
 
 
-def test_a_state_holds_positions_and_no_samples():
-    images = [{"id": at, "length": length, "image": b"\xff" * 100_000} for at, length in enumerate(LENGTHS)]
-    stream = PackedStream(images, SETTINGS)
-    list(islice(stream, 9))
-    assert len(stream._packer) > 9
-    assert len(pickle.dumps(stream.state_dict())) < 5_000
-
-
 def test_only_samples_of_the_buffer_are_read_again():
     reads = {}
     for source in (Samples, Stream, ResumableStream):

@@ -69,13 +69,6 @@ def test_a_rank_computes_its_dear_rows_first_so_that_ranks_meet_in_every_micro_s
         assert all(dear >= cheap for dear, cheap in pairwise(rank.tolist()))
 
 
-def test_a_window_puts_rows_of_similar_cost_into_one_step():
-    costs = np.asarray([1, 100, 2, 101, 3, 102])
-    schedule = balance_rows(costs, ranks=2, window=3)
-    assert schedule.load.tolist() == [[1.0, 2.0], [102.0, 101.0], [100.0, 3.0]] or schedule.imbalance < 1.5
-    assert schedule.imbalance < balance_rows(costs, ranks=2, window=1).imbalance
-
-
 def test_the_same_seed_gives_the_same_schedule():
     costs = np.random.default_rng(0).random(100)
     first, again, other = (balance_rows(costs, ranks=4, seed=seed).rows.tolist() for seed in (1, 1, 2))

@@ -71,11 +71,6 @@ def test_the_bound_is_that_of_the_formula_threshold_by_threshold(lengths):
     assert lower_bound(np.asarray(lengths), CAPACITY) == naive_lower_bound(lengths, CAPACITY)
 
 
-def test_things_that_need_nothing_need_no_bin():
-    assert lower_bound(np.asarray([0, 0, 5, 8]), CAPACITY) == 1
-    assert lower_bound(np.asarray([0, 0]), CAPACITY) == 0
-
-
 # ---------------------------------------------------------------------- against plain loops
 
 WIDTH = 23

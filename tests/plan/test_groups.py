@@ -68,25 +68,6 @@ def test_rows_are_never_fewer_than_the_bound_nor_many_more_than_the_fewest(sampl
     assert plan.lower_bound <= fewest <= len(plan) <= 2 * fewest
 
 
-@given(samples=grouped_lengths(), data=st.data())
-def test_no_row_exceeds_a_budget_whose_prefix_counts_once(samples, data):
-    lengths, groups = samples
-    prefix = [0] * len(groups)
-    for group, parent in enumerate(groups.parents.tolist()):
-        prefix[group] = (prefix[parent] if parent >= 0 else 0) + data.draw(st.integers(0, 3))
-    costs = [(prefix[g] if g >= 0 else 0) + data.draw(st.integers(0, 3)) for g in groups.of_samples.tolist()]
-    budget = Budget(name="patches", costs=np.array(costs), limit=8, shared=np.array(prefix, np.int64))
-    plan = plan_bins(lengths, CAPACITY, groups=groups, budgets=[budget], overlength="drop").check()
-    for row in plan.bins:
-        held = {int(groups.of_samples[sample]) for sample in row} - {-1}
-        while more := {int(groups.parents[group]) for group in held} - held - {-1}:
-            held |= more
-        added = sum(prefix[group] - (prefix[p] if (p := int(groups.parents[group])) >= 0 else 0) for group in held)
-        beyond = sum(costs[s] - (prefix[g] if (g := int(groups.of_samples[s])) >= 0 else 0) for s in row)
-        assert added + beyond <= 8
-    assert sorted([*plan.sample_ids.tolist(), *plan.dropped.tolist()]) == list(range(len(lengths)))
-
-
 # ---------------------------------------------------------------------- shapes
 
 

@@ -73,10 +73,6 @@ class TestSimulate:
         assert numbers == (0, 0, 0, 1, 0)
         assert packed.explain() == ("Samples that exceed a row are left out: 0 (30 tokens), 1 (40 tokens).",)
 
-    def test_samples_that_exceed_a_row_may_have_their_own(self) -> None:
-        packed = simulate(table_of([5, 30, 5]), 10, overlength="own_row")
-        assert (packed.rows, packed.samples, packed.dropped, packed.fill) == (2, 3, {}, 1.0)
-
     def test_a_row_may_hold_only_so_many_patches(self) -> None:
         packed = simulate(table_of([2] * 4, patches=[6, 6, 6, 20]), 10, max_patches=12)
         assert (packed.rows, packed.samples, dict(packed.dropped)) == (2, 3, {3: 2})

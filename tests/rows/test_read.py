@@ -182,7 +182,7 @@ def test_rows_get_one_width_and_one_number_of_boundaries(tmp_path):
     widths, most = [row.segments.total for row in rows], max(len(row.segments.lengths) for row in rows)
     assert len(set(widths)) > 1 and len({len(row.segments.lengths) for row in rows}) > 1  # the guard
     assert all(slot % 4 == 0 for row in rows for slot in row.segments.slots) and not any(w % 8 for w in widths)
-    assert plain.plan.tokens.tolist() == [sum(rows[at].segments.slots) for at in range(len(plain))]
+    assert plain.plan.tokens.tolist() == [sum(plain.segments(at).slots) for at in range(len(plain))]
     assert (plain.manifest.sizes.longest_row, plain.manifest.sizes.most_segments) == (max(widths), most)
     for at, row in enumerate(rows):
         padded, samples, width = fixed.row(at), len(row.segments.lengths), row.segments.total
@@ -214,7 +214,7 @@ def test_a_row_is_outlined_without_a_processor_or_an_image(kept, dataset):
     for at in range(len(outlined)):
         outline = outlined.measured(at)
         assert [sample.sample_id for sample in outline] == list(dataset.row(at).metadata.sample_ids)
-        assert [sample.num_tokens for sample in outline] == list(dataset.row(at).segments.lengths)
+        assert [sample.num_tokens for sample in outline] == list(outlined.segments(at).lengths)
         assert all(image.pixels is None and image.source is None for sample in outline for image in sample.images)
     for ask in (lambda: outlined[0], lambda: outlined.collate([])):
         with pytest.raises(ConfigError, match="need the processor"):

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import resource
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -280,14 +279,3 @@ def test_an_error_of_the_data_set_is_no_error_of_the_folder(tmp_path):
 
     with pytest.raises(PermissionError, match="of the data set"):
         store(tmp_path, Failing(texts()))
-
-
-def test_progress_is_reported_stage_by_stage(tmp_path):
-    told: list[Any] = []
-    settings = StoreSettings(capacity=CAPACITY, shard_rows=2)
-    manifest = write_rows(texts(), tmp_path, packing(), settings, progress=lambda *seen: told.append(seen))
-    files = len(manifest.shards)
-    assert told == [("measure", 12, 12), *(("write", n, files) for n in range(files + 1))]
-    told.clear()
-    write_rows(texts(), tmp_path, packing(), settings, progress=lambda *seen: told.append(seen))
-    assert Counter(stage for stage, _, _ in told) == {"compare": files + 1}
