@@ -181,14 +181,6 @@ def test_what_one_family_raises_is_its_verdict(probes: Probes) -> None:
     assert (answer(result)["complete"], answer(result)["healthy"]) == (True, False)
 
 
-def test_what_cannot_even_be_made_is_a_verdict(probes: Probes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(family: str, **settings: Any) -> Any:
-        return tiny_model(family, **settings) if family == "qwen3" else {}["no such configuration"]
-
-    monkeypatch.setattr("vlmpack.testing.models.tiny_model", made)
-    assert verdicts(run_probe("--json")) == [("qwen3_vl", "fails"), *[("qwen3", "exact")] * 2]
-
-
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_verdict_is_written_before_the_next_probe(arguments: tuple[str, ...], probes: Probes) -> None:
     assert run_probe("--attention", "sdpa_segments", *arguments).exit_code == 0

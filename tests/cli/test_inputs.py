@@ -13,7 +13,6 @@ from vlmpack.cli import app
 from vlmpack.cli.inputs import (
     Inputs,
     columns_by_source,
-    mixed_sources,
     named_processor,
     open_inputs,
     short_names,
@@ -146,14 +145,6 @@ def test_names_are_the_ends_of_paths_that_differ() -> None:
     assert short_names(["x/a/train.jsonl", "x/b/train.jsonl"]) == ["a/train", "b/train"]
     assert short_names(["train.jsonl", "b/train.jsonl"]) == ["train", "b/train"]
     assert short_names(["train.json", "train.jsonl"]) == ["train.json", "train.jsonl"]
-
-
-def test_a_file_whose_name_has_an_equals_sign_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("lr=3").write_text("")
-    assert mixed_sources("a", ["lr=3"]) == {"a": None, "lr=3": None}
-    assert mixed_sources("a", ["lr=3=4"]) == {"a": 1.0, "lr=3": 4.0}
-    assert columns_by_source(["lr=3"], ["lr", "b"]) == {"lr": "lr=3", "b": "lr=3"}
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import picture, processor_of
+from chats import picture
 from stores import encoded
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
-from vlmpack.cli.inputs import limit_pixels
-from vlmpack.errors import ConfigError
 from vlmpack.rows import Manifest, PackedDataset
 from vlmpack.terminal import format_bytes
 
@@ -63,22 +60,6 @@ def test_it_writes_a_store_and_tells_what_is_in_it(source: Path, tmp_path: Path)
     assert "no_targets 1, overlength 1" in done.output
     assert "sample 6 (id 's6'): none of its" in done.output
     assert "sample 7 (id 's7'): it exceeds a row by itself" in done.output
-
-
-def test_smaller_pictures_and_another_strategy_are_written_down(source: Path, tmp_path: Path) -> None:
-    smaller = ("--max-pixels", 4096, "--strategy", "rolling_fill")
-    shutil.copy(source, tmp_path / source.name)
-    for n in range(8):
-        (tmp_path / f"{n}.png").write_bytes(encoded(picture(90 + n, 90, seed=n)))
-    source = tmp_path / source.name
-    done = [pack(source, tmp_path / name, *GOOD, *more) for name, more in (("a", ()), ("b", smaller))]
-    assert [each.exit_code for each in done] == [0, 0], done[1].output
-    large, small = (Manifest.load(tmp_path / name) for name in "ab")
-    assert 0 < small.counts.patches < large.counts.patches
-    assert (large.settings["strategy"], small.settings["strategy"]) == ("exact_fill", "rolling_fill")
-    with pytest.raises(ConfigError, match="max_pixels"):
-        PackedDataset(tmp_path / "b", processor_of())
-    assert PackedDataset(tmp_path / "b", limit_pixels(processor_of(), 4096))[0]["input_ids"].shape[0] == 1
 
 
 @pytest.mark.parametrize("overlength", ["truncate_start", "own_row"])

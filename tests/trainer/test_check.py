@@ -14,7 +14,6 @@ from trainer.packed_runs import fresh, planned, streamed
 from training import LAYOUTS, Samples, Stream, arguments, collator, descend, receipts, trainer
 from transformers import Trainer, default_data_collator
 
-import vlmpack.trainer
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.interop.seqpacker import RowCollator, pack_dataset
@@ -357,13 +356,3 @@ def test_settings_that_nothing_reads_are_named(settings, seen, tmp_path):
     if "loss_type" not in settings:
         vars(run)["_skip_prepare_dataset"] = False  # TRL read them when it made tokens of text
         check_trainer(run)
-
-
-def test_a_machine_without_trl(monkeypatch):
-    monkeypatch.setattr("vlmpack.errors.find_spec", lambda package: None)
-    with pytest.raises(
-        ConfigError, match=r"PackedGRPOTrainer needs trl, not installed here: pip install 'vlmpack\[rl\]'"
-    ):
-        vlmpack.trainer.__getattr__("PackedGRPOTrainer")
-    with pytest.raises(AttributeError, match="it has Evaluation, PackedGRPOTrainer, PackedTrainer"):
-        vlmpack.trainer.__getattr__("PackedPPOTrainer")

@@ -238,8 +238,3 @@ def test_settings_that_make_no_rows_are_refused(settings, message):
     settings = {name: value(samples) if callable(value) else value for name, value in settings.items()}
     with pytest.raises(ConfigError, match=message):
         evaluate(model, Samples(samples), collator("packed"), **settings)
-
-
-def test_a_path_is_not_a_data_set():
-    with pytest.raises(ConfigError, match=r"'chats.jsonl' is a path: open it with vlmpack.data.open_dataset\(path\)"):
-        evaluate(tiny_model(), "chats.jsonl", VLMCollator(processor_of()), capacity=100)
