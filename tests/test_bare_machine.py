@@ -11,13 +11,6 @@ import pytest
 from linked_environment import make, required_by
 
 ROOT = Path(__file__).parents[1]
-OTHERS = (
-    "tests/service/test_http.py",
-    "tests/service/test_server.py",
-    "tests/loading/test_stream.py",
-    "tests/loading/test_sampler.py",
-)
-"""Some whose tests need packages of extras."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +28,7 @@ def run(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_tests_for_a_gpu_are_found_without_extras(python: Path) -> None:
-    marked = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    done = run(python, "pytest", *marked, *OTHERS, "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
+    done = run(python, "pytest", "-m", "gpu", "--collect-only", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout + done.stderr
     for file in ("model/test_equality_on_gpu.py", "attention/test_backends.py", "probing/test_host_syncs.py"):
         assert f"tests/{file}::" in done.stdout
