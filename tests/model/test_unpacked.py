@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from vlmpack.errors import UnpackedWarning
-from vlmpack.model import enable_packing, plain
+from vlmpack.errors import ConfigError, UnpackedWarning
+from vlmpack.model import disable_packing, enable_packing, plain
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
@@ -39,7 +39,8 @@ def text_model(model, batch):
 
 
 def embeddings(model, batch):
-    model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), attention_mask=batch["attention_mask"])
+    mask = batch["attention_mask"].float()  # as prompt tuning of PEFT makes it
+    model(inputs_embeds=model.get_input_embeddings()(batch["input_ids"]), attention_mask=mask)
 
 
 def a_cache(model, batch):
@@ -113,3 +114,11 @@ def test_recomputing_a_step_that_was_passed_on_is_no_call_past_the_forward(atten
         with ThreadPoolExecutor() as threads:
             threads.submit(logits.sum().backward).result()
     assert len(said) == 1
+
+
+def test_a_row_during_which_packing_was_disabled_is_refused():
+    """As by another thread."""
+    model = enabled("qwen3")
+    model.model.layers[0].register_forward_hook(lambda *_: disable_packing(model) and None)
+    with pytest.raises(ConfigError, match=r"packing was disabled or enabled again, .* while a row was in the model"):
+        model(**batch_of(model))

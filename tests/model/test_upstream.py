@@ -41,6 +41,13 @@ def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str,
         with_chunk(found, Pattern(), 7)
 
 
+def test_layers_whose_place_has_another_mask_than_their_number_are_refused() -> None:
+    model = tiny_model("gemma3_text", layers=2)
+    model.model.layers = model.model.layers[::-1]
+    with pytest.raises(FamilyError, match="layer 0 has the layer_idx 1"):
+        PackedStep(model)({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 3)})
+
+
 @pytest.mark.parametrize("window", [1, 2, 131072])
 def test_windows_of_any_length_are_measured_without_a_mask(window: int) -> None:
     model = tiny_model("mistral", layers=1)

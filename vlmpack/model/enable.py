@@ -171,7 +171,8 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
 def disable_packing(model: Model) -> Model:
     """Undo `enable_packing` in place. A model without packing is left alone.
 
-    Layers that other enabled models share stay patched; disabling the last of these models restores them.
+    Layers that other enabled models share stay patched; disabling the last of these models restores them. Call it
+    between steps: under gradient checkpointing, a backward pass after it computes the row again without boundaries.
 
     Raises:
         ConfigError: something else has changed the model's class since (FSDP2's `fully_shard`). Nothing is undone then.

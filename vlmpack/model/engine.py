@@ -247,6 +247,11 @@ def run_row(
             inputs.update(output_hidden_states=hidden_states, return_dict=True)
         with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
             output = family.backbone(core)(**for_compiler(inputs))
+        if stored_state(core) is not state:
+            raise ConfigError(
+                "packing was disabled or enabled again, by another thread, while a row was in the model, which may "
+                "have mixed its samples: do so between steps"
+            )
         works.append(finish(setup, state.mechanisms, inputs[CONTEXT].entries))
         if recorded and family.returns_router_logits:
             router_logits = getattr(output, "router_logits", None)

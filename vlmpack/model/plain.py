@@ -284,9 +284,9 @@ def warn_of_padding(mask: Any, reason: str) -> None:
 
 
 def _has_padding(mask: torch.Tensor) -> bool:
-    """Look at the last query only: a causal mask hides nothing from it."""
+    """Look at the last query only: a causal mask hides nothing from it. A 2D mask holds 0 and 1, of any dtype."""
     last = mask[..., -1, :] if mask.ndim > 2 else mask
-    return bool((last < 0).any() if last.is_floating_point() else (last == 0).any())
+    return bool((last < 0).any() if mask.ndim > 2 and mask.is_floating_point() else (last == 0).any())
 
 
 def check_not_bypassed(kwargs: dict[str, Any]) -> None:

@@ -184,7 +184,8 @@ def _masks_as_enabled(model: ModelParts) -> dict[int, LayerMask]:
     """Return the masks that were compared when packing was enabled.
 
     Raises:
-        FamilyError: the mask settings have changed since.
+        FamilyError: the mask settings have changed since, or the layers are not in the order of their numbers: the
+            model masks a layer by its place, and packed attention by its number.
     """
     masks = layer_masks(model)
     before, now = _LAYER_MASKS[model.text][0], _mask_settings(model.text)
@@ -194,6 +195,14 @@ def _masks_as_enabled(model: ModelParts) -> dict[int, LayerMask]:
             f"{was}: the model's configuration was changed after packing was enabled. Call enable_packing(model) "
             "again, or train this model without packing"
         )
+    for place, layer in enumerate(model.text.layers[: model.text.config.num_hidden_layers]):
+        number = getattr(getattr(layer, "self_attn", None), "layer_idx", place)
+        if number != place and masks.get(number) != masks.get(place):
+            raise FamilyError(
+                f"layer {place} has the layer_idx {number}: layers were removed, reordered or shared, so that its mask "
+                "is that of another layer. Set layer_idx of its self_attn to its place, or train this model without "
+                "packing"
+            )
     return masks
 
 
