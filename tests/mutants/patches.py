@@ -417,6 +417,22 @@ def heads_use_the_keys_of_the_first_head(original, num_heads, num_kv_heads, rank
     return [0] * len(original(num_heads, num_kv_heads, ranks))
 
 
+@breaks("vlmpack.context_parallel.vision.deal", tests="context_parallel/test_vision.py")
+def every_image_stays_where_its_pixels_are(original, costs, holders, ranks):
+    return [ranks_of_image[0] for ranks_of_image in holders]
+
+
+@breaks("vlmpack.context_parallel.vision.StepMedia.send_features", tests="context_parallel/test_vision.py")
+def features_go_to_the_next_rank(original, step):
+    transfers = original(step)
+    return replace(transfers, target=(transfers.target + 1) % transfers.ranks)
+
+
+@breaks("vlmpack.probing.memory.memory_of", tests="probing/test_memory.py")
+def activations_of_half_the_tokens_are_counted(original, sizes, mesh, *, tokens, patches):
+    return original(sizes, mesh, tokens=tokens // 2, patches=patches)
+
+
 @breaks("vlmpack.trainer.evaluation.losses_of_set", tests="oracle/test_trainers.py trainer/test_metrics.py")
 def the_loss_of_an_evaluation_set_is_a_mean_over_samples(original, losses, targets):
     return original(losses, np.minimum(targets, 1))
