@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.distributed import DistributedConfig
 
 from vlmpack.context_parallel import Parallel, plan_for
-from vlmpack.errors import LayoutError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.layout.batch import Media
@@ -118,11 +118,25 @@ def main(folder: Path) -> None:
     cases: dict[str, Any] = {
         str(case): partial(step, case, folder / case.family) for case in CASES if case.ranks == ranks
     }
-    save_cases(folder, cases | ({"parts": parts, "mean": partial(mean_loss, folder / MOE)} if ranks == 2 else {}))
+    save_cases(
+        folder,
+        cases | ({"parts": partial(parts, folder), "mean": partial(mean_loss, folder / MOE)} if ranks == 2 else {}),
+    )
 
 
-def parts() -> dict[str, Any]:
-    return {str(number): scores(*where) for number, where in enumerate(WHERE)} | {"towers": other_towers()}
+def parts(folder: Path) -> dict[str, Any]:
+    found = {str(number): scores(*where) for number, where in enumerate(WHERE)}
+    return found | {"towers": other_towers(), "mesh": other_mesh(folder)}
+
+
+def other_mesh(folder: Path) -> str:
+    """What is said of a model that is on another mesh than the one that is given."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "tensor"))
+    try:
+        enable_packing(loaded(Case(family=TEXT, sizes={"tp_size": 2}), folder / TEXT), parallel=Parallel(mesh))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def loaded(case: Case, folder: Path) -> Any:

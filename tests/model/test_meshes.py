@@ -135,6 +135,11 @@ def test_scores_of_a_divided_head_are_those_of_the_whole(number: int, seen: Any)
     torch.testing.assert_close(divided, whole, rtol=1e-5, atol=1e-5)
 
 
+def test_a_mesh_with_other_tensor_ranks_than_the_model_has_is_refused(seen: Any) -> None:
+    message = seen(CASES[0], "parts")["mesh"]
+    assert "Parallel has the tensor ranks [0], but this Qwen3ForCausalLM was loaded on [0, 1]" in message
+
+
 def test_data_ranks_that_would_run_other_towers_say_so(seen: Any) -> None:
     message = seen(CASES[0], "parts")["towers"]
     assert "some rows of ranks [0, 1] have images or audio and some have none, and llava cannot" in message
