@@ -501,6 +501,5 @@ def _is_encoded(entry: Entry) -> bool:
 
 
 def _failure(error: BaseException) -> Failure:
-    if isinstance(error, VlmpackError):
-        return Failure(message=str(error), category="user" if isinstance(error, RequestError) else "server")
-    return Failure(message=describe_failure(error), category="server")
+    is_ours = isinstance(error, VlmpackError)
+    return Failure.of(error) if is_ours else Failure(message=describe_failure(error), category="server")

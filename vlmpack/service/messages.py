@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, final
 
 import numpy as np
 
-from vlmpack.errors import RequestError
+from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.fields import INT32, INT64, Between, as_list, check, get, read, read_object, read_text, shown
 
 TTL = 10 * 366 * 86_400
@@ -551,6 +551,12 @@ class Failure:
     """What went wrong, and what to do."""
     category: Literal["user", "server"]
     """Whose fault it is."""
+
+    @classmethod
+    def of(cls, error: BaseException, *, place: str = "") -> Failure:
+        """Make a failure from an error; `place` says where an error came from that is not the package's own."""
+        message = str(error) if isinstance(error, VlmpackError) else f"{place}{type(error).__name__}: {error}"
+        return cls(message=message, category="user" if isinstance(error, RequestError) else "server")
 
 
 Outcome = ForwardBackwardResult | SampleResult | Mapping[str, Any] | Failure

@@ -95,7 +95,7 @@ class Operations:
             metrics = self._engine.optim_step(lane.id, request.adam)
             outcome: messages.Outcome = {"type": "optim_step", "metrics": metrics}
         except RequestError as error:  # the gradient is dropped, and a replay has to drop it too
-            outcome = messages.Failure(message=str(error), category="user")
+            outcome = messages.Failure.of(error)
         lane.has_gradients = False
         return Done(outcome=outcome, is_replayed=True)
 

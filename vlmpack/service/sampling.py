@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import nn
 
-from vlmpack.errors import RequestError, VlmpackError
+from vlmpack.errors import RequestError
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Agree, Batch, Ending, Growing, Prefilled, Reader, begin, groups_by_length, itself
 from vlmpack.service.messages import Failure, PromptScores, Sample, SampleResult
@@ -293,7 +293,7 @@ class BatchedSampling:
         try:
             ending = ending_of(prompt, request, self._base)
         except RequestError as error:
-            self._finished.append((key, Failure(message=str(error), category="user")))
+            self._finished.append((key, Failure.of(error)))
             return
         job.begin(ending)
         self._jobs[key] = job
@@ -457,12 +457,10 @@ class BatchedSampling:
 
     def _fail(self, jobs: Sequence[Job], error: Exception) -> None:
         """Report requests as failed."""
-        message = str(error) if isinstance(error, VlmpackError) else f"{type(error).__name__}: {error}"
-        failure = Failure(message=message, category="user" if isinstance(error, RequestError) else "server")
         self._withdraw(jobs)
         for job in jobs:
             del self._jobs[job.key]
-            self._finished.append((job.key, failure))
+            self._finished.append((job.key, Failure.of(error)))
 
     def _again(self, lane: _Lane, jobs: Sequence[Job]) -> None:
         """Restart requests that failed together, each alone, so that only the request at fault fails."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from vlmpack.data.images import ImageLimits, load_image
-from vlmpack.errors import ConfigError, RequestError, VlmpackError, check_extra
+from vlmpack.errors import ConfigError, RequestError, check_extra
 from vlmpack.service import messages
 from vlmpack.service.datums import EncodedSequence
 from vlmpack.service.generation import Ending, no_tokens
@@ -192,7 +192,7 @@ class VllmSampling:
                     "from the base model"
                 )
         except RequestError as error:
-            self._finished.append((key, messages.Failure(message=str(error), category="user")))
+            self._finished.append((key, messages.Failure.of(error)))
             return
         adapter = None if folder is None else self._adapter(folder)
         job = _Job(key=key, folder=folder, adapter=adapter, prompt=prompt, request=request, ending=ending)
@@ -222,9 +222,7 @@ class VllmSampling:
         except Exception as error:  # whatever vLLM raises
             if len(jobs) > 1:
                 return [finished for job in jobs for finished in self._generate([job])]
-            message = str(error) if isinstance(error, VlmpackError) else f"vLLM: {type(error).__name__}: {error}"
-            category = "user" if isinstance(error, RequestError) else "server"
-            return [(jobs[0].key, messages.Failure(message=message, category=category))]
+            return [(jobs[0].key, messages.Failure.of(error, place="vLLM: "))]
 
     def _together(self, jobs: Sequence[_Job]) -> list[Finished]:
         prompts, params, adapters = [], [], []
