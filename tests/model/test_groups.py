@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 import pytest
 import torch
 from cases import one_of_each, slow, slow_cases
-from equality import alone_through, check_gradients, gradients
+from equality import alone_through, check_gradients, gradients, logprobs_of
 from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
 from peft import LoraConfig, get_peft_model
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +70,7 @@ def check_group(family, name, prepare=lambda model: model, given=lambda row: row
     total, first = group.cut.tree.num_tokens, sum(group.cut.tree.lengths[node] for node in group.cut.pieces[0].nodes)
     assert sum(embedded) == (total if way == "group" else 2 * total - first), "only branches go forward twice"
     assert torch.allclose(result.loss, truth.loss, rtol=1e-6, atol=0)
-    assert torch.allclose(result.target_logprobs, -truth.outcome.target_losses, rtol=0, atol=5e-6)
+    assert torch.allclose(result.target_logprobs, logprobs_of(truth.outcome), rtol=0, atol=5e-6)
     check_gradients(truth, gradients(model), limits(family))
     tree = row.segments if row.tree is None else row.tree
     work = result.work
