@@ -84,8 +84,8 @@ auto: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 dtype = torch.bfloat16 if on_gpu and not options.full else torch.float32
 model: Any = tiny_model(processor=processor) if is_tiny else auto.from_pretrained(options.model, dtype=dtype)
 if not options.full:
-    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules="all-linear")
-    lora.exclude_modules = r".*(visual|vision).*"
+    layers = r"(?!.*(visual|vision|audio)).*_proj(_\w+)?"  # q_proj, up_proj, in_proj_qkv, ..., but no routers
+    lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=layers)
     model = get_peft_model(model, lora)
 model = enable_packing(model, parallel=Parallel())
 trainer = PackedTrainer(model, args, collator, train, test, processing_class=processor, plan=plan)
