@@ -112,6 +112,9 @@ def test_a_dry_run_prints_the_rows_that_the_library_plans_and_what_is_trained_on
     sample = "".join(part["text"] for part in told["sample"] if part["trained_on"])
     assert sample.startswith("Rp ") and sample.endswith(".000<|im_end|>")
 
+    told = run(*settings[:2], "num=100", "on_bad=skip", "model=tiny", "val_size=3", "--dry-run")
+    assert told["samples"] + told["left_out"] < 97 and told["held_out"] == 3  # other passes over those are left out
+
     told = run(*CHATS, "val_size=0", "--dry-run")
     table = measure_lengths(open_dataset("chats.jsonl"), VLMCollator(tiny_processor(), max_length=300))
     plan = plan_bins(table, 300, overlength="drop")

@@ -51,6 +51,14 @@ def test_a_sample_comes_once_a_pass_and_passes_are_counted() -> None:
     assert repr(mix) == "MixedDataset(78 samples: 39 of many (0.40 passes), 39 of few (3.00 passes))"
 
 
+def test_samples_that_are_held_out_come_in_no_other_pass() -> None:
+    mix = mix_datasets(DATASETS, {"many": 1, "few": 1}, num=78)
+    held_out = {mix[at]["id"] for at in (3, 8, 20)}
+    others = [mix[at]["id"] for at in mix.others([3, 8, 20])]
+    assert others == [sample["id"] for sample in mix if sample["id"] not in held_out]
+    assert len(others) < 75
+
+
 @pytest.mark.parametrize(("strategy", "few", "many"), [("first_exhausted", 13, 39), ("all_exhausted", 33, 97)])
 def test_an_epoch_ends_before_a_sample_comes_twice_or_when_all_came(strategy: Any, few: int, many: int) -> None:
     counts = mix_datasets(DATASETS, {"many": 3, "few": 1}, stopping_strategy=strategy).counts

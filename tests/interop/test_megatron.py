@@ -165,7 +165,7 @@ def test_neither_direction_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(torch, "_assert_async", lambda *_: None)
     row = on_fake_device(row_of([3, 2], SlotRule(multiple=4, row_multiple=16)))
     assert from_megatron(to_megatron(row)).segments == row.segments
-    weighed = replace(row, shift_labels=row.input_ids, shift_weights=torch.ones(row.input_ids.shape))
+    weighed = replace(row, shift_labels=row.input_ids, shift_weights=torch.ones(row.input_ids.shape, device="meta"))
     with pytest.raises(LayoutError, match="the row has shift_weights, and Megatron's loss_mask is of zeros and ones"):
         to_megatron(weighed)
 

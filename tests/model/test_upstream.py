@@ -157,12 +157,20 @@ def test_positions_that_do_not_count_from_0_are_refused() -> None:
         check_text_positions(parts_of(model))
 
 
-@pytest.mark.parametrize(("family", "setting"), [("gemma2", "sliding_window"), ("llama4_text", "attention_chunk_size")])
-def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "setting", "value"),
+    [
+        ("gemma2", "sliding_window", 3),
+        ("llama4_text", "attention_chunk_size", 3),
+        ("gemma3_text", "use_bidirectional_attention", True),
+    ],
+)
+def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, setting: str, value: Any) -> None:
     """Gemma's layers pass the window that they were made with, and Llama 4's pass no chunk: neither shows it."""
     model = enable_packing(tiny_model(family))
     step, batch = PackedStep(model), padded(mixed_samples(model.config))
     step(batch)
-    setattr(model.config, setting, 3)
-    with pytest.raises(FamilyError, match=rf"{setting} was \d+ and is 3: .* Call enable_packing\(model\) again"):
+    setattr(model.config, setting, value)
+    changed = rf"{setting} was (\d+|False) and is {value}: .* Call enable_packing\(model\) again"
+    with pytest.raises(FamilyError, match=changed):
         step(batch)

@@ -193,8 +193,9 @@ class Run:
 
     def __init__(self, given: Mapping[str, Any], *, quiet: bool) -> None:
         from torch import Generator
-        from torch.utils.data import random_split
+        from torch.utils.data import Subset, random_split
 
+        from vlmpack.data.mixed import MixedDataset
         from vlmpack.trainer.checkpoints import PLAN_FILE, checkpoint_to_resume
 
         self.given = given
@@ -212,8 +213,10 @@ class Run:
         elif keys.val_size >= max(1, size):
             raise ConfigError(f"val_size={keys.val_size:g} leaves nothing to train on: data has {size:,} samples")
         elif num := min(ceil(keys.val_size * (1 if keys.val_size >= 1 else size)), size - 1):
-            generator = Generator().manual_seed(self.data.seed)
-            self.train_set, self.eval_set = random_split(self.train_set, [size - num, num], generator)
+            data, generator = self.train_set, Generator().manual_seed(self.data.seed)
+            self.train_set, self.eval_set = random_split(data, [size - num, num], generator)
+            if isinstance(data, MixedDataset):
+                self.train_set = Subset(data, data.others(self.eval_set.indices))
         with args.main_process_first(desc="measuring"):  # the other ranks read its cache
             options.make_folder("output_dir", self.folder)
             self.table, self.plan = self._planned(self.train_set, quiet=quiet)

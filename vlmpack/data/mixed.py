@@ -11,7 +11,7 @@ dataset is traversed in shuffled order, and each of its samples appears once per
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
@@ -115,6 +115,12 @@ class MixedDataset(SampleDataset):
             here = numbers // size == turn
             places[here] = np.random.default_rng([self.seed, at, turn]).permutation(size)[places[here]]
         return places
+
+    def others(self, held_out: Sequence[int]) -> list[int]:
+        """Return the indices of all samples but these, leaving out those that come in another pass, too."""
+        which, places = self._places
+        same = which + len(self.datasets) * places  # one number per sample, in every pass
+        return np.flatnonzero(~np.isin(same, same[list(held_out)])).tolist()
 
     def __len__(self) -> int:
         return self.num

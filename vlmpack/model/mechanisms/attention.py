@@ -159,7 +159,10 @@ def bidirectional_spans(model: ModelParts) -> Bidirectional | None:
 
 # ---------------------------------------------------------------------- masks in the model's own code
 
-_MASK_SETTINGS = ("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size", "layer_types")
+_MASK_SETTINGS = (
+    *("sliding_window", "use_sliding_window", "max_window_layers", "attention_chunk_size", "layer_types"),
+    "use_bidirectional_attention",
+)
 """Configuration settings from which models make masks."""
 _LAYER_MASKS: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[int, LayerMask]]] = WeakKeyDictionary()
 
