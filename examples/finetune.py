@@ -84,7 +84,7 @@ auto: Any = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 dtype = torch.bfloat16 if on_gpu and not options.full else torch.float32
 model: Any = tiny_model(processor=processor) if is_tiny else auto.from_pretrained(options.model, dtype=dtype)
 if not options.full:
-    layers = r"(?!.*(visual|vision|audio)).*_proj(_\w+)?"  # q_proj, up_proj, in_proj_qkv, ..., but no routers
+    layers = r"(?!.*(visual|vision|audio|projector)).*_proj(_\w+)?"  # q_proj, up_proj, in_proj_qkv, ..., but no routers
     lora = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=layers)
     model = get_peft_model(model, lora)
 model = enable_packing(model, parallel=Parallel())

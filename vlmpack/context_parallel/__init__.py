@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.context_parallel.mesh import Parallel, sum_counts
+from vlmpack.context_parallel.mesh import Parallel, sum_counts, sum_gradients
 from vlmpack.context_parallel.partition import Partition
 from vlmpack.context_parallel.plans import plan_for
 
@@ -11,4 +11,5 @@ __all__ = [
     "Partition",
     "plan_for",
     "sum_counts",
+    "sum_gradients",
 ]
