@@ -16,7 +16,7 @@ from cases import slow
 from vlmpack.layout import PackedRow, Segments, sharing
 from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
-from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms import experts, gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.model.row import RowPart
 from vlmpack.probing import forward_passes, run
@@ -87,17 +87,16 @@ def one_label_a_branch_point(patch: Patch) -> None:
 
 def counted_once(patch: Patch) -> None:
     """Shared tokens count once in the routers' losses: as if the row were its tree."""
-    honest = RowPart.for_each_sample
+    honest = experts._of_real_tokens
 
-    def once(self: RowPart, part_t: torch.Tensor) -> torch.Tensor:
-        if self.tree is None:
-            return part_t
-        place = self.tree.place(part_t.device)
-        is_first = torch.zeros(len(place), dtype=torch.bool).index_fill_(0, self.tree.source(), True)
-        out = honest(self, part_t)
-        return torch.where(is_first.view(-1, *[1] * (out.ndim - 1)), out, out[:1])
+    def once(logits_RE: torch.Tensor, part: RowPart) -> torch.Tensor:
+        out = honest(logits_RE, part)
+        if part.tree is None:
+            return out
+        is_first = torch.zeros(len(out), dtype=torch.bool).index_fill_(0, part.tree.source(), True)
+        return torch.where(is_first[:, None], out, out[:1])
 
-    patch.setattr(RowPart, "for_each_sample", once)
+    patch.setattr(experts, "_of_real_tokens", once)
 
 
 def positions_run_on(patch: Patch) -> None:
