@@ -12,6 +12,7 @@ import torch
 from cases import slow
 from chats import picture, processor_of
 from equality import limits_of, without_zeros
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from training import collator, receipts
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
@@ -253,11 +254,8 @@ def test_a_model_inside_a_wrapper_is_found(wrapped: str) -> None:
     ids = torch.arange(1, 13).view(2, 6)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     if wrapped == "peft":
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(
-            r=2, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION", init_lora_weights=False
-        )
-        model = peft.get_peft_model(core, config)
+        config = LoraConfig(r=2, target_modules=["q_proj"], task_type="FEATURE_EXTRACTION", init_lora_weights=False)
+        model = get_peft_model(core, config)
     else:  # as SentenceTransformer holds it
         model = nn.ModuleDict({"transformer": core})
     call = model if wrapped == "peft" else core

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from vlmpack import VLMCollator, enable_packing
 from vlmpack.layout import PaddedBatch
@@ -50,8 +51,7 @@ def test_the_memory_told_is_that_of_a_packed_pass(
 ) -> None:
     model, row = model_and_row(family, **given)
     if has_adapters:
-        peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
     if again:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     enable_packing(model)

@@ -148,7 +148,7 @@ def test_each_datum_is_that_of_transformers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
-@pytest.mark.parametrize(("recomputes", "row_tokens"), [(False, 8192), (False, 30), *slow_cases((True, 30))])
+@pytest.mark.parametrize(("recomputes", "row_tokens"), [(False, 8192), (False, 24), *slow_cases((True, 24))])
 def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool, row_tokens: int) -> None:
     limits = {"row_tokens": row_tokens}
     engine = engine_with(family, min_shared=MIN_SHARED, gradient_checkpointing=recomputes, limits=limits)
@@ -156,7 +156,9 @@ def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool, 
     data = rollouts(engine)
     run_one(engine, data)
     together = gradients(engine)
-    assert engine.counts["computed_tokens_total"] < engine.counts["trained_tokens_total"]
+    fits = row_tokens > 24 or family != "qwen4_exp"  # a group goes in pieces, but not through sparse attention
+    assert (engine.counts["computed_tokens_total"] < engine.counts["trained_tokens_total"]) is fits
+    assert (engine.counts["rows_total"] <= 2) is fits
     engine.client("a").gradients = None
     for datum in data:
         run_one(engine, [datum])

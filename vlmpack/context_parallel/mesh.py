@@ -114,7 +114,7 @@ class Parallel:
 
     @property
     def vision(self) -> VisionRanks:
-        """The ranks that divide images among them: those that share a row; with `balance_vision`, all ranks."""
+        """The ranks that share the work on images: those that share a row, or all ranks with `balance_vision`."""
         return self._known.vision
 
     @property
@@ -156,7 +156,7 @@ class Parallel:
                 require(same_R.all(), _DIFFERENT.format(ranks=ranks, name=name), LayoutError)
 
     def sum_over_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum over all data ranks. A gradient of the sum is each rank's gradient of its own part."""
+        """Return the sum of `x` over all data ranks. Backward, each rank's `x` gets the gradient of the sum."""
         for group in self._known.own_rows:
             x = group.all_reduce(x, "routers")
         return x

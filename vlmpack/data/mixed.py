@@ -117,7 +117,7 @@ class MixedDataset(SampleDataset):
         return places
 
     def others(self, held_out: Sequence[int]) -> list[int]:
-        """Return the indices of all samples but these, leaving out those that come in another pass, too."""
+        """Return the indices of the samples to train on: all but the held-out ones and their repeats."""
         which, places = self._places
         same = which + len(self.datasets) * places  # one number per sample, in every pass
         return np.flatnonzero(~np.isin(same, same[list(held_out)])).tolist()

@@ -91,7 +91,7 @@ class RowPart:
         """The slice of the row's real tokens that the part holds."""
         tree = self.tree
         self.paths: Paths | PrefixTree | None = tree
-        """The keys of each node; None: those of its own sample."""
+        """The keys that each node's queries attend to; None: each sample attends to its own."""
         if tree is not None and self.kept:
             self.paths = Paths(
                 nodes=Segments.from_lengths(tree.lengths[1:]),

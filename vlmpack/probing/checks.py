@@ -72,7 +72,7 @@ def caught(setup: ProbeSetup, part: Part, name: str, run: Callable[[], list[Chec
     if not setup.probed.needs_all_ranks:
         return checks
     order = {finding: number for number, finding in enumerate(BAD)}
-    return min(of_all_ranks(checks), key=lambda each: min((order.get(x.finding, len(BAD)) for x in each), default=9))
+    return min(of_all_ranks(checks), key=lambda each: min([len(BAD), *(order.get(x.finding, len(BAD)) for x in each)]))
 
 
 def _caught_packed(

@@ -146,7 +146,7 @@ def evaluate(
 
 @torch.no_grad()
 def generate_answer(model: Any, collator: VLMCollator, sample: Any, *, max_new_tokens: int) -> str | None:
-    """Generate the last answer of a sample, greedily, from what comes before it in the sample.
+    """Generate the last answer of a sample, greedily, from what comes before it. Puts the model in eval mode.
 
     Args:
         model: a Hugging Face model, or PEFT's wrapper around it, with or without packing.

@@ -230,7 +230,7 @@ def router_statistics(
     if aux_loss is not None:
         parts.append(coefficient(setup.model.core, text_config) * aux_loss)
     added = torch.stack(parts).sum()
-    if rows is not None:  # every rank has the whole loss, with the gradients of its own tokens
+    if rows is not None:  # each rank has the loss of all rows, but gradients only for its own tokens
         share, gradient = (1 / rows.data_ranks, 1) if adds_up else (1, rows.data_ranks)
         added = share * added.detach() + gradient * (added - added.detach())
     statistics = RouterStatistics(
