@@ -53,7 +53,7 @@ mutants: $(VENV)/.test ## Break one function at a time and check that tests fail
 gpu: ## Test and measure the GPU of this machine with the installed PyTorch and transformers; again: go on
 	$(PYTHON) -m benchmarks.gpu --resume $(ARGS)
 
-bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "gpu", "report a.json b.json", "--help")
+bench: $(VENV)/.demo ## Measure packed against padded on this machine (ARGS="pack collate", "--check", "--help")
 	$(VENV)/bin/python -m benchmarks $(ARGS)
 
 lint: $(VENV)/.dev ## Check style, import layers and types

@@ -158,7 +158,7 @@ def test_positions_have_the_rows_that_the_model_takes(reference: Any, rows: int)
 
 
 def test_an_object_stands_for_packed_seq_params_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[ThdStep.__module__], "installed_version", lambda: None)
+    monkeypatch.setattr(sys.modules[ThdStep.__module__], "version_of", lambda package: None)
     model = Everything()
     ThdStep(model)(texts(3, 5))
     assert model.called["packed_seq_params"].cu_seqlens_q.tolist() == [0, 3, 8]

@@ -41,17 +41,12 @@ KILLED, SURVIVED, HEALTHY, BROKEN = 0, 1, 2, 3
 
 def function_at(target: str) -> FunctionType:
     """The plain function behind a dotted name: module, perhaps class, name; decorators and properties unwrapped."""
-    module, *names = target, ()
-    parts = target.split(".")
-    for size in range(len(parts) - 1, 0, -1):
-        try:
-            module, names = importlib.import_module(".".join(parts[:size])), parts[size:]
-            break
-        except ModuleNotFoundError:
-            continue
-    found: Any = module
-    for name in names:
-        found = inspect.getattr_static(found, name)
+    found: Any = importlib.import_module("vlmpack")
+    for name in target.split(".")[1:]:
+        if inspect.ismodule(found) and hasattr(found, "__path__") and name not in vars(found):
+            found = importlib.import_module(f"{found.__name__}.{name}")
+        else:
+            found = inspect.getattr_static(found, name)
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
         for inner in ("fget", "func", "__func__", "__wrapped__", "_torchdynamo_orig_callable"):
             if hasattr(found, inner):
@@ -105,17 +100,7 @@ def run(tests: str, mutant: Mutant | None = None) -> int:
         os.dup2(devnull, 1)
         first = Breaking(mutant)
         words = [f"tests/{word}" if (TESTS / word).exists() else word for word in shlex.split(tests)]
-        options = [
-            "-x",
-            "-q",
-            "-m",
-            "not slow",
-            "-p",
-            "no:cacheprovider",
-            "-W",
-            "ignore::pytest.PytestAssertRewriteWarning",
-        ]
-        code = pytest.main([*options, *words], plugins=[first])
+        code = pytest.main([*OPTIONS, *words], plugins=[first])
         os.dup2(shown, 1)
         seconds = f"{time.perf_counter() - began:6.1f} s"
         if not mutant:

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
-from importlib import metadata
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -130,11 +129,10 @@ def packed_seq_params(
             f"PackedSeqParams of the installed megatron-core has no {', '.join(lacking)}, without which it would not "
             "keep the samples of this row apart: pip install -U megatron-core"
         )
-    # If `total_tokens` is passed to the constructor, newer versions recompute `seq_idx`, with a host–device sync.
-    late = {"total_tokens"} & accepted
-    params = params_class(**{name: values[name] for name in values if name in accepted - late})
-    if late:
-        params.total_tokens = values["total_tokens"]
+    total = values.pop("total_tokens")
+    params = params_class(**{name: value for name, value in values.items() if name in accepted})
+    if "total_tokens" in accepted:  # passed to the constructor, newer versions recompute `seq_idx` with a sync
+        params.total_tokens = total
     return params
 
 
@@ -216,14 +214,6 @@ def _problems(stride: tuple[int, ...], total: int, rule: SlotRule) -> Iterator[s
         )
 
 
-def installed_version() -> tuple[int, ...] | None:
-    """Return (major, minor) of the installed megatron-core; None: it is not installed."""
-    try:
-        return tuple(int(part) for part in metadata.version("megatron-core").split(".")[:2])
-    except metadata.PackageNotFoundError:
-        return None
-
-
 # ---------------------------------------------------------------------- to Megatron
 
 
@@ -257,12 +247,11 @@ def _check_format(params: Any) -> None:
     query, key = params.cu_seqlens_q, params.cu_seqlens_kv
     if query is None:
         raise LayoutError("packed_seq_params has no cu_seqlens_q, so samples have no ends; set it")
-    if key is None or key is query:
-        return
-    message = "cu_seqlens_kv is not cu_seqlens_q: keys of other samples (cross attention) are no packed row"
-    if key.shape != query.shape:
-        raise LayoutError(message)
-    require((key == query).all(), message, LayoutError)
+    if key is not None and key is not query:
+        message = "cu_seqlens_kv is not cu_seqlens_q: keys of other samples (cross attention) are no packed row"
+        if key.shape != query.shape:
+            raise LayoutError(message)
+        require((key == query).all(), message, LayoutError)
 
 
 def _check_metadata(params: Any, segments: Segments) -> None:
@@ -294,19 +283,14 @@ def _segments(params: Any, padding_mask: torch.Tensor | None, *, total: int) -> 
         return Segments.from_boundaries(real, stride, total=total)
     if padding_mask.numel() != total:
         raise LayoutError(f"padding_mask is {list(padding_mask.shape)} but the batch is {total} tokens wide")
-    if real == stride:
-        real = _real_boundaries(padding_mask, stride)
+    if real == stride:  # count the real tokens in each padded segment
+        before = np.concatenate([[0], np.cumsum(padding_mask.reshape(-1).cpu().numpy() == 0)])
+        real = before[list(stride)].tolist()
     segments = Segments.from_boundaries(real, stride, total=total)
     agrees = (padding_mask.reshape(-1) == segments.padding_mask(padding_mask.device)).all()
     message = "padding_mask is not True exactly behind each segment's real tokens, as the boundaries say: leave it out"
     require(agrees, message, LayoutError)
     return segments
-
-
-def _real_boundaries(padding_mask: torch.Tensor, stride: tuple[int, ...]) -> list[int]:
-    """Return cumulative real tokens, G + 1 values, counted with the mask within each padded segment."""
-    before = np.concatenate([[0], np.cumsum(padding_mask.reshape(-1).cpu().numpy() == 0)])
-    return before[list(stride)].tolist()
 
 
 def _targets(batch: Mapping[str, Any], segments: Segments) -> torch.Tensor | None:
@@ -359,11 +343,6 @@ class LocalRow:
     def segments(self) -> Segments:
         """Boundaries of the whole row."""
         return self.partition.segments
-
-    @property
-    def local_segments(self) -> Segments:
-        """Boundaries within this part; they give no positions."""
-        return self.partition.local_segments(self.rank)
 
     @property
     def index(self) -> torch.Tensor:
@@ -491,7 +470,7 @@ class Halo:
     def places(self, rank: int) -> torch.Tensor:
         """int64 [h]: index in the row of each token that `rank` receives, in the order received."""
         self.partition.check_rank(rank)
-        return torch.from_numpy(self._places(rank))
+        return torch.from_numpy(self._wanted[1][self._transfers.arriving(rank)])
 
     def roll_left(
         self,
@@ -556,11 +535,7 @@ class Halo:
 
     @outside_graph
     def _size(self, rank: int) -> int:
-        self.partition.check_rank(rank)
-        return len(self._places(rank))
-
-    def _places(self, rank: int) -> np.ndarray:
-        return self._wanted[1][self._transfers.arriving(rank)]
+        return len(self.places(rank))
 
     @outside_graph
     def _derived(
@@ -577,7 +552,7 @@ class Halo:
 
     def _source(self, rank: int, depth: int) -> np.ndarray:
         """int64 [t]: for each token, the index of the token `depth` later in (part + halo); 0 if there is none."""
-        index, halo = self.partition.index(rank).numpy(), self._places(rank)
+        index, halo = self.partition.index(rank).numpy(), self.places(rank).numpy()
         place = np.zeros(self.partition.segments.total + depth, np.int64)
         place[index], place[halo] = np.arange(len(index)), len(index) + np.arange(len(halo))
         return place[index + depth]

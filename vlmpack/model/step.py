@@ -30,14 +30,7 @@ from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named, family_of
-from vlmpack.interop.megatron import (
-    Halo,
-    LocalRow,
-    installed_version,
-    packed_seq_fields,
-    packed_seq_params,
-    shard,
-)
+from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.packing import pack
@@ -45,6 +38,7 @@ from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
+from vlmpack.machine import version_of
 from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, check_targets, divisor, packing_state, stored_state, targets_of
 from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall, check_padding_mask
@@ -687,7 +681,7 @@ def _has_experts(model: Any) -> bool:
 
 def _params(segments: Segments, device: torch.device) -> Any:
     """Return `PackedSeqParams` of the installed megatron-core, or an object with its fields."""
-    if installed_version() is not None:
+    if version_of("megatron-core") is not None:
         return packed_seq_params(segments, device=device)
     absent = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
     return SimpleNamespace(**{**absent, **packed_seq_fields(segments, device=device)})
