@@ -32,7 +32,7 @@ def naive_best_sum(lengths: Sequence[int], room: int) -> int:
 
 
 def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
-    """The bound L2, threshold by threshold, and the bound by parts of a bin."""
+    """The bound L2, threshold by threshold, the bound by parts of a bin, and the fewest pairs above a third of a bin."""
     bounds = [-(-sum(((parts + 1) * n - 1) // capacity for n in lengths) // parts) for parts in range(2, 17)]
     for threshold in range(capacity // 2 + 1):
         alone = [n for n in lengths if n > capacity - threshold]
@@ -40,6 +40,12 @@ def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
         small = [n for n in lengths if capacity // 2 >= n >= threshold]
         over = max(0, sum(small) - sum(capacity - n for n in big))
         bounds.append(len(alone) + len(big) + -(-over // capacity))
+    thirds = sorted(n for n in lengths if 3 * n > capacity)
+    bounds.append(0)
+    while thirds:  # the longest goes with the shortest, or alone
+        if thirds.pop() + (thirds or [capacity])[0] <= capacity:
+            thirds.pop(0)
+        bounds[-1] += 1
     return max(bounds)
 
 

@@ -63,12 +63,18 @@ def test_the_search_goes_on_only_where_it_saves_rows(monkeypatch, lengths, capac
     assert len(draws) < (len(lengths) if fewer else 512 + len(lengths) // 8)
 
 
-CAPACITY = 13
+@given(data=st.data(), capacity=st.sampled_from([13, 97]))
+def test_the_bound_is_that_of_the_formula_threshold_by_threshold(data, capacity):
+    sizes = st.integers(1, capacity) | st.integers(capacity // 3 + 1, 2 * capacity // 3)
+    lengths = data.draw(st.lists(sizes, min_size=1, max_size=40))
+    assert lower_bound(np.asarray(lengths), capacity) == naive_lower_bound(lengths, capacity)
 
 
-@given(lengths=st.lists(st.integers(1, CAPACITY), min_size=1, max_size=40))
-def test_the_bound_is_that_of_the_formula_threshold_by_threshold(lengths):
-    assert lower_bound(np.asarray(lengths), CAPACITY) == naive_lower_bound(lengths, CAPACITY)
+def test_the_search_does_not_start_where_samples_go_in_pairs(monkeypatch):
+    monkeypatch.setattr(Stock, "draw", None)
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(3_000, 8_000, 200)
+        assert (exact_fill(lengths, 8_192) == best_fit_decreasing(lengths, 8_192)).all()
 
 
 # ---------------------------------------------------------------------- against plain loops

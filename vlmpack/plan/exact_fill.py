@@ -127,7 +127,7 @@ MOST_PARTS = 16
 
 
 def lower_bound(sizes: np.ndarray, capacity: int) -> int:
-    """Compute a lower bound of the number of bins: the better of two bounds.
+    """Compute a lower bound of the number of bins: the best of three bounds.
 
     L2 of Martello and Toth (1990): for a threshold t, a sample above `capacity - t` cannot share a bin with a sample of
     size t or more, and samples above half the capacity need a bin each. The other samples of size t or more first fill
@@ -137,6 +137,8 @@ def lower_bound(sizes: np.ndarray, capacity: int) -> int:
     Parts: if a bin has k parts, count ((k + 1) n - 1) // capacity parts for a sample of n tokens. This rounds down in
     favor of the packing, because these counts sum to less than k + 1 in every bin. For example, two samples above a
     third of the capacity fit into one bin, but three do not.
+
+    Pairs: samples above a third of the capacity share bins in twos at most, and of these best fit makes the most.
 
     Args:
         sizes: int64 [N], each from 0 to `capacity`; zeros need nothing.
@@ -156,7 +158,9 @@ def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
     alone = np.searchsorted(rising, capacity - thresholds, side="right")
     room = (number[alone] - number[half]) * capacity - (sums[alone] - sums[half])
     over = np.maximum(sums[half] - sums[first] - room, 0)
+    large = np.flatnonzero(3 * rising > capacity)[::-1]
     needed = [int((number[-1] - number[half] + divided_up(over, capacity)).max())]
+    needed.append(place_sorted(rising[large], counts[large], capacity).bins)
     for parts in range(2, MOST_PARTS + 1):
         needed.append(divided_up(int((((parts + 1) * rising - 1) // capacity * counts).sum()), parts))
     return max(needed)
