@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import random_split
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, TrainingArguments
 
 from vlmpack import PackedTrainer, VLMCollator, enable_packing, plan_bins
 from vlmpack.context_parallel import Parallel
-from vlmpack.data import load_processor, open_dataset
+from vlmpack.data import hold_out, load_processor, open_dataset
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
 from vlmpack.trainer import generate_answer
@@ -72,8 +71,7 @@ has_images = is_tiny or hasattr(AutoConfig.from_pretrained(options.model), "visi
 load: Any = load_processor if has_images else AutoTokenizer.from_pretrained
 processor = tiny_processor() if is_tiny else load(options.model)
 data: Any = receipt_conversations(num=48, scale=0.35) if options.data == "synthetic" else open_dataset(options.data)
-held_out = max(1, round(options.held_out * len(data)))
-train, test = random_split(data, [len(data) - held_out, held_out], torch.Generator().manual_seed(0))
+train, test = hold_out(data, options.held_out)
 collator = VLMCollator(processor, layout="packed", max_length=options.capacity, on_bad="skip")
 with args.main_process_first():
     lengths = measure_lengths(train, collator, workers=args.dataloader_num_workers, cache=f"{options.output}/lengths")

@@ -12,7 +12,7 @@ from chats import chat, processor_of
 from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data import mix_datasets
+from vlmpack.data import hold_out, mix_datasets
 from vlmpack.errors import ConfigError, SampleError
 
 
@@ -53,10 +53,14 @@ def test_a_sample_comes_once_a_pass_and_passes_are_counted() -> None:
 
 def test_samples_that_are_held_out_come_in_no_other_pass() -> None:
     mix = mix_datasets(DATASETS, {"many": 1, "few": 1}, num=78)
-    held_out = {mix[at]["id"] for at in (3, 8, 20)}
-    others = [mix[at]["id"] for at in mix.others([3, 8, 20])]
-    assert others == [sample["id"] for sample in mix if sample["id"] not in held_out]
-    assert len(others) < 75
+    train, held_out = hold_out(mix, 3)
+    ids = {sample["id"] for sample in held_out}
+    assert [sample["id"] for sample in train] == [sample["id"] for sample in mix if sample["id"] not in ids]
+    assert len(ids) == len(held_out) == 3 and len(train) < 75
+    again, more = hold_out(DATASETS["few"], 0.2)
+    assert len(more) == 3 and sorted([*again.indices, *more.indices]) == list(range(13))  # rounded up
+    with pytest.raises(ConfigError, match="13 samples cannot be held out of 13"):
+        hold_out(DATASETS["few"], 13)
 
 
 @pytest.mark.parametrize(("strategy", "few", "many"), [("first_exhausted", 13, 39), ("all_exhausted", 33, 97)])

@@ -19,6 +19,7 @@ from rich.text import Text
 from vlmpack.cli import options
 from vlmpack.cli.inputs import (
     Inputs,
+    make_model,
     measure,
     mix_lines,
     mix_numbers,
@@ -230,7 +231,6 @@ def _proposal(
 ) -> dict[str, Any]:
     """Propose how to train the model of --processor, for JSON. Rows have at most the patches of the densest sample."""
     from vlmpack.cli.config import TrainKeys
-    from vlmpack.cli.train import make_model
     from vlmpack.model.plain import find_model
     from vlmpack.probing.memory import COMPUTED_IN, model_sizes, propose, total
 

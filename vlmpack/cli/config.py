@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, final, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, final, get_args, get_type_hints
 
 import yaml
 from rich.console import Console
@@ -18,9 +16,6 @@ from vlmpack.cli.options import DataOptions, Dtype
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import print_table, text_column
 
-UNIONS = (Union, UnionType)
-Sources = str | list[str] | dict[str, float]
-
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +23,7 @@ class TrainKeys:
     """Keys besides those of the data options and of TrainingArguments."""
 
     model: Annotated[str, 'Hub id or folder of the model; or "tiny", "tiny:FAMILY": a small random one.']
-    data: Annotated[Sources, "Data set, as for `vlmpack analyze`; or a list of several; or a mapping to their weights."]
+    data: Annotated[str, "JSON, JSONL or parquet file, folder, hub id, or synthetic (generated receipts)."]
     eval_data: Annotated[str | None, "Data set to evaluate on; by default a part of data."] = None
     val_size: Annotated[float, "Samples of data to hold out for evaluation: a share below 1, or a number."] = 0.05
     capacity: Annotated[int, "Tokens of a row. Each rank trains on one row at a time, so memory grows with it."] = 8192
@@ -54,7 +49,7 @@ class TrainKeys:
 
 OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
 MINIMA = {"val_size": 0, "capacity": 2, "samples_per_update": 1, "lora_rank": 1, "lora_dropout": 0, "max_new_tokens": 0}
-OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name not in ("dataset", "mix"))
+OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name != "dataset")
 DEFAULTS: dict[str, Any] = {
     "output_dir": "results",
     "num_train_epochs": 1.0,
@@ -144,8 +139,8 @@ def all_keys() -> dict[str, Key]:
         meaning = " ".join(str(each.metadata.get("help", "")).split()).partition(". ")[0].rstrip(".") + "."
         said = f"Has no effect: {UNUSED[each.name]}." if each.name in UNUSED else meaning
         keys.setdefault(each.name, Key(each.type, default, said))
-    keys["columns"] = keys["columns"]._replace(kind=str | dict | None)
-    keys["resume_from_checkpoint"] = keys["resume_from_checkpoint"]._replace(kind=str | bool | None)
+    for name, kind in (("columns", str | list[str] | dict | None), ("resume_from_checkpoint", str | bool | None)):
+        keys[name] = keys[name]._replace(kind=kind)
     return keys
 
 
@@ -202,45 +197,20 @@ def _yaml(name: str, text: str | bytes) -> Any:
 
 
 def _value(name: str, value: Any, key: Key) -> Any:
-    """Convert and check the value of a key.
+    """Convert and check the value of a key. YAML reads 1e-4 as text, and no as False.
 
     Raises:
         ConfigError: it has another type, or is too small.
     """
+    from pydantic import Field, ValidationError, create_model
+
+    checked: Any = create_model("Key", value=(key.kind, Field(ge=key.least)))
     try:
-        value = as_kind(value, key.kind)
-    except (TypeError, ValueError):
-        kinds = get_args(key.kind) if get_origin(key.kind) in UNIONS else (key.kind,)
-        words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-        types = [str(each) if get_args(each) else each.__name__ for each in kinds if get_origin(each) is not Literal]
-        allowed = [*words, *(each for each in types if each != "NoneType")]
-        raise ConfigError(f"{name} takes {' or '.join(allowed)}, got {value!r}") from None
-    if key.least is not None and value is not None and not value >= key.least:  # nan is not, either
-        raise ConfigError(f"{name} must be at least {key.least}, got {value}")
-    return value
-
-
-def as_kind(value: Any, kind: Any) -> Any:
-    """Convert a value to its annotated type: YAML reads 1e-4 as text, and no as False.
-
-    Raises:
-        ValueError: it cannot be converted.
-    """
-    parts, origin = get_args(kind), get_origin(kind) or kind
-    if origin in UNIONS:
-        for each in sorted(parts, key=lambda each: each is not type(value)):
-            with suppress(TypeError, ValueError):
-                return as_kind(value, each)
-    elif origin is Any or (origin is Literal and value in parts):
-        return value
-    elif origin is str and value is False:
-        return "no"
-    elif origin in (int, float, Path) and type(value) in (str, int):
-        return origin(value)
-    elif not parts and isinstance(value, origin) and isinstance(value, bool) <= (origin is bool):
-        return value
-    elif origin is list and isinstance(value, list):
-        return [as_kind(each, *parts) for each in value]
-    elif origin is dict and isinstance(value, dict):
-        return {as_kind(name, parts[0]): as_kind(each, parts[1]) for name, each in value.items()}
-    raise ValueError
+        return checked.model_validate({"value": value}, strict=True).value
+    except ValidationError:
+        text = ("no", "yes")[value] if isinstance(value, bool) else value
+    try:
+        return checked.model_validate({"value": text}).value
+    except ValidationError as error:
+        reasons = " or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
+        raise ConfigError(f"{name}={value}: {reasons[0].lower()}{reasons[1:]}") from None

@@ -15,12 +15,13 @@ from rich.markup import escape
 from rich.text import Text
 
 from vlmpack.cli.options import DataOptions, refuse_file
-from vlmpack.errors import ConfigError, skipped_are_reported
+from vlmpack.errors import ConfigError, check_extra, skipped_are_reported
 from vlmpack.terminal import print_text, progress_lines
 
 if TYPE_CHECKING:
     import torch
 
+    from vlmpack.cli.config import TrainKeys
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import MixedDataset
     from vlmpack.data.open import OpenDataset
@@ -349,6 +350,40 @@ def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bo
         return auto.from_config(config, dtype=dtype) if only_shapes else auto.from_pretrained(name, dtype=dtype)
 
 
+def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) -> Any:
+    """Load the model and add adapters; `only_shapes` makes it on the meta device, without weights.
+
+    Raises:
+        ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
+    """
+    import torch
+
+    from vlmpack.families.registry import family_of
+
+    low = keys.dtype == "bfloat16" or (keys.dtype is None and keys.method == "lora" and torch.cuda.is_available())
+    dtype = torch.bfloat16 if low else torch.float32
+    model = open_model(keys.model, processor, dtype, only_shapes=only_shapes)
+    family = family_of(model)
+    frozen = family.vision_path if keys.freeze_vision else None
+    if keys.method == "full":
+        if frozen:
+            model.get_submodule(frozen).requires_grad_(False)
+        return model
+    check_extra("peft", "peft", needed_by="method=lora")
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = keys.lora_targets
+    if targets == "all-linear":  # PEFT's own also adapts experts and routers
+        parts = tuple(f"{path}." for path in {family.text_path, None if frozen else family.vision_path} if path)
+        layers = (name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear))
+        targets = [name for name in layers if name.startswith(parts)]
+    outside = rf"{frozen}\..*" if frozen else None
+    rank, alpha = keys.lora_rank, 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
+    settings: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "exclude_modules": outside}
+    with refused_as(f"lora_targets {keys.lora_targets}"):
+        return get_peft_model(model, LoraConfig(r=rank, lora_dropout=keys.lora_dropout, **settings))
+
+
 def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
     """Return a copy of a processor with this maximum image area in pixels; None: the processor itself.
 
@@ -412,3 +447,12 @@ def quiet_transformers() -> Iterator[None]:
         hub.set_verbosity(requests)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def refused_as(what: str) -> Iterator[None]:
+    """Turn errors of other libraries about settings into a ConfigError that begins with `what`."""
+    try:
+        yield
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, Literal, get_args
@@ -17,7 +19,7 @@ from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
-from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
 from vlmpack.collate.video import FrameSampling, file_rules_of
 from vlmpack.data.formats import channel_of, sample_id_of
@@ -203,6 +205,21 @@ class VLMCollator:
         """
         sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature)))
         return sample if index is None else _with_id(sample, index)
+
+    def text_parts(self, feature: Mapping[str, Any], index: int | None = None) -> list[tuple[str, bool]]:
+        """Return the text of a sample as the model gets it, in parts: (text, whether it is trained on).
+
+        A run of media tokens is one part, such as "<|image_pad|> x 220". Arguments and errors are those of `measure`.
+        """
+        sample, tokenizer = self.measure(feature, index), parts_of(self.processor).tokenizer
+        kinds = zip((sample.types != 0).tolist(), (sample.labels >= 0).tolist(), sample.input_ids.tolist(), strict=True)
+        parts = []
+        for (is_media, is_target), group in groupby(kinds, key=itemgetter(0, 1)):
+            ids = [token for *_, token in group]
+            parts.append(
+                (f"{tokenizer.decode(ids[0])} x {len(ids):,}" if is_media else tokenizer.decode(ids), is_target)
+            )
+        return parts
 
     def length(self, feature: Mapping[str, Any]) -> int:
         """Return a sample's padded length in a row, from `measure`. Serves as the `length` of a `PackedStream`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vlmpack.data.cord import json2token, to_conversation, token2json
 from vlmpack.data.formats import branch_turns
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.mixed import MixedDataset, mix_datasets
+from vlmpack.data.mixed import MixedDataset, hold_out, mix_datasets
 from vlmpack.data.open import OpenDataset, open_dataset
 from vlmpack.data.processor import load_processor, save_processor
 from vlmpack.data.videos import VideoLimits
@@ -16,6 +16,7 @@ __all__ = [
     "OpenDataset",
     "VideoLimits",
     "branch_turns",
+    "hold_out",
     "json2token",
     "load_processor",
     "mix_datasets",

@@ -11,12 +11,15 @@ dataset is traversed in shuffled order, and each of its samples appears once per
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any, Literal, get_args
 
 import numpy as np
+import torch
+from torch.utils.data import Subset, random_split
 
 from vlmpack.data.open import SampleDataset
 from vlmpack.errors import ConfigError, SampleError, check_choice
@@ -56,6 +59,32 @@ def mix_datasets(
     if num < 1:
         raise ConfigError(f"num is {num}, but an epoch has at least one sample")
     return MixedDataset(datasets=tuple(datasets.items()), weights=shares, num=num, seed=seed)
+
+
+def hold_out(dataset: Any, size: float, *, seed: int = 0) -> tuple[Any, Any]:
+    """Hold out random samples to evaluate on.
+
+    Args:
+        dataset: map-style dataset.
+        size: share of the samples, if it is below 1, rounded up; else their number.
+        seed: seed for the choice.
+
+    Returns:
+        The samples to train on, without repeats of the held-out ones in a mix, and the held-out ones.
+
+    Raises:
+        ConfigError: `size` is negative, or leaves nothing to train on.
+    """
+    total = len(dataset)
+    num = ceil(size) if size >= 1 else min(ceil(size * total), total - 1)
+    if not 0 <= num < total:
+        raise ConfigError(f"{size:g} samples cannot be held out of {total:,}, of which at least one is trained on")
+    train, held_out = random_split(dataset, [total - num, num], torch.Generator().manual_seed(seed))
+    if isinstance(dataset, MixedDataset):
+        which, places = dataset._places
+        same = which + len(dataset.datasets) * places  # one number per sample, in every pass
+        train = Subset(dataset, np.flatnonzero(~np.isin(same, same[held_out.indices])).tolist())
+    return train, held_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +144,6 @@ class MixedDataset(SampleDataset):
             here = numbers // size == turn
             places[here] = np.random.default_rng([self.seed, at, turn]).permutation(size)[places[here]]
         return places
-
-    def others(self, held_out: Sequence[int]) -> list[int]:
-        """Return the indices of the samples to train on: all but the held-out ones and their repeats."""
-        which, places = self._places
-        same = which + len(self.datasets) * places  # one number per sample, in every pass
-        return np.flatnonzero(~np.isin(same, same[list(held_out)])).tolist()
 
     def __len__(self) -> int:
         return self.num

@@ -1,0 +1,225 @@
+"""A run of `vlmpack train`.
+
+keys ──▶ data, lengths, rows ──▶ the plan ──▶ model, adapters, PackedTrainer ──▶ weights, losses, answers
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from math import ceil
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from transformers import TrainingArguments, set_seed
+
+from vlmpack.cli import inputs
+from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys
+from vlmpack.cli.options import DataOptions, make_folder
+from vlmpack.context_parallel.mesh import Parallel
+from vlmpack.data.mixed import hold_out
+from vlmpack.errors import ConfigError
+from vlmpack.lengths import check_refused
+from vlmpack.loading.sampler import PackedBatchSampler
+from vlmpack.model.enable import enable_packing
+from vlmpack.plan.length_table import LengthTable
+from vlmpack.plan.plan import Plan
+from vlmpack.probing.memory import Mesh, memory_of, model_sizes, total
+from vlmpack.probing.weights import free_bytes
+from vlmpack.trainer.check import check_arguments, check_trainer
+from vlmpack.trainer.checkpoints import PLAN_FILE, checkpoint_to_resume
+from vlmpack.trainer.evaluation import generate_answer
+from vlmpack.trainer.packed_trainer import PackedTrainer
+
+LENGTHS, MERGED = "lengths.sqlite", "merged"
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Names in TrainingArguments since transformers 5.23, and before."""
+
+
+@final
+class TrainRun:
+    """A training with planned rows; the model's weights are not loaded yet.
+
+    Args:
+        given: keys that were set.
+        quiet: show no progress.
+
+    Raises:
+        ConfigError: keys contradict each other, or something they name cannot be read. SampleError: a sample cannot be
+            used, and on_bad is raise.
+    """
+
+    def __init__(self, given: Mapping[str, Any], *, quiet: bool) -> None:
+        self.given = given
+        self.keys = keys = TrainKeys(**{name: given[name] for name in OF_TRAIN if name in given})
+        self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
+        self.folder = Path(args.output_dir or DEFAULTS["output_dir"])
+        self.resume = checkpoint_to_resume(given.get("resume_from_checkpoint"), self.folder, PLAN_FILE)
+        self.data = data_options(given, keys, keys.data, cache=self.folder / LENGTHS)
+        self.train_set, self.collator = inputs.open_inputs(self.data, on_bad=keys.on_bad)
+        if keys.eval_data is None:
+            self.train_set, self.eval_set = hold_out(self.train_set, keys.val_size, seed=self.data.seed)
+        else:
+            whole = {**given, "num": None, "mix": None}
+            held_out = data_options(whole, keys, keys.eval_data, cache=self.folder / LENGTHS)
+            self.eval_set = inputs.open_inputs(held_out).dataset
+        with args.main_process_first(desc="measuring"):  # the other ranks read its cache
+            make_folder("output_dir", self.folder)
+            self.table, self.plan = self._planned(self.train_set, quiet=quiet)
+            self.eval_plan = self._planned(self.eval_set, quiet=quiet)[1] if len(self.eval_set) else None
+        if keys.samples_per_update is not None:
+            a_step = len(self.plan.sample_ids) / len(self.plan) * args.world_size
+            args.gradient_accumulation_steps = max(1, ceil(keys.samples_per_update / a_step))
+        self.is_sharded = bool(args.fsdp or args.deepspeed)
+
+    def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
+        """Measure samples and plan their rows."""
+        data, capacity = self.data, self.keys.capacity
+        table = inputs.measure(inputs.Inputs(samples, self.collator), data, quiet=quiet, min_shared=data.min_shared)
+        check_refused(table, self.collator)
+        if not len(table) or table.tokens.min() > capacity:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
+            raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")
+        return table, inputs.plan_rows(table, data, capacity)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan, for JSON."""
+        plan, args, table, first = self.plan, self.args, self.table, int(self.plan[0][0])
+        accumulation, ranks = args.gradient_accumulation_steps, args.world_size
+        rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
+        model = inputs.make_model(self.keys, self.collator.processor, only_shapes=True)
+        memory = memory_of(
+            model_sizes(model, size=2 if args.bf16 else next(model.parameters()).element_size()),
+            Mesh(
+                **{"fsdp" if args.fsdp else "replicate": ranks},
+                checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
+            ),
+            tokens=int(plan.tree_tokens.max()),
+            patches=int(plan.sums(table.by_place(table.patches)).max()),
+        )
+        return {
+            "model": self.keys.model,
+            "method": self.keys.method,
+            "weights": sum(each.numel() for each in model.parameters()),
+            "trained_weights": sum(each.numel() for each in model.parameters() if each.requires_grad),
+            "samples": len(plan.sample_ids),
+            "held_out": 0 if self.eval_plan is None else len(self.eval_plan.sample_ids),
+            "left_out": table.measured - len(plan.sample_ids),
+            "tokens": int(plan.tokens.sum()),
+            "targets": int(table.targets.sum()),
+            "capacity": plan.capacity,
+            "rows": len(plan),
+            "fill": plan.fill,
+            "ranks": ranks,
+            "accumulation": accumulation,
+            "samples_per_update": len(plan.sample_ids) / len(plan) * ranks * accumulation,
+            "updates": args.max_steps if args.max_steps > 0 else ceil(rows // accumulation * args.num_train_epochs),
+            "memory": {name: part.size for name, part in memory.items()}
+            | {"total": total(memory), "free": free_bytes(args.device)},
+            "sample": [
+                {"text": text, "trained_on": is_target}
+                for text, is_target in self.collator.text_parts(self.train_set[first], first)
+            ],
+            "ignored": self.ignored(),
+            "output_dir": str(self.folder),
+        }
+
+    def ignored(self) -> dict[str, str]:
+        """Return the keys that were set and have no effect, with the reason."""
+        keys, args = self.keys, self.args
+        of_lora, of_images = "lora_rank lora_alpha lora_dropout lora_targets merge", "freeze_vision max_patches"
+        cases = (
+            (keys.method == "full", of_lora, "method is full"),
+            (not self.collator.metadata.has_vision, of_images, "the model takes only text"),
+            (args.max_steps > 0, "num_train_epochs", "max_steps is set"),
+            (keys.samples_per_update is not None, "gradient_accumulation_steps", "samples_per_update sets it"),
+            (keys.eval_data is not None, "val_size", "eval_data is set"),
+            (args.eval_strategy == "no", "eval_steps", "eval_strategy is no"),
+            (self.eval_plan is None, "eval_strategy eval_steps max_new_tokens", "no samples are held out"),
+            (self.is_sharded, "merge max_new_tokens", "no rank has the whole model"),
+            (args.save_strategy != "steps", "save_steps", f"save_strategy is {args.save_strategy}"),
+        )
+        why = {**UNUSED, **{name: reason for holds, names, reason in cases if holds for name in names.split()}}
+        return {name: why[name] for name in self.given if name in why}
+
+    def train(self) -> dict[str, Any]:
+        """Train, evaluate before and after, save, and merge the adapters.
+
+        Returns:
+            Losses and answers before and after, and the folders of the weights, for JSON.
+        """
+        set_seed(self.args.seed)  # for the adapters' initial weights
+        processor, merged = self.collator.processor, None
+        model: Any = enable_packing(inputs.make_model(self.keys, processor), parallel=Parallel())
+        with inputs.refused_as("Trainer refuses these keys"):
+            trainer = PackedTrainer(
+                model, self.args, self.collator, self.train_set, self.eval_set, processing_class=processor,
+                plan=self.plan, eval_plan=self.eval_plan,
+            )  # fmt: skip
+            if not self.is_sharded:  # try its settings before anything is computed
+                trainer.create_scheduler(1, trainer.create_optimizer())
+                trainer.optimizer = trainer.lr_scheduler = None
+        check_trainer(trainer)
+        before = self._state(trainer)
+        trainer.train(self.resume)
+        after = self._state(trainer)
+        trainer.save_model()
+        if self.keys.method == "lora" and self.keys.merge and not self.is_sharded:
+            merged = str(self.folder / MERGED)
+            if self.args.should_save:
+                model.merge_and_unload().save_pretrained(merged)
+                processor.save_pretrained(merged)
+        return {"before": before, "after": after, "saved": str(self.folder), "merged": merged}
+
+    def _state(self, trainer: PackedTrainer) -> dict[str, Any] | None:
+        """Evaluate the held-out samples, and generate the last answer of the first one; None: there are none."""
+        if self.eval_plan is None:
+            return None
+        loss, answer, tokens = trainer.evaluate()["eval_loss"], None, self.keys.max_new_tokens
+        if tokens and not self.is_sharded:
+            sample = self.eval_set[int(self.eval_plan[0][0])]
+            answer = generate_answer(trainer.model, self.collator, sample, max_new_tokens=tokens)
+        return {"loss": loss, "answer": answer}
+
+
+# ---------------------------------------------------------------------- what the keys mean
+
+
+def data_options(given: Mapping[str, Any], keys: TrainKeys, source: str, *, cache: Path) -> DataOptions:
+    """Make the data options; a sample may be as long as a row, or longer in its own."""
+    settings = {name: given[name] for name in OF_DATA if given.get(name) is not None}
+    if not isinstance(columns := settings.get("columns", []), list):
+        settings["columns"] = [columns if isinstance(columns, str) else json.dumps(columns)]
+    whole = None if settings.get("overlength") == "own_row" else keys.capacity
+    ours = {"processor": keys.model, "max_length": whole, "cache": str(cache)}
+    return DataOptions(dataset=source, **{**ours, **settings})
+
+
+def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool) -> TrainingArguments:
+    """Make the trainer's arguments.
+
+    Raises:
+        ConfigError: TrainingArguments refuses them, or packed rows would differ from their samples alone.
+    """
+    on_gpu = torch.cuda.is_available()
+    names = {each.name for each in fields(TrainingArguments)} - {*UNUSED, "resume_from_checkpoint"}
+    settings: dict[str, Any] = {
+        **DEFAULTS,
+        "learning_rate": 1e-4 if keys.method == "lora" else 1e-5,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "dataloader_num_workers": given.get("workers", 0),
+        "disable_tqdm": quiet,
+    }
+    if "save_steps" in given:
+        settings["save_strategy"] = "steps"
+    if given.keys().isdisjoint(CHECKPOINTING):
+        settings[next(name for name in CHECKPOINTING if name in names)] = on_gpu
+    settings |= {name: value for name, value in given.items() if name in names}
+    with inputs.refused_as("TrainingArguments refuses these keys"):
+        args = TrainingArguments(**settings, remove_unused_columns=False)
+    check_arguments(args)
+    return args
