@@ -21,6 +21,7 @@ from vlmpack.attention.spans import SpanCall, Spans
 from vlmpack.families import Family, family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PaddedBatch, Segments
+from vlmpack.layout import row as packing
 from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import attention, audio, experts, vision
 from vlmpack.model.mechanisms.experts import has_balance
@@ -31,8 +32,6 @@ from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.vision import Vision, VisionRow
 from vlmpack.model.row import RowContext
 from vlmpack.testing import tiny_model
-
-packing = sys.modules["vlmpack.layout.packing"]  # `vlmpack.layout.pack` has the name of a function
 
 Patch = pytest.MonkeyPatch
 
@@ -214,10 +213,10 @@ def images_mixed(family: str, patch: Patch) -> None:
 # ---------------------------------------------------------------------- packing, the head and the loss
 
 
-@replaces(packing, "_spans")
-def offsets_ignored(original: Any, batch: PaddedBatch) -> Any:
+@replaces(packing, "checked_spans")
+def offsets_ignored(original: Any, batch: PaddedBatch, *, keep_empty: bool) -> Any:
     """Samples of a left-padded batch are cut out of it where those of a right-padded one are."""
-    found = original(batch)
+    found = original(batch, keep_empty=keep_empty)
     return found if batch.metadata is None else replace(found, offsets=(0,) * len(found.lengths))
 
 

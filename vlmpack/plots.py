@@ -30,9 +30,9 @@ import torch
 from vlmpack.errors import ConfigError, LayoutError, check_extra
 from vlmpack.files import atomic_file, writing
 from vlmpack.layout.batch import PaddedBatch
-from vlmpack.layout.packing import pack as pack_batch
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
+from vlmpack.layout.row import pack as pack_batch
 from vlmpack.layout.segments import Segments
 from vlmpack.plan.balance import EMPTY, Schedule
 from vlmpack.plan.length_table import histogram, summary

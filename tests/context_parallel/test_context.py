@@ -20,7 +20,7 @@ from vlmpack.context_parallel.vision import deal
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule
-from vlmpack.layout.packing import without_gaps
+from vlmpack.layout.row import without_gaps
 
 pytestmark = pytest.mark.dist
 

@@ -21,7 +21,7 @@ from vlmpack.layout import (
     pack,
     unpack,
 )
-from vlmpack.layout.packing import without_gaps
+from vlmpack.layout.row import without_gaps
 
 samples_lists = st.lists(st.integers(1, 11), min_size=1, max_size=7).map(
     lambda lengths: [[100 * i + at + 1 for at in range(n)] for i, n in enumerate(lengths)]

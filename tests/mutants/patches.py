@@ -64,7 +64,7 @@ def slots_are_not_rounded_up(original, number, multiple):
     return number
 
 
-@breaks("vlmpack.layout.packing._kept", tests="layout")
+@breaks("vlmpack.layout.row._kept", tests="layout")
 def padding_stays_and_tokens_are_left_out(original, row, segments):
     return original(row, segments)[::-1].copy()
 
@@ -97,7 +97,7 @@ def the_last_token_of_a_sample_predicts_the_next_sample(original, segments, dept
     return original(segments, depth)[-1:]
 
 
-@breaks("vlmpack.layout.packing._Take._joined", tests="layout oracle/test_calls.py")
+@breaks("vlmpack.layout.row._Take._joined", tests="layout oracle/test_calls.py")
 def labels_of_a_packed_batch_are_not_shifted(original, take, tensor, fill, *, ahead=0):
     return original(take, tensor, fill, ahead=0)
 
@@ -356,7 +356,7 @@ def gradients_of_shared_keys_are_those_of_one_branch(original, gradients, index,
 # ---------------------------------------------------------------------- packing, unpacking, labels
 
 
-@breaks("vlmpack.layout.packing._batch_index", tests="oracle/test_calls.py layout")
+@breaks("vlmpack.layout.row._batch_index", tests="oracle/test_calls.py layout")
 def unpacked_tokens_lie_in_the_first_columns(original, segments, offsets, *, width, device):
     return original(segments, (), width=width, device=device)
 

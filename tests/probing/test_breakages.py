@@ -19,6 +19,7 @@ from cases import slow
 from vlmpack.attention.backends import SdpaSegments
 from vlmpack.families import family_named
 from vlmpack.layout import Segments
+from vlmpack.layout import row as packing
 from vlmpack.model import engine, head, result
 from vlmpack.model.mechanisms import experts
 from vlmpack.model.row import RowContext
@@ -27,7 +28,6 @@ from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")
 Break = Callable[[Any, Patch], None]
-packing = sys.modules["vlmpack.layout.packing"]
 
 
 def probed(model: Any) -> Report:
@@ -83,8 +83,8 @@ def no_offsets(model: Any, patch: Patch) -> None:
     """A left-padded batch is read from its first column on."""
     own = packing._Take.__init__
 
-    def read(self: Any, segments: Segments, offsets: Any, *, width: int) -> None:
-        own(self, segments, [0] * len(offsets), width=width)
+    def read(self: Any, segments: Segments, offsets: Any, input_ids: torch.Tensor) -> None:
+        own(self, segments, [0] * len(offsets), input_ids)
 
     patch.setattr(packing._Take, "__init__", read)
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from vlmpack import VLMCollator, enable_packing
 from vlmpack.layout import PaddedBatch
-from vlmpack.layout.packing import pack
+from vlmpack.layout.row import pack
 from vlmpack.machine import peak_bytes
 from vlmpack.probing.memory import Mesh, Proposal, memory_of, model_sizes, propose, total
 from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor

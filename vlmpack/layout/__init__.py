@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, PaddedBatch, lengths_from_mask
 from vlmpack.layout.media import Grid, MediaTable, Medium
-from vlmpack.layout.packing import pack, unpack
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import IGNORE, PackedRow, roll_left
+from vlmpack.layout.row import IGNORE, PackedRow, pack, roll_left, unpack
 from vlmpack.layout.segments import Layout, Precision, Segments, SlotRule
 from vlmpack.layout.sharing import share, unshare
 

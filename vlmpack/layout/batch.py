@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.device import copied, on_host, require, to_device
+from vlmpack.layout.device import copied, on_host, outside_graph, require, to_device
 from vlmpack.layout.media import IMAGE, VIDEO, Grid, MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
+IGNORE = -100
+"""The label that cross-entropy ignores."""
 METADATA_KEY = "vlmpack"
 """Key of `HostMetadata` in a batch dictionary, beside the tensors."""
 
@@ -235,8 +237,6 @@ def check_weights(weights: Any, labels: Any, name: str) -> None:
     Raises:
         LayoutError: they are not, there are no labels, or the weight of a target is 0.
     """
-    if weights is None:
-        return
     if labels is None:
         raise LayoutError(f"{name} weigh labels, and there are none: give labels too, or leave {name} out")
     check_is_tensor(weights, name)
@@ -244,7 +244,7 @@ def check_weights(weights: Any, labels: Any, name: str) -> None:
         seen = f"{weights.dtype} {list(weights.shape)}"
         raise LayoutError(f"{name} must be floats {list(labels.shape)}, one for each label, got {seen}")
     require(
-        ((weights != 0) | (labels == -100)).all(),
+        ((weights != 0) | (labels == IGNORE)).all(),
         f"{name} hold 0 at a label, which would be counted as a target: set labels of weight 0 to -100",
         LayoutError,
     )
@@ -357,6 +357,102 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
             "sample must be one unbroken run: remove the masked tokens from the sample"
         )
     return MaskSpans(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
+
+
+# ---------------------------------------------------------------------- checks of a padded batch
+
+
+def checked_spans(batch: PaddedBatch, *, keep_empty: bool) -> MaskSpans:
+    """Check a padded batch and return the position of the real tokens in each row.
+
+    Raises:
+        LayoutError: see `vlmpack.layout.pack`.
+    """
+    _check_shapes(batch)
+    metadata, reads = batch.metadata, on_host(batch.attention_mask)  # of a mask on a device, to avoid a sync: shapes
+    read = lengths_from_mask(batch.attention_mask) if reads or metadata is None else None
+    if metadata is not None and not _fits(metadata, batch.input_ids.shape, read):
+        raise LayoutError(
+            f"the host's lengths {list(metadata.lengths)} do not describe this attention_mask of "
+            f"{list(batch.attention_mask.shape)}; was the batch split, concatenated or padded again on its way "
+            "(accelerate: set dispatch_batches=False)?"
+        )
+    spans = read if metadata is None else metadata.spans
+    assert spans is not None
+    _check_empty_rows(batch, spans, keep_empty=keep_empty)
+    # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
+    counted = metadata is not None and metadata.num_targets is not None
+    if batch.labels is not None and not counted and sum(spans.lengths) < batch.labels.numel():
+        _check_labels(batch.labels, batch.attention_mask, spans, reads=reads)
+    if batch.loss_weights is not None:
+        check_weights(batch.loss_weights, batch.labels, "loss_weights")
+    return spans
+
+
+def _check_shapes(batch: PaddedBatch) -> None:
+    check_is_tensor(batch.input_ids, "input_ids")
+    check_is_tensor(batch.attention_mask, "attention_mask")
+    if batch.input_ids.ndim != 2:
+        raise LayoutError(f"input_ids must be [batch, width], got {list(batch.input_ids.shape)}")
+    if batch.attention_mask.ndim == 2 and batch.attention_mask.shape != batch.input_ids.shape:
+        raise LayoutError(
+            f"attention_mask is {list(batch.attention_mask.shape)} but input_ids is {list(batch.input_ids.shape)}; "
+            "both come from one call of the tokenizer: pad them together"
+        )
+    named = {"labels": batch.labels, "mm_token_type_ids": batch.mm_token_type_ids, "position_ids": batch.position_ids}
+    for name, tensor in {**named, **batch.extras}.items():
+        if tensor is None:
+            continue
+        check_is_tensor(tensor, name)
+        whole = name in named and name != "position_ids"  # others may be [k, B, S]
+        if (tensor.shape if whole else tensor.shape[-2:]) != batch.input_ids.shape:
+            raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
+    for name, tensor in (("input_ids", batch.input_ids), ("labels", batch.labels)):
+        if tensor is not None:
+            whole_numbers(tensor, name)
+
+
+def _fits(metadata: HostMetadata, shape: Sequence[int], read: MaskSpans | None) -> bool:
+    """Return whether metadata describe a batch of this shape, whose mask was `read` (None: it was not)."""
+    (rows, width), spans = shape, metadata.spans
+    agree = len(spans.lengths) == len(spans.offsets) == rows
+    agree = agree and all(at + n <= width for at, n in zip(spans.offsets, spans.lengths, strict=True))
+    media = () if metadata.media is None else metadata.media.media
+    agree = agree and all(m.sample < rows and m.runs[-1][1] <= spans.lengths[m.sample] for m in media if m.runs)
+    return agree and read in (None, spans)
+
+
+def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool) -> None:
+    empty = [row for row, n in enumerate(spans.lengths) if n == 0]
+    if empty and not keep_empty:
+        raise LayoutError(
+            f"row {empty[0]}: attention_mask is all zeros, there is nothing to pack; "
+            "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
+            "segment of length 0"
+        )
+    types, mask = batch.mm_token_type_ids, batch.attention_mask
+    if batch.metadata is None and types is not None and (hidden := ((types != 0) & (mask == 0)).any(1).cpu()).any():
+        raise LayoutError(
+            f"row {int(hidden.int().argmax())}: attention_mask hides tokens of images, videos or audio, but these "
+            "would still be used; leave the sample's media out, or unmask its tokens"
+        )
+
+
+@outside_graph
+def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans, *, reads: bool) -> None:
+    """Refuse labels on padding: packing drops them, but trainers count them and padded models train on them."""
+    fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
+    if not reads:
+        require(~((labels != IGNORE) & (mask == 0)).any(), fault, LayoutError)
+        return
+    padding = [
+        piece
+        for row, offset, n in zip(labels.numpy(), spans.offsets, spans.lengths, strict=True)
+        for piece in (row[:offset], row[offset + n :])
+    ]
+    if (np.concatenate(padding) != IGNORE).any():
+        row = next(at for at, piece in enumerate(padding) if (piece != IGNORE).any()) // 2
+        raise LayoutError(f"row {row}: {fault} (labels.masked_fill(mask == 0, -100))")
 
 
 def check_is_batch(batch: Mapping[str, Any]) -> None:

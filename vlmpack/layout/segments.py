@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
-from operator import index, sub
+from operator import index
 from typing import Any, Literal, TypeVar, final, get_args
 
 import numpy as np
@@ -328,11 +328,6 @@ class Segments:
     def has_padding(self) -> bool:
         """True if any position of the row belongs to no sample."""
         return self.num_tokens != self.total
-
-    @cached_property
-    def max_padding(self) -> int:
-        """Length of the longest run of padding behind a segment or behind the last slot, in tokens."""
-        return max(self.total - self.stride[-1], *map(sub, self.slots, self.lengths))
 
     @property
     def fill(self) -> float:

@@ -23,8 +23,7 @@ from torch import nn
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.layout.batch import OnlyPacked
 from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.layout.packing import Compact, unpack
-from vlmpack.layout.row import PackedRow
+from vlmpack.layout.row import Compact, PackedRow, unpack
 from vlmpack.layout.sharing import ReadMedia, share
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import (

@@ -21,9 +21,8 @@ from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, c
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, on_host, outside_graph
 from vlmpack.layout.media import IMAGE, VIDEO, Grid
-from vlmpack.layout.packing import Compact, without_gaps
 from vlmpack.layout.pieces import cut_group
-from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding
+from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
 from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece

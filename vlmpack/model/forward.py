@@ -20,8 +20,7 @@ from vlmpack.families.family import Family
 from vlmpack.families.registry import CLASSIFIERS
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor, whole_numbers
 from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
-from vlmpack.layout.packing import pack
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup

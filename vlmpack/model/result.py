@@ -11,8 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from vlmpack.families.family import Family
 from vlmpack.layout.device import on_host, outside_graph
-from vlmpack.layout.packing import unpack
-from vlmpack.layout.row import PackedRow
+from vlmpack.layout.row import PackedRow, unpack
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms.experts import RouterStatistics, puts_aux_loss_first
 

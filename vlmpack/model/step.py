@@ -33,9 +33,8 @@ from vlmpack.families.registry import family_named, family_of
 from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
 from vlmpack.layout.device import copied, require
-from vlmpack.layout.packing import pack
 from vlmpack.layout.pieces import cut_group
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.machine import version_of

@@ -32,8 +32,7 @@ from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of, has_lm_head
 from vlmpack.layout.batch import METADATA_KEY, PaddedBatch
 from vlmpack.layout.media import IMAGE
-from vlmpack.layout.packing import pack
-from vlmpack.layout.row import PackedRow
+from vlmpack.layout.row import PackedRow, pack
 from vlmpack.layout.segments import Segments, SlotRule
 from vlmpack.layout.sharing import share
 from vlmpack.model.engine import StepConfig, stored_state

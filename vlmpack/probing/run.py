@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose, recorded_calls
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.packing import pack
+from vlmpack.layout.row import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.model.plain import find_model

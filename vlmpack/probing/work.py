@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.context_parallel.attention import GatheredKV
 from vlmpack.context_parallel.partition import Partition
-from vlmpack.layout.packing import pack
+from vlmpack.layout.row import pack
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel

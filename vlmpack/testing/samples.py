@@ -37,8 +37,7 @@ from vlmpack.families.spans import prefix_length
 from vlmpack.families.tiles import Join, tiles_of_images
 from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, place
-from vlmpack.layout.packing import pack
-from vlmpack.layout.row import IGNORE
+from vlmpack.layout.row import IGNORE, pack
 from vlmpack.layout.segments import Segments
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
 from vlmpack.testing.recipes import AUDIO_TOKENS, MEDIA_TOKENS
