@@ -12,7 +12,7 @@ from vlmpack.families import family_of
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.positions import rope_segments
+from vlmpack.model.engine import rope_segments
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 
 each_family = pytest.mark.parametrize("family", ["qwen3_vl", "qwen3", *slow("qwen2_5_vl")])

@@ -12,8 +12,8 @@ import vlmpack
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack, unpack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model.engine import rope_segments
 from vlmpack.model.mechanisms import attention
-from vlmpack.model.positions import rope_segments
 from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import VISION, kinds_of

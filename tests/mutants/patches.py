@@ -222,7 +222,7 @@ def queries_are_scaled_by_their_place_in_the_row(original, mechanism, setup):
     return torch.zeros_like(original(mechanism, setup))
 
 
-@breaks("vlmpack.model.positions.rope_segments", tests="model -k rope")
+@breaks("vlmpack.model.engine.rope_segments", tests="model -k rope")
 def restarts_of_positions_that_a_caller_asks_for_are_ignored(original, boundaries, segments):
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from math import prod
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import nn
@@ -20,12 +20,13 @@ from vlmpack.families.media import (
     VideoPlacement,
     frames_as_images,
     kinds_between,
+    media_of_row,
     merged_grid,
     row_positions,
     single_run,
     token_offsets,
+    with_media_table,
 )
-from vlmpack.families.media_table import media_of_row, with_media_table
 from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
@@ -35,7 +36,6 @@ from vlmpack.families.tiles import (
     TileTokens,
     patches_in,
 )
-from vlmpack.families.tower_inputs import WINDOWS
 from vlmpack.layout.batch import Media
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, MediaTable, Medium, placeholders
@@ -46,6 +46,17 @@ from vlmpack.layout.sharing import ReadMedia
 
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of the head's output and the text part's configuration; returns logits."""
+
+
+FromGrids = Literal["rotary", "boundaries", "windows", "interpolation"]
+"""Values that a vision tower of transformers computes from grids, or takes as keywords (`transformers.vision_utils`).
+
+    rotary           position_ids     int64 [P, 2]
+    boundaries       cu_seqlens       int32 [G + 1] of frames, and max_seqlen
+    windows          window_index     int64 [P / merge^2], with cu_window_seqlens and max_window_seqlen
+    interpolation    interp_indices   int64 [P, taps] into the learned position embeddings, and interp_weights
+
+P patches, G frames."""
 
 
 def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
@@ -112,9 +123,9 @@ class Family:
     """True if `pixel_values` is [P, C]; False: [P, channels, rows, columns]."""
     patches_of_frames: bool = True
     """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
-    from_grids: tuple[str, ...] = ()
-    """What the vision tower computes from grids and vlmpack computes on the host (`tower_inputs`); (): nothing. Grids
-    then stay on the host."""
+    from_grids: tuple[FromGrids, ...] = ()
+    """What the vision tower computes from grids and vlmpack computes on the host; (): nothing. Grids then stay on the
+    host."""
     not_over_ranks: str | None = None
     """Why ranks cannot compute its images together (`Parallel`); None: they can."""
     audio: AudioPart | None = None
@@ -412,7 +423,7 @@ class Family:
 
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
         """Return all sets of boundaries that blocks of the vision tower attend within, for a call with these grids."""
-        if WINDOWS not in self.from_grids:
+        if "windows" not in self.from_grids:
             return (frame_segments(grids),)
         vision = config.vision_config
         window = vision.window_size // vision.patch_size

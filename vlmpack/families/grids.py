@@ -16,7 +16,6 @@ from __future__ import annotations
 from vlmpack.families.family import Family, Rotary
 from vlmpack.families.media import run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
-from vlmpack.families.tower_inputs import BOUNDARIES, INTERPOLATION, ROTARY
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
@@ -25,7 +24,7 @@ _GLM = {
     "media": QWEN_MEDIA,
     "videos": run_per_frame,
     "videos_as_images": True,
-    "from_grids": (ROTARY, BOUNDARIES),
+    "from_grids": ("rotary", "boundaries"),
 }
 
 GRIDS = (
@@ -41,7 +40,7 @@ GRIDS = (
         model_type="paddleocr_vl",
         blocks_path="vision_model.encoder.layers",
         flat_patches=False,
-        from_grids=(ROTARY, BOUNDARIES, INTERPOLATION),
+        from_grids=("rotary", "boundaries", "interpolation"),
         media=_IMAGES,
     ),
     Family(

@@ -13,22 +13,29 @@ N runs, M media tokens, T row tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 from types import SimpleNamespace
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.layout.batch import Media
-from vlmpack.layout.device import to_device
-from vlmpack.layout.media import IMAGE, VIDEO, Grid, MediaTable, Medium
+from vlmpack.families.audio import check_markers
+from vlmpack.families.tiles import tiles_of_images
+from vlmpack.layout.batch import SIZES, Media, compare_media, host_frames, host_grids, host_seconds
+from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Expected, Grid, MediaTable, Medium, place
 from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import with_entries
+
+if TYPE_CHECKING:
+    from vlmpack.families.family import Family
 
 # ---------------------------------------------------------------------- runs of tokens
 
@@ -283,3 +290,226 @@ def frames_as_images(
     joined = torch.cat([parts[at][1] for at in order])
     grids = to_device(np.asarray([image.grid for image in images]), joined.device)
     return Media(pixel_values=joined, image_grid_thw=grids), tuple(images)
+
+
+# ---------------------------------------------------------------------- the table of a row's media
+#
+# The table of a row's media: read from tensors and token ids, or compared with them if the host metadata has it.
+#
+# transformers writes image features, in order, to the placeholders of the whole row, and compares only their total
+# numbers. So a sample with too few or too many placeholders would get features of another one. To prevent this, every
+# medium must match the placeholders of exactly one sample (`layout.media.place`).
+
+_PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
+_OF_VIDEOS = ("pixel_values_videos", "target_sizes_videos")
+"""Tensors of videos without grids."""
+
+
+def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
+    """Return the media of a row's samples; see `Family.media_of_row`."""
+    known = row.known_metadata.media
+    if known is None and row.tree is not None:
+        known = MediaTable()
+    table = _read(family, row, config) if known is None else _compared(family, row, known, config)
+    if family.positions_rule.of_sample is not None:
+        check_markers(row.input_ids, table, row.segments, config)
+    check_seconds(table.videos)
+    return table
+
+
+def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
+    """Read the media from the tensors of a row, and find their placeholders."""
+    media = row.media
+    images = host_grids(media.image_grid_thw, "image_grid_thw")
+    videos = host_grids(media.video_grid_thw, "video_grid_thw")
+    family.check_takes(images, videos)
+    if not family.has_vision:
+        return MediaTable()
+    if family.has_grids:
+        records = [Medium(kind=IMAGE, grid=grid) for grid in images] + _timed(videos, media.seconds_per_grid)
+        records += [Medium(kind=AUDIO, frames=count) for count in host_frames(media.audio_mask)]
+        expected = _expected(family, records, config)
+    else:
+        expected = [*_tiles(family, media, config, IMAGE), *_tiles(family, media, config, VIDEO)]
+    types_1T = family.types_of_row(row, config)
+    if not expected and not on_host(types_1T):
+        message = "the row has placeholders of images, videos or audio, but no such media; give those of every sample"
+        require(~(types_1T != 0).any(), message, LayoutError)
+        return MediaTable()
+    return _place(family, expected, types_1T[0].cpu().numpy(), row.segments)
+
+
+def _timed(grids: Sequence[Grid], seconds: Any) -> list[Medium]:
+    """Videos with these grids, and with seconds if they are given."""
+    if not grids:
+        return []
+    of_each = host_seconds(seconds)
+    if of_each and len(of_each) != len(grids):
+        raise LayoutError(
+            f"there are {len(grids)} videos but seconds_per_grid has {len(of_each)} values; give one for each "
+            "video (the processor's second_per_grid_ts), or none"
+        )
+    return [
+        Medium(kind=VIDEO, grid=grid, seconds=time)
+        for grid, time in zip(grids, of_each or (None,) * len(grids), strict=True)
+    ]
+
+
+def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expected]:
+    """The number of placeholders that each medium needs; for an image without a grid, the number that it has."""
+    if not family.has_grids:
+        return [Expected(medium=medium, tokens=(medium.tokens,)) for medium in media]
+    visual = [medium for medium in media if medium.kind != AUDIO]
+    placed = zip(visual, family.placements(visual, config), strict=True)
+    expected = [Expected(medium=medium, tokens=placement.tokens) for medium, placement in placed]
+    for number, audio in enumerate(medium for medium in media if medium.kind == AUDIO):
+        assert family.audio is not None, "a family with audio"
+        count = family.audio.tokens(audio.frames, config.audio_config)
+        if count < 1:
+            raise LayoutError(
+                f"audio {number} of the row has {audio.frames} frames (feature_attention_mask), too few for one token; "
+                "leave it out of its sample"
+            )
+        expected.append(Expected(medium=audio, tokens=(count,)))
+    return expected
+
+
+def _tiles(family: Family, media: Media, config: Any, kind: int) -> list[Expected]:
+    """The images or videos of a tiled family, and the number of placeholders of each."""
+    tensors = media.to_hf()
+    tokens = _tile_tokens(family, tensors, config, kind)
+    sizes = [tensors[name].tolist() for name, of in SIZES.items() if of == kind and name in tensors]
+    rows = [(tuple(size),) for size in sizes[0]] if sizes and len(sizes[0]) == len(tokens) else [()] * len(tokens)
+    pairs = zip(tokens, rows, strict=True)
+    is_bidirectional = family.bidirectional_tokens(config) is not None
+    return [
+        Expected(medium=Medium(kind=kind, sizes=size, bidirectional=is_bidirectional), tokens=(count,))
+        for count, size in pairs
+    ]
+
+
+def _tile_tokens(family: Family, tensors: Mapping[str, torch.Tensor], config: Any, kind: int) -> list[int]:
+    """The number of placeholders of each tile, image or video in the tensors of one kind."""
+    rule = family.tile_tokens if kind == IMAGE else family.video_tokens
+    if rule is None or _PIXELS[kind] not in tensors:
+        return []
+    try:
+        return [int(count) for count in rule(tensors, config)]
+    except KeyError as missing:
+        raise LayoutError(
+            f"the batch has {_PIXELS[kind]}, but no {missing}: keep all that the model's own processor gives"
+        ) from None
+
+
+def _place(family: Family, expected: Sequence[Expected], types_T: np.ndarray, segments: Segments) -> MediaTable:
+    return place(expected, types_T, segments, counted=() if family.has_grids else (IMAGE, VIDEO))
+
+
+def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) -> MediaTable:
+    """Compare the media of the metadata with the tensors and token ids."""
+    media, segments = row.media, row.segments
+    family.check_takes(known.grids(IMAGE), known.grids(VIDEO))
+    if not family.has_vision:
+        compare_media(known, media)
+        return known
+    held = known if row.tree is None else known.in_tree(row.tree)
+    compare_media(held, media)
+    if row.tree is None and known.videos and all(video.seconds is None for video in known.videos):
+        timed = iter(host_seconds(media.seconds_per_grid))
+        videos = tuple(replace(m, seconds=next(timed, None)) if m.kind == VIDEO else m for m in known.media)
+        known = replace(known, media=videos)
+    if not family.has_grids:
+        _check_tiles(family, held, media, config)
+    expected = _expected(family, known.media, config)
+    types_1T, known_T = family.types_of_row(row, config), known.types(segments)
+    found = _place(family, expected, types_1T[0].numpy() if on_host(types_1T) else known_T, segments)
+    _check_same(known, found)
+    if not on_host(types_1T):
+        known_1T = to_device(known_T[None], types_1T.device)
+        agree = (types_1T != 0) == (known_1T != 0) if family.videos_as_images else types_1T == known_1T
+        message = (
+            "the host metadata has images, videos or audio where the row has other tokens: give media in the order of "
+            "their samples, or leave the metadata out of a batch that was changed"
+        )
+        require(agree.all(), message, LayoutError)
+    return known
+
+
+def _check_tiles(family: Family, held: MediaTable, media: Media, config: Any) -> None:
+    """Compare the tokens of media with tensors on the host; reading tensors on a device would cost a sync."""
+    tensors = media.with_sizes(held).to_hf()
+    for kind in (IMAGE, VIDEO):
+        pixels = tensors.get(_PIXELS[kind])
+        if pixels is None or on_host(pixels):
+            tokens = _tile_tokens(family, tensors, config, kind)
+            tiles_of_images(tokens, [medium.tokens for medium in held.of_kind(kind)])
+
+
+def with_media_table(family: Family, row: PackedRow, *, config: Any) -> PackedRow:
+    """Add the media table to a row on the host, with the number of entries of each medium in the tensors.
+
+    Raises:
+        LayoutError: see `media_of_row`; or the row has tensors that the family does not take.
+    """
+    if unknown := {*row.media.to_hf()} - {*family.media, "second_per_grid_ts"}:
+        raise LayoutError(f"the row has {min(unknown)}, which a {family.model_type} does not take; leave it out")
+    table = family.media_of_row(row, config)
+    if family.without_padding is not None:
+        tensors = family.without_padding(row.media.to_hf())
+        row = replace(row, media=Media.from_hf(tensors, names=tensors.keys()))
+    counts = next((name for name, join in family.media.items() if join.counts_images), None)
+    axes = {name: join.axis for name, join in family.media.items() if join.axis}
+    table = replace(family.with_contexts(table), axes=axes, image_counts=counts)
+    if family.has_grids:
+        row = with_entries(row, table)
+        table = row.known_metadata.media
+        assert table is not None
+    else:
+        table = _with_tiles(family, row, table, config)
+    if family.audio is not None:
+        each = dict.fromkeys(("input_features", "feature_attention_mask"), 1)
+        media = [replace(m, entries=each) if m.kind == AUDIO else m for m in table.media]
+        table = replace(table, media=tuple(media))
+    return replace(row, metadata=replace(row.known_metadata, media=table))
+
+
+def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) -> MediaTable:
+    """Count the entries of the images and videos of a tiled family."""
+    tensors, media = row.media.to_hf(), {kind: [*table.of_kind(kind)] for kind in KINDS}
+    of_tiles = {} if family.tile_entries is None else family.tile_entries(tensors, config)
+    for kind in (IMAGE, VIDEO):
+        names = [name for name in tensors if (name in _OF_VIDEOS) == (kind == VIDEO) and name != table.image_counts]
+        if not (tokens := _tile_tokens(family, tensors, config, kind)):
+            continue
+        computed = () if row.tree is None else (row.tree.images if kind == IMAGE else row.tree.videos)
+        numbers = range(len(media[kind])) if row.tree is None else computed
+        tiles = tiles_of_images(tokens, [media[kind][number].tokens for number in numbers])
+        entries = {name: np.asarray(of_tiles.get(name) or [1] * len(tokens)) for name in names}
+        if odd := next((name for name, counts in entries.items() if len(counts) != len(tokens)), None):
+            raise LayoutError(
+                f"{odd} is {list(tensors[odd].shape)}, but the row has {len(tokens)} images or tiles; keep what the "
+                "processor gives"
+            )
+        for number, (start, stop) in zip(numbers, tiles, strict=True):
+            own = {name: int(counts[start:stop].sum()) for name, counts in entries.items()}
+            media[kind][number] = replace(media[kind][number], entries=own)
+    return replace(table, media=tuple(medium for of_kind in media.values() for medium in of_kind))
+
+
+def _check_same(known: MediaTable, found: MediaTable) -> None:
+    """Check that the placeholders are where the host metadata has them."""
+    if len(known.media) != len(found.media):
+        raise LayoutError(
+            f"the host metadata has {len(known.media)} media, but the row has {len(found.media)}; leave the metadata "
+            "out of a batch that was changed"
+        )
+    numbers = dict.fromkeys(KINDS, 0)
+    for told, seen in zip(known.media, found.media, strict=True):
+        number, name = numbers[told.kind], KINDS[told.kind]
+        numbers[told.kind] += 1
+        if (told.sample, told.runs) != (seen.sample, seen.runs):
+            of_seen, of_told = (f"{list(m.runs[:4])} of sample {m.sample}" for m in (seen, told))
+            raise LayoutError(
+                f"{name} {number} of the row lies at tokens {of_seen}, but the host metadata says that it lies at "
+                f"{of_told}; leave the metadata out of a batch whose tokens were moved"
+            )

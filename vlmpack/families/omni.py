@@ -15,7 +15,6 @@ from vlmpack.families.audio import AudioPart
 from vlmpack.families.family import Family, Rotary, pieces
 from vlmpack.families.media import media_starts
 from vlmpack.families.tiles import QWEN_MEDIA, Join
-from vlmpack.families.tower_inputs import BOUNDARIES, INTERPOLATION, ROTARY, WINDOWS
 from vlmpack.layout.media import AUDIO, IMAGE, VIDEO, MediaTable
 from vlmpack.layout.segments import Segments
 
@@ -134,14 +133,14 @@ OMNI = (
     _thinker(
         "qwen2_5_omni",
         "Qwen2_5Omni",
-        from_grids=(ROTARY, BOUNDARIES, WINDOWS),
+        from_grids=("rotary", "boundaries", "windows"),
         audio=AudioPart(tokens=pooled_tokens, windows=chunk_windows),
     ),
     _thinker(
         "qwen3_omni_moe",
         "Qwen3OmniMoe",
         mechanisms={"experts": {"layer": "mlp"}},
-        from_grids=(ROTARY, BOUNDARIES, INTERPOLATION),
+        from_grids=("rotary", "boundaries", "interpolation"),
         audio=AudioPart(tokens=convolved_tokens, windows=inference_windows, reads_padding=True, passes_row=False),
     ),
 )

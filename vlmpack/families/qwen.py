@@ -12,16 +12,15 @@ from typing import Any
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_per_frame, timed_run
 from vlmpack.families.text import text_family
-from vlmpack.families.tower_inputs import BOUNDARIES, INTERPOLATION, ROTARY, WINDOWS
 
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}
 
-_QWEN3: dict[str, Any] = {"videos": run_per_frame, "from_grids": (ROTARY, BOUNDARIES, INTERPOLATION)}
+_QWEN3: dict[str, Any] = {"videos": run_per_frame, "from_grids": ("rotary", "boundaries", "interpolation")}
 
 QWEN = (
-    Family(model_type="qwen2_vl", from_grids=(ROTARY, BOUNDARIES)),
-    Family(model_type="qwen2_5_vl", videos=timed_run, from_grids=(ROTARY, BOUNDARIES, WINDOWS)),
+    Family(model_type="qwen2_vl", from_grids=("rotary", "boundaries")),
+    Family(model_type="qwen2_5_vl", videos=timed_run, from_grids=("rotary", "boundaries", "windows")),
     Family(model_type="qwen3_vl", **_QWEN3),
     Family(model_type="qwen3_vl_moe", mechanisms={"experts": _EXPERTS}, **_QWEN3),
     Family(model_type="qwen3_5", mechanisms={"gated_delta": _GATED_DELTA}, **_QWEN3),

@@ -29,6 +29,7 @@ from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_
 from vlmpack.model.forward import (
     LOOKED_AT,
     STEP,
+    by_name,
     check_keys,
     is_row_input,
     no_loss,
@@ -40,9 +41,9 @@ from vlmpack.model.forward import (
 )
 from vlmpack.model.in_pieces import Outputs, RowInPieces
 from vlmpack.model.kept import PieceOfGroup
-from vlmpack.model.known_ids import for_compiler, with_plain_ids
 from vlmpack.model.mechanisms import RowSetup, subclass
-from vlmpack.model.plain import by_name, find_model, is_passed_on, warn_of_padding
+from vlmpack.model.mechanisms.vision import for_compiler, with_plain_ids
+from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
 from vlmpack.model.row import CONTEXT
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from vlmpack.context_parallel.mesh import Parallel, mesh_of
+from vlmpack.context_parallel.mesh import Parallel, mesh_of, tensor_group
 from vlmpack.context_parallel.plans import check_plan
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
@@ -30,18 +30,17 @@ from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.tensor_parallel import TensorParallel
-from vlmpack.model.mechanisms.upstream import check_logits, check_text_positions
+from vlmpack.model.mechanisms.upstream import check_logits, check_rope_index, check_text_positions
 from vlmpack.model.mechanisms.vision import Vision
-from vlmpack.model.plain import check_forward, check_is_only_one, find_model
-from vlmpack.model.positions import check_rope_index
+from vlmpack.model.plain import check_is_only_one, find_model
 
 Model = TypeVar("Model", bound=nn.Module)
 
 MECHANISMS: tuple[Mechanism, ...] = (
     *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
-    *(Audio(), Vision(), Attention(), InnerHead(), TensorParallel()),
+    *(Audio(), Vision(), Attention(), InnerHead()),
 )
-"""All mechanisms that packing supports. A family's descriptor names the ones that its layers have."""
+"""The mechanisms that depend on the family. Its descriptor names the ones that its layers have."""
 
 
 def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: Parallel | None = None) -> Model:
@@ -103,12 +102,14 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
         raise ConfigError(f"z_loss_coef is {config.z_loss_coef}, but {family.model_type} has no experts; leave it out")
     before = stored_state(core)
     mechanisms = tuple(mechanism for mechanism in MECHANISMS if mechanism.is_in(family))
+    mechanisms += () if tensor_group(core) is None else (TensorParallel(),)
+    has_loss = has_lm_head(core)
     loss_count = None if before is None else before.loss_count
-    state = PackingState(family=family, config=config, parallel=parallel, mechanisms=mechanisms, loss_count=loss_count)
+    settings = {"family": family, "config": config, "parallel": parallel, "has_head": has_loss}
+    state = PackingState(**settings, mechanisms=mechanisms, loss_count=loss_count)
     if before is not None and (before.parts_of(core).vision is None) != (state.parts_of(core).vision is None):
         disable_packing(core)  # the two modes change different layers
         before = None
-    has_loss = has_lm_head(core)
     if not has_loss and (config.z_loss_coef or (parallel is not None and parallel.ranks > 1)):
         raise ConfigError(
             f"the loss of a {type(core).__name__} is computed from whole samples, and not by vlmpack: leave out "
@@ -134,6 +135,31 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     if is_classifier(core) and before is None:
         pack_backbone(core)
     return model
+
+
+def check_forward(core: nn.Module, family: Family) -> None:
+    """Check that the model has its class's own forward, because packed rows go directly to its backbone and head.
+
+    Raises:
+        ConfigError: the model's class, or the object itself, has a custom forward.
+    """
+    upstream = family.upstream_class(core)
+    if type(core).forward is not upstream.forward:
+        raise ConfigError(
+            f"{type(core).__name__} overrides the forward of {upstream.__name__}, and packed rows would bypass it; "
+            f"enable packing on a {upstream.__name__}, and compute what yours adds from PackedStep's result"
+        )
+    if "forward" in vars(core):
+        raise ConfigError(
+            f"the forward of this {type(core).__name__} was replaced on the object itself, so that of packing would "
+            "never be called, in whatever order. Liger: apply_liger_kernel_to_...(model=model, "
+            "fused_linear_cross_entropy=False) keeps its other kernels (Trainer: "
+            'liger_kernel_config={"fused_linear_cross_entropy": False}). TRL: '
+            'loss_type="nll". '
+            "accelerate: enable packing before it prepares the model "
+            "(afterwards: accelerator.unwrap_model(model, keep_fp32_wrapper=False)). And load the model without a "
+            "device_map that spreads it over several devices"
+        )
 
 
 _MIXED_UP = ("kimi_k25",)

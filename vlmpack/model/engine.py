@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from math import inf, prod
 from typing import Any, final, get_args
 
@@ -19,21 +21,21 @@ from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, check_whole_number
 from vlmpack.families.family import Family
-from vlmpack.layout.device import around_graph, on_host, outside_graph
-from vlmpack.layout.media import IMAGE, VIDEO, Grid
+from vlmpack.layout.batch import check_is_tensor
+from vlmpack.layout.device import around_graph, copied, on_host, outside_graph, require
+from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.segments import Segments, SlotRule, checked_boundaries
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
 from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece
 from vlmpack.model.kept import PieceOfGroup
-from vlmpack.model.known_ids import for_compiler
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
-from vlmpack.model.mechanisms.tensor_parallel import head_settings
-from vlmpack.model.plain import check_unchanged, find_model
-from vlmpack.model.positions import positions_of_row
+from vlmpack.model.mechanisms.tensor_parallel import DividedHead
+from vlmpack.model.mechanisms.vision import for_compiler
+from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work, target_sums
 from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, RowContext, RowPart
 
@@ -90,6 +92,8 @@ class PackingState:
     """The ranks that train together; None: each rank works by itself."""
     mechanisms: tuple[Mechanism, ...]
     """The mechanisms of the family."""
+    has_head: bool
+    """Whether the model has a language-model head, and so a loss over tokens."""
     loss_count: LossCount | None = None
     """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: it is not replaced."""
 
@@ -169,7 +173,7 @@ class PackingState:
         Raises:
             ConfigError: packed rows would give wrong results.
         """
-        check_unchanged(core, self.family)
+        check_unchanged(core, self.family, has_head=self.has_head)
         parts = self.parts_of(core)
         for mechanism in self.mechanisms:
             if (problem := mechanism.problem(parts, attached=attached)) is not None:
@@ -178,6 +182,52 @@ class PackingState:
 
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 _LOG, _logged = logging.getLogger(__name__), set[str]()
+
+
+def check_unchanged(core: Any, family: Family, *, has_head: bool) -> None:
+    """Check that the model has no additions that packed rows would bypass, or that would treat a row as one sample.
+
+    Raises:
+        ConfigError: a language model has a custom loss; its class's forward was replaced for all models of the class,
+            as Liger's function without `model=` does; a LoRA is activated at one position per row of `input_ids` (PEFT
+            stores its configurations on the model that it wraps); or NEFTune adds noise to embeddings in training.
+    """
+    if has_head:
+        _check_head_unchanged(core, family)
+    for name, config in (getattr(core, "peft_config", None) or {}).items():
+        if getattr(config, "alora_invocation_tokens", None):
+            raise ConfigError(
+                f"adapter {name!r} is activated by tokens (alora_invocation_tokens), which PEFT looks for once in "
+                "a packed row, so that one sample alone would have it; train it on padded batches without packing"
+            )
+    embeddings = core.get_input_embeddings()
+    if embeddings.training and getattr(embeddings, "neftune_noise_alpha", None) is not None:
+        raise ConfigError(
+            "neftune_noise_alpha scales noise by the width of the row, so a packed sample would get less of it than "
+            "alone: leave it out, or train on padded batches without packing"
+        )
+
+
+def _check_head_unchanged(core: Any, family: Family) -> None:
+    if getattr(core, "_loss_function", None) is not None:
+        raise ConfigError(
+            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
+            "take cross-entropy of the labeled positions. Compute yours from PackedStep's target_logprobs "
+            "or row_logits, and `del model._loss_function`"
+        )
+    upstream = family.upstream_class(core)
+    if upstream.forward.__module__ != upstream.__module__:
+        raise ConfigError(
+            f"the forward of the class {upstream.__name__} was replaced by that of {upstream.forward.__module__}, "
+            f"which packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays "
+            "replaced"
+        )
+
+
+_WITHOUT_LIGERS_LOSS = (
+    "Liger: apply_liger_kernel_to_...(fused_linear_cross_entropy=False) keeps its other kernels, and the head of "
+    "vlmpack computes labeled positions alone, in chunks."
+)
 
 
 def stored_state(core: nn.Module) -> PackingState | None:
@@ -469,6 +519,201 @@ def _check_vocabulary(row: PackedRow, size: int) -> None:
             )
 
 
+# ---------------------------------------------------------------------- positions
+#
+# Rotary positions given by the caller: where they restart, and their values. Both are checked, not trusted.
+#
+# Restarts (`rope_cu_seqlens`) are counted in real tokens, like `cu_seqlens_q`, or in positions of the packed row, like
+# `cu_seqlens_q_padded`. In real tokens, the last boundary is the number of real tokens. In positions of the row, it is
+# at or after the end of the last sample. The two differ only if the row has gaps between samples.
+#
+#     row       a a a .  b b b b b . . .     two samples, each padded to a multiple of 4
+#     tokens    0        3     5       8     [0, 3, 5, 8]: at both samples, and before the third token of b
+#     positions 0        4     6       9     [0, 4, 6, 9] or [0, 4, 6, 12]: the same restarts
+
+ROPE = "rope_cu_seqlens"
+
+
+@outside_graph
+def rope_segments(boundaries: Any, segments: Segments) -> Segments | None:
+    """Return the row split wherever rotary positions restart; None: only at the samples, as usual.
+
+    Args:
+        boundaries: the caller's `rope_cu_seqlens`: a 1D tensor of any length (on an accelerator: a host–device sync), a
+            list or a tuple.
+        segments: the row.
+
+    Raises:
+        LayoutError: invalid boundaries, boundaries of another row, or a sample whose positions would not restart.
+    """
+    places = _places(checked_boundaries(boundaries, ROPE), segments)
+    for sample, (start, stop) in enumerate(segments.spans):
+        if stop > start and start not in places:
+            raise LayoutError(
+                f"{ROPE} has no boundary where sample {sample} starts, at place {start} of the row, so its positions "
+                "would run on from the sample before it; keep every boundary of cu_seqlens_q and add your own"
+            )
+    cut = _cut(segments, sorted(places))
+    return None if cut.lengths == segments.lengths else cut
+
+
+def _places(edges: tuple[int, ...], segments: Segments) -> frozenset[int]:
+    """Return the positions in the row at which rotary positions restart."""
+    if edges[-1] == segments.num_tokens:
+        samples = [(token, bisect_right(segments.real, token) - 1) for token in edges if token < edges[-1]]
+        return frozenset(segments.stride[sample] + token - segments.real[sample] for token, sample in samples)
+    end = max((stop for start, stop in segments.spans if stop > start), default=0)
+    if not end <= edges[-1] <= segments.total:
+        raise LayoutError(
+            f"{ROPE} ends at {edges[-1]}, but the row has {segments.num_tokens} real tokens and its last sample ends "
+            f"at place {end} of {segments.total}; count in real tokens, as cu_seqlens_q does, or in places of the row"
+        )
+    return frozenset(edges)
+
+
+def _cut(segments: Segments, places: list[int]) -> Segments:
+    lengths, slots = [], []
+    for (start, stop), slot in zip(segments.spans, segments.slots, strict=True):
+        inner = places[bisect_right(places, start) : bisect_left(places, stop)]
+        pieces = [b - a for a, b in pairwise([start, *inner, stop])]
+        lengths += pieces
+        slots += [*pieces[:-1], slot - sum(pieces[:-1])]
+    return Segments(lengths=tuple(lengths), slots=tuple(slots), total=segments.total, num_samples=len(lengths))
+
+
+@outside_graph
+def positions_of_row(
+    row: PackedRow,
+    table: MediaTable,
+    types: torch.Tensor,
+    family: Family,
+    config: Any,
+    *,
+    restarts: Segments | None = None,
+) -> torch.Tensor:
+    """Compute the rotary positions of a row, [4, 1, T]. The caller's own positions and token types must agree.
+
+    Args:
+        row: the row.
+        table: the row's media.
+        types: [1, T] token types derived from the token ids.
+        family: the model's family.
+        config: the model's configuration.
+        restarts: the row split at the caller's `rope_cu_seqlens`; None: at the samples.
+
+    Raises:
+        LayoutError: types or positions do not match the row.
+    """
+    segments = row.segments
+    if row.mm_token_type_ids is not None:
+        _check_types(row.mm_token_type_ids, types, segments, family)
+    if restarts is not None:
+        check_restarts(restarts, segments, table)
+    device = row.input_ids.device
+    positions = family.positions(table, segments, config=config, restarts=restarts, device=device)
+    if row.position_ids is not None:
+        check_positions(row.position_ids, positions, family, segments, restarts=restarts)
+    return positions
+
+
+def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
+    """Compare the caller's token types, [1, T], with the token ids. Padding is ignored."""
+    check_is_tensor(column, "mm_token_type_ids")
+    if column.shape != types.shape or column.is_complex():
+        raise LayoutError(
+            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
+            "it out, it is made from input_ids"
+        )
+    differs = column != types
+    if segments.has_padding:
+        differs = differs & ~segments.padding_mask(types.device)
+    message = (
+        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
+        "is made from input_ids"
+    )
+    require(~differs.any(), message, LayoutError)
+
+
+@outside_graph
+def check_restarts(rope: Segments, segments: Segments, table: MediaTable) -> None:
+    """Refuse restarts inside a run of image or video tokens: the image or video would have no valid positions.
+
+    Args:
+        rope: the row split at restarts.
+        segments: the row.
+        table: the row's media.
+
+    Raises:
+        LayoutError: there is such a restart.
+    """
+    inner = {*rope.stride} - {*segments.stride}
+    for medium in table.media:
+        first = segments.stride[medium.sample]
+        if any(first + start < at < first + stop for start, stop in medium.runs for at in inner):
+            raise LayoutError(
+                f"{ROPE} restarts positions inside {KINDS[medium.kind]} tokens of sample {medium.sample}; move the "
+                "boundary before its first placeholder"
+            )
+
+
+@outside_graph
+def check_positions(
+    caller: torch.Tensor, positions: torch.Tensor, family: Family, segments: Segments, *, restarts: Segments | None
+) -> None:
+    """Check that the caller's positions are the ones each sample would have on its own. Padding is ignored.
+
+    Args:
+        caller: [3, 1, T] time, height, width, or [4, 1, T] with the position in the sample first. For a text family
+            [1, T] or [1, 1, T].
+        positions: the computed positions, [4, 1, T].
+        family: the model's family.
+        segments: the row.
+        restarts: the row split at the caller's `rope_cu_seqlens`; None: at the samples.
+
+    Raises:
+        LayoutError: another shape, or other positions; on the host the message names the first difference.
+    """
+    caller_kT = _rows(caller, family, segments.total)
+    text_1T = segments.position_in_segment(positions.device)[None]
+    rotary_kT = family.rotary_ids(positions).reshape(-1, segments.total)
+    expected_kT = rotary_kT if len(caller_kT) == len(rotary_kT) else torch.cat((text_1T, rotary_kT))
+    real = segments.real_index(positions.device)
+    caller_kR = copied(caller_kT, positions.device).index_select(1, real)
+    expected_kR = expected_kT.index_select(1, real)
+    differs_R = (caller_kR != expected_kR).any(0)
+    wrong = differs_R.any()
+    where = ""
+    if on_host(wrong) and wrong:
+        first = int(differs_R.int().argmax())
+        sample = bisect_right(segments.real, first) - 1
+        where = (
+            f": sample {sample} has {caller_kR[:, first].tolist()} at its token {first - segments.real[sample]}, where "
+            f"{expected_kR[:, first].tolist()} is right"
+        )
+    restart = "every sample" if restarts is None else f"every sample and boundary of {ROPE}"
+    message = (
+        f"position_ids are not what each sample has alone{where}. They must restart at {restart} and place image "
+        "tokens by their grids; leave position_ids out, they are computed"
+    )
+    require(~wrong, message, LayoutError)
+
+
+def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
+    """Check the shape and return [1, T] for a text family, [3, T] or [4, T] for others."""
+    if not isinstance(positions, torch.Tensor):
+        raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
+    has_axes = family.positions_rule.axes == 3
+    shapes = [(3, 1, total), (4, 1, total)] if has_axes else [(1, total), (1, 1, total)]
+    if tuple(positions.shape) not in shapes:
+        rows = " (time, height, width; or the text row first: with fewer rows images lose their places)"
+        raise LayoutError(
+            f"position_ids is {list(positions.shape)}, but {family.model_type} needs "
+            f"{' or '.join(str(list(shape)) for shape in shapes)} for this row{rows if has_axes else ''}: "
+            "leave position_ids out, they are computed from the boundaries and the grids"
+        )
+    return positions.reshape(-1, total)
+
+
 # ---------------------------------------------------------------------- the result
 
 
@@ -514,7 +759,8 @@ def _result(
     targets_of_part = part.targets(index, labels)
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
     family, core, predicting = setup.model.family, setup.model.core, part.with_predecessor(hidden)
-    head, settings = family.head(core), head_settings(setup.model)
+    head = family.head(core)
+    settings = {"divided": True} if isinstance(vars(head).get("forward"), DividedHead) else {}
 
     def score(call: Head, hidden: torch.Tensor) -> list[torch.Tensor]:
         logits = family.to_logits(core, partial(call, **settings))

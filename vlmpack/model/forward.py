@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, final
 from weakref import WeakSet
@@ -21,24 +22,14 @@ from vlmpack.families.registry import CLASSIFIERS
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor, whole_numbers
 from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
 from vlmpack.layout.row import IGNORE, PackedRow, pack
-from vlmpack.model.engine import PackingState, packing_state, run_row, stored_state
+from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
 from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import CountsTargets, begin_batch
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
-from vlmpack.model.plain import (
-    BOUNDARIES,
-    CACHES,
-    by_name,
-    check_boundaries_kept,
-    is_generating,
-    passed_on,
-    plain_generate,
-    warn_of_padding,
-)
-from vlmpack.model.positions import rope_segments
+from vlmpack.model.plain import BOUNDARIES, CACHES, check_boundaries_kept, passed_on, warn_of_padding
 from vlmpack.model.result import PackedOutput, StepResult
 
 
@@ -119,6 +110,15 @@ def _forward_of_classifier(base: Any) -> Any:
     return forward
 
 
+def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a call's arguments by name. Positional ones are named by this forward; defaults are not added.
+
+    Raises:
+        TypeError: too many positional arguments, or an argument given both by position and by name.
+    """
+    return dict(**inspect.signature(forward).bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
+
+
 def no_loss(model: nn.Module) -> ConfigError:
     """Return the error of a model that has no language-model loss."""
     return ConfigError(
@@ -150,19 +150,30 @@ def _forward_of(base: Any) -> Any:
     return wrapper
 
 
-def _generate(base: Any) -> Callable[..., Any]:
-    """Return `generate` for an enabled model: the model's own, plus a hook for evaluations that generate."""
-    plain = plain_generate(base)
+_generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
 
-    @functools.wraps(plain)
+
+def _generate(base: Any) -> Callable[..., Any]:
+    """Return `generate` for an enabled model: its forward passes go to the model's own forward."""
+
+    @functools.wraps(base.generate)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Only Seq2SeqTrainer passes labels here: it passes the whole batch, with synced_gpus. Its next forward pass
         # computes that batch's loss.
         if kwargs.get("labels") is not None and "synced_gpus" in kwargs:
             begin_batch(self)
-        return plain(self, *args, **kwargs)
+        token = _generating.set(self)
+        try:
+            return base.generate(self, *args, **kwargs)
+        finally:
+            _generating.reset(token)
 
     return generate
+
+
+def is_generating(model: nn.Module) -> bool:
+    """Return whether the current forward pass is a step of this model's `generate`."""
+    return _generating.get() is model
 
 
 def _attach_attention(core: nn.Module) -> None:
@@ -306,7 +317,7 @@ def is_row_input(inputs: dict[str, Any]) -> bool:
     if call is not None and call.row is not None:
         return True
     metadata: HostMetadata | None = inputs.get(METADATA_KEY)
-    if metadata is not None:
+    if metadata is not None and not isinstance(metadata, HostMetadata):
         check_kind(METADATA_KEY, metadata, HostMetadata, "the collator's: leave it out of a batch of your own")
     return inputs.get("cu_seqlens_q") is not None or (metadata is not None and metadata.segments is not None)
 

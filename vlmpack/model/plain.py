@@ -25,8 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError, UnpackedWarning
-from vlmpack.families.family import Family
-from vlmpack.families.registry import family_of, has_lm_head, is_backbone, is_classifier
+from vlmpack.families.registry import family_of, is_backbone, is_classifier
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.layout.device import on_host, outside_graph, require
 
@@ -39,15 +38,6 @@ CACHES = ("cache", "past_key_values", "cache_params")
 def cache_name(forward: Callable[..., Any]) -> str:
     """Return the name of a forward's cache argument."""
     return next(name for name in CACHES if name in inspect.signature(forward).parameters)
-
-
-def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name. Positional ones are named by this forward; defaults are not added.
-
-    Raises:
-        TypeError: too many positional arguments, or an argument given both by position and by name.
-    """
-    return dict(**inspect.signature(forward).bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
 
 
 def find_model(model: nn.Module) -> Any:
@@ -103,77 +93,6 @@ def check_is_only_one(holder: nn.Module) -> None:
         )
 
 
-def check_unchanged(core: Any, family: Family) -> None:
-    """Check that the model has no additions that packed rows would bypass, or that would treat a row as one sample.
-
-    Raises:
-        ConfigError: a language model has a custom loss; its class's forward was replaced for all models of the class,
-            as Liger's function without `model=` does; a LoRA is activated at one position per row of `input_ids` (PEFT
-            stores its configurations on the model that it wraps); or NEFTune adds noise to embeddings in training.
-    """
-    if has_lm_head(core):
-        _check_head_unchanged(core, family)
-    for name, config in (getattr(core, "peft_config", None) or {}).items():
-        if getattr(config, "alora_invocation_tokens", None):
-            raise ConfigError(
-                f"adapter {name!r} is activated by tokens (alora_invocation_tokens), which PEFT looks for once in "
-                "a packed row, so that one sample alone would have it; train it on padded batches without packing"
-            )
-    embeddings = core.get_input_embeddings()
-    if embeddings.training and getattr(embeddings, "neftune_noise_alpha", None) is not None:
-        raise ConfigError(
-            "neftune_noise_alpha scales noise by the width of the row, so a packed sample would get less of it than "
-            "alone: leave it out, or train on padded batches without packing"
-        )
-
-
-def _check_head_unchanged(core: Any, family: Family) -> None:
-    if getattr(core, "_loss_function", None) is not None:
-        raise ConfigError(
-            f"this {type(core).__name__} was given a loss_function of its own, which packed rows would not call: they "
-            "take cross-entropy of the labeled positions. Compute yours from PackedStep's target_logprobs "
-            "or row_logits, and `del model._loss_function`"
-        )
-    upstream = family.upstream_class(core)
-    if upstream.forward.__module__ != upstream.__module__:
-        raise ConfigError(
-            f"the forward of the class {upstream.__name__} was replaced by that of {upstream.forward.__module__}, "
-            f"which packed rows would bypass. {_WITHOUT_LIGERS_LOSS} Start a new process for it: the class stays "
-            "replaced"
-        )
-
-
-_WITHOUT_LIGERS_LOSS = (
-    "Liger: apply_liger_kernel_to_...(fused_linear_cross_entropy=False) keeps its other kernels, and the head of "
-    "vlmpack computes labeled positions alone, in chunks."
-)
-
-
-def check_forward(core: nn.Module, family: Family) -> None:
-    """Check that the model has its class's own forward, because packed rows go directly to its backbone and head.
-
-    Raises:
-        ConfigError: the model's class, or the object itself, has a custom forward.
-    """
-    upstream = family.upstream_class(core)
-    if type(core).forward is not upstream.forward:
-        raise ConfigError(
-            f"{type(core).__name__} overrides the forward of {upstream.__name__}, and packed rows would bypass it; "
-            f"enable packing on a {upstream.__name__}, and compute what yours adds from PackedStep's result"
-        )
-    if "forward" in vars(core):
-        raise ConfigError(
-            f"the forward of this {type(core).__name__} was replaced on the object itself, so that of packing would "
-            "never be called, in whatever order. Liger: apply_liger_kernel_to_...(model=model, "
-            "fused_linear_cross_entropy=False) keeps its other kernels (Trainer: "
-            'liger_kernel_config={"fused_linear_cross_entropy": False}). TRL: '
-            'loss_type="nll". '
-            "accelerate: enable packing before it prepares the model "
-            "(afterwards: accelerator.unwrap_model(model, keep_fp32_wrapper=False)). And load the model without a "
-            "device_map that spreads it over several devices"
-        )
-
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -206,7 +125,6 @@ def compile_layers(model: Model, **settings: Any) -> Model:
     return model
 
 
-_generating: ContextVar[nn.Module | None] = ContextVar("vlmpack_generating", default=None)
 _passed_on: ContextVar[bool] = ContextVar("vlmpack_passed_on", default=False)
 _masks_passed_on: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Masks that layers got during a passed-on forward pass. Gradient checkpointing passes them to the layers again in the
@@ -220,25 +138,6 @@ PAST_THE_FORWARD = (
 )
 _LIBRARIES = tuple(str(Path(file).parents[1]) for file in (__file__, torch.__file__, transformers.__file__))
 """The directory of vlmpack, and the ones that PyTorch, transformers and usually trainers are installed in."""
-
-
-def plain_generate(base: Any) -> Callable[..., Any]:
-    """Return `generate` for a model class. Its forward passes go to the model's own forward."""
-
-    @functools.wraps(base.generate)
-    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        token = _generating.set(self)
-        try:
-            return base.generate(self, *args, **kwargs)
-        finally:
-            _generating.reset(token)
-
-    return generate
-
-
-def is_generating(model: nn.Module) -> bool:
-    """Return whether the current forward pass is a step of this model's `generate`."""
-    return _generating.get() is model
 
 
 @contextmanager

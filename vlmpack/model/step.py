@@ -39,13 +39,21 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.machine import version_of
 from vlmpack.model.enable import enable_packing
-from vlmpack.model.engine import StepConfig, check_targets, divisor, packing_state, stored_state, targets_of
+from vlmpack.model.engine import (
+    StepConfig,
+    check_targets,
+    divisor,
+    packing_state,
+    positions_of_row,
+    rope_segments,
+    stored_state,
+    targets_of,
+)
 from vlmpack.model.forward import COLUMNS, STEP, WEIGHTS, StepCall, check_padding_mask
 from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.plain import find_model
-from vlmpack.model.positions import positions_of_row, rope_segments
 from vlmpack.model.result import StepResult, Work, target_sums
 
 

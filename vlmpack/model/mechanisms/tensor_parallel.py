@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vlmpack.context_parallel.mesh import tensor_group
 from vlmpack.context_parallel.plans import SUMMED, pattern_of
-from vlmpack.families.family import Family
 from vlmpack.families.registry import has_lm_head
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
 
@@ -31,10 +30,6 @@ class TensorParallel(Mechanism):
     """The head, and norms of heads, of a model divided over tensor ranks. A row has no entry for them."""
 
     name: ClassVar[str] = "tensor_parallel"
-
-    def is_in(self, family: Family) -> bool:
-        """Return True: any model may be divided."""
-        return True
 
     def find(self, model: ModelParts) -> list[nn.Module]:
         """Return the head if it is divided over the vocabulary, and the norms."""
@@ -132,9 +127,3 @@ class SummedNorm(_Forward):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=self._group)
         return total
-
-
-def head_settings(model: ModelParts) -> dict[str, bool]:
-    """Return the keywords with which the model's head returns logits [..., V], a `DTensor` if it is divided."""
-    head = model.family.head(model.core)
-    return {"divided": True} if isinstance(vars(head).get("forward"), DividedHead) else {}

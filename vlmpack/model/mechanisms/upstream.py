@@ -20,7 +20,7 @@ import copy
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import transformers
@@ -31,6 +31,10 @@ from vlmpack.attention.patterns import FULL_CAUSAL, LayerMask, Pattern, visible_
 from vlmpack.attention.spans import Spans
 from vlmpack.errors import FamilyError
 from vlmpack.families.spans import Bidirectional, Prefix
+from vlmpack.layout.batch import Media
+from vlmpack.layout.device import outside_graph
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, TEXT, VIDEO
+from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ModelParts
 
@@ -345,3 +349,53 @@ def check_logits(model: ModelParts) -> None:
             f"but as {family.model_type} is described it would be {expected.flatten()[at]:.6g}: its log-probabilities "
             "would be others. Its configuration was changed after the model was made, or its descriptor is wrong"
         )
+
+
+@outside_graph
+def check_rope_index(model: ModelParts) -> None:
+    """Compare positions for a sample with an image, and with a video and audio if the family takes them, with the
+    model's own.
+
+    Raises:
+        FamilyError: the model's `get_rope_index` gives other positions than the family's descriptor.
+    """
+    family, config, backbone = model.family, model.core.config, cast(Any, model.family.backbone(model.core))
+    merge, frames, seconds = family.merge(config), 30, [0.7]
+    images, video = torch.tensor([[1, 2 * merge, 3 * merge]]), (2, merge, 2 * merge)
+    for videos in (None, torch.tensor([video]))[: 1 + family.has_videos]:
+        runs = [(IMAGE, family.media_tokens(images.tolist(), config))]
+        tensors: dict[str, torch.Tensor] = {}
+        if family.audio is not None:
+            runs.append((AUDIO, family.audio.tokens(frames, config.audio_config)))
+            tensors["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.int64)
+        if videos is not None:
+            runs += [(VIDEO, tokens) for tokens in family.video_runs([video], config)]
+            if "video_second_per_grid" in family.media:
+                tensors["video_second_per_grid"] = torch.tensor(seconds)
+        ids, kinds = list[int](), list[int]()
+        for kind, tokens in runs:
+            name = KINDS[IMAGE if family.videos_as_images else kind]
+            start = getattr(config, f"{'audio' if kind == AUDIO else 'vision'}_start_token_id", 0)
+            ids += [0, start, *[getattr(config, f"{name}_token_id")] * tokens, 0]  # 0 is the id of some word
+            kinds += [TEXT, TEXT, *[kind] * tokens, TEXT]
+        input_ids, types = torch.tensor([ids]), torch.tensor([kinds])
+        media = Media(image_grid_thw=images, video_grid_thw=videos, tensors=tensors)
+        segments = Segments.from_lengths([len(ids)])
+        row = PackedRow(input_ids=input_ids, segments=segments, mm_token_type_ids=types, media=media)
+        expected = family.positions(family.media_of_row(row, config), segments, config=config)
+        further: dict[str, Any] = {"mm_token_type_ids": types}
+        if family.positions_rule.of_sample is not None:
+            further = {"attention_mask": torch.ones_like(input_ids), "audio_seqlens": torch.tensor([frames])}
+            further["second_per_grids"] = tensors.get("video_second_per_grid")
+        if videos is not None:
+            further["video_grid_thw"] = videos
+        upstream, _ = backbone.get_rope_index(input_ids, image_grid_thw=images, **further)
+        if (differs := upstream.cpu() != expected[1:]).any():
+            at = int(differs.any(0)[0].int().argmax())
+            kinds_seen = ", ".join(dict.fromkeys(KINDS[kind] for kind, _ in runs))
+            raise FamilyError(
+                f"token {at} of a sample with {kinds_seen} is at {upstream[:, 0, at].tolist()} "
+                f"(time, height, width) in the code of this {type(model.core).__name__}, but {family.model_type} is "
+                f"described with {expected[1:, 0, at].tolist()}: rotary positions would be wrong. Use a transformers "
+                "of the supported range, and an unmodified model"
+            )

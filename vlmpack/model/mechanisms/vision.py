@@ -14,22 +14,21 @@ after its first layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from vlmpack.context_parallel.vision import RowMedia, VisionRanks
-from vlmpack.families.family import Family
-from vlmpack.families.tower_inputs import tower_inputs
+from vlmpack.families.family import Family, FromGrids
 from vlmpack.layout.batch import Media
 from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
 from vlmpack.layout.media import KINDS, Grid, Medium, image_counts, placeholders
 from vlmpack.layout.segments import Segments
-from vlmpack.model.known_ids import known_ids
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -155,7 +154,7 @@ def _grids(media: Sequence[Medium]) -> list[Grid]:
 
 @outside_graph
 def _add_tower_inputs(
-    names: Sequence[str], tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: Sequence[FromGrids], tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Copy the grids of a row to the device of the pixels, with what the tower would compute from them."""
     if CONTEXT not in kwargs:
@@ -182,6 +181,213 @@ def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
         names = {kind: f"{name}_token_id" for kind, name in KINDS.items()}
         masks = {getattr(config, name): types_1t == kind for kind, name in names.items() if hasattr(config, name)}
     return {"input_ids": known_ids(part.cut(setup.row.input_ids), masks)}
+
+
+def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[FromGrids]) -> dict[str, torch.Tensor | int]:
+    """Compute a tower's keyword arguments on the host, with transformers' own functions: numbers, and tensors.
+
+    On a GPU, each of these functions would cost the tower one to four host-device syncs.
+
+    Args:
+        tower: the vision tower.
+        grid_thw: int64 [n, 3] on the host, the grids of one call.
+        names: what it computes.
+    """
+    from transformers import vision_utils
+
+    grids = grid_thw.cpu()
+    return {key: value for name in names for key, value in _COMPUTED[name](vision_utils, tower, grids).items()}
+
+
+def _rotary(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    return {"position_ids": vision_utils.get_vision_position_ids(grids, _merge(tower))}
+
+
+def _boundaries(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    cu_seqlens = vision_utils.get_vision_cu_seqlens(grids)
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": _longest(cu_seqlens)}
+
+
+def _windows(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    index, cu_seqlens = vision_utils.get_vision_window_index(
+        grids, spatial_merge_size=tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
+    )
+    return {"window_index": index, "cu_window_seqlens": cu_seqlens, "max_window_seqlen": _longest(cu_seqlens)}
+
+
+def _interpolation(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
+    embeddings = next(module for module in tower.modules() if hasattr(module, "num_grid_per_side"))
+    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=embeddings.num_grid_per_side,
+        mode=embeddings.interpolation_mode,
+        align_corners=embeddings.interpolation_align_corners,
+        spatial_merge_size=_merge(tower),
+    )
+    return {"interp_indices": indices, "interp_weights": weights}
+
+
+def _merge(tower: Any) -> int:
+    """Return the side of the blocks in which a tower orders its patches; 1 if it merges none (PaddleOCR-VL)."""
+    return getattr(tower, "spatial_merge_size", 1)
+
+
+def _longest(cu_seqlens: torch.Tensor) -> int:
+    return int(cu_seqlens.diff().max())
+
+
+_COMPUTED: Mapping[FromGrids, Callable[[Any, Any, torch.Tensor], dict[str, Any]]] = {
+    "rotary": _rotary,
+    "boundaries": _boundaries,
+    "windows": _windows,
+    "interpolation": _interpolation,
+}
+
+
+# ---------------------------------------------------------------------- known ids
+#
+# Token ids and masks with values that the host knows, so that a model's own code reads them without a sync.
+#
+# transformers finds the placeholders of images by their id, and inserts features by a mask. On a GPU, counting a mask,
+# indexing with it, and the backward pass of `masked_scatter` are host-device syncs.
+#
+#     input_ids == image_token_id      KnownIds     gives a HostMask, from the row's MediaTable
+#     mask.sum()                       HostMask     a Python number
+#     x.masked_scatter(mask, y)                     the same values, by `index_copy`
+#     x[mask], x[mask] = y                          the same, by an index that is copied to the device asynchronously
+#
+# So the model's own forward runs as it is, with its own checks. T row tokens, D hidden size.
+
+
+@final
+class HostMask(Tensor):
+    """A bool tensor on the host that a model uses as a mask of tensors on its device."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace what would be a sync; copy the mask to the device for anything else that needs it there."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass(), host_values():
+            if (replaced := _REPLACED.get(func)) is not None and not kwargs:
+                result = replaced(*args)
+                if result is not NotImplemented:
+                    return result
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            other = next((x for x in tensors if not isinstance(x, HostMask)), None)
+            if other is None:
+                result = func(*args, **kwargs)
+                is_mask = isinstance(result, Tensor) and result.dtype == torch.bool
+                return result.as_subclass(HostMask) if is_mask else result
+            args = [_moved(x, other.device) for x in args]
+            return func(*args, **{name: _moved(x, other.device) for name, x in kwargs.items()})
+
+
+def host_mask(mask: np.ndarray) -> HostMask:
+    """Return a mask from a bool array."""
+    return torch.from_numpy(mask).as_subclass(HostMask)
+
+
+@final
+class KnownIds(Tensor):
+    """Token ids on a device, with the placeholders that the host knows."""
+
+    masks: Mapping[int, np.ndarray]
+    """bool [1, T] for each placeholder's id: where the ids are equal to it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compare with a known id on the host; give plain tensors for anything else."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (Tensor.__eq__, Tensor.eq) and isinstance(args[1], int) and args[1] in args[0].masks:
+                return host_mask(args[0].masks[args[1]])
+            return func(*args, **(kwargs or {}))
+
+
+def known_ids(input_ids: Tensor, masks: Mapping[int, np.ndarray]) -> KnownIds:
+    """Return ids [1, T] with the placeholders that the host knows; see `KnownIds.masks`."""
+    ids = input_ids.as_subclass(KnownIds)
+    ids.masks = masks
+    return ids
+
+
+def with_plain_ids(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's inputs with plain ids: compilers cannot trace ours."""
+    return {name: x.as_subclass(Tensor) if isinstance(x, KnownIds) else x for name, x in inputs.items()}
+
+
+@around_graph
+def for_compiler(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's inputs, with plain ids if `torch.compile` compiles what the caller calls next."""
+    return with_plain_ids(inputs) if callable(get_eval_frame_callback()) else inputs
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, HostMask):
+        return value
+    return to_device(np.ascontiguousarray(value.as_subclass(Tensor).numpy()), device)
+
+
+def _index(mask: HostMask, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the positions of the mask's true values along each axis, int64 on `device`, as `nonzero` does."""
+    kept: dict[torch.device, tuple[Tensor, ...]] = vars(mask).setdefault("positions", {})
+    if device not in kept:
+        positions = np.nonzero(mask.as_subclass(Tensor).numpy())
+        kept[device] = tuple(to_device(np.ascontiguousarray(axis), device) for axis in positions)
+    return kept[device]
+
+
+def _indexed(x: Tensor, index: Any) -> Any:
+    """Replace the masks in an index of `x` by positions."""
+    if isinstance(x, HostMask):
+        return index
+    parts = index if isinstance(index, tuple) else (index,)
+    return tuple(
+        position for part in parts for position in (_index(part, x.device) if isinstance(part, HostMask) else (part,))
+    )
+
+
+def _get(x: Tensor, index: Any) -> Any:
+    return NotImplemented if isinstance(x, HostMask) else x[_indexed(x, index)]
+
+
+def _set(x: Tensor, index: Any, value: Any) -> Any:
+    x[_indexed(x, index)] = value
+
+
+def _count(mask: Tensor, *axes: Any) -> Any:
+    return NotImplemented if axes else int(np.count_nonzero(mask.numpy()))
+
+
+def _to(mask: Tensor, *target: Any) -> Any:
+    """A mask stays on the host when a model moves it to its device."""
+    is_device = isinstance(mask, HostMask) and isinstance(target[0], str | torch.device)
+    return mask if is_device else NotImplemented
+
+
+def _expand_as(mask: Tensor, other: Tensor) -> Any:
+    return mask.expand(other.shape).as_subclass(HostMask)
+
+
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
+    """Insert the next rows of `source`, [..., D], at every token of the mask: [1, T, 1], or expanded to [1, T, D]."""
+    whole_tokens = isinstance(mask, HostMask) and mask.ndim == x.ndim and 0 in (mask.shape[-1] - 1, mask.stride(-1))
+    if not whole_tokens or mask.shape[:-1] != x.shape[:-1]:
+        return NotImplemented
+    tokens = mask[..., 0].numpy()
+    index = to_device(np.flatnonzero(tokens), x.device)
+    rows = source.reshape(-1, x.shape[-1])[: len(index)]
+    return x.flatten(0, -2).index_copy(0, index, rows).view(x.shape)
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _get,
+    Tensor.__setitem__: _set,
+    Tensor.sum: _count,
+    Tensor.to: _to,
+    Tensor.expand_as: _expand_as,
+    Tensor.masked_scatter: _masked_scatter,
+}
+"""Functions of tensors that are computed in another way; each may return NotImplemented."""
 
 
 # ---------------------------------------------------------------------- towers that get no row keyword
