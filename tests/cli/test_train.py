@@ -198,7 +198,7 @@ def test_two_processes_of_torchrun_train_as_one_that_accumulates(chats: Path) ->
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
-    settings = (*CHATS, "method=full", "learning_rate=1e-3", "max_new_tokens=0", "save_steps=2")
+    settings = (*CHATS, "method=full", "learning_rate=1e-3", "max_new_tokens=0", "save_strategy=steps", "save_steps=2")
     whole = run(*settings, "max_steps=4", "output_dir=whole", "lr_scheduler_type=constant")
     run(*settings, "max_steps=2", "output_dir=halves", "lr_scheduler_type=constant")
     resumed = run(

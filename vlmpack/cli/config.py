@@ -68,7 +68,6 @@ CHOSEN = {
     "bf16": "on cuda",
     **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "on cuda"),
     "use_cpu": "without cuda",
-    "save_strategy": "epoch; steps with save_steps",
     "dataloader_num_workers": "workers",
     "dataloader_pin_memory": "on cuda",
     "resume_from_checkpoint": "none; true: the newest",
@@ -88,26 +87,21 @@ UNUSED = {name: reason for reason, names in _UNUSED.items() for name in names.sp
 ELSEWHERE = {
     "model": "model_name_or_path base_model model_id model_id_or_path",
     "data": "dataset datasets train_dataset dataset_name train_file",
-    "eval_data": "eval_dataset val_dataset test_datasets validation_file",
-    "val_size": "val_set_size split_dataset_ratio test_size",
+    "eval_data": "validation_file",
+    "val_size": "split_dataset_ratio",
     "capacity": "cutoff_len sequence_len max_seq_length packing sample_packing neat_packing padding_free",
     "samples_per_update": "micro_batch_size batch_size train_batch_size global_batch_size",
     "method": "finetuning_type adapter train_type tuner_type",
-    "lora_rank": "lora_r r",
-    "lora_targets": "lora_target lora_target_modules lora_target_linear target_modules",
-    "freeze_vision": "freeze_vision_tower freeze_vit",
-    "train_on": "train_on_prompt train_on_inputs completion_only_loss assistant_only_loss",
+    "lora_rank": "r",
+    "lora_targets": "lora_target_modules target_modules",
+    "train_on": "completion_only_loss assistant_only_loss",
     "num": "max_samples",
-    "image_root": "media_dir image_folder dataset_dir",
-    "max_pixels": "image_max_pixels image_resolution image_size",
+    "image_root": "media_dir dataset_dir",
+    "max_pixels": "image_resolution image_size",
     "workers": "preprocessing_num_workers dataset_num_proc dataset_processes",
-    "num_train_epochs": "num_epochs epochs",
-    "optim": "optimizer",
-    "lr_scheduler_type": "lr_scheduler",
-    "warmup_steps": "warmup_ratio",
     "dtype": "torch_dtype",
 }
-"""Our keys, with their names in LLaMA-Factory, axolotl, ms-swift and TRL."""
+"""Our keys, with their less similar names in LLaMA-Factory, axolotl, ms-swift and TRL."""
 
 
 class Key(NamedTuple):

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,9 +19,6 @@ from vlmpack.cli.config import print_keys, read_config
 from vlmpack.cli.inputs import print_refused, quiet_transformers
 from vlmpack.errors import SkippedWarning, UnpackedWarning, check_extra
 from vlmpack.terminal import format_bytes, print_table, print_text, text_column
-
-if TYPE_CHECKING:
-    from vlmpack.plan.length_table import LengthTable
 
 SHOWN = 1500
 """Number of characters of the sample that are printed."""
@@ -60,7 +57,8 @@ def train(
         run = TrainRun(given, quiet=quiet)
         console = Console(quiet=as_json or run.args.process_index > 0)
         numbers = run.to_dict()
-        print_plan(numbers, run.table, console)
+        print_refused(run.table, console)
+        print_plan(numbers, console)
         with redirect_stdout(sys.stderr):  # Trainer's own lines
             result = None if dry_run else run.train()
     if result is not None:
@@ -69,15 +67,14 @@ def train(
         typer.echo(json.dumps({**numbers, "result": result}, indent=2))
 
 
-def print_plan(numbers: Mapping[str, Any], table: LengthTable, console: Console) -> None:
+def print_plan(numbers: Mapping[str, Any], console: Console) -> None:
     """Print the plan of a training."""
-    lines = {name: value for name, value in numbers.items() if isinstance(value, str | int)}
-    lines["fill"], lines["samples_per_update"] = f"{numbers['fill']:.1%}", f"{numbers['samples_per_update']:,.1f}"
-    sizes = {name: size for name, size in numbers["memory"].items() if size is not None}
-    lines |= {f"memory, {name}": format_bytes(size) for name, size in sizes.items()}
-    rows = ((name.replace("_", " "), Text(f"{n:,}" if isinstance(n, int) else n)) for name, n in lines.items())
+    shown = {"fill": ".1%", "samples_per_update": ",.1f"}
+    lines = [(name, value) for name, value in numbers.items() if isinstance(value, str | int | float)]
+    texts = [(name, value if isinstance(value, str) else f"{value:{shown.get(name, ',')}}") for name, value in lines]
+    texts += [(f"memory, {name}", format_bytes(size)) for name, size in numbers["memory"].items() if size is not None]
+    rows = [(name.replace("_", " "), Text(text)) for name, text in texts]
     print_table(console, ("", text_column("")), rows, header=False)
-    print_refused(table, console)
     text = Text()
     for part in numbers["sample"]:
         text.append(*((f"[[{part['text']}]]", "green") if part["trained_on"] else (part["text"], "dim")))
@@ -89,9 +86,9 @@ def print_plan(numbers: Mapping[str, Any], table: LengthTable, console: Console)
 
 def print_result(result: Mapping[str, Any], console: Console) -> None:
     """Print losses and answers before and after, and the folders of the weights."""
-    for name in (name for name in ("before", "after") if result[name]):
-        print_text(console, Text(f"{name}: loss on the held-out samples {result[name]['loss']:.4f}"))
-        if answer := result[name]["answer"]:
-            print_text(console, Text(f"answer: {answer}"), indent=2)
+    for name in ("before", "after"):
+        if (state := result[name]) is not None:
+            answer = f", an answer: {state['answer']!r}" if state["answer"] else ""
+            print_text(console, Text(f"{name}: loss on the held-out samples {state['loss']:.4f}{answer}"))
     merged = f"; with merged adapters: {result['merged']}" if result["merged"] else ""
     print_text(console, Text(f"saved: {result['saved']}{merged}"))

@@ -57,13 +57,12 @@ class TrainRun:
         self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
         self.folder = Path(args.output_dir or DEFAULTS["output_dir"])
         self.resume = checkpoint_to_resume(given.get("resume_from_checkpoint"), self.folder, PLAN_FILE)
-        self.data = data_options(given, keys, keys.data, cache=self.folder / LENGTHS)
+        self.data = data_options(given, keys, keys.data, self.folder)
         self.train_set, self.collator = inputs.open_inputs(self.data, on_bad=keys.on_bad)
         if keys.eval_data is None:
             self.train_set, self.eval_set = hold_out(self.train_set, keys.val_size, seed=self.data.seed)
         else:
-            whole = {**given, "num": None, "mix": None}
-            held_out = data_options(whole, keys, keys.eval_data, cache=self.folder / LENGTHS)
+            held_out = data_options({**given, "num": None, "mix": None}, keys, keys.eval_data, self.folder)
             self.eval_set = inputs.open_inputs(held_out).dataset
         with args.main_process_first(desc="measuring"):  # the other ranks read its cache
             make_folder("output_dir", self.folder)
@@ -76,26 +75,25 @@ class TrainRun:
 
     def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
         """Measure samples and plan their rows."""
-        data, capacity = self.data, self.keys.capacity
-        table = inputs.measure(inputs.Inputs(samples, self.collator), data, quiet=quiet, min_shared=data.min_shared)
+        data, found = self.data, inputs.Inputs(samples, self.collator)
+        table = inputs.measure(found, data, quiet=quiet, min_shared=data.min_shared)
         check_refused(table, self.collator)
-        if not len(table) or table.tokens.min() > capacity:
+        if not len(table) or table.tokens.min() > self.keys.capacity:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
             raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")
-        return table, inputs.plan_rows(table, data, capacity)
+        return table, inputs.plan_rows(table, data, self.keys.capacity)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan, for JSON."""
         plan, args, table, first = self.plan, self.args, self.table, int(self.plan[0][0])
+        parts, free = self.collator.text_parts(self.train_set[first], first), free_bytes(args.device)
         accumulation, ranks = args.gradient_accumulation_steps, args.world_size
         rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
         model = inputs.make_model(self.keys, self.collator.processor, only_shapes=True)
+        recomputes = any(getattr(args, name, False) for name in CHECKPOINTING)
         memory = memory_of(
             model_sizes(model, size=2 if args.bf16 else next(model.parameters()).element_size()),
-            Mesh(
-                **{"fsdp" if args.fsdp else "replicate": ranks},
-                checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
-            ),
+            Mesh(**{"fsdp" if args.fsdp else "replicate": ranks}, checkpointing=recomputes),
             tokens=int(plan.tree_tokens.max()),
             patches=int(plan.sums(table.by_place(table.patches)).max()),
         )
@@ -116,12 +114,8 @@ class TrainRun:
             "accumulation": accumulation,
             "samples_per_update": len(plan.sample_ids) / len(plan) * ranks * accumulation,
             "updates": args.max_steps if args.max_steps > 0 else ceil(rows // accumulation * args.num_train_epochs),
-            "memory": {name: part.size for name, part in memory.items()}
-            | {"total": total(memory), "free": free_bytes(args.device)},
-            "sample": [
-                {"text": text, "trained_on": is_target}
-                for text, is_target in self.collator.text_parts(self.train_set[first], first)
-            ],
+            "memory": {**{name: part.size for name, part in memory.items()}, "total": total(memory), "free": free},
+            "sample": [{"text": text, "trained_on": is_target} for text, is_target in parts],
             "ignored": self.ignored(),
             "output_dir": str(self.folder),
         }
@@ -187,13 +181,13 @@ class TrainRun:
 # ---------------------------------------------------------------------- what the keys mean
 
 
-def data_options(given: Mapping[str, Any], keys: TrainKeys, source: str, *, cache: Path) -> DataOptions:
+def data_options(given: Mapping[str, Any], keys: TrainKeys, source: str, folder: Path) -> DataOptions:
     """Make the data options; a sample may be as long as a row, or longer in its own."""
     settings = {name: given[name] for name in OF_DATA if given.get(name) is not None}
     if not isinstance(columns := settings.get("columns", []), list):
         settings["columns"] = [columns if isinstance(columns, str) else json.dumps(columns)]
     whole = None if settings.get("overlength") == "own_row" else keys.capacity
-    ours = {"processor": keys.model, "max_length": whole, "cache": str(cache)}
+    ours = {"processor": keys.model, "max_length": whole, "cache": str(folder / LENGTHS)}
     return DataOptions(dataset=source, **{**ours, **settings})
 
 
@@ -214,8 +208,6 @@ def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool
         "dataloader_num_workers": given.get("workers", 0),
         "disable_tqdm": quiet,
     }
-    if "save_steps" in given:
-        settings["save_strategy"] = "steps"
     if given.keys().isdisjoint(CHECKPOINTING):
         settings[next(name for name in CHECKPOINTING if name in names)] = on_gpu
     settings |= {name: value for name, value in given.items() if name in names}
