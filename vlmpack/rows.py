@@ -326,6 +326,9 @@ def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence
     media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> number within the row
     described = []
     for sample, place, digest in zip(samples, places, digests, strict=True):
+        if sample.teacher:
+            fault = f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, with which rows are not stored"
+            raise ConfigError(f"{fault}; train on the data set itself, whose rows a plan or a stream makes")
         weights = [] if sample.weights is None else sample.weights.tolist()
         about: dict[str, Any] = {"index": place, "digest": digest, "channel": sample.channel, "weights": weights}
         try:

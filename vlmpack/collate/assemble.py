@@ -14,10 +14,10 @@ import torch
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import TYPES, Encoded, Visual
 from vlmpack.data.formats import KINDS, Kind
-from vlmpack.errors import check_whole_number
+from vlmpack.errors import LayoutError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import SIZES, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.batch import SIZES, TEACHER, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import Expected, Grid, MediaTable, Medium, content_numbers, image_counts, place
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
@@ -65,7 +65,7 @@ def to_padded(
     starts = [row * width for row in range(len(samples))]
 
     def batch(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
-        return _write(arrays, starts, len(samples) * width, fill).view(len(samples), width)
+        return _write(arrays, starts, len(samples) * width, fill).unflatten(-1, (len(samples), width))
 
     return PaddedBatch(
         **_columns(samples, batch, pad_token_id),
@@ -99,7 +99,7 @@ def to_packed(
     visuals: Visuals = _media_of(samples)
 
     def row(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
-        return _write(arrays, starts, segments.total, fill).view(1, -1)
+        return _write(arrays, starts, segments.total, fill).unsqueeze(-2)
 
     packed = PackedRow(
         **_columns(samples, row, pad_token_id),
@@ -129,7 +129,10 @@ def _columns(samples: Sequence[Encoded], write: Callable[..., torch.Tensor], pad
     return {
         "input_ids": write([s.input_ids for s in samples], pad_token_id),
         "mm_token_type_ids": write([s.types for s in samples], 0),
-        "extras": {name: write([s.columns[name] for s in samples], 0) for name in samples[0].columns},
+        "extras": {
+            **{name: write([s.columns[name] for s in samples], 0) for name in samples[0].columns},
+            **{name: write(columns, 0) for name, columns in _teacher_of(samples).items()},
+        },
         "metadata": _metadata(samples),
     }
 
@@ -189,11 +192,27 @@ def _weights_of(samples: Sequence[Encoded]) -> list[np.ndarray] | None:
     return [np.ones(s.num_tokens, np.float32) if s.weights is None else s.weights for s in samples]
 
 
+def _teacher_of(samples: Sequence[Encoded]) -> dict[str, list[np.ndarray]]:
+    """Return each sample's entries of a teacher by name, [K, n]; empty: no sample has any.
+
+    Raises:
+        LayoutError: samples have unequal numbers of entries; names two of them.
+    """
+    counts = [next((column.shape[1] for column in sample.teacher.values()), 0) for sample in samples]
+    if (at := next((at for at, count in enumerate(counts) if count != counts[0]), None)) is not None:
+        (first, other), names = (samples[0], samples[at]), " and ".join(TEACHER)
+        raise LayoutError(
+            f"sample {other.sample_id!r} has {counts[at]} entries of {names} for a token, and sample "
+            f"{first.sample_id!r} has {counts[0]}: give all samples of a data set as many"
+        )
+    return {name: [sample.teacher[name].T for sample in samples] for name in samples[0].teacher}
+
+
 def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: float) -> torch.Tensor:
-    """Write the arrays at their starts into a tensor [total] of their dtype, with `fill` elsewhere."""
-    out = np.full(total, fill, arrays[0].dtype)
+    """Write the arrays [..., n] at their starts into a tensor [..., total] of their dtype, with `fill` elsewhere."""
+    out = np.full((*arrays[0].shape[:-1], total), fill, arrays[0].dtype)
     for array, start in zip(arrays, starts, strict=True):
-        out[start : start + len(array)] = array
+        out[..., start : start + array.shape[-1]] = array
     return torch.from_numpy(out)
 
 

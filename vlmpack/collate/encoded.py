@@ -69,6 +69,8 @@ class Encoded:
     """float32 [n]: weight of each label in the loss; None: all 1."""
     types: np.ndarray
     """int64 [n]: 0 text, 1 image, 2 video, 3 audio."""
+    teacher: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """A teacher's entries, [n, K] under each name of `TEACHER`; empty: it has none."""
     images: tuple[Visual, ...] = ()
     """In the order of their placeholders."""
     videos: tuple[Visual, ...] = ()
@@ -382,9 +384,11 @@ def truncate(sample: Encoded, metadata: ProcessorMetadata, *, max_length: int, o
     left = np.r_[:lead, start:stop]
     parts = {name: getattr(sample, name)[left] for name in names}
     parts["labels"][:1] = IGNORE
-    columns = {name: column[left] for name, column in sample.columns.items()}
+    columns, teacher = (
+        {name: column[left] for name, column in named.items()} for named in (sample.columns, sample.teacher)
+    )
     num_cut = sample.num_tokens - len(left)
-    shorter = replace(sample, **parts, **kept, columns=columns, whole=(), num_cut=num_cut)
+    shorter = replace(sample, **parts, **kept, columns=columns, teacher=teacher, whole=(), num_cut=num_cut)
     fault, seen = "", f"{len(shorter.images)} of its {len(sample.images)} images"
     if (metadata.images_together or sample.columns) and len(shorter.images) < len(sample.images):
         fault = f"max_length={max_length} would keep {seen}, which its processor encodes together"

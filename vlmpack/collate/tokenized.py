@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from struct import error as StructError
 from struct import pack
 from typing import Any
@@ -15,7 +16,7 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, KINDS, is_empty
 from vlmpack.data.messages import LABEL_COLUMNS, SECONDS_COLUMNS, WEIGHT_COLUMN
 from vlmpack.errors import LayoutError, SampleError
-from vlmpack.layout.batch import lengths_from_mask
+from vlmpack.layout.batch import TEACHER, lengths_from_mask
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
 
@@ -31,7 +32,8 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
     Padding is removed by `attention_mask`. `labels` are kept, except on media and on the first token. Without labels,
     they are made as for any other sample, or are the ids wherever TRL's `completion_mask` or `assistant_masks` allow
-    it. `loss_weights` weight the labels. `mm_token_type_ids` are optional, but are checked.
+    it. `loss_weights` weight the labels. `mm_token_type_ids` are optional, but are checked. `topk_ids` and
+    `topk_logprobs` [n, K] are a teacher's; tokens without a label may have none (None or []).
 
     Raises:
         SampleError: columns contradict each other, or the sample is already a packed row.
@@ -103,7 +105,40 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         images=_visuals(feature, "pixel_values", "image_grid_thw", metadata),
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
-    return weighed(sample, weights)
+    sample = weighed(sample, weights)
+    return replace(sample, teacher=_teacher(feature, keep, sample.labels, num_tokens=len(all_ids)))
+
+
+def _teacher(feature: Mapping[str, Any], keep: slice, labels: np.ndarray, *, num_tokens: int) -> dict[str, np.ndarray]:
+    """Read a teacher's entries, [n, K]; zeros for tokens that are no target.
+
+    Raises:
+        SampleError: a column is missing, or has not K numbers for each target.
+    """
+    missing = [name for name in TEACHER if feature.get(name) is None]
+    if len(missing) == len(TEACHER):
+        return {}
+    targets, read = np.flatnonzero(np.append(False, labels[1:] != IGNORE)), {}
+    for name, kind, dtype in zip(TEACHER, ("iu", "f"), (np.int64, np.float32), strict=True):
+        if missing:
+            raise SampleError(f"it has no {missing[0]}; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
+        entries = feature[name]
+        if len(entries) != num_tokens:
+            raise SampleError(f"{name} covers {len(entries)} tokens but input_ids has {num_tokens}", "bad_shape")
+        counts = np.array([0 if each is None else len(each) for each in entries])[keep]
+        width = counts[targets].max(initial=1)
+        if (wrong := counts[targets] != width).any():
+            token = targets[wrong.argmax()]
+            seen = f"{counts[token]} entries for token {keep.start + token} and {width} for others"
+            raise SampleError(f"{name} has {seen}; give K of each token with a label", "bad_shape")
+        values = _array([entries[keep.start + token] for token in targets], name)
+        if values.dtype.kind not in kind:
+            raise SampleError(f"{name} holds {values.dtype}; ids are integers, log-probabilities floats", "bad_dtype")
+        read[name] = np.zeros((len(labels), width), dtype)
+        read[name][targets] = values
+    if len({column.shape for column in read.values()}) > 1:
+        raise SampleError(f"{' and '.join(TEACHER)} have unequal numbers of entries for a token", "bad_shape")
+    return read
 
 
 def _check_not_shifted(labels: np.ndarray, ids: np.ndarray) -> None:

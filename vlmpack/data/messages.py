@@ -49,6 +49,7 @@ from vlmpack.data.formats import (
     without_nulls,
 )
 from vlmpack.errors import SampleError
+from vlmpack.layout.batch import TEACHER
 
 ROLES = ("system", "user", "assistant", "tool")
 """Roles of messages in a chat template."""
@@ -85,6 +86,7 @@ READ_COLUMNS = (
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1], *LABEL_COLUMNS[1:], WEIGHT_COLUMN),
+    *TEACHER,
 )
 """Columns that only tokenized samples have."""
 _KNOWN = {*READ_COLUMNS, *_OF_TOKENS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}

@@ -20,6 +20,10 @@ IGNORE = -100
 METADATA_KEY = "vlmpack"
 """Key of `HostMetadata` in a batch dictionary, beside the tensors."""
 
+TEACHER = ("topk_ids", "topk_logprobs")
+"""A teacher's K likeliest ids in place of each token and their log-probabilities, as labels not shifted: [n, K] in a
+sample; in `extras` of a batch [K, B, S], of a row [K, 1, T]."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -160,12 +164,13 @@ class PaddedBatch:
     def to_hf(self) -> dict[str, Any]:
         """Return a dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first.
 
-        A model without packing would ignore `loss_weights`. If there are any, such a model raises (`OnlyPacked`).
+        A model without packing would ignore `loss_weights` and a teacher's entries. With these it raises
+        (`OnlyPacked`).
         """
         tensors = {name: self.__dict__[name] for name in TOKEN_KEYS if self.__dict__[name] is not None}
         others: dict[str, Any] = {} if self.metadata is None else {METADATA_KEY: self.metadata}
-        if self.loss_weights is not None:
-            others["use_cache"] = OnlyPacked(_WEIGHTS_IGNORED)
+        if self.loss_weights is not None or self.extras.keys() & {*TEACHER}:
+            others["use_cache"] = OnlyPacked(_LOSS_IGNORED)
         return {**tensors, **self.extras, **self.media.to_hf(), **others}
 
     @classmethod
@@ -199,9 +204,9 @@ _MIXED = (
     "afterwards (Liger's fused cross-entropy, TRL's fused head): switch that off. A plain text model of attention "
     "layers alone takes rows of RowCollator"
 )
-_WEIGHTS_IGNORED = (
-    "a batch with loss_weights reached a model without passing through the packed forward, which would ignore them: "
-    "call enable_packing(model) first, or leave the weights out"
+_LOSS_IGNORED = (
+    "a batch with loss_weights, or a teacher's topk_ids, reached a model without passing through the packed forward, "
+    "which would ignore them: call enable_packing(model) first, or leave them out"
 )
 
 

@@ -24,6 +24,7 @@ from vlmpack.errors import LayoutError, check_kind
 from vlmpack.layout.batch import (
     IGNORE,
     METADATA_KEY,
+    TEACHER,
     HostMetadata,
     Media,
     OnlyPacked,
@@ -126,7 +127,7 @@ class PackedRow:
 
         Labels are unshifted, with each segment's first label masked, so that a trainer that counts `labels[..., 1:]`
         counts every target once. A model without packing refuses the dictionary (`OnlyPacked`), unless the row is a
-        single sample without padding and weights, which any model computes correctly.
+        single sample without padding, weights and teacher, which any model computes correctly.
 
         Raises:
             LayoutError: the last token of a segment has a target, which unshifted labels cannot express.
@@ -135,6 +136,7 @@ class PackedRow:
         if batch.pop("shift_labels") is not None:
             batch["labels"] = self.labels
         alone = self.segments.num_samples == 1 and not self.segments.has_padding and self.shift_weights is None
+        alone = alone and not self.extras.keys() & {*TEACHER}
         return batch if alone else {**batch, "use_cache": OnlyPacked()}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlmpack.model.distillation import Distillation, topk_divergence
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
 from vlmpack.model.engine import StepConfig
 from vlmpack.model.head import target_logprobs
@@ -12,6 +13,7 @@ from vlmpack.model.result import PackedOutput, StepResult, Work
 from vlmpack.model.step import PackedStep, RouterLosses, ThdInputs, ThdStep, masked_router_losses
 
 __all__ = [
+    "Distillation",
     "LossCount",
     "PackedOutput",
     "PackedStep",
@@ -28,4 +30,5 @@ __all__ = [
     "is_packing",
     "masked_router_losses",
     "target_logprobs",
+    "topk_divergence",
 ]

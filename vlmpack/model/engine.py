@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import inf, prod
@@ -21,12 +21,13 @@ from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, check_whole_number
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import check_is_tensor
+from vlmpack.layout.batch import TEACHER, check_is_tensor
 from vlmpack.layout.device import around_graph, copied, on_host, outside_graph, require
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
 from vlmpack.layout.segments import Segments, SlotRule, checked_boundaries
+from vlmpack.model.distillation import Distillation, Teacher
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
 from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece
 from vlmpack.model.kept import PieceOfGroup
@@ -59,6 +60,8 @@ class StepConfig:
     """How the routers' load-balancing loss is computed. "row": over all real tokens together, as transformers does for
     a batch; "sample": the mean of each sample's own loss; "step": over the rows of all data ranks, and their z-loss and
     the counts of tokens too. With "step", all data ranks must make equally many passes."""
+    distillation: Distillation = field(default_factory=Distillation)
+    """The loss of batches with a teacher's `topk_ids` and `topk_logprobs`."""
     z_loss_coef: float = 0.0
     """Factor by which the routers' z-loss is added to the loss. transformers has no z-loss, so the default is 0."""
     capacity: int | None = None
@@ -70,6 +73,7 @@ class StepConfig:
         if self.capacity is not None:
             check_whole_number("capacity", self.capacity)
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
+        check_kind("distillation", self.distillation, Distillation, "Distillation(weight=0.5)")
         if self.attention not in (AUTO, *BACKENDS):
             raise ConfigError(f"attention is {self.attention!r}; it is one of {', '.join((AUTO, *BACKENDS))}")
         if self.head_chunk < 1:
@@ -756,19 +760,28 @@ def _result(
     """Compute the result from hidden states [1, t, D]: run the head at labeled positions, then sum and count."""
     row, part = setup.row, setup.part
     labels, index = targets_of(row, row.known_metadata.num_targets)
-    targets_of_part = part.targets(index, labels)
+    family, teacher = setup.model.family, None
+    if row.extras.keys() & {*TEACHER}:
+        teacher = Teacher(row, index, vocab_size=family.text_config(setup.config).vocab_size)
+        scoring = replace(scoring, rest=True)
+    targets_of_part = part.targets(index, labels, distinct=teacher is None)  # teachers' entries may differ
     predictions, ids = targets_of_part.predictions, targets_of_part.ids
-    family, core, predicting = setup.model.family, setup.model.core, part.with_predecessor(hidden)
+    candidates = None if teacher is None else teacher.ids(targets_of_part.index)
+    core, predicting = setup.model.core, part.with_predecessor(hidden)
     head = family.head(core)
     settings = {"divided": True} if isinstance(vars(head).get("forward"), DividedHead) else {}
 
     def score(call: Head, hidden: torch.Tensor) -> list[torch.Tensor]:
         logits = family.to_logits(core, partial(call, **settings))
-        return score_targets(hidden, predictions, ids, logits, chunk=config.head_chunk, scoring=scoring)
+        chunked = {"chunk": config.head_chunk, "scoring": scoring, "candidates": candidates}
+        return score_targets(hidden, predictions, ids, logits, **chunked)
 
     scores = in_one_call(head, score, predicting) if isinstance(head, FSDPModule) else score(head, predicting)
-    logprobs, *entropies = (part.gather_targets(score, targets_of_part) for score in scores)
-    sums = target_sums(logprobs, row, index)
+    logprobs, *others = (part.gather_targets(score, targets_of_part) for score in scores)
+    topk, losses = None if teacher is None else others[0], -logprobs
+    if teacher is not None and teacher.logprobs is not None:
+        losses = config.distillation.losses(others[0], teacher.logprobs, losses)
+    sums = target_sums(logprobs, row, index, losses_L=losses)
     loss_sum, targets = sums["loss_sum"], sums["num_targets"]
     items = divisor(num_items_in_batch, targets)
     # If no row of the whole training step has targets, the loss is 0, not 0 / 0. In evaluation, a batch without targets
@@ -780,7 +793,8 @@ def _result(
     return StepResult(
         **sums,
         loss=loss,
-        target_entropies=entropies[0] if entropies else None,
+        target_entropies=others[-1] if scoring.entropy else None,
+        topk_logprobs=topk,
         work=work,
         row_logits=part.gather(family.to_logits(core)(hidden)[0])[None] if logits else None,
         routers=routers,

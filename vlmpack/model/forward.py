@@ -19,7 +19,15 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import CLASSIFIERS
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor, whole_numbers
+from vlmpack.layout.batch import (
+    METADATA_KEY,
+    TEACHER,
+    HostMetadata,
+    OnlyPacked,
+    PaddedBatch,
+    check_is_tensor,
+    whole_numbers,
+)
 from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
 from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
@@ -194,7 +202,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 @around_graph
 def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], reason: str) -> Any:
     """Pass a call on to the model's own forward. `reason` says why it is not packed."""
-    if ignored := [name for name in WEIGHTS if inputs.get(name) is not None]:
+    if ignored := [name for name in (*WEIGHTS, *TEACHER) if inputs.get(name) is not None]:
         raise ConfigError(f"{ignored[0]} would be ignored, because this batch is not packed: {reason}")
     # Continuous batching keeps its requests apart.
     if not is_generating(model) and not isinstance(inputs.get("cache"), PagedAttentionCache):
@@ -454,14 +462,14 @@ _MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_t
 COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
 """The inputs that make up a batch or a row."""
 
-ROW_KEYS = (*BOUNDARIES, *WEIGHTS, METADATA_KEY, "use_cache", "output_logits")
+ROW_KEYS = (*BOUNDARIES, *WEIGHTS, *TEACHER, METADATA_KEY, "use_cache", "output_logits")
 """Keywords for packed rows and batches that the model's own forward may not have."""
 
 SOUND_IN_VIDEO = "use_audio_in_video"
 """Qwen-Omni's option to interleave audio tokens with the tokens of the video that they belong to."""
 
 _WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
+_BATCH_KEYS = frozenset((*_TOKENS, *TEACHER, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
 
 _GENERATION = (*CACHES, "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))
@@ -501,8 +509,8 @@ def _check_apart(value: Any) -> None:
 
 
 def columns_in(inputs: dict[str, Any], family: Family) -> tuple[str, ...]:
-    """Return the names of the family's own columns that the inputs contain."""
-    return tuple(name for name in family.token_columns if inputs.get(name) is not None)
+    """Return the names of the further token columns that the inputs contain: the family's own and a teacher's."""
+    return tuple(name for name in (*family.token_columns, *TEACHER) if inputs.get(name) is not None)
 
 
 @outside_graph

@@ -29,7 +29,7 @@ from vlmpack.model.kept import KeptPrefix, OpenPieces, PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, has_balance, wants_balance
 from vlmpack.model.plain import find_model
-from vlmpack.model.result import StepResult, Work
+from vlmpack.model.result import OF_TARGETS, StepResult, Work
 
 Run = Callable[[PackedRow, PieceOfGroup, "torch.Tensor | int"], StepResult]
 """Runs the row of a piece: (row, its place in the group, `num_items_in_batch`)."""
@@ -176,16 +176,20 @@ class GroupStep:
             zeros = values[0].new_zeros(segments.num_samples)
             return zeros.index_add(0, torch.cat(samples), torch.cat(values))
 
-        entropies = [result.target_entropies for result in results if result.target_entropies is not None]
+        of_targets = {
+            name: in_order(values)
+            if (values := [x for each in results if (x := getattr(each, name)) is not None])
+            else None
+            for name in OF_TARGETS
+        }
         return StepResult(
             loss=torch.stack([result.loss for result in results]).sum(),
             loss_sum=torch.stack([result.loss_sum for result in results]).sum(),
             num_targets=self.num_targets,
             sample_loss_sums=by_sample([result.sample_loss_sums for result in results]),
             sample_targets=by_sample([result.sample_targets for result in results]),
-            target_logprobs=in_order([result.target_logprobs for result in results]),
+            **of_targets,  # pyright: ignore[reportArgumentType]
             target_index=index,
-            target_entropies=in_order(entropies) if entropies else None,
             segments=segments,
             work=Work.total([result.work for result in results], segments.num_tokens),
             routers=_routers([result.routers for result in results if result.routers is not None]),
@@ -208,7 +212,7 @@ def _routers(pieces: list[RouterStatistics]) -> RouterStatistics | None:
 
 
 def _detached(result: StepResult) -> StepResult:
-    names = ("loss", "loss_sum", "target_logprobs", "target_entropies")
+    names = ("loss", "loss_sum", *OF_TARGETS)
     detached = {name: None if (x := getattr(result, name)) is None else x.detach() for name in names}
     return replace(
         result, **detached, routers=None if result.routers is None else _routers([result.routers.detached()])

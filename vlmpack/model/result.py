@@ -58,11 +58,11 @@ class StepResult:
     """Scalar: `loss_sum` divided by `num_items_in_batch` (by this row's targets if it was not given), plus
     `router_aux_loss_coef * aux_loss` if there is one and `z_loss_coef * z_loss`; these two are not divided."""
     loss_sum: torch.Tensor
-    """Scalar: cross-entropy (nats) times weight, summed over the targets."""
+    """Scalar: cross-entropy, or the loss of `Distillation`, in nats times weight, summed over the targets."""
     num_targets: int
     """L: number of targets in the row."""
     sample_loss_sums: torch.Tensor
-    """float32 [B]: cross-entropy (nats) times weight, summed over each sample's targets, detached."""
+    """float32 [B]: the same summed over each sample's targets, detached."""
     sample_targets: torch.Tensor
     """int64 [B]: number of targets of each sample."""
     target_logprobs: torch.Tensor
@@ -76,6 +76,9 @@ class StepResult:
     """The work done for the row."""
     target_entropies: torch.Tensor | None = None
     """float32 [L]: entropy (nats) of the prediction of each target. Has a gradient. On request."""
+    topk_logprobs: torch.Tensor | None = None
+    """float32 [L, K + 1]: log-probabilities of the teacher's `topk_ids` for each target, and at the end of all other
+    ids together. Has a gradient. None: the row has no `topk_ids`."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
@@ -178,13 +181,16 @@ def _shown(loss: torch.Tensor) -> str:
 
 
 def weighted(losses_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor) -> torch.Tensor:
-    """Return float32 [L]: the cross-entropies of the targets at `index_L`, times the row's weights if it has any."""
+    """Return float32 [L]: the losses of the targets at `index_L`, times the row's weights if it has any."""
     return losses_L if row.shift_weights is None else losses_L * row.shift_weights[0].float().index_select(0, index_L)
 
 
-def target_sums(logprobs_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor) -> dict[str, Any]:
-    """Return the fields of a `StepResult` that follow from the log-probabilities of the targets at `index_L`."""
-    losses_L = weighted(-logprobs_L, row, index_L)
+def target_sums(
+    logprobs_L: torch.Tensor, row: PackedRow, index_L: torch.Tensor, *, losses_L: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """Return the fields of a `StepResult` that follow from the log-probabilities of the targets at `index_L`, and from
+    their losses before weights; None: cross-entropies."""
+    losses_L = weighted(-logprobs_L if losses_L is None else losses_L, row, index_L)
     sums, counts = sums_by_sample(losses_L, index_L, row.segments)
     return {
         "loss_sum": losses_L.sum(),
@@ -210,6 +216,9 @@ def sums_by_sample(
 
 # ---------------------------------------------------------------------- the output of the model's forward
 
+OF_TARGETS = ("target_logprobs", "target_entropies", "topk_logprobs")
+"""Fields with an entry for each target, and with a gradient."""
+
 
 @dataclass
 class PackedOutput(ModelOutput):
@@ -234,13 +243,15 @@ class PackedOutput(ModelOutput):
     router_logits: tuple[torch.Tensor, ...] | None = None
     """[R, E] for each layer with experts, R real tokens in row order; with `output_router_logits=True`."""
     sample_losses: torch.Tensor | None = None
-    """float32 [B]: mean cross-entropy (nats) of each sample's targets."""
+    """float32 [B]: mean loss (nats) of each sample's targets."""
     sample_targets: torch.Tensor | None = None
     """int64 [B]: number of targets of each sample."""
     target_logprobs: torch.Tensor | None = None
     """float32 [L]: log-probability of each target, for `PackedStep`."""
     target_entropies: torch.Tensor | None = None
     """float32 [L]: entropy (nats) of the prediction of each target, for `PackedStep`, on request."""
+    topk_logprobs: torch.Tensor | None = None
+    """float32 [L, K + 1]: log-probabilities of a teacher's ids and of the rest, for `PackedStep`, with `topk_ids`."""
 
     @classmethod
     @outside_graph
@@ -267,7 +278,7 @@ class PackedOutput(ModelOutput):
             means = {"sample_losses": result.sample_losses, "sample_targets": result.sample_targets}
             fields |= {"loss": result.loss, **means}
         if targets:
-            fields |= {"target_logprobs": result.target_logprobs, "target_entropies": result.target_entropies}
+            fields |= {name: getattr(result, name) for name in OF_TARGETS}
         return cls(**fields)
 
     def in_order(self, family: Family) -> tuple[Any, ...]:

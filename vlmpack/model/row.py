@@ -52,6 +52,8 @@ class PartTargets:
     """int64 [l]: the position in the part that predicts each target."""
     ids: torch.Tensor
     """int64 [l]: the target tokens."""
+    index: torch.Tensor
+    """int64 [l]: a position in the row that predicts each target."""
     entries: torch.Tensor
     """int64 [L]: for each target of the row, its index among the part's targets. If ranks share the row, its position
     in the row instead."""
@@ -229,28 +231,37 @@ class RowPart:
         tokens are computed once per sample."""
         return self.cut(run(*(self.gather(part[0])[None] for part in (hidden_1tD, *others_1t))), dim=1)
 
-    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
+    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor, *, distinct: bool = True) -> PartTargets:
         """Return the targets at these positions of the row (in increasing order) that are in the part. With a tree,
         the distinct ones: without their number in the metadata, an accelerator is read, a host–device sync.
 
         Args:
             index_L: int64 [L]: positions of predictions.
             labels_1T: int64 [1, T]: the row's shifted labels.
+            distinct: False: a target that samples share is there for each of them.
         """
+        ids_L = labels_1T[0].index_select(0, index_L)
         if self.tree is None:
-            return PartTargets(predictions=index_L, ids=labels_1T[0].index_select(0, index_L), entries=index_L)
+            return PartTargets(predictions=index_L, ids=ids_L, index=index_L, entries=index_L)
         device = index_L.device
-        token_L = self.tree.place(device).index_select(0, index_L + 1)
+        token_L, before = self.tree.place(device).index_select(0, index_L + 1), max(self.kept - 1, 0)
+        if not distinct:
+            predictions = self.tree.predecessor(device).index_select(0, token_L) - before
+            every = torch.arange(len(ids_L), device=device)
+            return PartTargets(predictions=predictions, ids=ids_L, index=index_L, entries=every)
         is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
         token_l = _true_places(is_target_t, self._num_distinct_targets)
+        source_l = self.tree.source(device).index_select(0, token_l)
         return PartTargets(
-            predictions=self.tree.predecessor(device).index_select(0, token_l) - max(self.kept - 1, 0),
-            ids=self._ids_1T[0].index_select(0, self.tree.source(device).index_select(0, token_l)),
+            predictions=self.tree.predecessor(device).index_select(0, token_l) - before,
+            ids=self._ids_1T[0].index_select(0, source_l),
+            index=source_l - 1,
             entries=(is_target_t.cumsum(0) - 1).index_select(0, token_L),
         )
 
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """Gather each rank's target values, [l], into the row's, [L]; all samples that share a target get its value."""
+        """Gather each rank's target values, [l, ...], into the row's, [L, ...]; all samples that share a target get its
+        value."""
         return part_l if self.tree is None else part_l.index_select(0, targets.entries)
 
     def with_predecessor(self, hidden_1tD: torch.Tensor) -> torch.Tensor:
@@ -537,7 +548,7 @@ class ContextParallelRow(RowPart):
         others_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in others_1t]
         return self.cut(run(row_1TD, *others_1T), dim=1)
 
-    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor) -> PartTargets:
+    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor, *, distinct: bool = True) -> PartTargets:
         """Count the targets before and in the part: a host–device sync."""
         if self.is_whole:
             return super().targets(index_L, labels_1T)
@@ -545,13 +556,15 @@ class ContextParallelRow(RowPart):
         edges = start, start + self.partition.local_total
         first, last = torch.stack([(index_L < edge).sum() for edge in edges]).tolist()
         part_l = index_L[first:last]
-        return PartTargets(predictions=part_l - start, ids=labels_1T[0].index_select(0, part_l), entries=index_L)
+        ids_l = labels_1T[0].index_select(0, part_l)
+        return PartTargets(predictions=part_l - start, ids=ids_l, index=part_l, entries=index_L)
 
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
         """All-gather the values, with zeros for tokens without a target."""
         if self.is_whole:
             return part_l
-        part_t = part_l.new_zeros(self.partition.local_total).index_add(0, targets.predictions, part_l)
+        zeros_t = part_l.new_zeros(self.partition.local_total, *part_l.shape[1:])
+        part_t = zeros_t.index_add(0, targets.predictions, part_l)
         return self.gather(part_t).index_select(0, targets.entries)
 
     @cached_property

@@ -31,7 +31,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named, family_of
 from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard
-from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, Media, PaddedBatch, check_is_batch, whole_numbers
+from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, TEACHER, Media, PaddedBatch, check_is_batch, whole_numbers
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow, pack
@@ -54,7 +54,7 @@ from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.plain import find_model
-from vlmpack.model.result import StepResult, Work, target_sums
+from vlmpack.model.result import OF_TARGETS, StepResult, Work, target_sums
 
 
 @final
@@ -120,11 +120,11 @@ class PackedStep:
         columns_of_row = {*COLUMNS}
         if state is not None:
             family = state.family
-            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns}
+            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns, *TEACHER}
         hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
         row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
         call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
-        needed = () if state is None else state.family.token_columns
+        needed = () if state is None else (*state.family.token_columns, *TEACHER)
         columns = {} if hands_row else _inputs_of(batch, needed)
         columns = {
             name: copied(value, device) if isinstance(value, torch.Tensor) and _travels(name) else value
@@ -190,8 +190,7 @@ class PackedStep:
 
 def _with_hooks(result: StepResult, output: Any) -> StepResult:
     """Use the tensors that the wrappers returned: their backward hooks are attached to these."""
-    targets = {"target_logprobs": output.target_logprobs, "target_entropies": output.target_entropies}
-    result = replace(result, **targets)
+    result = replace(result, **{name: getattr(output, name) for name in OF_TARGETS})
     return result if output.loss is None else replace(result, loss=output.loss)
 
 
@@ -584,6 +583,8 @@ class ThdStep:
     def _check_row(self, row: PackedRow) -> None:
         """Refuse inputs that the model would ignore, and padded lengths that ranks cannot share."""
         check_unshared(row, "a model that takes boundaries")
+        if odd := sorted(row.extras.keys() & {*TEACHER}):
+            raise ConfigError(f"the row has {odd[0]}, which a model that takes boundaries would ignore: use PackedStep")
         segments, rule = row.segments, self.slots
         if segments.has_padding:
             self._check_padding(f"the row has {segments.total - segments.num_tokens} tokens of padding")

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import HostMetadata, Media
@@ -336,16 +335,7 @@ def _several_logprobs(
     targets_PK = np.zeros((len(first), counts.max()), np.int64)
     targets_PK[place_M, number_M] = targets_M
     hidden_PD = hidden_TD.index_select(0, torch.from_numpy(rows_M[first]).to(device))
-
-    def scores(hidden_pD: torch.Tensor, targets_pK: torch.Tensor) -> torch.Tensor:
-        logits_pV = head(hidden_pD).float()
-        return logits_pV.gather(1, targets_pK) - logits_pV.logsumexp(-1, keepdim=True)
-
-    pieces = [*zip(hidden_PD.split(chunk), torch.from_numpy(targets_PK).to(device).split(chunk), strict=True)]
-    if len(pieces) == 1:
-        scores_PK = scores(*pieces[0])
-    else:
-        scores_PK = torch.cat([checkpoint(scores, *piece, use_reentrant=False) for piece in pieces])
+    scores_PK = target_logprobs(hidden_PD, torch.from_numpy(targets_PK).to(device), head, chunk=chunk)
     return scores_PK[tuple(torch.from_numpy(np.stack([place_M, number_M])).to(device))]
 
 

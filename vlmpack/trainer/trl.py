@@ -20,7 +20,7 @@ from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.data.formats import FLAGS
 from vlmpack.errors import ConfigError, check_extra, check_kind
-from vlmpack.layout.batch import METADATA_KEY
+from vlmpack.layout.batch import METADATA_KEY, TEACHER
 from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.enable import enable_packing, is_packing
 from vlmpack.model.engine import packing_state
@@ -313,7 +313,7 @@ class PackedSFTTrainer(PackedTrainer, _PackedHead, SFTTrainer):  # pyright: igno
             return Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
         if METADATA_KEY in inputs and inputs.get("attention_mask") is None:
             inputs = {**inputs, "attention_mask": (~inputs["moe_padding_mask"]).long()}  # TRL counts tokens with it
-        if ignored := [name for name in WEIGHTS if inputs.get(name) is not None]:
+        if ignored := [name for name in (*WEIGHTS, *TEACHER) if inputs.get(name) is not None]:
             raise ConfigError(f"TRL's loss would ignore {ignored[0]} of the batch; {_WEIGH_BY}")
         if not model.training or channels_of(inputs) is None:
             return SFTTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
