@@ -41,6 +41,7 @@ def sample(seed, words, images=(), videos=(), sample_id=None):
         types=np.array(types, np.int64),
         images=tuple(visuals[1]),
         videos=tuple(visuals[2]),
+        teacher={"topk_ids": rng.integers(0, 300, (len(ids), 2)), "topk_logprobs": -rng.random((len(ids), 2))},
         sample_id=seed if sample_id is None else sample_id,
     )
 
@@ -61,9 +62,11 @@ def assert_rows_equal(row: PackedRow, truth: PackedRow):
                 assert value.dtype == expected.dtype, field.name
                 assert torch.equal(value, expected), field.name
                 compared += 1
-            elif field.name != "media":
+            elif field.name not in ("media", "extras"):
                 assert value == expected, field.name
     assert compared >= 3
+    assert all(torch.equal(row.extras[name], column) for name, column in truth.extras.items())
+    assert {*row.extras} == {"topk_ids", "topk_logprobs"}
 
 
 @given(samples=SAMPLES, rule=RULES)

@@ -71,6 +71,14 @@ def put(at: int, value: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def teacher(ids: Callable[[Any], Any]) -> Callable[[Sample], Sample]:
+    def add(sample: Sample) -> Sample:
+        count = sample["input_ids"].numel()
+        return {**sample, "topk_ids": ids([[7, 9]] * count), "topk_logprobs": [[-0.5, -1.5]] * count}
+
+    return add
+
+
 def touching(sample: Sample) -> Sample:
     """Without the tokens between the two images."""
     ids = sample["input_ids"]
@@ -198,6 +206,15 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         for value in (2, -1)
     },
     "weights of other tokens": (without(loss_weights=[1.0]), "bad_shape", "loss_weights covers 1 tokens but input_ids"),
+    "a teacher's ids alone": (without(topk_ids=[[1]]), "bad_row", "it has no topk_logprobs; a teacher's entries"),
+    "a teacher's entries for other tokens": (
+        teacher(ids=lambda x: x[1:]),
+        "bad_shape",
+        "topk_ids covers 28 tokens, but the sample has 29",
+    ),
+    "no entries for a target": (teacher(ids=lambda x: [*x[:-2], None, x[-1]]), "bad_shape", "0 entries for token 27"),
+    "fewer ids than log-probabilities": (teacher(ids=lambda x: [y[:1] for y in x]), "bad_shape", "unequal numbers"),
+    "floats for ids": (teacher(ids=lambda x: [[0.5, 1]] * len(x)), "bad_dtype", "topk_ids holds float64"),
     "a weight below 0": (
         lambda sample: {**sample, "loss_weights": put(3, -1)(sample["input_ids"] * 0 + 1)},
         "bad_mask",
@@ -251,6 +268,14 @@ def test_the_masks_of_a_tokenized_sample_say_what_is_trained_on(has_labels: bool
     weighed = ENCODER.encode({**plain, **given, "loss_weights": [0.0] * (count - 2) + [1, 0.5]})
     assert weighed.labels.tolist() == labels.tolist()
     assert weighed.weights[-2:].tolist() == [1, 0.5]
+
+
+def test_a_teacher_has_entries_for_the_targets() -> None:
+    plain = answer(completion_mask=[0, 0, 0, 1, 1], attention_mask=[0, 1, 1, 1, 1])
+    entries = {"topk_ids": [None, [], None, [3, 5], [2, 8]], "topk_logprobs": [None, None, [], [-1, -2], [-0.5, -3]]}
+    taught = ENCODER.encode({**plain, **entries}).teacher
+    assert taught["topk_ids"].tolist() == [[0, 0], [0, 0], [3, 5], [2, 8]]
+    assert taught["topk_logprobs"].tolist() == [[0, 0], [0, 0], [-1, -2], [-0.5, -3]]
 
 
 def test_lists_arrays_and_batches_of_one_are_taken_as_well() -> None:

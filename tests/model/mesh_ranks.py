@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from model.two_ranks import samples_of
 from ranks import save_cases, whole
+from teachers import taught
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,7 +27,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import PackedRow, Segments
 from vlmpack.layout.batch import Media
-from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
+from vlmpack.model import Distillation, PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import Scoring, score_targets
 from vlmpack.testing import Sample, alone, padded
@@ -73,7 +74,8 @@ class Case:
     def config(self) -> StepConfig:
         """The settings. Of two FSDP ranks, one has one chunk of targets and one has two."""
         of_routers = {"aux_loss": "step", "z_loss_coef": Z_LOSS} if self.aux_loss == "step" else {}
-        return StepConfig(head_chunk=50 if "fsdp_size" in self.sizes else 2048, **of_routers)
+        settings = {"head_chunk": 50 if "fsdp_size" in self.sizes else 2048, "distillation": DISTILLATION}
+        return StepConfig(**settings, **of_routers)
 
     def shares(self, samples: list[Sample]) -> list[list[Sample]]:
         """The samples of each data rank. Of two data ranks, the second has no image."""
@@ -85,6 +87,8 @@ def _on(sizes: dict[str, Any], *families: str, **settings: Any) -> list[Case]:
 
 
 TEXT, MOE, VL, DELTA = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5"
+DISTILLATION = Distillation(weight=0.5)
+"""Half of the loss is cross-entropy."""
 Z_LOSS = 0.01
 """Factor of the z-loss."""
 CASES = [
@@ -169,7 +173,8 @@ def step(case: Case, folder: Path) -> dict[str, Any]:
         for number, share in enumerate(shares, 1):
             if hasattr(model, "set_requires_gradient_sync"):
                 model.set_requires_gradient_sync(number == case.passes)
-            results.append(run(padded(share), num_items_in_batch=items, entropy=True, **routers))
+            batch = taught(padded(share), share, model.get_input_embeddings().num_embeddings)
+            results.append(run(batch, num_items_in_batch=items, entropy=True, **routers))
             (results[-1].loss * parallel.data_ranks * parallel.ranks).backward()
     total = sum(result.loss_sum.detach() for result in results)
     dist.all_reduce(total)

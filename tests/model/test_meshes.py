@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from equality import limits_of, without_zeros
-from model.mesh_ranks import CASES, WHERE, Z_LOSS, Case
+from model.mesh_ranks import CASES, DISTILLATION, WHERE, Z_LOSS, Case
 from model.two_ranks import samples_of
 from ranks import on_ranks
 from shared_rows import relative
+from teachers import K, loss_of
 
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
@@ -69,7 +70,7 @@ def test_a_step_is_that_of_all_samples_alone(case: Case, seen: Any) -> None:
     for name, value in {
         "logprobs": torch.cat(own.logprobs),
         "entropies": torch.cat(own.entropies),
-        "sample losses": torch.stack([-each.mean() for each in own.logprobs]),
+        "sample losses": torch.stack([x / len(n) for x, n in zip(own.losses, own.logprobs, strict=True)]),
         "aux loss": routers.balance,
     }.items():
         assert value is None or relative(found[name], value.detach()) <= 5e-6, name
@@ -86,7 +87,8 @@ def test_a_step_is_that_of_all_samples_alone(case: Case, seen: Any) -> None:
 def test_routers_of_all_ranks_are_added_to_a_mean_of_losses_once(seen: Any) -> None:
     model = model_of("qwen3_moe")
     samples = samples_of(model)
-    losses = [Alone(model, share, padded(share).metadata.num_targets).loss for share in (samples[::2], samples[1::2])]
+    shares = samples[::2], samples[1::2]
+    losses = [Alone(model, share, padded(share).metadata.num_targets, taught=False).loss for share in shares]
     truth = sum(losses) / 2 + Alone(model, samples, 1).added
     truth.backward()
     found = seen(CASES[0], "mean")
@@ -98,7 +100,7 @@ def test_routers_of_all_ranks_are_added_to_a_mean_of_losses_once(seen: Any) -> N
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.family == "qwen3"][:1], ids=str)
 def test_tensor_ranks_exchange_no_logits(case: Case, seen: Any) -> None:
-    """Of each target five numbers in place of a logit for each id; of each token what transformers exchanges."""
+    """Of each target few numbers in place of a logit for each id; of each token what transformers exchanges."""
     model = model_of(case.family)
     batch, text = padded(samples_of(model)), model.config
     tokens, targets = int(batch.attention_mask.sum()), batch.metadata.num_targets
@@ -107,7 +109,7 @@ def test_tensor_ranks_exchange_no_logits(case: Case, seen: Any) -> None:
     assert Counter(seen(case)["exchanged"]) == {
         ("all_reduce", (1, tokens, width)): forward + backward,
         ("allreduce", (targets,)): 1,  # largest logits
-        ("allreduce", (3, targets)): 1,  # sums of exponentials, the targets' logits, and for the entropy
+        ("allreduce", (targets, 4 + K)): 1,  # sums of all and other exponentials, logits, and for the entropy
         ("all_reduce", (targets, width)): 1,  # gradient of hidden states
         ("allreduce", (text.head_dim,)): 2 * layers,  # gradients of the heads' norms
         ("allgather", (1, 4)): 1,  # digest of the row
@@ -162,7 +164,7 @@ def test_a_mesh_on_which_a_model_would_be_wrong_is_refused(family, model_sizes, 
 class Alone:
     """Samples of one data rank, each alone through the unmodified model."""
 
-    def __init__(self, model: Any, samples: list[Sample], items: int) -> None:
+    def __init__(self, model: Any, samples: list[Sample], items: int, *, taught: bool = True) -> None:
         family = FAMILIES[model.config.model_type]
         asked = {"output_router_logits": True} if family.has("experts") else {}
         outputs = [model(**alone(sample, labels=False), use_cache=False, **asked) for sample in samples]
@@ -172,7 +174,9 @@ class Alone:
         log_softmax = [each.log_softmax(-1) for each in logits]
         self.logprobs = [each.gather(1, ids[:, None])[:, 0] for each, ids in zip(log_softmax, targets, strict=True)]
         self.entropies = [-(each.exp() * each).sum(1) for each in log_softmax]
-        self.loss = -sum(each.sum() for each in self.logprobs) / items
+        settings = {"weight": DISTILLATION.weight if taught else 0, "tail": True}
+        self.losses = [loss_of(o.logits[0], sample, **settings) for o, sample in zip(outputs, samples, strict=True)]
+        self.loss = sum(self.losses) / items
         self.balance = self.counts = None
         self.added = torch.zeros(())
         if asked:

@@ -43,7 +43,7 @@ from vlmpack.collate.encoded import (
 )
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.collate.tokenized import read_tokenized, token_types
+from vlmpack.collate.tokenized import read_tokenized, token_types, with_teacher
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.formats import KINDS, Kind, is_empty
 from vlmpack.data.images import ImageLimits
@@ -229,6 +229,7 @@ class Encoder:
                 seen = f"a user's text holds '<{kind}>', read as text: its sample has no column {kind} or {kind}s"
                 warnings.warn(f"{seen}. Choose markers='places' to refuse such samples, or 'text'", stacklevel=2)
             sample = self._encode_conversation(conversation, lambda kind: read(conversation.media[kind], kind=kind))
+            sample = with_teacher(sample, feature, num_tokens=sample.num_tokens)
         check_sample(sample, self.metadata)
         return sample
 

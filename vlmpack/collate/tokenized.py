@@ -32,8 +32,7 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
     Padding is removed by `attention_mask`. `labels` are kept, except on media and on the first token. Without labels,
     they are made as for any other sample, or are the ids wherever TRL's `completion_mask` or `assistant_masks` allow
-    it. `loss_weights` weight the labels. `mm_token_type_ids` are optional, but are checked. `topk_ids` and
-    `topk_logprobs` [n, K] are a teacher's; tokens without a label may have none (None or []).
+    it. `loss_weights` weight the labels. `mm_token_type_ids` are optional, but are checked.
 
     Raises:
         SampleError: columns contradict each other, or the sample is already a packed row.
@@ -106,39 +105,45 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
         videos=_visuals(feature, "pixel_values_videos", "video_grid_thw", metadata),
     )
     sample = weighed(sample, weights)
-    return replace(sample, teacher=_teacher(feature, keep, sample.labels, num_tokens=len(all_ids)))
+    return with_teacher(sample, feature, start=keep.start, num_tokens=len(all_ids))
 
 
-def _teacher(feature: Mapping[str, Any], keep: slice, labels: np.ndarray, *, num_tokens: int) -> dict[str, np.ndarray]:
-    """Read a teacher's entries, [n, K]; zeros for tokens that are no target.
+def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0, num_tokens: int) -> Encoded:
+    """Return the sample with its teacher's entries (`TEACHER`). Tokens without a label may have none (None or []).
+
+    Args:
+        sample: the sample, of which the columns may describe more tokens.
+        feature: its columns.
+        start: index of its first token in the columns.
+        num_tokens: number of tokens that the columns describe.
 
     Raises:
-        SampleError: a column is missing, or has not K numbers for each target.
+        SampleError: a column is missing, or does not have K numbers for each target.
     """
     missing = [name for name in TEACHER if feature.get(name) is None]
     if len(missing) == len(TEACHER):
-        return {}
-    targets, read = np.flatnonzero(np.append(False, labels[1:] != IGNORE)), {}
-    for name, kind, dtype in zip(TEACHER, ("iu", "f"), (np.int64, np.float32), strict=True):
+        return sample
+    targets, read = 1 + np.flatnonzero(sample.labels[1:] != IGNORE), {}
+    for name, kinds, dtype in zip(TEACHER, ("iu", "f"), (np.int64, np.float32), strict=True):
         if missing:
             raise SampleError(f"it has no {missing[0]}; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
         entries = feature[name]
         if len(entries) != num_tokens:
-            raise SampleError(f"{name} covers {len(entries)} tokens but input_ids has {num_tokens}", "bad_shape")
-        counts = np.array([0 if each is None else len(each) for each in entries])[keep]
-        width = counts[targets].max(initial=1)
-        if (wrong := counts[targets] != width).any():
-            token = targets[wrong.argmax()]
-            seen = f"{counts[token]} entries for token {keep.start + token} and {width} for others"
-            raise SampleError(f"{name} has {seen}; give K of each token with a label", "bad_shape")
-        values = _array([entries[keep.start + token] for token in targets], name)
-        if values.dtype.kind not in kind:
+            raise SampleError(f"{name} covers {len(entries)} tokens, but the sample has {num_tokens}", "bad_shape")
+        counts = np.array([0 if each is None else len(each) for each in entries])[start + targets]
+        width = counts.max(initial=1)
+        if (wrong := counts != width).any():
+            token, count = start + targets[wrong.argmax()], counts[wrong.argmax()]
+            seen = f"{name} has {count} entries for token {token} and {width} for another"
+            raise SampleError(f"{seen}; give as many for each token with a label", "bad_shape")
+        values = _array([entries[start + target] for target in targets], name)
+        if values.dtype.kind not in kinds:
             raise SampleError(f"{name} holds {values.dtype}; ids are integers, log-probabilities floats", "bad_dtype")
-        read[name] = np.zeros((len(labels), width), dtype)
+        read[name] = np.zeros((sample.num_tokens, width), dtype)
         read[name][targets] = values
     if len({column.shape for column in read.values()}) > 1:
         raise SampleError(f"{' and '.join(TEACHER)} have unequal numbers of entries for a token", "bad_shape")
-    return read
+    return replace(sample, teacher=read)
 
 
 def _check_not_shifted(labels: np.ndarray, ids: np.ndarray) -> None:

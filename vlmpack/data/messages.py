@@ -80,13 +80,12 @@ SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
 """Columns with the seconds from one grid of each video to the next: Qwen2.5-VL's name and Qwen-Omni's."""
 READ_COLUMNS = (
     *(*_TEXT_COLUMNS, *MEDIA, "system", "tools", "chat_template_kwargs", "id", "sample_id", CHANNEL_COLUMN),
-    *(BRANCH_COLUMN, ANSWER_COLUMN),
+    *(BRANCH_COLUMN, ANSWER_COLUMN, *TEACHER),
 )
 """Columns that a conversation may have."""
 _OF_TOKENS = (
     *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
     *("input_features", "feature_attention_mask", SECONDS_COLUMNS[1], *LABEL_COLUMNS[1:], WEIGHT_COLUMN),
-    *TEACHER,
 )
 """Columns that only tokenized samples have."""
 _KNOWN = {*READ_COLUMNS, *_OF_TOKENS, *SECONDS_COLUMNS, "labels", "attention_mask", "mm_token_type_ids"}
