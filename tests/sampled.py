@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from vlmpack.families import family_named
-from vlmpack.service.datums import EncodedImage, EncodedSequence
-from vlmpack.service.engine import Engine
-from vlmpack.service.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
-from vlmpack.service.sampling import BatchedSampling, Finished, SamplingSettings
+from vlmpack.service.engine.datums import EncodedImage, EncodedSequence
+from vlmpack.service.engine.engine import Engine
+from vlmpack.service.sampling.batched import BatchedSampling, Finished, SamplingSettings
+from vlmpack.service.wire.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
 
 NOTHING: Mapping[str, Any] = {}
 SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())

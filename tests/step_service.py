@@ -12,10 +12,11 @@ from cases import one_of_each, slow
 from PIL import Image
 
 from vlmpack.families.registry import FAMILIES
-from vlmpack.service.datums import not_served
-from vlmpack.service.engine import Engine, EngineConfig
+from vlmpack.service.engine.datums import not_served
+from vlmpack.service.engine.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import (
+from vlmpack.service.ranks.group import Ranks
+from vlmpack.service.wire.messages import (
     AdamParams,
     Chunk,
     Datum,
@@ -26,7 +27,6 @@ from vlmpack.service.messages import (
     LoraConfig,
     TextChunk,
 )
-from vlmpack.service.ranks import Ranks
 from vlmpack.testing import tiny_model, tiny_processor
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)

@@ -15,6 +15,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 CONTRACTS = (
     "upper packages import lower ones, siblings never",
+    "service: web, queue, sampling, engine, ranks, wire",
     "model works on a hand-made row: it never imports collate",
     "layout is pure index maths",
     "plan plans with numpy alone",
@@ -26,6 +27,7 @@ CONTRACTS = (
 OFFENCES = {
     "layout/offence.py": "import transformers\nfrom vlmpack import families",
     "model/offence.py": "from vlmpack import collate",
+    "service/engine/offence.py": "import vlmpack.service.sampling.batched",
     "plan/offence.py": "import torch",
     "trainer/offence.py": "import matplotlib",
     "data/measured.py": "import benchmarks.measuring",

@@ -32,7 +32,7 @@ from vlmpack import SlotRule, ThdStep, probe
 from vlmpack.collate import VLMCollator
 from vlmpack.model import enable_packing
 from vlmpack.probing.host_syncs import recorded_syncs
-from vlmpack.service.engine import Engine
+from vlmpack.service.engine.engine import Engine
 from vlmpack.testing import mixed_samples, padded, receipt_conversations, tiny_model, tiny_processor
 
 LOW = torch.bfloat16

@@ -25,7 +25,10 @@ CODE = {
     "ray": ("ray", "from vlmpack.workers import in_order; next(in_order(str, 1, executor='ray'))"),
     "megatron": ("megatron", "from vlmpack.interop.megatron import _params_class; _params_class.__wrapped__()"),
     "video": ("av", "from vlmpack.data.videos import _opened; _opened('a.mp4', None).__enter__()"),
-    "vllm": ("vllm", "from vlmpack.service.vllm import open_vllm; open_vllm('a/model', max_context=8, limits=None)"),
+    "vllm": (
+        "vllm",
+        "from vlmpack.service.sampling import vllm; vllm.open_vllm('a', max_context=8, limits=None)",
+    ),
 }
 """Extra -> a package of it, and code that needs the package."""
 VERBS = {"serve": ("starlette", ["serve", "--demo"]), "demo": ("accelerate", ["demo"])}

@@ -22,8 +22,9 @@ from benchmarks.receipts import ReceiptShapes, receipt_model
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
 from vlmpack.service import Engine
-from vlmpack.service.datums import EncodedSequence
-from vlmpack.service.messages import Sample, SampleResult, SamplingParams
+from vlmpack.service.engine.datums import EncodedSequence
+from vlmpack.service.sampling.batched import new_sampling
+from vlmpack.service.wire.messages import Sample, SampleResult, SamplingParams
 from vlmpack.testing import tiny_processor
 
 CASE = "sampling"
@@ -67,7 +68,7 @@ class Samplers:
 
     def ours(self, sampler: str, temperature: float = 1.0) -> list[list[int]]:
         """Return the tokens that the service samples for each prompt."""
-        sampling = self.engine.new_sampling(rounding=ROUNDING[sampler])
+        sampling = new_sampling(self.engine, rounding=ROUNDING[sampler])
         params = SamplingParams(max_tokens=self.sampled, stop=(), seed=1, temperature=temperature)
         request = Sample(sampling_session_id=CASE, seq_id=0, prompt=(), num_samples=1, params=params)
         for number, ids in enumerate(self.prompts):

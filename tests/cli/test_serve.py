@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 from vlmpack.cli import app
 from vlmpack.cli.serve import announcement
-from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import Journal
+from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.queue.journal import Journal
 
 SECONDS = 120.0
 

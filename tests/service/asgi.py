@@ -13,12 +13,12 @@ from typing import Any, cast
 
 from service.fakes import FakeBase, FakeEngine
 
-from vlmpack.service.bodies import BodyReader
-from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.engine import BaseModel
-from vlmpack.service.http import Endpoints, make_app
+from vlmpack.service.engine.engine import BaseModel
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.queue import RequestQueue
+from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.queue.queue import RequestQueue
+from vlmpack.service.web.bodies import BodyReader
+from vlmpack.service.web.http import Endpoints, make_app
 
 BASE = FakeBase().name
 KEY = "tml-a-key-of-the-tests"
@@ -98,8 +98,8 @@ class Client:
 @contextmanager
 def client_of(state: Path, limits: ServiceLimits, gate: threading.Semaphore | None = None) -> Iterator[Client]:
     """A client of a queue on a tiny engine."""
-    engine = FakeEngine(gate)
-    queue = RequestQueue(cast("Any", engine), StateFolder(state, base_model=BASE), limits=limits)
+    engine, folder = FakeEngine(gate), StateFolder(state, base_model=BASE)
+    queue = RequestQueue(cast("Any", engine), cast("Any", engine.sampler), folder, limits=limits)
     queue.start()
     client = Client(app=None, queue=queue, bodies=BodyReader(limits=limits))
     endpoints = Endpoints(

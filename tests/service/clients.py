@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from service.fakes import FakeEngine, PickleCodec
 
-from vlmpack.service import messages, wire
-from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.journal import CheckpointRow, SamplingRow
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.queue import RequestQueue
+from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.queue.journal import CheckpointRow, SamplingRow
+from vlmpack.service.queue.queue import RequestQueue
+from vlmpack.service.wire import codec as wire
+from vlmpack.service.wire import messages
 
 ADAM = messages.AdamParams(learning_rate=0.1, beta1=0.9, beta2=0.95, eps=1e4, weight_decay=0.0, grad_clip_norm=0.0)
 
@@ -132,7 +133,7 @@ def served(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "decode", codec.decode)
         patch.setattr(wire, "encode", codec.encode)
-        queue = RequestQueue(cast("Any", engine), folder, limits=limits)
+        queue = RequestQueue(cast("Any", engine), cast("Any", engine.sampler), folder, limits=limits)
         if start:
             queue.start()
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from vlmpack.errors import RequestError
-from vlmpack.service import messages
+from vlmpack.service.wire import messages
 
 SIZE = 5
 ROW = 3

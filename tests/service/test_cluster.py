@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.service.ranks.test_workers import alone, check_equal  # noqa: F401 (a fixture)
 
 from tests.service.server_process import Server, until
-from tests.service.test_workers import alone, check_equal  # noqa: F401 (a fixture)
 from vlmpack.errors import ConfigError
 from vlmpack.service.cluster import ClusterSettings
 

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 from mutations import damaged
 from service.asgi import KEY, Client
-from service.test_http import training as good_training
-from service.test_wire import ADAM
+from service.web.test_http import training as good_training
+from service.wire.test_codec import ADAM
 from step_service import png
 
-from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, protobuf
+from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder
+from vlmpack.service.wire import protobuf
 from vlmpack.testing import tiny_model, tiny_processor
 
 NAME = "tiny"

@@ -21,7 +21,7 @@ from vlmpack.errors import ConfigError, check_extra
 from vlmpack.terminal import progress_lines
 
 if TYPE_CHECKING:
-    from vlmpack.service.ranks import Ranks
+    from vlmpack.service.ranks.group import Ranks
     from vlmpack.service.server import Base, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
@@ -92,9 +92,9 @@ def serve(
     # Read when torch is first imported; threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vlmpack.layout.sharing import MIN_SHARED
-    from vlmpack.service.checkpoints import StateFolder
     from vlmpack.service.limits import ServiceLimits
-    from vlmpack.service.ranks import Launched, end, join
+    from vlmpack.service.queue.checkpoints import StateFolder
+    from vlmpack.service.ranks.group import Launched, end, join
     from vlmpack.service.server import (
         Service,
         ServiceSettings,
@@ -158,7 +158,7 @@ def serve(
 
 def _follow(base: Callable[[], Base], settings: ServiceSettings, ranks: Ranks) -> NoReturn:
     """Compute what rank 0 sends, until it stops."""
-    from vlmpack.service.ranks import end
+    from vlmpack.service.ranks.group import end
     from vlmpack.service.server import follow_rank_0
 
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.engine import Engine, EngineConfig
+from vlmpack.service.engine.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
+from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.server import Base, Service, ServiceSettings, bind
+from vlmpack.service.wire.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
 
 __all__ = [
     "Base",

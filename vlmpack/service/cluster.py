@@ -22,9 +22,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from vlmpack.errors import ConfigError
 from vlmpack.service import server
-from vlmpack.service.checkpoints import StateFolder
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.ranks import FAILED, Ranks, end, join_at
+from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.ranks.group import FAILED, Ranks, end, join_at
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

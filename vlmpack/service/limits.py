@@ -12,7 +12,7 @@ from typing import final
 
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import RequestError
-from vlmpack.service.messages import Chunk, ForwardBackward, ImageChunk, Request, Sample, TextChunk
+from vlmpack.service.wire.messages import Chunk, ForwardBackward, ImageChunk, Request, Sample, TextChunk
 
 FORMATS = ("png", "jpeg")
 """Accepted image formats."""

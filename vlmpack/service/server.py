@@ -36,18 +36,18 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_named
-from vlmpack.service import status
-from vlmpack.service.bodies import BodyReader
-from vlmpack.service.checkpoints import StateFolder
-from vlmpack.service.distributed import follow, lead
-from vlmpack.service.engine import Engine, EngineConfig
-from vlmpack.service.http import Endpoints, make_app
-from vlmpack.service.journal import ModelRow
-from vlmpack.service.openai import OpenAI
-from vlmpack.service.queue import RequestQueue
-from vlmpack.service.ranks import Ranks
-from vlmpack.service.status import EVERY, History, ModelLine, Snapshot
-from vlmpack.service.vllm import set_sampler
+from vlmpack.service.engine.engine import Engine, EngineConfig
+from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.queue.journal import ModelRow
+from vlmpack.service.queue.queue import RequestQueue
+from vlmpack.service.ranks.group import Ranks
+from vlmpack.service.ranks.mirror import Rank
+from vlmpack.service.sampling.samplers import open_sampler
+from vlmpack.service.web import status
+from vlmpack.service.web.bodies import BodyReader
+from vlmpack.service.web.http import Endpoints, make_app
+from vlmpack.service.web.openai import OpenAI
+from vlmpack.service.web.status import EVERY, History, ModelLine, Snapshot
 
 log = logging.getLogger("vlmpack.service")
 
@@ -93,7 +93,7 @@ class ServiceSettings(EngineConfig):
     key: str
     """The API key that clients send with each request."""
     sampler: str = "exact"
-    """The sampler: one of `SAMPLERS` in vllm.py."""
+    """The sampler: one of `SAMPLERS` in sampling/samplers.py."""
     drain_seconds: float = 60.0
     """Seconds to finish work in progress when the service stops; unfinished work is done after the next start."""
 
@@ -204,13 +204,20 @@ class Service:
     ) -> None:
         self.state, self.settings, self._processor = state, settings, base.processor
         engine = base.engine(settings, ranks)
-        set_sampler(engine, settings.sampler, source=base.source)
+        sampler = open_sampler(engine, settings.sampler, source=base.source)
         if settings.sampler == "exact" and base.model.dtype.itemsize < 4 and not settings.batch_invariant:
             log.info("exact sampling in 16 bits: each block of tokens is checked in a pass of its own; --sampler fast")
-        self.engine: Any = engine if ranks is None else lead(engine, ranks)
-        """Computes the requests: an `Engine`, or a proxy that runs the same call on all ranks."""
-        self._is_alone = ranks is None
-        self.queue = RequestQueue(self.engine, state, limits=settings.limits)
+        self.engine: Any = engine
+        """Trains: an `Engine`, or a proxy that makes the same call on all ranks."""
+        self.sampler: Any = sampler
+        """Samples: one of the samplers, or such a proxy if the base model is sharded."""
+        self._ranks = ranks
+        if ranks is not None:
+            rank = Rank(ranks, engine=engine, sampler=sampler)
+            self.engine = rank.mirror("engine")
+            if engine.sharding is not None and settings.sampler != "vllm":
+                self.sampler = rank.mirror("sampler")
+        self.queue = RequestQueue(self.engine, self.sampler, state, limits=settings.limits)
         """Orders the requests and remembers their results."""
         self.history = History()
         """What the curves of the status page show."""
@@ -247,7 +254,7 @@ class Service:
 
     async def _record(self) -> None:
         while True:
-            counts, sampled = self.engine.counts, self.engine.sampler.sampled_tokens
+            counts, sampled = self.engine.counts, self.sampler.sampled_tokens
             self.history.add(time.monotonic(), counts["trained_tokens_total"], sampled)
             await asyncio.sleep(EVERY)
 
@@ -265,8 +272,8 @@ class Service:
     def _drain(self) -> None:
         log.info("stopping: work under way has %g s", self.settings.drain_seconds)
         self.queue.close(drain=self.settings.drain_seconds)
-        if not self._is_alone:
-            self.engine.stop()
+        if self._ranks is not None:
+            self._ranks.send(None)
         log.info("stopped")
 
     def server(self, *, on_start: Callable[[], None] | None = None) -> uvicorn.Server:
@@ -325,7 +332,7 @@ class Service:
             "memory_bytes": memory,
             "disk_bytes": {"used": space.used, "free": space.free},
             "up": float(not fault),
-            "sampled_tokens_total": self.engine.sampler.sampled_tokens,
+            "sampled_tokens_total": self.sampler.sampled_tokens,
         }
         return Snapshot(title=self.engine.base.name, numbers=numbers, models=models, fault=fault)
 
@@ -340,9 +347,9 @@ def follow_rank_0(base: Base, settings: ServiceSettings, ranks: Ranks) -> None:
         ConnectionError: the connection to rank 0 is lost.
     """
     engine = base.engine(settings, ranks)
-    if settings.sampler != "vllm":  # rank 0 runs vLLM by itself
-        set_sampler(engine, settings.sampler, source=base.source)
-    follow(engine, ranks)
+    is_mine = settings.sampler != "vllm"  # rank 0 runs vLLM by itself
+    sampler = open_sampler(engine, settings.sampler, source=base.source) if is_mine else None
+    Rank(ranks, engine=engine, sampler=sampler).follow()
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,0 +1,207 @@
+"""Decoding with a cache, against the unmodified model: `generate` alone, and one full forward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sampled import (
+    model_of,
+    plain_distribution,
+    plain_greedy,
+    plain_logprobs,
+    prompt_of,
+    prompts_of,
+    run,
+    run_one,
+    sample,
+    sampler_of,
+    tokens_of,
+)
+from step_service import FAMILY_NAMES, TEXT_FAMILIES, plain_model, processor_for, served, tiny_engine
+from transformers import DynamicCache, StaticCache
+
+from vlmpack.errors import FamilyError
+from vlmpack.families import family_named
+from vlmpack.service.engine.engine import Engine
+from vlmpack.service.sampling import caches
+from vlmpack.service.sampling.generation import Ending, Growing, Reader
+from vlmpack.service.wire.messages import SampleResult, SparseMatrix
+
+DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
+"""Families without experts."""
+FAMILIES = served("qwen3_vl", "qwen3_5", "qwen4_exp")
+
+
+@pytest.fixture(name="engine")
+def _engine() -> Engine:
+    return tiny_engine()
+
+
+@pytest.mark.parametrize("family", served("qwen3_vl", "qwen3_5", "qwen4_exp", "gemma2"))  # the last with a window
+def test_a_batch_of_prompts_gives_each_what_generate_gives_it_alone(family: str) -> None:
+    """Prompts of different lengths and images, greedily; then the log-probabilities of a full forward pass."""
+    engine, plain = tiny_engine(family), plain_model(family)
+    prompts = prompts_of(engine, count=6)
+    # Joins and leavings at every length: each has its own number of tokens.
+    requests = {str(i): (prompt, sample(temperature=0.0, max_tokens=3 + 4 * i)) for i, prompt in enumerate(prompts)}
+    results = run(sampler_of(engine, prefill_tokens=60, decode_steps=2), requests)
+    placeholders = () if family in TEXT_FAMILIES else (plain.config.image_token_id, plain.config.video_token_id)
+    for i, prompt in enumerate(prompts):
+        (tokens,) = tokens_of(results[str(i)])
+        assert tokens == plain_greedy(plain, prompt, count=3 + 4 * i, suppressed=placeholders)
+        result = results[str(i)]
+        assert isinstance(result, SampleResult)
+        expected = plain_logprobs(plain, prompt, result.sequences[0])[prompt.length - 1 :]
+        np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> None:
+    engine, plain = tiny_engine(family), plain_model(family)
+    prompts = prompts_of(engine, count=5)
+    wanted = {str(i): (p, sample(max_tokens=1 + i % 2, prompt_logprobs=True, top=i)) for i, p in enumerate(prompts)}
+    results = run(sampler_of(engine), wanted)
+    for i, prompt in enumerate(prompts):
+        result = results[str(i)]
+        assert isinstance(result, SampleResult)
+        assert result.scores is not None
+        assert result.scores.logprobs.dtype == np.float32
+        assert np.isnan(result.scores.logprobs[0])
+        np.testing.assert_allclose(result.scores.logprobs[1:], plain_logprobs(plain, prompt), atol=2e-5)
+        assert result.scores.top.ids.shape == result.scores.top.logprobs.shape == (prompt.length, i)
+        likeliest = plain_distribution(plain, prompt).topk(max(i, 1))
+        np.testing.assert_allclose(result.scores.top.logprobs[1:], likeliest.values[:, :i], atol=2e-5)
+        assert np.isnan(result.scores.top.logprobs[0]).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_that_are_not_sampled_have_the_unmodified_models_log_probabilities(family: str) -> None:
+    engine, plain = tiny_engine(family), plain_model(family)
+    prompts, rng = prompts_of(engine, count=4), np.random.default_rng(5)
+    wanted = {}
+    for i, prompt in enumerate(prompts):
+        keys = np.arange(2 * (prompt.length - 1))
+        targets = SparseMatrix(keys=keys, values=rng.integers(-1, 500, len(keys)), shape=(prompt.length - 1, 2))
+        wants = {"topk_sample_logprobs": 3, "target_prompt_logprobs": targets, "prompt_alt_tokens_k": i and 400 // i}
+        wanted[str(i)] = (prompt, sample(max_tokens=4, wants=wants, temperature=0.5))
+    together = run(sampler_of(engine), wanted)
+    for i, prompt in enumerate(prompts):
+        result, (_, request) = together[str(i)], wanted[str(i)]
+        assert isinstance(result, SampleResult)
+        (sequence,), scores, targets = result.sequences, result.scores, request.target_prompt_logprobs
+        assert sequence.top is not None and scores is not None and scores.targets is not None and targets is not None
+        whole = plain_distribution(plain, prompt, sequence.tokens.tolist())
+        likeliest = whole[prompt.length - 1 :].topk(3)
+        np.testing.assert_allclose(sequence.top.logprobs, likeliest.values, atol=2e-5)
+        assert sequence.top.ids.tolist() == likeliest.indices.tolist()
+        expected = np.where(targets.values < 0, 0, whole[targets.keys // 2, targets.values])
+        np.testing.assert_allclose(scores.targets.values, expected, atol=2e-5)
+        if not i:
+            assert scores.drawn is None
+            continue
+        drawn = scores.drawn
+        assert drawn is not None and drawn.ids.shape == (prompt.length - 1, 400 // i)
+        of_drawn = whole[: prompt.length - 1].gather(1, torch.from_numpy(drawn.ids).long())
+        np.testing.assert_allclose(drawn.logprobs, of_drawn, atol=2e-5)
+        chances, first = (whole[0] / 0.5).softmax(0), int((whole[0]).argmax())
+        spread = 5 * float(chances[first] * (1 - chances[first]) / drawn.ids.shape[1]) ** 0.5
+        assert abs((drawn.ids[0] == first).mean() - float(chances[first])) < spread + 1e-3
+        alone = run_one(sampler_of(engine), prompt, request)
+        assert alone.scores is not None and alone.scores.drawn is not None
+        assert alone.scores.drawn.ids.tolist() == drawn.ids.tolist()
+
+
+# ---------------------------------------------------------------------- blocks that are checked together
+
+
+@pytest.mark.parametrize("family", served("qwen3_vl", "qwen3_5", among=DENSE))
+def test_canonical_logits_depend_on_no_later_token_bit_for_bit(family: str) -> None:
+    """Rows of two sequences that part in the middle of a block, in float32 and in bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        engine = tiny_engine(family, model=plain_model(family).to(dtype))
+        reader = Reader(model_of(engine), rounding=0, block=8)
+        for prompt in prompts_of(engine, count=4):
+            logits = []
+            for tokens in ([30, 31, 32, 33], [30, 31, 32, 400, 401, 402], [30, 31, 32]):
+                grown = growing(prompt, tokens)
+                row, start = reader.canonical_row(grown)
+                with torch.no_grad():
+                    logits.append(reader.canonical(row, before=prompt.length + start))
+            assert {len(found) for found in logits} == {reader.block}
+            known = 4  # logits before and after the three tokens that all have
+            assert all(torch.equal(found[:known], logits[0][:known]) for found in logits), dtype
+            assert not torch.equal(logits[0][known], logits[1][known])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "gpt_oss"])
+def test_experts_check_one_token_at_a_time(family: str) -> None:
+    """The number of tokens of an expert is a shape of its products, and depends on later tokens of a row."""
+    engine = tiny_engine(family)
+    reader = Reader(model_of(engine), rounding=0, block=8)
+    sequence = growing(prompt_of(engine, np.random.default_rng(0), length=5), [30, 31, 32, 33])
+    row, start = reader.canonical_row(sequence)
+    assert (reader.block, start) == (1, 3)
+    assert row.input_ids.tolist() == [*sequence.prompt.input_ids.tolist(), 30, 31, 32]
+
+
+def growing(prompt, tokens: list[int]) -> Growing:
+    """A sequence of which these tokens are sampled."""
+    sequence = Growing(prompt=prompt, params=sample().params, ending=ending(max_tokens=99), seed=1)
+    sequence.tokens = tokens
+    return sequence
+
+
+def test_a_prompt_of_one_token(engine: Engine) -> None:
+    prompt = prompt_of(engine, np.random.default_rng(0), length=1)
+    result = run_one(sampler_of(engine), prompt, sample(prompt_logprobs=True, temperature=0.0))
+    assert result.scores is not None
+    assert np.isnan(result.scores.logprobs).all()
+    assert result.scores.logprobs.shape == (1,)
+    assert tokens_of(result) == [
+        plain_greedy(plain_model(), prompt, count=12, suppressed=Reader(model_of(engine), rounding=0).placeholders)
+    ]
+
+
+def test_placeholders_are_never_sampled(engine: Engine) -> None:
+    """The head is turned so that they are the likeliest tokens by far."""
+    model = model_of(engine)
+    ids = [model.config.image_token_id, model.config.video_token_id]
+    prompts = prompts_of(engine, count=4)
+    with torch.no_grad():
+        model.lm_head.weight[ids] = model.lm_head.weight.mean(0) + 50
+        model.lm_head.weight[ids[1]] *= -1  # one of the two is the largest, whatever the hidden state
+    for temperature in (0.0, 1.0):
+        for prompt in prompts:
+            (tokens,) = tokens_of(run_one(sampler_of(engine), prompt, sample(temperature=temperature)))
+            assert not set(tokens) & {*ids}
+
+
+# ---------------------------------------------------------------------- endings
+
+
+def ending(**settings) -> Ending:
+    return Ending(**{"stop_tokens": frozenset(), "stop_strings": (), "max_tokens": 9, **settings})
+
+
+def test_a_sequence_ends_at_the_token_that_completes_a_stop_string() -> None:
+    """In whatever pieces the tokenizer has it, after any text, also where a character takes several tokens."""
+    tokenizer = processor_for("qwen3_vl").tokenizer
+    for stop in ("total", "\n\n", "}", "né€", "<|im_end|>"):
+        ids = tokenizer.encode(f"the price 15,000 of the menu: a {stop} b", add_special_tokens=False)
+        found = ending(stop_strings=("no such text", stop), max_tokens=999, decode=tokenizer.decode)
+        end = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+        assert 1 < end < len(ids)
+        assert [found.reason(ids[:n]) for n in range(1, end + 1)] == [None] * (end - 1) + ["stop"]
+
+
+# ---------------------------------------------------------------------- caches
+
+
+def test_a_cache_that_sequences_cannot_leave_is_refused_by_name() -> None:
+    config = plain_model().config
+    caches.check_cache(DynamicCache(config=config))
+    with pytest.raises(FamilyError, match="caches in StaticLayer"):
+        caches.check_cache(StaticCache(config=config, max_cache_len=8))
+    with pytest.raises(FamilyError, match="caches in NoneType"):
+        caches.check_cache(None)

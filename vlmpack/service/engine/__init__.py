@@ -1,0 +1,1 @@
+"""Training: client models over one base model, datums, losses and packed rows. No HTTP, no queue."""

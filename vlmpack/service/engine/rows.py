@@ -1,0 +1,529 @@
+"""Training requests that run together: planned into packed rows, run row by row, and split into results per request.
+
+    requests of one model     [a b c] [d e]        plan: rows with two budgets, tokens and patches
+    row 0   a a a d d         forward, backward
+    row 1   b b c e e e       forward, backward    after the last row, the model gets the whole gradient
+    results [a b c] [d e]
+
+    datums  P a   P b   P c   d        P: a prompt with an image, a to c: its completions
+    row     P a b c | d                computed tokens; the token budget limits these
+
+Rows depend only on the requests. Requests without a gradient get separate rows, which run without a backward pass: it
+would be more than half of a row's cost.
+
+Losses depend on log-probabilities only: the backward pass starts from `slopes`, dL / dlogprob of each token. Auxiliary
+losses of expert routers (load balancing) are not computed. So a gradient is exactly the sum of the datums' losses'
+gradients, however the datums are packed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+
+from vlmpack.families.family import Family
+from vlmpack.layout.batch import HostMetadata, Media
+from vlmpack.layout.media import IMAGE, TEXT, Expected, Medium, content_numbers, place
+from vlmpack.layout.prefix_tree import PrefixTree
+from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.segments import Segments
+from vlmpack.layout.sharing import find_prefix_tree, share
+from vlmpack.model.engine import packing_state
+from vlmpack.model.head import target_logprobs
+from vlmpack.model.step import PackedStep
+from vlmpack.plan.lengths import Budget
+from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
+from vlmpack.service.engine.clients import Adapters, ClientModel
+from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence
+from vlmpack.service.engine.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind_loss
+from vlmpack.service.ranks.group import Gradients, Ranks, Sharding
+from vlmpack.service.wire.messages import Failure, ForwardBackwardResult
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
+"""Token budgets to try for rows of similar size, as multiples of their mean."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """Budgets of a row, and what its samples share. A datum beyond a budget gets its own row."""
+
+    tokens: int
+    """Maximum number of computed tokens."""
+    patches: int
+    """Maximum number of image patches."""
+    min_shared: int | None = None
+    """Minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not shared."""
+    image_token: int | None = None
+    """Image placeholder id; None: the model takes no images."""
+    has_pieces: bool = False
+    """Whether the model computes a larger row in pieces. Large groups that share a long prefix then get one row."""
+
+
+# ---------------------------------------------------------------------- which datums share a row
+
+
+def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ranks: int = 1) -> list[list[int]]:
+    """Return the indices of the sequences in each row, in the order of the rows. Within a row, indices increase.
+
+    There are as few rows as the budgets allow, rounded up to a multiple of the ranks. Rows have similar sizes, because
+    ranks wait for the largest row, and a nearly empty row costs more than its share.
+
+    Args:
+        sequences: sequences of one model.
+        settings: the budgets.
+        ranks: number of ranks that compute rows at the same time.
+    """
+    lengths = np.array([sequence.length for sequence in sequences])
+    patches = np.array([sequence.patches for sequence in sequences])
+    tree = None
+    if settings.min_shared is not None:  # of all sequences, as if they were one row
+        images = content_numbers([image.pixel_values for sequence in sequences for image in sequence.images])
+        row = tokens_row(sequences, settings.image_token)
+        tree = find_prefix_tree(row, images=images, min_shared=settings.min_shared)
+    groups = None if tree is None else _groups_of(tree)
+    shared = None if groups is None else _patches_of(sequences, groups, settings.image_token)
+    limits = [Budget(name="patches", costs=patches, limit=settings.patches, shared=shared)] if patches.any() else []
+
+    def bins(tokens: int) -> list[list[int]]:
+        plan = plan_bins(
+            lengths, tokens, budgets=limits, overlength="own_row", groups=groups, whole_groups=settings.has_pieces
+        )
+        return [sorted(int(at) for at in row) for row in plan]
+
+    rows = bins(settings.tokens)
+    count = ranks * math.ceil(len(rows) / ranks)
+    if count == 1:
+        return rows
+    total = lengths.sum() if tree is None else tree.num_tokens
+    for slack in SLACK:
+        tokens = max(int(lengths.max()), math.ceil(slack * total / count))
+        if tokens < settings.tokens and len(even := bins(tokens)) <= count:
+            return even
+    return rows
+
+
+def _groups_of(tree: PrefixTree) -> PrefixGroups:
+    """Convert the nodes of a tree that several samples share to groups of samples."""
+    samples_of = np.zeros(len(tree.parents), np.int64)
+    for leaf in tree.leaves:
+        samples_of[list(tree.path(leaf))] += 1
+    number_of = np.where(samples_of > 1, np.cumsum(samples_of > 1) - 1, ALONE)
+    shared = np.flatnonzero(samples_of > 1)
+    inner = [max((node for node in tree.path(leaf) if samples_of[node] > 1), default=ALONE) for leaf in tree.leaves]
+    parents = np.array(tree.parents)[shared]
+    return PrefixGroups(
+        of_samples=np.array([ALONE if node == ALONE else number_of[node] for node in inner]),
+        parents=np.where(parents == ALONE, ALONE, number_of[parents]),
+        tokens=np.array([sum(tree.lengths[on] for on in tree.path(int(node))) for node in shared], np.int64),
+    )
+
+
+def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, image_token: int | None) -> np.ndarray:
+    """Return the number of image patches in each shared prefix, int64 [K]. A prefix holds whole images only."""
+    found = np.zeros(len(groups), np.int64)
+    for sequence, innermost in zip(sequences, groups.of_samples, strict=True):
+        if sequence.images:
+            is_image = sequence.input_ids == image_token
+            patches_a_token = sequence.patches // np.count_nonzero(is_image)
+            group = int(innermost)
+            while group != ALONE:
+                found[group] = patches_a_token * np.count_nonzero(is_image[: groups.tokens[group]])
+                group = int(groups.parents[group])
+    return found
+
+
+# ---------------------------------------------------------------------- one row
+
+
+def tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) -> PackedRow:
+    """Pack sequences into a row without gaps. The row has the grids of the images, but not their pixels."""
+    ids = torch.from_numpy(np.concatenate([sequence.input_ids for sequence in sequences]))[None]
+    lengths = tuple(sequence.length for sequence in sequences)
+    segments = Segments.from_lengths(lengths)
+    types = torch.zeros_like(ids) if image_token is None else torch.where(ids == image_token, IMAGE, TEXT)
+    expected = [
+        Expected(medium=Medium(kind=IMAGE, grid=image.grid), tokens=(image.tokens,))
+        for sequence in sequences
+        for image in sequence.images
+    ]
+    return PackedRow(
+        input_ids=ids,
+        segments=segments,
+        mm_token_type_ids=None if image_token is None else types,
+        metadata=HostMetadata(lengths=lengths, media=place(expected, types[0].numpy(), segments)),
+    )
+
+
+def row_of(sequences: Sequence[EncodedSequence], family: Family, config: Any) -> PackedRow:
+    """Pack sequences into a row with pixels for a model of this family and configuration. No token has a label."""
+    row = tokens_row(sequences, config.image_token_id if family.has_vision else None)
+    assert row.metadata is not None
+    images, media = [image for sequence in sequences for image in sequence.images], Media()
+    if images:
+        pixel_values = torch.cat([image.pixel_values for image in images])
+        media = Media(pixel_values=pixel_values, image_grid_thw=torch.tensor([image.grid for image in images]))
+    labels, metadata = torch.full_like(row.input_ids, IGNORE), replace(row.metadata, num_targets=0)
+    return replace(row, shift_labels=labels, media=media, metadata=metadata)
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowItem:
+    """A datum in a row."""
+
+    request: int
+    """Index of the request in the `RowWork`."""
+    number: int
+    """Index of the datum in its request."""
+    datum: EncodedDatum
+    """The datum."""
+    loss: BoundLoss
+    """The loss."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """A planned row."""
+
+    items: tuple[RowItem, ...]
+    """The datums, in order."""
+    backward: bool
+    """Whether the gradient is needed."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DatumResult:
+    """Results of a datum."""
+
+    logprobs: np.ndarray
+    """float32 [N] or [N, K]."""
+    loss: float
+    """Sum over the tokens; NaN if a loss or derivative is not finite."""
+    is_finite: bool
+    """Whether log-probabilities, losses and derivatives are all finite."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ComputedRow:
+    """The results of one row."""
+
+    results: list[DatumResult]
+    """Results of the datums, in order."""
+    tokens: int
+    """Number of tokens that went through the model."""
+
+
+def compute_row(
+    row: Row,
+    client: ClientModel,
+    adapters: Adapters,
+    *,
+    recomputes: bool = False,
+    min_shared: int | None = None,
+    agree: Callable[[bool], bool] = bool,
+) -> ComputedRow:
+    """Compute one row, and add its gradient, if needed, to `.grad` of the model's parameters.
+
+    If a loss is not finite, there is no backward pass.
+
+    Args:
+        row: the row.
+        client: the model.
+        adapters: the hooks on the base model.
+        recomputes: recompute layers in the backward pass.
+        min_shared: minimum number of tokens of a shared prefix that is computed only once; None: no sharing.
+        agree: called with whether this row can have a backward pass; returns whether to run it. With a sharded base
+            model, all ranks have to agree.
+    """
+    model, items = client.model, row.items
+    if recomputes:
+        _set_recomputing(model, recomputes=row.backward)
+    packed = row_of([item.datum.sequence for item in items], packing_state(model).family, model.config)
+    if min_shared is not None:
+        packed = share(packed, min_shared=min_shared)
+    with torch.set_grad_enabled(row.backward), adapters.applied(client.adapter):
+        logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
+        leaf = logprobs.detach().requires_grad_(row.backward)
+        losses = _token_losses(leaf, items)
+        slopes = torch.autograd.grad(losses.sum(), leaf)[0] if row.backward else torch.zeros_like(leaf)
+        results = _split(leaf, losses, slopes, items)
+        if row.backward and agree(all(result.is_finite for result in results)):
+            torch.autograd.backward(logprobs, slopes)
+    tokens = sum(item.datum.sequence.length for item in items)
+    return ComputedRow(results=results, tokens=tokens if packed.tree is None else packed.tree.num_tokens)
+
+
+def _set_recomputing(model: Any, *, recomputes: bool) -> None:
+    """Switch gradient checkpointing by the layers' training mode.
+
+    Layers in training mode are recomputed. Their submodules stay in evaluation mode, without dropout.
+    """
+    family = packing_state(model).family
+    for layer in family.language_model(model).get_submodule("layers").children():
+        layer.training = recomputes
+
+
+def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
+    """Return the final hidden states [T, D], the input of the head, for a row of these sequences."""
+    return _hidden_of(model, row_of(sequences, packing_state(model).family, model.config))
+
+
+def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:
+    routers = {"output_router_logits": False} if packing_state(model).family.has("experts") else {}
+    step = PackedStep(model)(row, last_hidden=True, **routers)
+    assert step.row_last_hidden is not None
+    return step.row_last_hidden[0]
+
+
+def _logprobs(model: Any, hidden_TD: torch.Tensor, items: Sequence[RowItem], tree: PrefixTree | None) -> torch.Tensor:
+    """Return the log-probability of every target, float32 [M].
+
+    Equal (position, target) pairs of a shared prefix go through the head once.
+    """
+    state = packing_state(model)
+    head, chunk, device = state.family.to_logits(model), state.config.head_chunk, hidden_TD.device
+    targets_M = np.concatenate([item.datum.targets for item in items])
+    has_several = any(item.datum.inputs.keys is not None for item in items)
+    if tree is None and not has_several:
+        return target_logprobs(hidden_TD, torch.from_numpy(targets_M).to(device), head, chunk=chunk)
+    starts = np.cumsum([0, *(item.datum.sequence.length for item in items)])
+    rows_M = np.concatenate([item.datum.places + start for item, start in zip(items, starts, strict=False)])
+    places_M = rows_M if tree is None else tree.place("cpu").numpy()[rows_M]
+    if has_several:
+        return _several_logprobs(hidden_TD, rows_M, places_M, targets_M, head, chunk=chunk)
+    _, first, entry = np.unique(np.stack([places_M, targets_M]), axis=1, return_index=True, return_inverse=True)
+    distinct, of_row = (torch.from_numpy(places.reshape(-1)).to(device) for places in (first, entry))
+    targets = torch.from_numpy(targets_M[first]).to(device)
+    return target_logprobs(hidden_TD.index_select(0, distinct), targets, head, chunk=chunk).index_select(0, of_row)
+
+
+def _several_logprobs(
+    hidden_TD: torch.Tensor, rows_M: np.ndarray, places_M: np.ndarray, targets_M: np.ndarray, head: Any, *, chunk: int
+) -> torch.Tensor:
+    """Return the log-probabilities where positions may have several targets.
+
+    The logits of a position are computed once for all of its targets.
+    """
+    device = hidden_TD.device
+    if not len(rows_M):
+        return hidden_TD[:0].float().sum(-1)
+    _, first, place_M, counts = np.unique(places_M, return_index=True, return_inverse=True, return_counts=True)
+    place_M = place_M.reshape(-1)
+    number_M = np.empty_like(place_M)  # index of each target among the targets of its position
+    number_M[np.argsort(place_M, kind="stable")] = np.arange(len(place_M)) - np.repeat(
+        np.cumsum(counts) - counts, counts
+    )
+    targets_PK = np.zeros((len(first), counts.max()), np.int64)
+    targets_PK[place_M, number_M] = targets_M
+    hidden_PD = hidden_TD.index_select(0, torch.from_numpy(rows_M[first]).to(device))
+    scores_PK = target_logprobs(hidden_PD, torch.from_numpy(targets_PK).to(device), head, chunk=chunk)
+    return scores_PK[tuple(torch.from_numpy(np.stack([place_M, number_M])).to(device))]
+
+
+def _token_losses(logprobs: torch.Tensor, items: Sequence[RowItem]) -> torch.Tensor:
+    """Return the loss of each target, float32 [M]. Adjacent datums with the same loss are computed together."""
+    parts, pieces = [], iter(logprobs.split([len(item.datum.targets) for item in items]))
+    for loss, same in groupby(items, lambda item: item.loss):
+        group = list(same)
+        inputs = {
+            name: torch.from_numpy(np.concatenate([each.datum.inputs.arrays[name] for each in group])).to(
+                logprobs.device
+            )
+            for name in group[0].datum.inputs.arrays
+            if name != TARGETS
+        }
+        inputs[LENGTHS] = torch.tensor([len(each.datum.targets) for each in group], device=logprobs.device)
+        parts.append(loss(torch.cat([next(pieces) for _ in group]), inputs))
+    return torch.cat(parts)
+
+
+def _split(
+    logprobs: torch.Tensor, losses: torch.Tensor, slopes: torch.Tensor, items: Sequence[RowItem]
+) -> list[DatumResult]:
+    """Split results by datum, on the host."""
+    bounds = np.cumsum([len(item.datum.targets) for item in items])[:-1]
+    columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
+    results = []
+    for item, part in zip(items, np.split(columns, bounds, axis=1), strict=True):
+        is_finite = bool(np.isfinite(part).all())
+        loss = float(part[1].sum(dtype=np.float64)) if is_finite else math.nan
+        results.append(
+            DatumResult(logprobs=item.datum.inputs.unflatten(part[0].copy()), loss=loss, is_finite=is_finite)
+        )
+    return results
+
+
+# ---------------------------------------------------------------------- the rows of some requests
+
+
+@final
+class RowWork:
+    """Training requests of one model that run together. The model changes only when the last row has run."""
+
+    def __init__(self, engine: Engine, client: ClientModel, requests: Sequence[EncodedRequest]) -> None:
+        """Plan the rows of requests that run together on a model of the engine."""
+        self._engine, self._client, self._requests = engine, client, list(requests)
+        self._rows: deque[Row] = deque()
+        self._failures: dict[int, Failure] = {}
+        self._results: dict[tuple[int, int], DatumResult] = {}
+        self._gradients: Gradients | None = None
+        self._plan()
+
+    @property
+    def rows_left(self) -> int:
+        """Number of rows that have not run."""
+        return len(self._rows)
+
+    def run_row(self) -> None:
+        """Compute the next row; with several ranks, the next rows, one per rank.
+
+        Raises:
+            Exception: any error of the model, which has not changed then; `cancel` must be called.
+        """
+        if self._engine.ranks is None:
+            row = self._rows[0]
+            self._take(row, self._compute(row))
+        else:
+            self._run_on(self._engine.ranks, self._engine.sharding)
+
+    def cancel(self) -> None:
+        """Discard all work. The model has not changed."""
+        self._rows.clear()
+        self._gradients = None
+
+    def results(self) -> list[ForwardBackwardResult | Failure]:
+        """Return one result per request, in order. All rows must have run."""
+        assert not self._rows
+        return [self._failures.get(at) or self._result(at, request) for at, request in enumerate(self._requests)]
+
+    # ------------------------------------------------------------------ rows
+
+    def _plan(self) -> None:
+        settings, ranks = self._engine.rows, 1 if self._engine.ranks is None else self._engine.ranks.size
+        for backward in (True, False):
+            group = [
+                RowItem(request=at, number=number, datum=datum, loss=request.loss)
+                for at, request in enumerate(self._requests)
+                if at not in self._failures and request.forward_only != backward
+                for number, datum in enumerate(request.data)
+            ]
+            if group:
+                for numbers in plan_rows([item.datum.sequence for item in group], settings, ranks=ranks):
+                    self._rows.append(Row(items=tuple(group[number] for number in numbers), backward=backward))
+
+    def _compute(self, row: Row, *, agree: Callable[[bool], bool] = bool) -> ComputedRow:
+        engine = self._engine
+        recomputes, min_shared = engine.config.gradient_checkpointing, engine.rows.min_shared
+        with self._lent() if row.backward else nullcontext():
+            return compute_row(
+                row, self._client, engine.adapters, recomputes=recomputes, min_shared=min_shared, agree=agree
+            )
+
+    def _run_on(self, ranks: Ranks, sharding: Sharding | None) -> None:
+        """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients.
+
+        With a sharded base model, all ranks run the same passes, a rank without a row those of an idle one.
+        """
+        rows = [self._rows[at] for at in range(min(ranks.size, len(self._rows)))]
+        if sharding is not None:
+            rows = [row for row in rows if row.backward == rows[0].backward]
+        outcome: ComputedRow | str | None = None
+        try:
+            if ranks.rank < len(rows):
+                with nullcontext() if sharding is None else sharding.passes():
+                    outcome = self._compute(rows[ranks.rank], agree=bool if sharding is None else sharding.all_agree)
+            elif sharding is not None:
+                with sharding.passes():
+                    self._compute(replace(rows[0], items=(_idle_item(),)), agree=sharding.all_agree)
+        except Exception as error:  # the other ranks wait for this one's outcome
+            log.exception("rank %d failed in a row", ranks.rank)
+            outcome = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+        outcomes = ranks.gather(outcome)
+        if errors := [of_rank for of_rank in outcomes if isinstance(of_rank, str)]:
+            raise RuntimeError("; ".join(errors))
+        for row, computed in zip(rows, outcomes, strict=False):
+            self._take(row, computed)
+
+    def _take(self, row: Row, computed: ComputedRow) -> None:
+        """Count a row and keep its results.
+
+        If datums are not finite, fail their requests, and restart the work without them.
+        """
+        self._engine.counts.update(
+            rows_total=1,
+            trained_tokens_total=sum(item.datum.sequence.length for item in row.items),
+            computed_tokens_total=computed.tokens,
+            patches_total=sum(item.datum.sequence.patches for item in row.items),
+        )
+        if row not in self._rows:  # a row of another rank, and the work was restarted
+            return
+        results = list(zip(row.items, computed.results, strict=True))
+        if bad := [item for item, result in results if not result.is_finite]:
+            for item in bad:
+                message = (
+                    f"datum {item.number}: its loss or gradient is not finite; look at its logprobs, which may be far "
+                    "from those of the model, and at its weights and advantages"
+                )
+                self._failures.setdefault(item.request, Failure(message=message, category="user"))
+            self.cancel()
+            self._results.clear()
+            self._plan()
+        else:
+            self._rows.remove(row)
+            self._results |= {(item.request, item.number): result for item, result in results}
+        if not self._rows:
+            self._finish()
+
+    def _finish(self) -> None:
+        gradients, self._gradients = self._gradients, None
+        if self._engine.ranks is not None:
+            gradients = self._engine.ranks.sum(gradients, self._client.parameters)
+        if gradients is not None:
+            self._client.add(gradients)
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """Put the work's accumulated gradients into `.grad` for a backward pass to add to, then take them back."""
+        parameters = self._client.parameters
+        for parameter, gradient in zip(parameters, self._gradients or [None] * len(parameters), strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+            self._gradients = [parameter.grad for parameter in parameters]
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _result(self, at: int, request: EncodedRequest) -> ForwardBackwardResult:
+        results = [self._results[at, number] for number in range(len(request.data))]
+        metrics = {
+            "loss:sum": sum(result.loss for result in results),
+            "tokens:sum": float(sum(datum.sequence.length for datum in request.data)),
+        }
+        return ForwardBackwardResult(logprobs=tuple(result.logprobs for result in results), metrics=metrics)
+
+
+def _idle_item() -> RowItem:
+    """Return the item of an idle row: one token with weight 0."""
+    inputs = LossInputs(arrays={TARGETS: np.zeros(1, np.int64), "weights": np.zeros(1, np.float32)}, shape=(1,))
+    datum = EncodedDatum(sequence=EncodedSequence(input_ids=np.zeros(1, np.int64)), inputs=inputs)
+    return RowItem(request=0, number=0, datum=datum, loss=bind_loss("cross_entropy", {}))

@@ -1,0 +1,550 @@
+"""The request queue, which the HTTP layer calls.
+
+POST requests only enqueue. The engine thread runs the requests, and long polls wait for the replies.
+
+    submit ──▶ journal ──▶ ledger ──▶ engine thread ──▶ journal ──▶ reply
+    (any thread)                       (owns the engine)             (asyncio)
+
+    numbers   1 2 3 . 5 6     4 is missing for `gap_seconds`: 5 and 6 fail, 4 is used up, 7 is next. Time in which a
+                              request of the model is being received does not count, up to `MOST_GAPS` times as long
+
+A number that was accepted once never runs twice: a repetition gets the same id, and other content under the number is
+rejected. An unreadable request with a readable number fails in its future, so that its number is used up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.queue.engine_thread import EngineThread
+from vlmpack.service.queue.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
+from vlmpack.service.queue.ledger import Entry, Lane, Ledger, content_digest
+from vlmpack.service.queue.operations import with_seed
+from vlmpack.service.wire import codec
+from vlmpack.service.wire.messages import (
+    Creation,
+    Failure,
+    ForwardBackward,
+    NewSession,
+    Rejected,
+    Reply,
+    Request,
+    Sample,
+)
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine.engine import Engine
+    from vlmpack.service.sampling.batched import BatchedSampling
+    from vlmpack.service.sampling.vllm import VllmSampling
+
+MOST_GAPS = 5
+"""A gap ends after this many times `gap_seconds`, even if requests are being received meanwhile."""
+REFUSED = "Refused"
+"""Kind of a request that could not be read."""
+MISSING = "Missing"
+"""Kind of a number whose request did not arrive in time."""
+
+log = logging.getLogger("vlmpack.service")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """The reply is not available yet."""
+
+    reason: str | None = None
+    """Why the queue is paused, e.g. by a full disk; None: it is not."""
+
+
+@final
+class RequestQueue:
+    """The request queue; see the module's docstring. Thread-safe.
+
+    Args:
+        engine: the engine. From `start` on it belongs to the queue's thread, except its `encode` methods.
+        sampler: the sampler, which belongs to this thread too.
+        state: the state folder; the queue closes it.
+        limits: limits and timeouts.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampler: BatchedSampling | VllmSampling,
+        state: StateFolder,
+        *,
+        limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
+    ) -> None:
+        self.journal, self.state = state.journal, state
+        """Everything that does not wait can be read there."""
+        self._ledger = Ledger(state.journal, limits)
+        self._base_name = engine.base.name
+        self._beginning = threading.Lock()
+        """Held while a sampling session is opened, including the journal's commit."""
+        self._is_draining = False
+        self._is_closed = False
+        self._began = self._looked = time.monotonic()
+        self._thread = EngineThread(engine, sampler, self._ledger, state, tidy=self._tidy)
+
+    def start(self) -> None:
+        """Start the engine thread, which first restores the models of the journal. Requests are accepted meanwhile."""
+        self._thread.start()
+
+    def close(self, *, drain: float | None = None) -> None:
+        """Stop after the current row, operation or sampling slice.
+
+        Accepted requests are not lost, and long polls return at once.
+
+        Args:
+            drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
+        """
+        with self._ledger.lock:
+            self._is_draining = True
+            for entry in self._ledger.entries():
+                entry.wake()
+        self._thread.stop(drain=drain)
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(JournalError):
+                self._note_retrieved()
+            self.state.close()
+
+    # ------------------------------------------------------------------ sessions
+
+    def create_session(self, session: NewSession = NewSession()) -> str:  # noqa: B008 (frozen)
+        """Open a session and return its id.
+
+        Raises:
+            Rejected: status 429: there are too many sessions, or the disk is full.
+        """
+        given = {**vars(session), "sdk_version": ascii(session.sdk_version)[1:-1]}
+        row = SessionRow(id=f"s{secrets.token_hex(6)}", created=time.time(), **given)
+        limits, ledger = self._ledger.limits, self._ledger
+        if len(ledger.sessions) >= limits.sessions:
+            for silent in ledger.silent(limits.silent_seconds)[:1]:
+                log.info("the session %s ended: its client fell silent, and a new one needs its place", silent)
+                self.finish(silent)
+        with ledger.lock:
+            if len(ledger.sessions) >= limits.sessions:
+                raise self._busy(f"{len(ledger.sessions)} sessions are open: finish one, or try again later")
+        with self._writing():
+            self.journal.put(row)
+        with ledger.lock:
+            ledger.sessions[row.id] = time.monotonic()
+        return row.id
+
+    def heartbeat(self, session_id: str) -> None:
+        """Keep a session open.
+
+        Raises:
+            Rejected: status 410: the session has ended or never existed.
+        """
+        with self._ledger.lock:
+            self._check_session(session_id)
+            self._touch(session_id)
+
+    def finish(self, session_id: str) -> None:
+        """End a session.
+
+        Its models, replies and unnamed saves are deleted; its checkpoints stay. A second call does nothing.
+
+        Raises:
+            Rejected: status 429: the disk is full.
+        """
+        if session_id in self._ledger.sessions:
+            with self._writing():
+                self._ledger.end_session(session_id)
+
+    def sessions(self) -> list[str]:
+        """Return the ids of the open sessions, newest first."""
+        with self._ledger.lock:
+            return [*reversed(self._ledger.sessions)]
+
+    def session(self, session_id: str) -> SessionRow:
+        """Return an open session.
+
+        Raises:
+            Rejected: status 410: the session has ended or never existed.
+        """
+        with self._ledger.lock:
+            self._check_session(session_id)
+        (row,) = self.journal.rows(SessionRow, id=session_id)
+        return row
+
+    def _check_session(self, session_id: str) -> None:
+        if session_id not in self._ledger.sessions:
+            raise Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
+
+    def _touch(self, session_id: str) -> None:
+        if session_id in self._ledger.sessions:
+            self._ledger.sessions[session_id] = time.monotonic()
+
+    # ------------------------------------------------------------------ sampling sessions
+
+    def create_sampling_session(
+        self, session_id: str, sampling_session_seq_id: int, *, path: str | None, base_model: str | None
+    ) -> str:
+        """Open a sampling session from a checkpoint or the base model, and return its id.
+
+        A repeated call returns the same id.
+
+        Raises:
+            Rejected: status 400: the model is missing or wrong, or the number is in use; 404: there is no such
+                checkpoint; 410: the session has ended or never existed; 429: the disk is full.
+        """
+        name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
+        if base_model != self._base_name and (path is None or base_model is not None):
+            message = (
+                f"base_model {base_model!r}: this service has only {self._base_name!r}; send that, or a model_path"
+            )
+            raise Rejected(message, status=400)
+        with self._beginning:
+            with ledger.lock:
+                self._touch(session_id)
+                self._check_session(session_id)
+            if (known := self.journal.row(SamplingRow, id=name)) is not None:
+                if known.path != path or known.model is not None:
+                    raise Rejected(f"the sampling session {name} was created for another model", status=400)
+                return name
+            opened = self.journal.rows(SamplingRow, session=session_id)
+            dropped = ledger.idle(opened, kept=ledger.limits.samplers_kept - 1)
+            with self._writing(), self.journal.transaction():  # not under the lock, because the disk may be slow
+                folder = None if path is None else self.journal.checkpoint(path).folder
+                for old in dropped:
+                    self.journal.drop_sampling_session(old)
+                now = time.time()
+                self.journal.put(SamplingRow(id=name, session=session_id, created=now, path=path, folder=folder))
+            with ledger.lock:
+                self._check_session(session_id)
+        return name
+
+    # ------------------------------------------------------------------ models and checkpoints
+
+    def models(self) -> list[ModelRow]:
+        """Return the models of open sessions and the models with checkpoints, newest first."""
+        kept, saved = self._ledger.sessions, {row.model for row in self.journal.rows(CheckpointRow)}
+        return [row for row in self.journal.rows(ModelRow) if row.session in kept or row.id in saved]
+
+    def is_corrupted(self, model_id: str) -> bool:
+        """Return whether a model cannot be used, e.g. because its state could not be restored."""
+        lane = self._ledger.lanes.get(model_id)
+        return lane is not None and lane.failure is not None
+
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete a checkpoint. Sampling sessions that use it continue.
+
+        Raises:
+            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
+                disk fails.
+        """
+        with self._writing():
+            self.journal.drop_checkpoint(self.journal.checkpoint(path))
+        self._ledger.is_swept = False
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        """Let a checkpoint expire after some seconds from now; None: keep it until it is deleted.
+
+        Raises:
+            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
+                disk fails.
+        """
+        with self._writing():
+            expires = None if seconds is None else time.time() + seconds
+            self.journal.set_expiry(self.journal.checkpoint(path), expires)
+
+    def _busy(self, message: str) -> Rejected:
+        return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except JournalError as error:
+            raise self._busy(str(error)) from error
+
+    # ------------------------------------------------------------------ POSTs
+
+    @contextmanager
+    def receiving(self, model_id: str) -> Iterator[None]:
+        """Pause the gap timeout of a model while one of its requests is being received; see the module's docstring."""
+        with self._ledger.lock:
+            lane = self._ledger.lanes.get(model_id, Lane(id=model_id, session=""))  # a new one for an unknown model
+            lane.receiving += 1
+        try:
+            yield
+        finally:
+            with self._ledger.lock:
+                lane.receiving -= 1
+
+    def submit(self, request: Request, body: bytes) -> str:
+        """Accept a request, and return the id of its future. When this returns, the request is on disk.
+
+        Args:
+            request: the parsed request.
+            body: the body that it was parsed from.
+
+        Raises:
+            Rejected: status 400: other content already uses its number; 404, 410: the model or session does not exist
+                (any more); 429: there is no room now, or the disk is full.
+        """
+        (owner, seq), seed = request.owner, secrets.randbits(31)
+        digest = content_digest(request)
+        row = RequestRow(
+            owner=owner, seq=seq, session=_session_of(owner), kind=type(request).__name__, digest=digest, seed=seed,
+            size=len(body),
+        )  # fmt: skip
+        forward_only = isinstance(request, ForwardBackward) and request.forward_only
+        entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
+        self._accept(entry, body, is_creation=isinstance(request, Creation))
+        return f"{owner}:{seq}"
+
+    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> str:
+        """Use up the number of an unreadable request, and return the id of its future, which fails.
+
+        Args:
+            owner: id of the model or sampling session.
+            seq: number of the request; 0 for a creation.
+            message: what was wrong, and what to do.
+            is_creation: whether the request would have created the model.
+
+        Raises:
+            Rejected: as in `submit`; status 400 also if a readable request already has this number.
+        """
+        self._use_up(owner, seq, message, kind=REFUSED, is_creation=is_creation)
+        return f"{owner}:{seq}"
+
+    def _use_up(self, owner: str, seq: int, message: str, *, kind: str, is_creation: bool = False) -> None:
+        row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=kind, digest=b"", state="failed")
+        self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
+
+    def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
+        row, ledger, refusal = entry.row, self._ledger, None
+        if not 0 <= row.seq < 2**63:
+            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
+        with ledger.lock:
+            self._touch(row.session)
+            self._check_session(row.session)
+            if (known := ledger.find(row.owner, row.seq)) is None:
+                if is_creation:
+                    ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
+                refusal = self._refusal(row, ledger.lanes.get(row.owner))
+                ledger.add(entry)
+        if known is not None:
+            known.journaled.wait()
+            if known.accepted:
+                _check_same(known.row, row)
+            else:  # of two simultaneous POSTs, the first was refused
+                self._accept(entry, body, is_creation=is_creation, failure=failure)
+            return
+        try:
+            used = self.journal.row(RequestRow, owner=row.owner, seq=row.seq)
+            if used is None:
+                if refusal is not None:  # only of a new request: a repeated one gets its reply, however full it is
+                    raise refusal
+                with self._writing():
+                    self._enter(entry, body, failure)
+        finally:
+            if not entry.accepted:
+                with ledger.lock:
+                    ledger.remove(entry)
+            entry.journaled.set()
+        if used is not None:
+            _check_same(used, row)
+
+    def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
+        """Write a request to the journal, and accept it."""
+        row, reply = entry.row, None if failure is None else _failed(failure)
+        with self.journal.transaction():
+            if row.owner not in self._ledger.lanes and not self.journal.rows(SamplingRow, id=row.owner):
+                raise Rejected(
+                    f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed save "
+                    f"and {self._ledger.limits.unnamed_saves} later ones took its place (save under a name)",
+                    status=404,
+                )
+            self.journal.add_request(row, body=body, now=time.time())
+            if reply is not None:
+                self.journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
+        with self._ledger.lock:
+            self._check_session(row.session)
+            self._ledger.arrive(entry)
+            if reply is not None:
+                self._ledger.done(entry, "failed")
+            elif entry.is_sample:
+                self._thread.encode_samples()
+            elif (lane := self._ledger.lanes.get(row.owner)) is not None:
+                self._thread.encode_ahead(lane)
+
+    def _refusal(self, row: RequestRow, lane: Lane | None) -> Rejected | None:
+        """Return why there is no room for a new request; None: there is."""
+        ledger, limits = self._ledger, self._ledger.limits
+        if self._is_draining:
+            return self._busy("the server is stopping")
+        if lane is not None and row.seq == lane.missing:
+            return None  # later requests wait for it, so rejecting it could block them forever
+        if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
+            message = f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number"
+            return Rejected(message, status=400)
+        full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
+        full |= row.kind == Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
+        if full and row.kind not in (REFUSED, MISSING):
+            return self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
+        return None
+
+    # ------------------------------------------------------------------ futures
+
+    async def reply(self, request_id: str, timeout: float) -> Reply | Pending | None:
+        """Wait for a reply.
+
+        Args:
+            request_id: id of the request.
+            timeout: maximum number of seconds to wait.
+
+        Returns:
+            The reply; `Pending`: there is none within the timeout; None: the request is unknown, or was fetched long
+                ago.
+        """
+        owner, _, number = request_id.rpartition(":")
+        if not number.isdecimal() or not (key := (owner, int(number)))[1] < 2**63:
+            return None
+        waiter = (asyncio.get_running_loop(), asyncio.get_running_loop().create_future())
+        with self._ledger.lock:
+            self._touch(_session_of(owner))
+            entry = self._ledger.find(*key)
+            if entry is not None:
+                entry.waiters.append(waiter)
+                timeout = 0.0 if self._is_draining else timeout
+        if entry is not None:
+            try:
+                await asyncio.wait_for(waiter[1], timeout)
+            except asyncio.TimeoutError:
+                pass
+            finally:
+                with self._ledger.lock, suppress(ValueError):
+                    entry.waiters.remove(waiter)
+            if not entry.is_done:
+                return Pending(reason=self.fault)
+        reply = await asyncio.to_thread(self.journal.reply, *key)
+        if reply is not None:
+            with self._ledger.lock:
+                self._ledger.fetched.append(key)
+        return reply
+
+    @property
+    def fault(self) -> str | None:
+        """Why work has stopped, e.g. on a full disk; None: it goes on."""
+        return self._thread.fault or self.journal.fault
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the journal's models have been restored."""
+        return self._thread.is_restored
+
+    def stats(self) -> dict[str, Any]:
+        """Return the queue's metrics by name (see `status.METRICS`)."""
+        ledger, thread, numbers = self._ledger, self._thread, self.journal.counts()
+        with ledger.lock:
+            return {
+                **numbers,
+                "uptime_seconds": time.monotonic() - self._began,
+                "sessions": len(ledger.sessions),
+                "queued_requests": ledger.waiting,
+                "queued_bytes": ledger.waiting_bytes,
+                "queued_samples": ledger.waiting_samples,
+                "requests_total": dict(thread.counts["done"]),
+                "requests_failed_total": dict(thread.counts["failed"]),
+                "engine_seconds_total": dict(thread.seconds),
+                "snapshots_total": thread.snapshots,
+            }
+
+    # ------------------------------------------------------------------ what runs out, in the engine thread
+
+    def _tidy(self) -> None:
+        """Clear what has timed out: gaps, silent sessions, fetched replies and expired checkpoints.
+
+        The engine thread calls it about twice a second.
+        """
+        with suppress(JournalError, Rejected):  # the journal has logged its fault once; the next call tries again
+            self.journal.try_again()
+            self._fail_gaps()
+            for session in self._ledger.silent(self._ledger.limits.idle_seconds):
+                log.info("the session %s ended: its client fell silent", session)
+                self.finish(session)
+            self._note_retrieved()
+            self.journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
+            self._drop_expired()
+
+    def _fail_gaps(self) -> None:
+        gaps = []
+        with self._ledger.lock:
+            now = time.monotonic()
+            elapsed, self._looked = now - self._looked, now
+            for lane in self._ledger.lanes.values():
+                early = lane.early() if lane.entries else []
+                missing = lane.missing if early else None
+                if missing != lane.gap:
+                    lane.gap, lane.gap_seconds, lane.gap_since = missing, 0.0, now
+                elif missing is not None and not lane.receiving:  # a call in chunks sends the first one last
+                    lane.gap_seconds += elapsed
+                most = self._ledger.limits.gap_seconds
+                if missing is not None and (lane.gap_seconds >= most or now - lane.gap_since >= MOST_GAPS * most):
+                    gaps.append((lane, missing, early))
+        for lane, missing, early in gaps:
+            self._fail_gap(lane, missing, early)
+
+    def _fail_gap(self, lane: Lane, missing: int, early: list[Entry]) -> None:
+        """Fail the requests that wait for a missing number, and use up the numbers that never arrived.
+
+        In this order: if the server is killed between the two, no request runs without the one before it.
+        """
+        message = f"request {missing} of {lane.id} never arrived, so this one, which comes after it, did not run"
+        late = f"this request of {lane.id} came too late: those after it have already failed"
+        self._thread.finish([(entry, Failure(message=message, category="user")) for entry in early])
+        for number in range(missing, early[-1].row.seq):
+            with self._ledger.lock:
+                is_absent = not lane.is_used(number) and number not in lane.entries
+            if is_absent:
+                self._use_up(lane.id, number, late, kind=MISSING)
+
+    def _note_retrieved(self) -> None:
+        """Note in the journal which replies were fetched."""
+        with self._ledger.lock:
+            keys = [*self._ledger.fetched]
+        if keys:
+            self.journal.note_retrieved(keys, now=time.time())
+            with self._ledger.lock:
+                del self._ledger.fetched[: len(keys)]
+
+    def _drop_expired(self) -> None:
+        """Delete expired checkpoints, unless a load is waiting, which may need one of them.
+
+        Weights that a sampling session uses are kept.
+        """
+        with self._ledger.lock:
+            kinds = {entry.row.kind for entry in self._ledger.entries()}
+        if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self.journal.drop_expired(now=time.time()):
+            self._ledger.is_swept = False
+
+
+def _failed(message: str) -> Reply:
+    """Return the reply for a client's mistake."""
+    return codec.encode(Failure(message=message, category="user"))
+
+
+def _check_same(known: RequestRow, row: RequestRow) -> None:
+    """Check that a repeated request is the one that has its number."""
+    if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
+        raise Rejected(f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400)
+
+
+def _session_of(owner: str) -> str:
+    return owner.rsplit(":", 2)[0]

@@ -1,0 +1,1 @@
+"""Several processes: their collective operations, and calls that all of them make."""

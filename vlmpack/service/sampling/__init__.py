@@ -1,0 +1,1 @@
+"""The samplers: continuous batching on the model that is trained, or vLLM."""

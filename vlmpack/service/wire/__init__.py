@@ -1,0 +1,1 @@
+"""Requests and results, and their JSON and protobuf formats; numpy, never torch."""
