@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.service.ranks.test_workers import alone, check_equal  # noqa: F401 (a fixture)
 
+from tests.service.ranks.test_workers import alone, check_equal  # noqa: F401 (a fixture)
 from tests.service.server_process import Server, until
 from vlmpack.errors import ConfigError
 from vlmpack.service.cluster import ClusterSettings

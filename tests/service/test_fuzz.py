@@ -24,7 +24,7 @@ from service.wire.test_codec import ADAM
 from step_service import png
 
 from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder
-from vlmpack.service.wire import protobuf
+from vlmpack.service.wire import schema_pb2
 from vlmpack.testing import tiny_model, tiny_processor
 
 NAME = "tiny"
@@ -76,13 +76,13 @@ class Subject:
 def training(subject: Subject, draw: Random, **fields: Any) -> Any:
     """A message with texts, and perhaps an image behind one of them."""
     body = good_training(subject.model, subject.next, datums=draw.randint(1, 3), **fields)
-    message = protobuf.message("ForwardBackwardRequest").FromString(body)
+    message = schema_pb2.ForwardBackwardRequest.FromString(body)
     if draw.random() < 0.5:
         datum = draw.choice(message.data)
         datum.model_input.add().image.data = IMAGES[0]
         datum.loss_fn_inputs[0].value.dense += bytes(8 * 4)
     weights = message.data[0].loss_fn_inputs.add(key="weights").value
-    weights.dense, weights.dtype = bytes(len(message.data[0].loss_fn_inputs[0].value.dense) // 2), protobuf.FLOAT32
+    weights.dense, weights.dtype = bytes(len(message.data[0].loss_fn_inputs[0].value.dense) // 2), schema_pb2.FLOAT32
     return message
 
 
@@ -244,7 +244,7 @@ def scores(subject: Subject) -> bytes:
     """Log-probabilities of a datum, to the bit."""
     posted = subject.client.protobuf(good_training(subject.model, subject.next, forward_only=True)).json()
     subject.next += 1
-    output = protobuf.message("ForwardBackwardOutput").FromString(subject.client.retrieve(posted["request_id"]).body)
+    output = schema_pb2.ForwardBackwardOutput.FromString(subject.client.retrieve(posted["request_id"]).body)
     return output.loss_fn_outputs[0].fields[0].value.data
 
 

@@ -17,7 +17,7 @@ from service.wire.test_codec import ADAM, SAMPLE
 
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.queue import Pending
-from vlmpack.service.wire import protobuf
+from vlmpack.service.wire import schema_pb2
 
 
 @pytest.fixture
@@ -28,14 +28,12 @@ def client(tmp_path: Path) -> Iterator[Client]:
 
 def training(model_id: str, seq_id: int = 1, *, datums: int = 1, **fields: Any) -> bytes:
     """A training request of short datums."""
-    message = protobuf.message("ForwardBackwardRequest")(
-        model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", **fields
-    )
+    message = schema_pb2.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", **fields)
     for _ in range(datums):
         datum = message.data.add()
         datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
         targets = datum.loss_fn_inputs.add(key="target_tokens").value
-        targets.dense, targets.dtype = np.array([2, 3], "<i8").tobytes(), protobuf.INT64
+        targets.dense, targets.dtype = np.array([2, 3], "<i8").tobytes(), schema_pb2.INT64
     return message.SerializeToString()
 
 
@@ -177,7 +175,7 @@ def test_a_bad_training_request_fails_in_its_future_and_uses_its_number_up(
 ) -> None:
     with client_of(tmp_path, ServiceLimits(**limits)) as client:
         model_id = client.model()
-        sent = protobuf.message("ForwardBackwardRequest").FromString(training(model_id, 1, datums=3))
+        sent = schema_pb2.ForwardBackwardRequest.FromString(training(model_id, 1, datums=3))
         change(sent)
         posted = client.protobuf(sent.SerializeToString())
         assert (posted.status, posted.json()["request_id"]) == (200, f"{model_id}:1")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from vlmpack.errors import RequestError
-from vlmpack.service.wire import messages, protobuf
+from vlmpack.service.wire import messages, protobuf, schema_pb2
 
 REQUEST = base64.b64decode(
     "ChVzNzdjYzFiNDUwYmFiOnRyYWluOjAQAxpkChAKDgoMFAAAABUAAAAWAAAAEh4KB3dlaWdodHMSEwoMAAAAAAAAgD8AAIA/GAEiAQMSMAoN"
@@ -19,7 +22,7 @@ REQUEST = base64.b64decode(
 
 def request(**fields: object) -> object:
     """A message of the schema."""
-    return protobuf.message("ForwardBackwardRequest")(**{"model_id": "s:train:0", "seq_id": 1, **fields})
+    return schema_pb2.ForwardBackwardRequest(**{"model_id": "s:train:0", "seq_id": 1, **fields})
 
 
 def with_tensor(**fields: object) -> bytes:
@@ -27,8 +30,32 @@ def with_tensor(**fields: object) -> bytes:
     datum = message.data.add()  # pyright: ignore
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
     tensor = datum.loss_fn_inputs.add(key="weights").value
-    tensor.MergeFrom(protobuf.message("Tensor")(**fields))
+    tensor.MergeFrom(schema_pb2.Tensor(**fields))
     return message.SerializeToString()  # pyright: ignore
+
+
+def test_the_generated_module_is_that_of_the_schema() -> None:
+    file = FileDescriptorProto()
+    schema_pb2.DESCRIPTOR.CopyToProto(file)
+    generated = [
+        (
+            message.name,
+            "repeated " * (field.label == field.LABEL_REPEATED) + "optional " * field.proto3_optional,
+            field.type_name.rpartition(".")[2] or field.Type.Name(field.type)[5:].lower(),
+            field.name,
+            str(field.number),
+        )
+        for message in file.message_type
+        for field in message.field
+    ]
+    text = Path(schema_pb2.__file__).with_name("schema.proto").read_text()
+    declared = [
+        (message, *field)
+        for message, body in re.findall(r"^message (\w+) \{(.*?)^\}", text, re.DOTALL | re.MULTILINE)
+        for field in re.findall(r"(repeated |optional )?(\w+) (\w+) = (\d+);", body)
+    ]
+    assert len(declared) == 61
+    assert generated == declared
 
 
 # ---------------------------------------------------------------------- what the client sends
@@ -111,9 +138,9 @@ def test_the_client_reads_results() -> None:
 
 
 def test_bfloat16_becomes_float32_and_a_tensor_without_a_shape_has_one_dimension() -> None:
-    body = with_tensor(dense=np.array([0x3F80, 0xC000], "<u2").tobytes(), dtype=protobuf.BFLOAT16, shape=[2])
+    body = with_tensor(dense=np.array([0x3F80, 0xC000], "<u2").tobytes(), dtype=schema_pb2.BFLOAT16, shape=[2])
     assert protobuf.decode_forward_backward(body).data[0].inputs["weights"].tolist() == [1.0, -2.0]
-    body = with_tensor(dense=np.ones(2, "<f4").tobytes(), dtype=protobuf.FLOAT32)
+    body = with_tensor(dense=np.ones(2, "<f4").tobytes(), dtype=schema_pb2.FLOAT32)
     assert protobuf.decode_forward_backward(body).data[0].inputs["weights"].shape == (2,)
 
 

@@ -36,7 +36,7 @@ from vlmpack.service.limits import check as check_limits
 from vlmpack.service.queue.journal import CheckpointRow
 from vlmpack.service.queue.queue import Pending
 from vlmpack.service.web.http import Endpoints, answer, status_of
-from vlmpack.service.wire import codec, protobuf
+from vlmpack.service.wire import codec, schema_pb2
 from vlmpack.service.wire.fields import Between, as_list, check, get, read, read_object, read_text, shown
 from vlmpack.service.wire.messages import (
     MOST_TOP,
@@ -293,7 +293,7 @@ class OpenAI:
         if reply.content_type == codec.JSON:
             failure = json.loads(reply.body)
             raise Rejected(failure["error"], status=400 if failure["category"] == "user" else 500)
-        return protobuf.message("SampleResponse").FromString(reply.body)
+        return schema_pb2.SampleResponse.FromString(reply.body)
 
     async def _whole(self, wanted: Any, asked: Sequence[Asked]) -> dict[str, Any]:
         responses = await asyncio.gather(*(self._reply(request_id) for request_id, _ in asked))

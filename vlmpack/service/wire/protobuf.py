@@ -1,67 +1,27 @@
-"""The protobuf messages of the API: training requests in, results of training and sampling out.
+"""Read and write the protobuf messages of the API, which `schema.proto` declares.
 
-The schema is built in its own descriptor pool, so that it does not clash with an imported `tinker`. A map is declared
-in its wire format: repeated entries of key and value. If a key is repeated, the last entry counts.
-
-    body ──owner_of──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
-    ForwardBackwardResult, SampleResult ──encode──▶ body
+body ──owner_of──▶ model_id, seq_id ──check_fields──▶ few enough ──decode──▶ ForwardBackward
+ForwardBackwardResult, SampleResult ──encode──▶ body
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from math import prod
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from vlmpack.errors import RequestError
-from vlmpack.service.wire import messages
+from vlmpack.service.wire import messages, schema_pb2
+from vlmpack.service.wire.schema_pb2 import BFLOAT16, FLOAT32, INT32, INT64
 
-PACKAGE = "vlmpack_service"
-
-SCHEMA = {
-    "NumberEntry": "string key=1; double value=2",
-    "LossConfigValue": "oneof double number=1; oneof string text=2",
-    "LossConfigEntry": "string key=1; LossConfigValue value=2",
-    "SparseCsr": "bytes values=1; bytes crow_indices=2; bytes col_indices=3",
-    "Tensor": "oneof bytes dense=1; oneof SparseCsr sparse_csr=2; int32 dtype=3; repeated int64 shape=4",
-    "TensorEntry": "string key=1; Tensor value=2",
-    "EncodedTextChunk": "bytes tokens=1",
-    "ImageChunk": "bytes data=1; string format=2; optional int32 expected_tokens=3; optional bytes dimensions=4",
-    "DmelChunk": "bytes dmel=1",
-    "Chunk": "oneof EncodedTextChunk encoded_text=1; oneof ImageChunk image=2; oneof DmelChunk dmel=3",
-    "Datum": "repeated Chunk model_input=1; repeated TensorEntry loss_fn_inputs=2",
-    "ForwardBackwardRequest": (
-        "string model_id=1; int32 seq_id=2; repeated Datum data=3; string loss_fn=4; "
-        "repeated NumberEntry loss_fn_config=5; bool forward_only=6; repeated LossConfigEntry loss_fn_config_v2=7"
-    ),
-    "BatchedTensor": "bytes data=1; bytes offsets=2; int32 dtype=3; repeated int64 trailing_shape=4",
-    "BatchedTensorEntry": "string key=1; BatchedTensor value=2",
-    "ArrayRecord": "string type_tag=1; repeated BatchedTensorEntry fields=2; int64 num_datums=3",
-    "ForwardBackwardOutput": (
-        "string loss_fn_output_type=1; repeated ArrayRecord loss_fn_outputs=2; repeated NumberEntry metrics=3"
-    ),
-    "TopkLogprobs": "bytes token_ids=1; bytes logprobs=2; uint32 k=3; uint32 length=4",
-    "SampledSequence": (
-        "int32 stop_reason=1; bytes tokens=2; optional bytes logprobs=3; TopkLogprobs topk_sampled_logprobs=4"
-    ),
-    "PromptAltTokens": "Tensor tokens=1; Tensor logprobs=2",
-    "SampleResponse": (
-        "repeated SampledSequence sequences=1; optional bytes prompt_logprobs=2; TopkLogprobs topk_prompt_logprobs=3; "
-        "int32 prompt_cache_hit_tokens=4; Tensor target_prompt_logprobs=5; PromptAltTokens prompt_alt_tokens=6"
-    ),
-}
-"""Fields of each message. At most one of a message's `oneof` fields is set. Enumerations are declared as int32, which
-has the same encoding."""
-
-FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
-DTYPES = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
+DTYPES: Mapping[int, str] = {FLOAT32: "<f4", INT64: "<i8", INT32: "<i4", BFLOAT16: "<u2"}
 NO_LOGPROB = -99999.0
 """Value sent for positions without a log-probability."""
-STOP_REASONS = {"stop": 0, "length": 1}
+STOP_REASONS = {"stop": schema_pb2.STOP, "length": schema_pb2.LENGTH}
 
 NESTED = {("Request", 3): "Datum", ("Datum", 1): "Chunk", ("Datum", 2): "Entry", ("Entry", 2): "Tensor"}
 """Fields that are messages themselves, by message and field number. "Entry" covers two kinds of entries, because both
@@ -69,50 +29,6 @@ have their tensor in field 2."""
 
 SHAPE_BYTES = 100
 """Maximum encoded length of a shape: each byte of it can be a dimension."""
-
-
-# ---------------------------------------------------------------------- the schema
-
-
-@cache
-def message(name: str) -> Any:
-    """Return the class of a message."""
-    from google.protobuf import message_factory
-
-    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"{PACKAGE}.{name}"))
-
-
-@cache
-def _pool() -> Any:
-    from google.protobuf import descriptor_pb2, descriptor_pool
-
-    file = descriptor_pb2.FileDescriptorProto(name=f"{PACKAGE}.proto", package=PACKAGE, syntax="proto3")
-    for name, fields in SCHEMA.items():
-        _add_fields(file.message_type.add(name=name), [field.split() for field in fields.split("; ")])
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-def _add_fields(described: Any, fields: Sequence[list[str]]) -> None:
-    kinds = type(described.field.add())
-    described.ClearField("field")
-    if any(words[0] == "oneof" for words in fields):
-        described.oneof_decl.add(name="kind")
-    for words in fields:
-        name, number = words[-1].split("=")
-        label = kinds.LABEL_REPEATED if words[0] == "repeated" else kinds.LABEL_OPTIONAL
-        field = described.field.add(name=name, number=int(number), label=label)
-        if words[-2] in SCHEMA:
-            field.type, field.type_name = kinds.TYPE_MESSAGE, f".{PACKAGE}.{words[-2]}"
-        else:
-            field.type = kinds.Type.Value(f"TYPE_{words[-2].upper()}")
-        if words[0] == "oneof":
-            field.oneof_index = 0
-        elif words[0] == "optional":
-            field.proto3_optional = True
-            field.oneof_index = len(described.oneof_decl)
-            described.oneof_decl.add(name=f"_{name}")
 
 
 # ---------------------------------------------------------------------- requests
@@ -200,9 +116,7 @@ def decode_forward_backward(body: bytes) -> messages.ForwardBackward:
     Raises:
         RequestError: the message is damaged, or has inputs that this service does not take; the error names the datum.
     """
-    from google.protobuf.message import DecodeError
-
-    parsed = message("ForwardBackwardRequest")()
+    parsed = schema_pb2.ForwardBackwardRequest()
     try:
         parsed.ParseFromString(body)
     except (DecodeError, UnicodeDecodeError) as error:
@@ -301,7 +215,7 @@ def encode_result(result: messages.ForwardBackwardResult | messages.SampleResult
     """Encode the result of a training or sampling request."""
     if isinstance(result, messages.ForwardBackwardResult):
         return _output(result)
-    response = message("SampleResponse")(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
+    response = schema_pb2.SampleResponse(prompt_cache_hit_tokens=result.prompt_cache_hit_tokens)
     for sequence in result.sequences:
         added = response.sequences.add(stop_reason=STOP_REASONS[sequence.stop_reason])
         added.tokens = np.asarray(sequence.tokens, dtype="<i4").tobytes()
@@ -328,7 +242,7 @@ def _fill_top(message: Any, top: messages.TopTokens) -> None:
 
 
 def _output(result: messages.ForwardBackwardResult) -> bytes:
-    output = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    output = schema_pb2.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     for trailing, group in groupby(result.logprobs, lambda logprobs: logprobs.shape[1:]):  # one record has one shape
         pieces = [np.ascontiguousarray(logprobs, dtype="<f4") for logprobs in group]
         record = output.loss_fn_outputs.add(num_datums=len(pieces))
