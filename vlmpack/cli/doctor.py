@@ -7,19 +7,16 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import product
-from textwrap import indent
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
@@ -55,7 +52,6 @@ PARTS = {
     "mechanism": "each mechanism on its own",
     "work": "work",
 }
-GRADIENT = "gradient of "
 COLORS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
 PLAIN_COLORS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
 CAPTION = """\
@@ -76,9 +72,8 @@ plain  unmodified transformers on the same row, with positions that restart and
        nothing else, like packing by hand[/]
 """
 
-
 WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
-"""Widths of the summary's columns: it is printed line by line, so they are fixed, and fit 80 columns."""
+"""Widths of the summary's columns, before its verdict. It is printed line by line, and fits 80 characters."""
 MESH = ("tp", "fsdp", "ep", "context")
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -134,10 +129,7 @@ def doctor(
         sizes = _mesh_sizes(mesh, model)
         with _job(sizes, device):
             reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny, mesh=sizes)
-            if as_json and is_first:
-                is_exact = _shown(reports, _write_report, _write_end)
-            else:
-                is_exact = print_reports(reports, console, summarize=model is None or attention == ALL)
+            is_exact = show_reports(reports, console, summarize=model is None or attention == ALL, as_json=as_json)
     else:
         values = {"--attention": attention, "--mesh": mesh} | ({} if model else {"--device": device, "--dtype": dtype})
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
@@ -150,71 +142,18 @@ def doctor(
                 parts["layers"] = layers_of(model, device=device, dtype=dtype)
         print_environment(parts, console)
         if as_json:
-            answer = {name: [entry._asdict() for entry in entries] for name, entries in parts.items()}
-            typer.echo(json.dumps(answer, indent=2))
+            typer.echo(json.dumps(parts, indent=2))
     raise typer.Exit(0 if is_exact else 1)
 
 
 # ---------------------------------------------------------------------- environment
 
 
-class Version(NamedTuple):
-    """A package."""
-
-    name: str
-    """Its name in `pip`."""
-    version: str | None
-    """None: not installed."""
-    problem: str | None = None
-    """Error of its import, if it is installed but does not import."""
-    note: str | None = None
-    """Remark, such as that it is newer than the newest tested version."""
+Entries = list[dict[str, Any]]
+"""Part of the output, ready for JSON: docs/command.md lists the keys."""
 
 
-class Device(NamedTuple):
-    """A device."""
-
-    type: str
-    """"cpu" or "cuda"."""
-    name: str
-    """Its name."""
-
-
-class Serving(NamedTuple):
-    """Whether a back-end can serve a kind of call, and why not."""
-
-    backend: str
-    """Name of the back-end."""
-    device: str
-    """"cpu" or "cuda"."""
-    dtype: str
-    """Element type of the call, or "any"."""
-    reasons: tuple[str, ...]
-    """Reasons why it cannot; empty: it can."""
-
-
-class Layer(NamedTuple):
-    """A kind of attention layer of a model, and what computes it."""
-
-    part: str
-    """"text" or "vision"; "unknown": what could not be found out."""
-    layers: int
-    """Number of such layers."""
-    device: str
-    """"cpu" or "cuda"."""
-    dtype: str
-    """Element type of attention."""
-    heads: str
-    """Numbers of heads and key-value heads, head dimension, and pattern."""
-    backend: str
-    """Name of the back-end."""
-    kernel: str
-    """The kernel that it calls."""
-    reasons: tuple[str, ...]
-    """On CUDA, why no varlen kernel serves it; empty: one does."""
-
-
-def layers_of(model: str, *, device: str | None, dtype: str | None) -> list[Layer]:
+def layers_of(model: str, *, device: str | None, dtype: str | None) -> Entries:
     """Find out which back-end and kernel serve each kind of attention layer of a model, from its configuration.
 
     Raises:
@@ -228,44 +167,44 @@ def layers_of(model: str, *, device: str | None, dtype: str | None) -> list[Laye
 
     family = tiny_family(model)
     place = options.torch_device(device).type
-    name = dtype or ("bfloat16" if place == "cuda" else "float32")
+    call = {"device": place, "dtype": dtype or ("bfloat16" if place == "cuda" else "float32")}
     config = read_config(model) if family is None else tiny_model(family).config
-    found = attention_layers(config, device=place, dtype=getattr(torch, name))
-    rows = []
+    found = attention_layers(config, device=place, dtype=getattr(torch, call["dtype"]))
+    rows: Entries = []
     for kind in found.kinds:
-        call = kind.call
-        heads = f"heads {call.num_heads}, key-value heads {call.num_kv_heads}, head dimension {call.head_dim}"
-        heads = ", ".join((heads, *call.pattern))
-        rows.append(Layer(kind.part, kind.layers, place, name, heads, kind.backend, kind.kernel, kind.reasons))
+        sizes = kind.call
+        heads = f"heads {sizes.num_heads}, key-value heads {sizes.num_kv_heads}, head dimension {sizes.head_dim}"
+        served = {"heads": ", ".join((heads, *sizes.pattern)), "backend": kind.backend, "kernel": kind.kernel}
+        rows.append({"part": kind.part, "layers": kind.layers, **call, **served, "reasons": kind.reasons})
     if found.unknown is not None:
-        why = (f"the model's code reads values, and here are none ({found.unknown}); probe it",)
-        rows.append(Layer("unknown", 0, place, name, "further layers", "", "", why))
+        why = f"the model's code reads values, and here are none ({found.unknown}); probe it"
+        rest = {"heads": "further layers", "backend": "", "kernel": "", "reasons": (why,)}
+        rows.append({"part": "unknown", "layers": 0, **call, **rest})
     return rows
 
 
-def environment() -> dict[str, Sequence[Any]]:
+def environment() -> dict[str, Entries]:
     """Collect versions, devices, and which back-ends serve attention and gated delta layers on them."""
-    parts: dict[str, Sequence[Any]] = {"versions": versions(), "devices": devices()}
-    types = list(dict.fromkeys(device.type for device in parts["devices"]))
+    here = devices()
+    types = list(dict.fromkeys(device["type"] for device in here))
     serving = {"attention": attention_serving(types), "gated_delta": gated_delta_serving(types)}
-    return {**parts, **serving, "layers": ()}
+    return {"versions": versions(), "devices": here, **serving, "layers": []}
 
 
-def versions() -> list[Version]:
-    """Return the versions of Python and of the packages that vlmpack works with."""
+def versions() -> Entries:
+    """Return the versions of Python and of the packages that vlmpack works with. A missing package has none."""
     from vlmpack.machine import NEWEST_TESTED, is_newer_than_tested, version_of
-
-    def note(name: str) -> str | None:
-        version = installed[name]
-        is_newer = version is not None and is_newer_than_tested(name, version)
-        return f"newer than {NEWEST_TESTED[name]}, the newest tested version: probe it" if is_newer else None
 
     installed = {name: version_of(name) for name in PACKAGES}
     modules = {name: module for name, module in PACKAGES.items() if module and installed[name]}
     with ThreadPoolExecutor() as pool:
         problems = dict(zip(modules, pool.map(import_problem, modules.values()), strict=True))
-    packages = [Version(name, installed[name], problems.get(name), note(name)) for name in PACKAGES]
-    return [Version("python", platform.python_version()), *packages]
+    entries = [{"name": "python", "version": platform.python_version(), "problem": None, "note": None}]
+    for name, version in installed.items():
+        is_newer = version is not None and is_newer_than_tested(name, version)
+        note = f"newer than {NEWEST_TESTED[name]}, the newest tested version: probe it" if is_newer else None
+        entries.append({"name": name, "version": version, "problem": problems.get(name), "note": note})
+    return entries
 
 
 def import_problem(module: str) -> str | None:
@@ -284,16 +223,16 @@ def import_problem(module: str) -> str | None:
     return f"does not import: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
 
 
-def devices() -> list[Device]:
+def devices() -> Entries:
     """Return the CPU and all CUDA devices."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cpu = Device("cpu", f"{platform.machine()}, {torch.get_num_threads()} threads")
-    return [cpu, *(Device("cuda", torch.cuda.get_device_name(i)) for i in range(count))]
+    cpu = {"type": "cpu", "name": f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    return [cpu, *({"type": "cuda", "name": torch.cuda.get_device_name(at)} for at in range(count))]
 
 
-def attention_serving(device_types: Sequence[str]) -> list[Serving]:
+def attention_serving(device_types: Sequence[str]) -> Entries:
     """Check every attention back-end for calls in float32 and bfloat16 on these types of device."""
     import torch
 
@@ -301,40 +240,56 @@ def attention_serving(device_types: Sequence[str]) -> list[Serving]:
 
     heads: dict[str, Any] = {"head_dim": HEAD_DIM, "num_heads": NUM_HEADS, "num_kv_heads": NUM_KV_HEADS}
     return [
-        Serving(backend, device, str(dtype).removeprefix("torch."), tuple(reasons))
+        {"backend": backend, "device": device, "dtype": str(dtype).removeprefix("torch."), "reasons": reasons}
         for device in device_types
         for dtype in (torch.float32, torch.bfloat16)
         for backend, reasons in explain(AttentionCall(device=device, dtype=dtype, **heads)).items()
     ]
 
 
-def gated_delta_serving(device_types: Sequence[str]) -> list[Serving]:
+def gated_delta_serving(device_types: Sequence[str]) -> Entries:
     """Return whether flash-linear-attention can train gated delta layers on these types of device."""
     import torch
 
     from vlmpack.families.registry import FAMILIES
     from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 
-    try:
-        is_used = uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta")))
-    except Exception as error:  # of transformers' module, which imports what is installed
-        why = (f"the layers' module of transformers does not import ({type(error).__name__}: {error})",)
-        return [Serving("fla", name, "any", why) for name in device_types]
-    if not is_used:
-        why = ("transformers has not found it; samples of similar length are computed in batches",)
-        return [Serving("fla", name, "any", why) for name in device_types]
-    calls = {name: FlaCall.of(torch.device(name), training=True) for name in device_types}
-    return [Serving("fla", name, "any", tuple(call.unsupported())) for name, call in calls.items()]
+    def reasons(name: str) -> list[str]:
+        try:
+            is_used = uses_fla(next(family for family in FAMILIES.values() if family.has("gated_delta")))
+        except Exception as error:  # of transformers' module, which imports what is installed
+            return [f"the layers' module of transformers does not import ({type(error).__name__}: {error})"]
+        if not is_used:
+            return ["transformers has not found it; samples of similar length are computed in batches"]
+        return FlaCall.of(torch.device(name), training=True).unsupported()
+
+    return [{"backend": "fla", "device": name, "dtype": "any", "reasons": reasons(name)} for name in device_types]
 
 
-def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> None:
+def print_environment(parts: Mapping[str, Entries], console: Console) -> None:
     """Print one table per part of the environment."""
+
+    def of_package(entry: Mapping[str, Any]) -> tuple[str, ...]:
+        style, said = ("yellow", entry["problem"]) if entry["problem"] else ("dim", entry["note"] or "")
+        return entry["name"], entry["version"] or "[dim]not installed[/]", "", f"[{style}]{escape(said)}[/]"
+
+    def of_backend(entry: Mapping[str, Any]) -> tuple[str, ...]:
+        reasons = escape("; ".join(entry["reasons"]))
+        answer = f"[dim]no: {reasons}[/]" if reasons else "[green]yes[/]"
+        return entry["device"], entry["dtype"], entry["backend"], answer
+
+    def of_layer(entry: Mapping[str, Any]) -> tuple[str, ...]:
+        kernel = f"[yellow]{entry['kernel']}[/]" if entry["kernel"] == "scores in memory" else entry["kernel"]
+        why = f" [dim]({escape('; '.join(entry['reasons']))})[/]" if entry["reasons"] else ""
+        what = f"{entry['dtype']} on {entry['device']}, {entry['heads']}{why}"
+        return entry["part"], str(entry["layers"] or ""), entry["backend"], kernel, what
+
     heads = f"heads {NUM_HEADS}, key-value heads {NUM_KV_HEADS}, head dimension {HEAD_DIM}"
     sections = {
-        "Versions": [_version_row(entry) for entry in parts["versions"]],
-        "Devices": [(entry.type, "", "", entry.name) for entry in parts["devices"]],
-        f"Attention back-ends[/] [dim]({heads})": [_serving_row(entry) for entry in parts["attention"]],
-        "Gated delta layers[/] [dim](training)": [_serving_row(entry) for entry in parts["gated_delta"]],
+        "Versions": map(of_package, parts["versions"]),
+        "Devices": ((entry["type"], "", "", entry["name"]) for entry in parts["devices"]),
+        f"Attention back-ends[/] [dim]({heads})": map(of_backend, parts["attention"]),
+        "Gated delta layers[/] [dim](training)": map(of_backend, parts["gated_delta"]),
     }
     for title, rows in sections.items():
         console.print(f"[bold]{title}[/]", highlight=False)
@@ -344,69 +299,12 @@ def print_environment(parts: Mapping[str, Sequence[Any]], console: Console) -> N
     if parts["layers"]:
         console.print("[bold]Attention layers of the model[/]", highlight=False)
         columns = ("part", *number_columns("layers"), "back-end", "kernel", text_column("of"))
-        print_table(console, columns, map(_layer_row, parts["layers"]))
+        print_table(console, columns, map(of_layer, parts["layers"]))
         console.print()
     print_text(console, "`vlmpack doctor --probe` checks whether packed samples leak into each other on this machine.")
 
 
-def _version_row(entry: Version) -> tuple[str, ...]:
-    said = f"[yellow]{escape(entry.problem)}[/]" if entry.problem else f"[dim]{escape(entry.note or '')}[/]"
-    return entry.name, entry.version or "[dim]not installed[/]", "", said
-
-
-def _serving_row(entry: Serving) -> tuple[str, ...]:
-    answer = f"[dim]no: {escape('; '.join(entry.reasons))}[/]" if entry.reasons else "[green]yes[/]"
-    return entry.device, entry.dtype, entry.backend, answer
-
-
-def _layer_row(entry: Layer) -> tuple[str, ...]:
-    kernel = f"[yellow]{entry.kernel}[/]" if entry.kernel == "scores in memory" else entry.kernel
-    why = f" [dim]({escape('; '.join(entry.reasons))})[/]" if entry.reasons else ""
-    what = f"{entry.dtype} on {entry.device}, {entry.heads}{why}"
-    return entry.part, str(entry.layers or ""), entry.backend, kernel, what
-
-
 # ---------------------------------------------------------------------- probes
-
-
-def _shown(
-    reports: Iterable[Report], show: Callable[[Report, bool], None], end: Callable[[Sequence[Report], bool], None]
-) -> bool:
-    """Show each report as it comes, and end the output even after an error or Ctrl-C.
-
-    Args:
-        reports: the reports.
-        show: called with each report, and whether it is the first.
-        end: called with all reports so far, and whether they are all there are.
-
-    Returns:
-        Whether every report is exact.
-    """
-    known: list[Report] = []
-    is_complete = False
-    try:
-        for report in reports:
-            show(report, not known)
-            known.append(report)
-        is_complete = True
-    finally:
-        if known:
-            end(known, is_complete)
-    return _all_exact(known)
-
-
-def _all_exact(reports: Sequence[Report]) -> bool:
-    return all(report.verdict == "exact" for report in reports)
-
-
-def _write_report(report: Report, is_first: bool) -> None:
-    typer.echo('{\n  "probes": [' if is_first else ",")
-    typer.echo(indent(json.dumps(report.to_dict(), indent=2), " " * 4), nl=False)  # flushes
-
-
-def _write_end(reports: Sequence[Report], is_complete: bool) -> None:
-    ends = {"complete": is_complete, "healthy": is_complete and _all_exact(reports)}
-    typer.echo("\n  ]," + json.dumps(ends, indent=2).removeprefix("{"))
 
 
 def _mesh_sizes(mesh: str | None, model: str | None) -> dict[str, int]:
@@ -539,27 +437,40 @@ def _made_here(
 # ---------------------------------------------------------------------- tables of probes
 
 
-def print_reports(reports: Iterable[Report], console: Console, *, summarize: bool) -> bool:
+def show_reports(reports: Iterable[Report], console: Console, *, summarize: bool, as_json: bool) -> bool:
     """Print each report as it comes, in full or as one line; then all faults and the verdict.
+
+    After an error or Ctrl-C, the verdict covers the reports so far. With `as_json`, all of them are one object.
 
     Returns:
         Whether every report is exact.
     """
+    known: list[Report] = []
+    is_complete = False
+    try:
+        for report in reports:
+            if summarize and not known:
+                _print_line(console, list(WIDTHS), "verdict")
+            if summarize:
+                _print_summary(report, console)
+            else:
+                print_report(report, console)
+            console.file.flush()
+            known.append(report)
+        is_complete = True
+    finally:
+        bad = [report for report in known if report.verdict != "exact"]
+        if known:
+            _print_verdict(bad, console, summarize=summarize, is_complete=is_complete)
+        if known and as_json:
+            ends = {"complete": is_complete, "healthy": is_complete and not bad}
+            typer.echo(json.dumps({"probes": [report.to_dict() for report in known], **ends}, indent=2))
+    return not bad
 
-    def show(report: Report, is_first: bool) -> None:
-        if summarize:
-            _print_summary([*([[*WIDTHS, "verdict"]] if is_first else []), *_summary_rows(report)], console)
-        else:
-            print_report(report, console)
-        console.file.flush()
 
-    return _shown(reports, show, partial(_print_verdict, console, summarize))
-
-
-def _print_verdict(console: Console, summarize: bool, reports: Sequence[Report], is_complete: bool) -> None:
+def _print_verdict(bad: Sequence[Report], console: Console, *, summarize: bool, is_complete: bool) -> None:
     if summarize:
         console.print(f"\n{SUMMARY_CAPTION}")
-    bad = [report for report in reports if report.verdict != "exact"]
     for report in bad:
         for check in report.checks:
             if check.is_bad:
@@ -595,37 +506,28 @@ def print_report(report: Report, console: Console) -> None:
         console.print(PLAIN_CAPTION)
 
 
-def _print_summary(rows: Iterable[Sequence[str]], console: Console) -> None:
-    """Print lines of the summary, with the same column widths each time."""
-    columns = [
-        Column(
-            name, no_wrap=True, min_width=width, justify="left" if name in ("family", "row computed by") else "right"
-        )
-        for name, width in WIDTHS.items()
-    ]
-    print_table(console, (*columns, text_column("verdict")), rows, header=False)
+def _print_line(console: Console, cells: Sequence[str], verdict: str) -> None:
+    """Print a line of the summary, with the same column widths each time."""
+    widths = (f"<{width}" if at < 2 else f">{width}" for at, width in enumerate(WIDTHS.values()))
+    line = " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
+    console.print(f"{escape(line)} {verdict}", highlight=False, soft_wrap=True)
 
 
-def _summary_rows(report: Report) -> Iterator[list[str]]:
-    """Make the line of a report, and below it those of plain transformers on the same row."""
-    yield [report.family, *_summary_row(report)]
-    for plain in report.plain[:-1]:
-        way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
-        cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, None)]
-        yield [report.family, escape(way), *cells, _colored(plain.verdict, PLAIN_COLORS)]
-
-
-def _summary_row(report: Report) -> list[str]:
+def _print_summary(report: Report, console: Console) -> None:
+    """Print the line of a report, and below it those of plain transformers on the same row."""
     dtype = SHORT.get(report.dtype, report.dtype)
-    way = report.attention if dtype == "float32" else f"{report.attention}, {dtype}"
+    columns = [[check for check in report.checks if check.part == "isolation"]]
     # Mixed precision has other limits.
     equality = [c for c in report.checks if c.part == "equality" and not c.name.startswith("autocast: ")]
-    columns = [[check for check in report.checks if check.part == "isolation"]]
-    columns += [
-        [check for check in equality if check.name.partition(": ")[2].startswith(what)]
-        for what in ("logits", "loss", "gradient")
-    ]
-    return [way, *(_number(_largest(column)) for column in columns), _colored(report.verdict)]
+    for what in ("logits", "loss", "gradient"):
+        columns.append([check for check in equality if check.name.partition(": ")[2].startswith(what)])
+    way = report.attention if dtype == "float32" else f"{report.attention}, {dtype}"
+    numbers = map(_number, map(_largest, columns))
+    _print_line(console, [report.family, way, *numbers], _colored(report.verdict))
+    for plain in report.plain[:-1]:
+        way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
+        numbers = map(_number, (plain.leak, plain.logits, plain.loss, None))
+        _print_line(console, [report.family, way, *numbers], _colored(plain.verdict, PLAIN_COLORS))
 
 
 def _checks(checks: Sequence[Check]) -> Iterator[Sequence[str]]:
@@ -638,30 +540,19 @@ def _checks(checks: Sequence[Check]) -> Iterator[Sequence[str]]:
 
 
 def _equality(report: Report) -> Iterator[Sequence[str]]:
-    """Make one line per compared quantity: its worst value over all circumstances, and in mixed precision.
-
-    Groups of parameters are listed below their part of the model, so that names fit a narrow terminal.
-    """
+    """Make one line per compared quantity: its worst value over all circumstances, and in mixed precision."""
     compared: dict[str, list[Check]] = {}
     for check in report.checks:
         circumstance, _, name = check.name.partition(": ")
         if check.part == "equality":
             compared.setdefault(name if circumstance in report.circumstances else check.name, []).append(check)
-    above = ""
     for name, checks in compared.items():
-        part, _, rest = name.removeprefix(GRADIENT).partition(".") if name.startswith(GRADIENT) else ("", "", "")
-        part = part if rest else ""
-        if part != above:
-            yield ()
-            if part:
-                yield (f"[dim]gradients of {part}[/]",)
-        above = part
         mixed = [check for check in checks if check.name.startswith("autocast: ")]
         others = [check for check in checks if check not in mixed]
         allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
         findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok") or ["ok"]
         cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed))]
-        yield f"  {rest}" if rest else name, *cells, ", ".join(map(_colored, findings))
+        yield name, *cells, ", ".join(map(_colored, findings))
 
 
 def _plain(report: Report) -> Iterator[Sequence[str]]:
