@@ -81,7 +81,7 @@ from vlmpack.workers import Executor, in_order
 
 __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
 
-FORMAT, VERSION = "vlmpack.rows", 6
+FORMAT, VERSION = "vlmpack.rows", 7
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files besides the shards."""
 WORK, UNFINISHED = ".work", "unfinished"
@@ -194,8 +194,6 @@ class Shard:
     """Number of rows."""
     bytes: int
     """File size."""
-    sha256: str
-    """SHA-256 of the file."""
     samples: str
     """Digest of the file's samples. The footer holds it, too, so that no other file is mistaken for this one."""
 
@@ -271,8 +269,8 @@ class Manifest:
             raise _damaged(folder / PLAN, "it is the plan of other rows")
         return plan
 
-    def check_files(self, folder: Path, *, others: Sequence[str] = (), verify: bool = False) -> None:
-        """Check that all files exist and that every shard has its size (with `verify`, also its SHA-256).
+    def check_files(self, folder: Path, *, others: Sequence[str] = ()) -> None:
+        """Check that all files exist and that every shard has its size.
 
         Raises:
             ConfigError: a file is missing or differs; names the file.
@@ -281,18 +279,8 @@ class Manifest:
             if not (folder / name).is_file():
                 raise _damaged(folder / name, "it is not there")
         for shard in self.shards:
-            path, size = folder / shard.file, (folder / shard.file).stat().st_size
-            if size != shard.bytes or (verify and _finished_shard(path) != shard):
-                fault = f"it has {size} bytes, not {shard.bytes}" if size != shard.bytes else "its SHA-256 is another"
-                raise _damaged(path, fault)
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+            if (size := (folder / shard.file).stat().st_size) != shard.bytes:
+                raise _damaged(folder / shard.file, f"it has {size} bytes, not {shard.bytes}")
 
 
 def _damaged(path: object, what: str) -> ConfigError:
@@ -314,38 +302,6 @@ def _schema(*, has_media: bool) -> Any:
     columns += [("sample_ids", pa.list_(pa.string())), ("samples", pa.string())]
     media = [("images", pa.list_(image)), ("videos", pa.list_(pa.list_(image)))]
     return pa.schema([*columns, *media] if has_media else columns)
-
-
-def _record(samples: Sequence[Encoded], places: Sequence[int], digests: Sequence[str], collator: VLMCollator) -> dict:
-    """Encode one row as Parquet columns.
-
-    Raises:
-        SampleError: an image cannot be read; names the index of its sample.
-        ConfigError: a sample has patches instead of images.
-    """
-    media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> number within the row
-    described = []
-    for sample, place, digest in zip(samples, places, digests, strict=True):
-        if sample.teacher:
-            fault = f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, with which rows are not stored"
-            raise ConfigError(f"{fault}; train on the data set itself, whose rows a plan or a stream makes")
-        weights = [] if sample.weights is None else sample.weights.tolist()
-        about: dict[str, Any] = {"index": place, "digest": digest, "channel": sample.channel, "weights": weights}
-        try:
-            for kind in MEDIA:
-                about[kind] = [_describe(visual, kind, media[kind], collator) for visual in getattr(sample, kind)]
-        except SampleError as error:
-            raise error.of_sample(place, sample.sample_id) from error
-        described.append({name: value for name, value in about.items() if value not in (None, [])})
-    return {
-        "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
-        "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
-        "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
-        "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
-        "samples": json.dumps(described, default=lambda number: number.item()),  # numpy scalars
-        "images": [_stored(data) for (data,) in media["images"]],
-        "videos": [list(map(_stored, frames)) for frames in media["videos"]],
-    }
 
 
 def _describe(visual: Visual, kind: str, media: dict[tuple[bytes, ...], int], collator: VLMCollator) -> dict[str, Any]:
@@ -514,7 +470,7 @@ def _check_collator(collator: VLMCollator, settings: StoreSettings) -> None:
         remedy = "train from the data set itself: PackedStream and measure_lengths take every family"
         raise ConfigError(f"stored rows hold ids, labels, images and videos, but {more}; {remedy}")
     if collator.layout != "packed" or slots.pad_to is not None:
-        remedy = "PackedDataset(pad_to_max_length=True) gives them a fixed width when they are read"
+        remedy = "PackedDataset(fixed_sizes=True) gives them a fixed width when they are read"
         raise ConfigError(f"rows are stored by VLMCollator(layout='packed') without slots.pad_to; {remedy}")
     unit, capacity = lcm(slots.multiple, slots.row_multiple), settings.capacity
     if capacity % unit:
@@ -638,8 +594,14 @@ class _Run:
         return replace(cast(Shard, shard), file=path.name)
 
     def _record(self, places: Sequence[int], measured: np.ndarray) -> dict[str, Any]:
-        """Encode one row, and check that its samples are still as measured."""
-        samples, digests = [], []
+        """Encode one row as Parquet columns, and check that its samples are still as measured.
+
+        Raises:
+            SampleError: a sample differs, or an image cannot be read; names its index.
+            ConfigError: a sample has patches instead of images, or outputs of a teacher.
+        """
+        media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> number within the row
+        samples, described = list[Encoded](), []
         for place in places:
             feature = self.dataset[place]
             sample = self.collator.measure(feature, place)
@@ -647,9 +609,28 @@ class _Run:
                 fault = f"it has {now[0]} tokens, {now[1]} of them targets; when measured {before[0]} and {before[1]}"
                 detail = f"{fault}: the data set was changed meanwhile; pack into another folder"
                 raise SampleError(detail, index=place, reason="changed", sample_id=sample.sample_id)
+            if sample.teacher:
+                fault = f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, with which rows are not stored"
+                raise ConfigError(f"{fault}; train on the data set itself, whose rows a plan or a stream makes")
+            about: dict[str, Any] = {"index": place, "digest": sample_digest(feature, self.collator)}
+            about |= {"channel": sample.channel, "weights": [] if sample.weights is None else sample.weights.tolist()}
+            try:
+                for kind in MEDIA:
+                    visuals = getattr(sample, kind)
+                    about[kind] = [_describe(visual, kind, media[kind], self.collator) for visual in visuals]
+            except SampleError as error:
+                raise error.of_sample(place, sample.sample_id) from error
             samples.append(sample)
-            digests.append(sample_digest(feature, self.collator))
-        return _record(samples, places, digests, self.collator)
+            described.append({name: value for name, value in about.items() if value not in (None, [])})
+        return {
+            "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
+            "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
+            "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
+            "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
+            "samples": json.dumps(described, default=lambda number: number.item()),  # numpy scalars
+            "images": [_stored(data) for (data,) in media["images"]],
+            "videos": [list(map(_stored, frames)) for frames in media["videos"]],
+        }
 
     # ------------------------------------------------------------------ compare with an earlier call
 
@@ -736,8 +717,8 @@ def _finished_shard(path: Path) -> Shard | None:
     """Describe a complete file; return None if there is none."""
     try:
         metadata = _pyarrow().parquet.read_metadata(path)
-        samples, sha256 = metadata.metadata[SAMPLES.encode()].decode(), _sha256(path)
-        return Shard(file=path.name, rows=metadata.num_rows, bytes=path.stat().st_size, sha256=sha256, samples=samples)
+        samples = metadata.metadata[SAMPLES.encode()].decode()
+        return Shard(file=path.name, rows=metadata.num_rows, bytes=path.stat().st_size, samples=samples)
     except (OSError, ValueError, KeyError):  # missing or damaged: it is written again
         return None
 
@@ -848,18 +829,15 @@ class PackedDataset(Dataset[dict[str, Any]]):
     `VLMCollator(layout="packed")` would make the same rows of the same samples. Images are decoded and cut into
     patches when a row is read. Each process opens files at its first access.
 
-    `pad_to_max_length` and `pad_cu_seqlens` are names and rules of Megatron-Bridge's offline packing. There, real
-    lengths end before a final end-of-text token; here, real lengths are stored, so a target counts whatever its id is.
+    Megatron-Bridge's offline packing ends real lengths before a final end-of-text token. Here, real lengths are stored,
+    so a target counts whatever its id is.
 
     Args:
         path: folder written by `write_rows` or `vlmpack pack`.
         processor: processor for `VLMCollator`, with the same settings as when packing. None: rows can be read with
             `measured`, but not trained on.
-        pad_to_max_length: pad every row to the capacity.
-        pad_cu_seqlens: give every row the same number of boundaries by repeating the last one; needs
-            `pad_to_max_length`.
-        verify: compare the SHA-256 of every file now, which reads all of them. Otherwise sizes are compared now, and
-            page checksums when a row is read.
+        fixed_sizes: pad every row to the capacity, and repeat its last boundary until all rows have the same number of
+            boundaries, as CUDA graphs need.
         settings: further settings of `VLMCollator`: `on_bad`, `skip_log`, `skip_limit`, `limits`, `pixel_dtype`, ...
 
     Raises:
@@ -872,9 +850,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         path: str | Path,
         processor: Any = None,
         *,
-        pad_to_max_length: bool = False,
-        pad_cu_seqlens: bool = False,
-        verify: bool = False,
+        fixed_sizes: bool = False,
         **settings: Any,
     ) -> None:
         self.path = Path(path).absolute()
@@ -883,9 +859,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
         sharing = self.manifest.settings["collator"]["share_prefixes"]
         self.share_prefixes = None if sharing is None else SharePrefixes(**sharing)
         """How samples of a row share prefixes; None: they share nothing."""
-        self.slots = self._slot_rule(pad_to_max_length=pad_to_max_length, pad_cu_seqlens=pad_cu_seqlens)
+        self.slots = self._slot_rule(fixed_sizes=fixed_sizes)
         """How samples are padded in rows."""
-        self.manifest.check_files(self.path, verify=verify)
+        self.manifest.check_files(self.path)
         self.collator = None if processor is None else self._collator(processor, settings)
         """Collator that cuts images into patches and keeps the log of skipped samples; None: no processor was given."""
         self._files: dict[tuple[int, int], Any] = {}
@@ -995,25 +971,26 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"{fault}. Give that one, or pack again")
         return collator
 
-    def _slot_rule(self, *, pad_to_max_length: bool, pad_cu_seqlens: bool) -> SlotRule:
+    def _slot_rule(self, *, fixed_sizes: bool) -> SlotRule:
         """Return how samples are padded in rows.
 
         Raises:
-            ConfigError: the settings contradict each other, or the rows were planned for something else.
+            ConfigError: the rows cannot have fixed sizes.
         """
-        sizes, capacity = self.manifest.sizes, self.manifest.capacity
-        if self.share_prefixes is not None and (pad_to_max_length or pad_cu_seqlens):
+        sizes, capacity, slots = (
+            self.manifest.sizes,
+            self.manifest.capacity,
+            self.manifest.settings["collator"]["slots"],
+        )
+        if not fixed_sizes:
+            return SlotRule(**slots)
+        if self.share_prefixes is not None:
             fault = "the rows share prefixes: what they compute is shorter than they are, and has no fixed size"
-            raise ConfigError(f"{fault}: leave pad_to_max_length and pad_cu_seqlens out, or pack without sharing")
-        if pad_cu_seqlens and not pad_to_max_length:
-            fault = "pad_cu_seqlens=True is for CUDA graphs, which need rows of a fixed width too"
-            raise ConfigError(f"{fault}: set pad_to_max_length=True")
-        if pad_to_max_length and sizes.longest_row > capacity:
-            fault = f"pad_to_max_length=True pads rows to {capacity} tokens, but the longest has {sizes.longest_row}"
+            raise ConfigError(f"{fault}: leave fixed_sizes out, or pack without sharing")
+        if sizes.longest_row > capacity:
+            fault = f"fixed_sizes=True pads rows to {capacity} tokens, but the longest has {sizes.longest_row}"
             raise ConfigError(f"{fault} (overlength='own_row'). Pack again with overlength='drop' or more capacity")
-        fixed = {"pad_to": capacity if pad_to_max_length else None}
-        fixed["max_segments"] = sizes.most_segments if pad_cu_seqlens else None
-        return SlotRule(**{**self.manifest.settings["collator"]["slots"], **fixed})
+        return SlotRule(**{**slots, "pad_to": capacity, "max_segments": sizes.most_segments})
 
     def _read(self, row: SupportsIndex, *, without: Sequence[str] = ()) -> list[tuple[int, Encoded]]:
         """Return (index in the data set, sample) for each sample of a row."""

@@ -66,12 +66,11 @@ def test_every_sample_is_in_one_row_and_the_manifest_counts_them(tmp_path):
 
 @pytest.mark.dist
 def test_the_same_call_writes_the_same_bytes_by_workers_too(tmp_path):
-    manifest = store(tmp_path / "one", mixed())
+    store(tmp_path / "one", mixed())
     made = StoreSettings(capacity=CAPACITY, shard_rows=2)
     write_rows(mixed(), tmp_path / "workers", packing(), made, workers=2)
     store(tmp_path / "other", mixed(), seed=2)
     assert digests(tmp_path / "one") == digests(tmp_path / "workers") != digests(tmp_path / "other")
-    assert {shard.file: shard.sha256 for shard in manifest.shards}.items() <= digests(tmp_path / "one").items()
 
 
 def test_encoded_images_are_stored_as_they_lie_each_once_a_row_and_pixels_never(tmp_path):
@@ -128,7 +127,7 @@ def test_a_sample_that_exceeds_a_row_stops_is_dropped_or_alone(tmp_path):
     manifest = store(tmp_path / "alone", samples, collator, overlength="own_row")
     assert [5] in places(PackedDataset(tmp_path / "alone")) and manifest.sizes.longest_row > CAPACITY
     with pytest.raises(ConfigError, match=rf"pads rows to 96 tokens, but the longest has {manifest.sizes.longest_row}"):
-        PackedDataset(tmp_path / "alone", pad_to_max_length=True)
+        PackedDataset(tmp_path / "alone", fixed_sizes=True)
 
 
 def test_bad_samples_stop_by_default_are_skipped_up_to_the_limit_and_never_all(tmp_path):
@@ -173,7 +172,7 @@ OPEN = r"'chats\.jsonl' is a path: open it with vlmpack\.data\.open_dataset\(pat
         ({"samples": []}, "this list has none"),
         ({"collator": processor_of()}, r"collator has to be a VLMCollator, such as VLMCollator\(processor, layout="),
         ({"collator": VLMCollator(processor_of())}, r"stored by VLMCollator\(layout='packed'\) without slots.pad_to"),
-        ({"collator": packing(slots=SlotRule(pad_to=96))}, r"PackedDataset\(pad_to_max_length=True\)"),
+        ({"collator": packing(slots=SlotRule(pad_to=96))}, r"PackedDataset\(fixed_sizes=True\)"),
         ({"collator": packing(slots=SlotRule(multiple=7))}, "96 tokens is no multiple of 7, .* choose 91 or 98"),
         ({"capacity": 0}, "StoreSettings.capacity must be a whole number of at least 1"),
         ({"max_images": -1}, "StoreSettings.max_images"),
