@@ -610,7 +610,9 @@ class _Run:
                 detail = f"{fault}: the data set was changed meanwhile; pack into another folder"
                 raise SampleError(detail, index=place, reason="changed", sample_id=sample.sample_id)
             if sample.teacher:
-                fault = f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, with which rows are not stored"
+                fault = (
+                    f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, with which rows are not stored"
+                )
                 raise ConfigError(f"{fault}; train on the data set itself, whose rows a plan or a stream makes")
             about: dict[str, Any] = {"index": place, "digest": sample_digest(feature, self.collator)}
             about |= {"channel": sample.channel, "weights": [] if sample.weights is None else sample.weights.tolist()}
