@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from moe import decoder_layers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -17,8 +17,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from training import distance, loss_sums, receipts, weights
 
+from vlmpack.errors import ConfigError
 from vlmpack.layout import pack
-from vlmpack.model import PackedStep
+from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import padded, tiny_model
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
@@ -119,3 +120,15 @@ def test_fp8_with_a_scale_for_each_token_is_that_of_samples_alone() -> None:
                 assert (p.grad - q.grad).abs().max() <= 0.03 * p.grad.abs().max(), name
     torch.testing.assert_close(*losses["rowwise"], rtol=1e-5, atol=0)
     assert (losses["tensorwise"][0] - losses["tensorwise"][1]).abs().max() > 1e-3
+
+
+def test_adapters_that_do_not_fit_a_row_are_refused() -> None:
+    adapted = adapt(tiny_model("qwen3_vl"))
+    row = pack(padded(receipts(adapted)))
+    with pytest.raises(ConfigError, match=r"adapter_names has an adapter for each entry .*set_adapter"):
+        PackedStep(adapted)(row, adapter_names=["default"] * row.segments.num_samples)
+    prompted = get_peft_model(tiny_model("qwen3_vl"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ConfigError, match="prompt tuning gives the model embeddings and no token ids"):
+        PackedStep(prompted)
+    with pytest.raises(ConfigError, match="inputs_embeds cannot be combined with a packed row; use LoRA"):
+        enable_packing(prompted)(**row.to_hf())

@@ -497,7 +497,8 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
             hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ConfigError(f"a packed step takes no input {name!r}{hint} It takes {', '.join(sorted(known))}")
         if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
-            raise ConfigError(f"{name} cannot be combined with a packed row; leave it out")
+            remedy = "use LoRA in place of PEFT's prompt tuning, or " if name == "inputs_embeds" else ""
+            raise ConfigError(f"{name} cannot be combined with a packed row; {remedy}leave it out")
 
 
 def _check_apart(value: Any) -> None:

@@ -73,9 +73,16 @@ class PackedStep:
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
-            ConfigError: rows would go in pieces through a model that is wrapped for data parallelism.
+            ConfigError: rows would go in pieces through a model that is wrapped for data parallelism; or PEFT puts
+                learned embeddings in place of token ids.
         """
         self.model, core = model, find_model(model)
+        peft_configs = [getattr(module, "active_peft_config", None) for module in model.modules()]
+        if any(getattr(config, "is_prompt_learning", False) for config in peft_configs):
+            raise ConfigError(
+                "PEFT's prompt tuning gives the model embeddings and no token ids, so nothing can be packed: use LoRA, "
+                "or call the model itself with padded batches"
+            )
         state = stored_state(core)
         if state is None:
             enable_packing(core, config, parallel=parallel)
@@ -111,8 +118,8 @@ class PackedStep:
 
         Raises:
             LayoutError: the batch contradicts itself, or holds columns of unbatched samples.
-            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; or the temperature is
-                not a positive number.
+            ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; it names an adapter for
+                each sample; or the temperature is not a positive number.
         """
         scoring = Scoring(temperature=temperature, entropy=entropy)
         device = next(self.model.parameters()).device
@@ -130,6 +137,11 @@ class PackedStep:
             name: copied(value, device) if isinstance(value, torch.Tensor) and _travels(name) else value
             for name, value in {**columns, **inputs}.items()
         }
+        if columns.get("adapter_names") is not None:
+            raise ConfigError(
+                "adapter_names has an adapter for each entry of a batch, and the samples of a row are one entry: pack "
+                "samples of one adapter into a row, and choose it with model.set_adapter(name)"
+            )
         if not hands_row and columns.get("inputs_embeds") is None:
             check_is_batch(columns)
         logits = bool(columns.pop("output_logits", False)) or logits  # a batch may request them too
