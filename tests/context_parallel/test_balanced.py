@@ -138,7 +138,7 @@ def step(case: Case) -> dict[str, Any]:
     return {
         "losses": torch.cat(losses[:: case.context]),
         "gradients": gradients,
-        "patches": [count for (count,) in computed],
+        "patches": [sum(counts) for counts in computed],
         "sent": sent,
     }
 

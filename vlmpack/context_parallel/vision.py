@@ -7,14 +7,15 @@ Rank 0 has a row with images of 64, 16, 16 and 32 patches, 4 patches to a token,
     pixels       stay               0 ▶ 1       0 ▶ 1           0 ▶ 1
     features     0 ... 15           16 ... 19   20 ... 23       24 ... 31       1 ▶ 0, and their gradients 0 ▶ 1
 
-One rank computes an image, never a part of it; any ranks may hold its tokens. "Image" means image or video. P entries
-of pixels (patches, or tiles), F features.
+One rank computes an image, never a part of it; any ranks may hold its tokens. "Image" means image, tile or video: what
+has features of its own. Pixels have entries (patches, or tiles), and so have masks and positions that go with them. F
+features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -25,7 +26,6 @@ from torch import distributed as dist
 from vlmpack.context_parallel.collectives import Collectives, Transfers
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import to_device
-from vlmpack.layout.media import Grid
 from vlmpack.layout.segments import ranges
 
 _CLOSE = 1.01
@@ -83,22 +83,46 @@ def deal(costs: Sequence[int], holders: Sequence[Sequence[int]], ranks: int) -> 
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """The entries of a tensor along its first axis."""
+
+    dtype: torch.dtype
+    """Their dtype."""
+    shape: tuple[int, ...]
+    """The shape of one."""
+    pads: bool = False
+    """Whether those of a step are padded with zeros to a common shape."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Image:
+    """One image, as its rank tells the others: no pixels."""
+
+    cost: int
+    """Its cost in the vision tower."""
+    tokens: int
+    """Number of its placeholders, which is its number of features."""
+    call: int = 0
+    """Index of the tower's call that computes it."""
+    entries: Mapping[str, int] = field(default_factory=dict)
+    """Number of its entries in each tensor that is sent: pixels, masks, positions."""
+    told: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Its entries in tensors whose values the host knows: grids, sizes, counts."""
+
+
+@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowMedia:
-    """The images of one row, as its rank tells the others: no pixels, and nothing of the text."""
+    """The images of one row, as its rank tells the others: nothing of the text."""
 
-    costs: tuple[int, ...] = ()
-    """Cost of each image in the vision tower, in the order of the row's pixels."""
-    entries: tuple[int, ...] = ()
-    """Number of entries of each image along the first axis of the pixels: patches, or tiles."""
-    tokens: tuple[int, ...] = ()
-    """Number of placeholders of each image, which is its number of features."""
-    grids: tuple[Grid, ...] = ()
-    """Grid of each image; (): the family's images have none."""
+    images: tuple[Image, ...] = ()
+    """The images, in the order of the row's tensors."""
+    tensors: Mapping[str, Entry] = field(default_factory=dict)
+    """The tensors that are sent."""
     parts_F: np.ndarray | None = None
     """int16: index of the context rank that holds the placeholder of each feature; None: one rank holds the row."""
-    pixels: tuple[torch.dtype, tuple[int, ...]] | None = None
-    """dtype and shape of an entry; None: there are no images."""
 
 
 @final
@@ -106,64 +130,83 @@ class StepMedia:
     """The images of all rows of a step, numbered row by row, and the ranks that compute them.
 
     Raises:
-        LayoutError: the pixels of two rows differ in dtype or in the shape of an entry.
+        LayoutError: the tensors of two rows differ in dtype or in the shape of an entry, or only one row has them.
     """
 
     def __init__(self, rows: Sequence[RowMedia], holders_DC: np.ndarray) -> None:
         """`holders_DC`: int64, the rank that holds each of C parts of each of D rows; all C ranks have its pixels."""
         self.rows, self.holders_DC, self.ranks = tuple(rows), holders_DC, holders_DC.size
-        self.row_of = np.repeat(np.arange(len(rows)), [len(row.costs) for row in rows])
+        self.images = [image for row in rows for image in row.images]
+        """The images."""
+        self.row_of = np.repeat(np.arange(len(rows)), [len(row.images) for row in rows])
         """int64 [N]: the row of each image."""
-        costs = [cost for row in rows for cost in row.costs]
-        self.rank_of = np.asarray(deal(costs, [self.holders_DC[row].tolist() for row in self.row_of], self.ranks), int)
+        holders = [self.holders_DC[row].tolist() for row in self.row_of]
+        self.rank_of = np.asarray(deal([image.cost for image in self.images], holders, self.ranks), int)
         """int64 [N]: the rank that computes each image."""
-        kinds = [row.pixels for row in rows if row.pixels is not None]
-        self.pixels = kinds[0] if kinds else None
-        """dtype and shape of an entry of the pixels; None: the step has no images."""
-        if odd := next((kind for kind in kinds if kind != kinds[0]), None):
-            raise LayoutError(
-                f"the rows of a step whose images ranks compute together have pixels of {kinds[0][0]} "
-                f"{list(kinds[0][1])} and of {odd[0]} {list(odd[1])}; let one processor make them all"
-            )
+        self._calls = np.asarray([image.call for image in self.images], int)
+        self._tokens = np.asarray([image.tokens for image in self.images], int)
+        self.tensors = {name: self._entry(name) for row in rows for name in row.tensors}
+        """The tensors that are sent."""
+        for name in {name: None for image in self.images for name in (*image.entries, *image.told)}:
+            has = np.asarray([name in image.entries or name in image.told for image in self.images])
+            if not name.startswith("pixel_values") and np.isin(self._calls[~has], self._calls[has]).any():
+                raise LayoutError(f"{_TOGETHER} have {name}, and some have none; {_ONE_PROCESSOR}")
 
-    def items(self, rank: int) -> list[int]:
-        """Return the images that `rank` computes, in increasing order."""
-        return np.flatnonzero(self.rank_of == rank).tolist()
+    def _entry(self, name: str) -> Entry:
+        """Return the dtype and shape of a tensor's entries in all rows."""
+        first, *others = [row.tensors[name] for row in self.rows if name in row.tensors]
+        for other in others:
+            if other.dtype != first.dtype or not (first.pads or other.shape == first.shape):
+                raise LayoutError(
+                    f"{_TOGETHER} have {name} of {first.dtype} {list(first.shape)} and of {other.dtype} "
+                    f"{list(other.shape)}; {_ONE_PROCESSOR}"
+                )
+        return replace(first, shape=tuple(np.max([entry.shape for entry in (first, *others)], 0).astype(int).tolist()))
 
-    def grids(self, rank: int) -> list[Grid]:
-        """Return the grids of the images that `rank` computes."""
-        grids = [grid for row in self.rows for grid in row.grids]
-        return [grids[item] for item in self.items(rank)] if grids else []
+    def items(self, rank: int, call: int = 0) -> list[int]:
+        """Return the images that `rank` computes in a call, in increasing order."""
+        return np.flatnonzero((self.rank_of == rank) & (self._calls == call)).tolist()
 
-    @cached_property
-    def send_pixels(self) -> Transfers:
-        """Return how entries of pixels go from their rows to the ranks that compute them.
+    def told(self, items: Sequence[int]) -> dict[str, list[Any]]:
+        """Return the entries of these images in the tensors whose values the host knows."""
+        names = {name: None for item in items for name in self.images[item].told}
+        return {name: [entry for item in items for entry in self.images[item].told[name]] for name in names}
+
+    def tokens(self, items: Sequence[int]) -> int:
+        """Return the number of features of these images."""
+        return int(self._tokens[items].sum())
+
+    def send(self, name: str) -> Transfers:
+        """Return how entries of a tensor go from their rows to the ranks that compute them.
 
         Where several ranks hold a row's pixels, the one with the context index of the receiver sends them.
         """
         part_R = np.empty(self.ranks, np.int64)
         part_R[self.holders_DC] = np.arange(self.holders_DC.shape[1])
-        counts_N, source_N = self._of_images("entries"), self.holders_DC[self.row_of, part_R[self.rank_of]]
-        source_P, target_P = source_N.repeat(counts_N), self.rank_of.repeat(counts_N)
-        sizes_D = [sum(row.entries) for row in self.rows]
-        local_P = ranges(np.zeros(len(sizes_D), np.int64), np.asarray(sizes_D, np.int64))
-        return Transfers(source=source_P, local=local_P, target=target_P, ranks=self.ranks)
+        counts_N = np.asarray([image.entries.get(name, 0) for image in self.images], int)
+        source_N = self.holders_DC[self.row_of, part_R[self.rank_of]]
+        sizes_D = np.bincount(self.row_of, counts_N, len(self.rows)).astype(int)
+        local_P = ranges(np.zeros_like(sizes_D), sizes_D)
+        return Transfers(
+            source=source_N.repeat(counts_N), local=local_P, target=self.rank_of.repeat(counts_N), ranks=self.ranks
+        )
 
     @cached_property
     def send_features(self) -> Transfers:
-        """Return where each feature is computed and which rank needs it for its placeholder."""
-        counts_N = self._of_images("tokens")
-        source_F, row_F = self.rank_of.repeat(counts_N), self.row_of.repeat(counts_N)
+        """Return where each feature is computed, call by call, and which rank needs it for its placeholder."""
+        source_F, row_F, call_F = (of_N.repeat(self._tokens) for of_N in (self.rank_of, self.row_of, self._calls))
         local_F = np.empty(len(source_F), np.int64)
         for rank in range(self.ranks):
-            is_own = source_F == rank
-            local_F[is_own] = np.arange(is_own.sum())
-        parts = [np.zeros(sum(row.tokens), np.int64) if row.parts_F is None else row.parts_F for row in self.rows]
+            own = np.flatnonzero(source_F == rank)
+            local_F[own[np.argsort(call_F[own], kind="stable")]] = np.arange(len(own))
+        sizes = [sum(image.tokens for image in row.images) for row in self.rows]
+        parts = [np.zeros(n, int) if x.parts_F is None else x.parts_F for n, x in zip(sizes, self.rows, strict=True)]
         target_F = self.holders_DC[row_F, np.concatenate(parts)]
         return Transfers(source=source_F, local=local_F, target=target_F, ranks=self.ranks)
 
-    def _of_images(self, name: str) -> np.ndarray:
-        return np.asarray([count for row in self.rows for count in getattr(row, name)], np.int64)
+
+_TOGETHER = "of the rows of a step whose images ranks compute together, some"
+_ONE_PROCESSOR = "let one processor make them all"
 
 
 @final

@@ -10,6 +10,7 @@ from importlib import import_module
 from math import prod
 from typing import Any, Literal, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -126,6 +127,13 @@ class Family:
     from_grids: tuple[FromGrids, ...] = ()
     """What the vision tower computes from grids and vlmpack computes on the host; (): nothing. Grids then stay on the
     host."""
+    videos_apart: bool = False
+    """True if its tower computes images and videos with grids in a call each."""
+    blank: Callable[[Any], Mapping[str, torch.Tensor]] | None = None
+    """For a tiled family: function of the configuration that returns the tensors of a small image, and of a video."""
+    image_work: Callable[[Mapping[str, torch.Tensor], Any], Sequence[tuple[int, int]]] | None = None
+    """For a tiled family: the number of tiles of each image that the tower computes, and the patches of one; None: as
+    many as there are pixels."""
     not_over_ranks: str | None = None
     """Why ranks cannot compute its images together (`Parallel`); None: they can."""
     audio: AudioPart | None = None
@@ -429,6 +437,50 @@ class Family:
         window = vision.window_size // vision.patch_size
         return frame_segments(grids), window_segments(grids, window=window, merge=vision.spatial_merge_size)
 
+    @property
+    def tower_calls(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the tensors of each call of the tower: of images and videos in a call each, or in one call."""
+        if self.has_grids and not self.videos_apart:
+            return (("pixel_values", "image_grid_thw"),)
+        of_images, of_videos = (tuple(name for name in self.media if ("video" in name) is of) for of in (False, True))
+        return (of_images, of_videos) if of_videos else (of_images,)
+
+    def blank_media(self, config: Any) -> list[dict[str, torch.Tensor]]:
+        """Return the tensors of a small image, or video, for each call of the tower; pixels are ones."""
+        if self.blank is not None:
+            tensors = self.blank(config)
+            return [{name: tensors[name] for name in names if name in tensors} for names in self.tower_calls]
+        merge, shape, blanks = self.merge(config), self.patch_shape(config), []
+        for frames, (pixels, grids) in enumerate(self.tower_calls, 1):  # of videos apart, two are merged
+            grid = (frames, merge, merge)
+            blanks.append({pixels: torch.ones(prod(grid), *shape), grids: torch.tensor([grid])})
+        return blanks
+
+    def tile_work(
+        self, tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Sequence[int]], config: Any, kind: int
+    ) -> np.ndarray:
+        """Return the patches of each tile, image or video in the tower, and their pairs in one block: int64 [N, 2].
+
+        Args:
+            tensors: the tensors of a row without grids.
+            entries: the entries of each tile, image or video in the tensors of its kind.
+            config: the model's configuration.
+            kind: IMAGE or VIDEO.
+        """
+        if self.tile_boundaries is not None:
+            lengths = self.tile_boundaries({name: tensors[name] for name in entries}, config)[0].lengths
+            return np.asarray([(count, count**2) for count in lengths])
+        if kind == IMAGE and self.image_work is not None:
+            return np.asarray([(n * count, n * count**2) for n, count in self.image_work(tensors, config)])
+        work_N2 = np.zeros((len(next(iter(entries.values()))), 2), np.int64)
+        for name in self.pixel_names:
+            if name in entries:
+                one = tensors[name].narrow(self.media[name].axis, 0, 1)
+                tiles = prod(one.shape[:-3])  # frames of a video
+                count = patches_in([one], config.vision_config) // tiles
+                work_N2 += np.outer(entries[name], [tiles * count, tiles * count**2])
+        return work_N2
+
     def patch_channels(self, config: Any) -> int:
         """Return the number of values of one patch: C of `pixel_values` [P, C]."""
         return prod(self.patch_shape(config))
@@ -489,12 +541,6 @@ class Family:
     def audio_tower(self, model: nn.Module) -> nn.Module | None:
         """Return the audio part: log-mel frames in, audio features out; None if there is none."""
         return None if self.audio is None else model.get_submodule(self.audio.path)
-
-    def problem_over_ranks(self, config: Any) -> str | None:
-        """Return why ranks cannot compute the images of a model with this configuration together; None: they can."""
-        if "image_sizes" in self.media and config.vision_config.model_type == "pixtral":
-            return self.not_over_ranks or "its Pixtral tower takes images of several sizes as one"
-        return self.not_over_ranks
 
     def vision_blocks(self, model: nn.Module) -> list[nn.Module]:
         """Return the blocks of `vision_tower`; [] if there is none."""

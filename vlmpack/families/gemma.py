@@ -55,7 +55,18 @@ def _images_are_bidirectional(text_config: Any) -> bool:
     return text_config.use_bidirectional_attention == "vision"
 
 
+def _blank_patches(config: Any) -> Tensors:
+    """Return an image of one token, as patches with their positions."""
+    vision = config.vision_config
+    side, patch = 1, getattr(vision, "model_patch_size", None)
+    if patch is None:
+        side, patch = vision.pooling_kernel_size, vision.patch_size
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
+    return {"pixel_values": torch.ones(1, side**2, 3 * patch**2), "image_position_ids": places[None]}
+
+
 _WITH_PLACES = {
+    "blank": _blank_patches,
     "token_types": "mm_token_type_ids",
     "media": {"pixel_values": Join(), "image_position_ids": Join()},
     "logits": capped_logits,
@@ -67,7 +78,6 @@ GEMMA = (
         tile_tokens=_tokens_of_images,
         token_types="token_type_ids",
         bidirectional=ImageSpans(),
-        not_over_ranks=None,
     ),
     tiled_family(
         "gemma4",
@@ -89,7 +99,6 @@ GEMMA = (
         positions_rule=Rotary(axes=1, start=1),
         tile_tokens=_tokens_of_tower,
         bidirectional=Prefix(),
-        not_over_ranks=None,
         logits=_prefix_logits,
     ),
 )

@@ -57,7 +57,7 @@ GRIDS = (
         patches_of_frames=False,
         media=QWEN_MEDIA,
         videos=run_of_pairs,
-        not_over_ranks="its resampler has other calls for images and for videos",
+        videos_apart=True,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
     ),

@@ -54,6 +54,7 @@ LLAMA = (
         vision_path="vision_model",
         head_path="language_model.lm_head",
         tile_tokens=tokens_of_tiles,
+        not_over_ranks="its images enter in the module that holds its head, which takes no features in their place",
     ),
     text_family("llama4_text", oldest_transformers=(5, 23), mechanisms=_MECHANISMS, text_type="llama4"),
 )

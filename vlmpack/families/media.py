@@ -301,8 +301,6 @@ def frames_as_images(
 # medium must match the placeholders of exactly one sample (`layout.media.place`).
 
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
-_OF_VIDEOS = ("pixel_values_videos", "target_sizes_videos")
-"""Tensors of videos without grids."""
 
 
 def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
@@ -475,25 +473,40 @@ def with_media_table(family: Family, row: PackedRow, *, config: Any) -> PackedRo
 
 def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) -> MediaTable:
     """Count the entries of the images and videos of a tiled family."""
-    tensors, media = row.media.to_hf(), {kind: [*table.of_kind(kind)] for kind in KINDS}
-    of_tiles = {} if family.tile_entries is None else family.tile_entries(tensors, config)
+    media = {kind: [*table.of_kind(kind)] for kind in KINDS}
     for kind in (IMAGE, VIDEO):
-        names = [name for name in tensors if (name in _OF_VIDEOS) == (kind == VIDEO) and name != table.image_counts]
-        if not (tokens := _tile_tokens(family, tensors, config, kind)):
-            continue
+        tokens, entries = tile_entries(family, row.media.to_hf(), config, kind)
         computed = () if row.tree is None else (row.tree.images if kind == IMAGE else row.tree.videos)
         numbers = range(len(media[kind])) if row.tree is None else computed
+        if not tokens:
+            continue
         tiles = tiles_of_images(tokens, [media[kind][number].tokens for number in numbers])
-        entries = {name: np.asarray(of_tiles.get(name) or [1] * len(tokens)) for name in names}
-        if odd := next((name for name, counts in entries.items() if len(counts) != len(tokens)), None):
-            raise LayoutError(
-                f"{odd} is {list(tensors[odd].shape)}, but the row has {len(tokens)} images or tiles; keep what the "
-                "processor gives"
-            )
         for number, (start, stop) in zip(numbers, tiles, strict=True):
-            own = {name: int(counts[start:stop].sum()) for name, counts in entries.items()}
+            own = {name: sum(counts[start:stop]) for name, counts in entries.items()}
             media[kind][number] = replace(media[kind][number], entries=own)
     return replace(table, media=tuple(medium for of_kind in media.values() for medium in of_kind))
+
+
+def tile_entries(
+    family: Family, tensors: Mapping[str, torch.Tensor], config: Any, kind: int
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Return the tokens of each tile, image or video of one kind, and its entries in each tensor; [] and {}: none.
+
+    Raises:
+        LayoutError: a tensor has the entries of another number of images.
+    """
+    if not (tokens := _tile_tokens(family, tensors, config, kind)):
+        return [], {}
+    of_tiles = {} if family.tile_entries is None else family.tile_entries(tensors, config)
+    names = family.tower_calls[(IMAGE, VIDEO).index(kind)]
+    names = [name for name in names if name in tensors and not family.media[name].counts_images]
+    entries = {name: [*(of_tiles.get(name) or [1] * len(tokens))] for name in names}
+    if odd := next((name for name, counts in entries.items() if len(counts) != len(tokens)), None):
+        raise LayoutError(
+            f"{odd} is {list(tensors[odd].shape)}, but the row has {len(tokens)} images or tiles; keep what the "
+            "processor gives"
+        )
+    return tokens, entries
 
 
 def _check_same(known: MediaTable, found: MediaTable) -> None:

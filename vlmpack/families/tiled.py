@@ -29,7 +29,7 @@ def tiled_family(model_type: str, **settings: Any) -> Family:
         "token_types": None,
         "vision_path": "model.vision_tower",
         "media": {"pixel_values": Join()},
-        "not_over_ranks": "its tower takes more than tiles of one size: their sizes, masks, positions or counts",
+        "blank": blank_tile,
     }
     return Family(model_type=model_type, **{**tiled, **settings})
 
@@ -78,12 +78,9 @@ def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
 
     If a sample has several images, each has only a thumbnail and one more token.
     """
-    sizes = tensors["image_sizes"].tolist()
-    counts = tensors["batch_num_images"].tolist() if "batch_num_images" in tensors else [1] * len(sizes)
-    is_single = [n == 1 for n in counts for _ in range(n)]
     most = int(config.vision_aspect_ratio.removeprefix("anyres_max_")) * _side(config) ** 2
     tokens = []
-    for size, single in zip(sizes, is_single, strict=True):
+    for size, single in _with_singles(tensors):
         height, width = _unpadded(size, config) if single else (0, 0)
         ratio = math.sqrt(height * width / most)
         if ratio > 1.1:  # the model shrinks features likewise
@@ -116,6 +113,13 @@ def _side(config: Any) -> int:
     return config.vision_config.image_size // config.vision_config.patch_size
 
 
+def _with_singles(tensors: Tensors) -> list[tuple[list[int], bool]]:
+    """Pair each image's size with whether it is the only image of its sample."""
+    sizes = tensors["image_sizes"].tolist()
+    counts = tensors["batch_num_images"].tolist() if "batch_num_images" in tensors else [1] * len(sizes)
+    return list(zip(sizes, [n == 1 for n in counts for _ in range(n)], strict=True))
+
+
 def _thumbnail(config: Any) -> int:
     return _selected(_side(config) ** 2, config)
 
@@ -125,17 +129,21 @@ def _unpadded(size: Sequence[int], config: Any, *, rows: int = 0) -> tuple[int, 
 
     `rows`: number of tokens that follow each row; they count as columns.
     """
-    from transformers.image_processing_utils import select_best_resolution
-
     height, width = size
-    best = select_best_resolution((height, width), config.image_grid_pinpoints)
-    tiles = [n // config.vision_config.image_size for n in best]
-    high, wide = (n * _side(config) for n in tiles)
+    high, wide = (n * _side(config) for n in _best_grid(size, config))
     if width / height > wide / high:
         high -= 2 * ((high - int(round(height * (wide / width), 7))) // 2)
     else:
         wide -= 2 * ((wide - int(round(width * (high / height), 7))) // 2)
     return high, wide + rows
+
+
+def _best_grid(size: Sequence[int], config: Any) -> list[int]:
+    """Rows and columns of tiles of an image of `size`."""
+    from transformers.image_processing_utils import select_best_resolution
+
+    best = select_best_resolution((size[0], size[1]), config.image_grid_pinpoints)
+    return [n // config.vision_config.image_size for n in best]
 
 
 def tiles_with_pixels(tensors: Tensors, config: Any) -> Sequence[int]:
@@ -235,6 +243,80 @@ def _queries(pixels: torch.Tensor, config: Any) -> int:
     return 144 if rows * columns <= 144 else 256
 
 
+# ---------------------------------------------------------------------- what the tower computes
+
+
+def work_of_best_grids(tensors: Tensors, config: Any) -> Sequence[tuple[int, int]]:
+    """Return the tiles of each image of `image_sizes` [N, 2], its thumbnail among them, and the patches of one.
+
+    If a sample has several images (`batch_num_images`), each has only a thumbnail.
+    """
+    each = _side(config) ** 2
+    return [(1 + is_single * prod(_best_grid(size, config)), each) for size, is_single in _with_singles(tensors)]
+
+
+def work_of_sizes(tensors: Tensors, config: Any) -> Sequence[tuple[int, int]]:
+    """Return one tile for each row of `pixel_values`, of all its patches, or with `image_sizes` of the image's own."""
+    if "image_sizes" in tensors:
+        return [(1, patches) for patches in patches_of_sizes(tensors, config)[0].lengths]
+    return [(1, _side(config) ** 2)] * len(tensors["pixel_values"])
+
+
+# ---------------------------------------------------------------------- small images, for ranks that have none
+
+
+def blank_tile(config: Any) -> Tensors:
+    """Return a tile."""
+    vision = config.vision_config
+    side = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
+    return {"pixel_values": torch.ones(1, getattr(vision, "num_channels", 3), *side)}
+
+
+def blank_grid(config: Any) -> Tensors:
+    """Return an image that fills the first grid of tiles, and a video of one tile."""
+    side, size = config.vision_config.image_size, config.image_grid_pinpoints[0]
+    tiles, one = 1 + prod(_best_grid(size, config)), torch.tensor([1])
+    videos = {"pixel_values_videos": torch.ones(1, 1, 3, side, side), "batch_num_images": one}
+    return {"pixel_values": torch.ones(1, tiles, 3, side, side), "image_sizes": torch.tensor([size])} | videos
+
+
+def blank_with_size(config: Any) -> Tensors:
+    """Return an image of one token, with its size if the tower reads it (Pixtral)."""
+    if config.vision_config.model_type != "pixtral":
+        return blank_tile(config)
+    side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    return {"pixel_values": torch.ones(1, 3, side, side), "image_sizes": torch.tensor([[side, side]])}
+
+
+def blank_with_mask(config: Any) -> Tensors:
+    """Return a tile and the mask of its pixels."""
+    side = config.vision_config.image_size
+    return {name: x[None] for name, x in blank_tile(config).items()} | {
+        "pixel_attention_mask": torch.ones(1, 1, side, side, dtype=torch.int64)
+    }
+
+
+def blank_columns(config: Any) -> Tensors:
+    """Return an image and a video of one token, as columns of pixels."""
+    side, sizes = config.vision_config.patch_size, [2 * n**config.merger_times for n in config.merge_kernel_size]
+    tensors = {"pixel_values": torch.ones(1, 3, side, side * prod(sizes)), "target_sizes": torch.tensor([sizes])}
+    return tensors | {f"{name}_videos": x for name, x in tensors.items()}
+
+
+def blank_patches(config: Any) -> Tensors:
+    """Return a tile of one token, as patches with a mask."""
+    side, channels = config.downsample_factor, 3 * config.vision_config.patch_size**2
+    shapes, mask = torch.tensor([[side, side]]), torch.ones(1, side**2, dtype=torch.int64)
+    return {"pixel_values": torch.ones(1, side**2, channels), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+def blank_views(config: Any) -> Tensors:
+    """Return a small image and one tile of it."""
+    side = 4 * config.vision_config.sam_config.patch_size
+    view = torch.ones(1, 3, side, side)
+    return {"pixel_values": view, "pixel_values_local": view, "num_local_patches": torch.tensor([1])}
+
+
 # ---------------------------------------------------------------------- the families
 
 _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
@@ -244,23 +326,29 @@ _IDEFICS3 = {
     "vision_path": "model.vision_model",
     "tile_tokens": tiles_with_pixels,
     "without_padding": without_padding,
+    "blank": blank_with_mask,
     "media": {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)},
 }
 _COHERE2 = {
     "tile_tokens": shuffled_tiles,
     "text_type": "cohere2",
     "oldest_transformers": (5, 23),
-    "not_over_ranks": None,
 }
 
 TILED = (
-    tiled_family("internvl", tile_tokens=tiles_of_one_size, not_over_ranks=None),
-    tiled_family("llava", tile_tokens=images_of_one_size, media=_SIZES, not_over_ranks=None),
-    tiled_family("llava_next", tile_tokens=tiles_by_size, media=_SIZES),
+    tiled_family("internvl", tile_tokens=tiles_of_one_size),
+    tiled_family(
+        "llava", tile_tokens=images_of_one_size, media=_SIZES, image_work=work_of_sizes, blank=blank_with_size
+    ),
+    tiled_family(
+        "llava_next", tile_tokens=tiles_by_size, media=_SIZES, image_work=work_of_best_grids, blank=blank_grid
+    ),
     tiled_family(
         "llava_onevision",
         tile_tokens=tiles_of_single_images,
         video_tokens=pooled_frames,
+        image_work=work_of_best_grids,
+        blank=blank_grid,
         media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
     tiled_family("smolvlm", **_IDEFICS3),
@@ -268,6 +356,7 @@ TILED = (
     tiled_family(
         "mistral3",
         tile_tokens=merged_patches,
+        blank=blank_with_size,
         tile_boundaries=patches_of_sizes,
         blocks_path="transformer.layers",
         media=_SIZES,
@@ -277,6 +366,7 @@ TILED = (
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
         tile_entries=columns_of_targets,
+        blank=blank_columns,
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         keeps_row={"vit_merger": "self_attn"},
@@ -294,6 +384,7 @@ TILED = (
         "lfm2_vl",
         mechanisms={"short_conv": {"layer": "conv"}},
         tile_tokens=shuffled_patches,
+        blank=blank_patches,
         media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
         oldest_transformers=(5, 23),
         text_type="lfm2",
@@ -305,6 +396,7 @@ TILED = (
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
         tile_entries=tiles_of_views,
+        blank=blank_views,
         media={"pixel_values": Join(), "pixel_values_local": Join(), "num_local_patches": Join()},
         oldest_transformers=(5, 23),
     ),

@@ -179,7 +179,7 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
             "keys and values of its vision tower when it loads a checkpoint in parts: load it without a mesh, and call "
             "fully_shard on its layers"
         )
-    reason = family.problem_over_ranks(core.config)
+    reason = family.not_over_ranks
     if parallel is None and mesh_of(core) is not None:
         parallel = Parallel()
         parallel.find_mesh(core)

@@ -16,18 +16,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from vlmpack.context_parallel.vision import RowMedia, VisionRanks
+from vlmpack.context_parallel.vision import Entry, Image, RowMedia, VisionRanks
 from vlmpack.families.family import Family, FromGrids
-from vlmpack.layout.batch import Media
+from vlmpack.families.media import tile_entries
+from vlmpack.layout.batch import SIZES, Media
 from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
-from vlmpack.layout.media import KINDS, Grid, Medium, image_counts, placeholders
+from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, Medium, image_counts, placeholders
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
     ClassMechanism,
@@ -35,6 +38,7 @@ from vlmpack.model.mechanisms import (
     ModelParts,
     PreHook,
     RowSetup,
+    handed_on,
     handed_row,
     handing_class,
     subclass,
@@ -86,11 +90,12 @@ class Vision(ClassMechanism):
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return the backbone if ranks compute media together, and towers (or parts of them) that get no keyword."""
         family, backbone = model.family, model.family.backbone(model.core)
-        changed: list[tuple[nn.Module, Maker]] = [] if model.vision is None else [(backbone, features_class)]
+        together = model.vision is not None
+        changed: list[tuple[nn.Module, Maker]] = [(backbone, features_class)] if together else []
         if (tower := family.vision_tower(model.core)) is None:
             return changed
         if family.tile_boundaries is not None:
-            changed += [(backbone, handing_class), (tower, bounded_class)]
+            changed += [*([] if together else [(backbone, handing_class)]), (tower, bounded_class)]
         for path, name in family.keeps_row.items():
             holder = tower.get_submodule(path)
             part = holder.get_submodule(name)
@@ -434,9 +439,18 @@ class Computed:
         self.features = features
         """The return value of `get_image_features` or `get_video_features`."""
 
+    def size(self, dim: int) -> int:
+        """Return 1: models ask whether there are pixels."""
+        return 1
+
+    def __getitem__(self, index: Any) -> Computed:
+        """Return itself: models take a part of the pixels."""
+        return self
+
 
 _PIXELS = ("pixel_values", "pixel_values_videos")
 _GETTERS = ("get_image_features", "get_video_features")
+_GRIDS = ("image_grid_thw", "video_grid_thw")
 
 
 @functools.cache
@@ -496,76 +510,121 @@ class FeatureForm:
         """Split a tensor into features, the inverse of `join`, as if they all belonged to one image."""
         pooled, *deep = levels.split(self.width, -1)
         by_level = [(level,) if self.cut_by_image else level for level in deep]
-        of_images = pooled if self.of_tiles else (pooled,)
+        of_images = pooled.unsqueeze(1) if self.of_tiles else (pooled,)
         return self.of_class(pooler_output=of_images, **({"deepstack_features": by_level} if deep else {}))
 
 
 # ---------------------------------------------------------------------- images that ranks compute together
+#
+# A row describes its images (`RowMedia`), and the entries of its tensors go to the ranks that compute the images. A
+# tower computes all images and videos in one call, or videos in a second one.
 
 
 def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Computed]:
     """Return the features of this rank's tokens, by the keyword of the backbone for pixels.
 
-    Every rank calls the tower once for every row, even if it has no images to compute.
+    Every rank calls the tower equally often for every row, even if it has no images to compute.
     """
-    family, config, part = setup.model.family, setup.config, setup.part
+    family, part = setup.model.family, setup.part
     media, calls = family.tower_media(setup.row.media, setup.media, setup.row.segments, setup.row.tree)
-    own = [x for x in (media.pixel_values, media.pixel_values_videos) if isinstance(x, torch.Tensor)]
-    pixels = torch.cat(own) if len(own) > 1 else own[0] if own else None
-    row = _row_media(setup, [medium for call in calls for medium in call], pixels)
+    row, own = _of_grids(setup, media, calls) if family.has_grids else _of_tiles(setup)
+    if isinstance(part, ContextParallelRow) and not part.is_whole:
+        places_F = placeholders([medium for call in calls for medium in call], part.partition.segments)
+        parts_F = part.partition.place().numpy()[places_F] // part.partition.local_total
+        row = replace(row, parts_F=parts_F.astype(np.int16))
     step = ranks.step(row)
-    dtype, shape = step.pixels or (torch.float32, _shape_of_entry(family, config))
-    if pixels is None:
-        pixels = torch.empty(0, *shape, dtype=dtype, device=setup.row.input_ids.device)
-    pixels, grids = ranks.send(step.send_pixels, pixels, "pixels"), step.grids(ranks.rank)
-    num_features = int((step.send_features.source == ranks.rank).sum())
-    if not step.items(ranks.rank):  # a blank image whose features are not used
-        merge = family.merge(config)
-        pixels, grids = pixels.new_zeros(merge**2, *shape), [(1, merge, merge)]
-    features = _features(setup, pixels, grids)
-    form = FeatureForm.of(features)
-    arrived = ranks.send(step.send_features, form.join(features)[:num_features], "images")
+    arrived: dict[str, torch.Tensor] = {}
+    for name, entry in step.tensors.items():
+        if name in own:
+            missing = [(0, size - n) for size, n in zip(entry.shape, own[name].shape[1:], strict=True)]
+            x = F.pad(own[name], [end for pair in reversed(missing) for end in pair])
+        else:
+            x = torch.empty(0, *entry.shape, dtype=entry.dtype, device=setup.row.input_ids.device)
+        arrived[name] = ranks.send(step.send(name), x, "pixels")
+    forms, computed = [], []
+    for call in range(len(family.tower_calls)):
+        items = step.items(ranks.rank, call)
+        features = _features(setup, call, arrived, step.told(items))
+        forms.append(FeatureForm.of(features))
+        computed.append(forms[-1].join(features)[: step.tokens(items)])
+    received = ranks.send(step.send_features, torch.cat(computed), "images")
     tokens = [sum(medium.tokens for medium in call) for call in calls]
     if row.parts_F is not None:
         tokens = [int((parts == part.rank).sum()) for parts in np.split(row.parts_F, np.cumsum(tokens)[:-1])]
-    parts = zip(_PIXELS, arrived.split(tokens), strict=False)
-    return {name: Computed(form.split(part)) for name, part in parts if name in family.media}
+    parts = zip(_PIXELS, received.split(tokens), (forms[0], forms[-1]), strict=False)
+    return {name: Computed(form.split(features)) for name, features, form in parts if name in family.media}
 
 
-def _row_media(setup: RowSetup, media: Sequence[Medium], pixels: torch.Tensor | None) -> RowMedia:
-    """Describe the images of this rank's row to the other ranks."""
-    if pixels is None or not media:
-        return RowMedia()
-    family, config, part = setup.model.family, setup.config, setup.part
-    if family.has_grids:
-        entries = [medium.patches for medium in media]
-        patches, pairs = entries, [_pairs(family, config, grid) for grid in _grids(media)]
-    else:  # tiles of one size
-        of_tile = sum(medium.tokens for medium in media) // len(pixels)
-        entries = [medium.tokens // of_tile for medium in media]
-        patches_of_tile = family.tile_patches(setup.row.media, config) // len(pixels)
-        patches, pairs = ([count * patches_of_tile**power for count in entries] for power in (1, 2))
-    parts_F = None
-    if isinstance(part, ContextParallelRow) and not part.is_whole:
-        places_F = placeholders(media, part.partition.segments)
-        parts_F = (part.partition.place().numpy()[places_F] // part.partition.local_total).astype(np.int16)
-    return RowMedia(
-        costs=tuple(_costs(config.vision_config, np.asarray(patches), np.asarray(pairs))),
-        entries=tuple(entries),
-        tokens=tuple(medium.tokens for medium in media),
-        grids=tuple(_grids(media)),
-        parts_F=parts_F,
-        pixels=(pixels.dtype, tuple(pixels.shape[1:])),
-    )
+def _of_grids(
+    setup: RowSetup, media: Media, calls: Sequence[Sequence[Medium]]
+) -> tuple[RowMedia, dict[str, torch.Tensor]]:
+    """Return the description of a row's images and videos with grids, and their patches."""
+    family, config = setup.model.family, setup.config
+    pixels = [x for x in (media.pixel_values, media.pixel_values_videos) if isinstance(x, torch.Tensor)]
+    if len(family.tower_calls) == 1 and pixels:
+        pixels, calls = (
+            [torch.cat(pixels) if len(pixels) > 1 else pixels[0]],
+            [[each for call in calls for each in call]],
+        )
+    images, names = [], [name for name, call in zip(_PIXELS, calls, strict=False) if call]
+    for call, name in enumerate(_PIXELS[: len(calls)]):
+        grids = _grids(calls[call])
+        costs = _costs(config.vision_config, [prod(grid) for grid in grids], [_pairs(family, config, g) for g in grids])
+        for medium, cost in zip(calls[call], costs, strict=True):
+            settings = {"entries": {name: medium.patches}, "told": {_GRIDS[call]: [medium.grid]}}
+            images.append(Image(cost=cost, tokens=medium.tokens, call=call, **settings))
+    return _described(images, dict(zip(names, pixels, strict=True)))
 
 
-def _costs(vision: Any, patches: np.ndarray, pairs: np.ndarray) -> list[int]:
+def _of_tiles(setup: RowSetup) -> tuple[RowMedia, dict[str, torch.Tensor]]:
+    """Return the description of a row's tiles, or images and videos without grids, and their tensors.
+
+    Images that the model counts (`Join.counts_images`) stay together with the others of their sample.
+    """
+    family, config = setup.model.family, setup.config
+    tensors, images = _with_known_sizes(setup).to_hf(), []
+    if family.without_padding is not None:
+        tensors = family.without_padding(tensors)
+    known = {name for name, join in family.media.items() if name in tensors and (name in SIZES or join.counts_images)}
+    for call, kind in enumerate((IMAGE, VIDEO)):
+        tokens, entries = tile_entries(family, tensors, config, kind)
+        work_N2 = family.tile_work(tensors, entries, config, kind) if tokens else np.zeros((0, 2))
+        counts = [name for name in known - {*SIZES} if kind == IMAGE]
+        groups = tensors[counts[0]].tolist() if counts else [1] * len(tokens)
+        ends = np.cumsum(groups, dtype=int).tolist()
+        costs = _costs(config.vision_config, *work_N2.T)
+        for start, stop in zip([0, *ends], ends, strict=False):
+            told = {name: tensors[name][start:stop].tolist() for name in known & entries.keys()}
+            told |= {name: [stop - start] for name in counts}
+            sent = {name: sum(of[start:stop]) for name, of in entries.items() if name not in known}
+            images.append(
+                Image(cost=sum(costs[start:stop]), tokens=sum(tokens[start:stop]), call=call, entries=sent, told=told)
+            )
+    axes = {name: family.media[name].axis for image in images for name in image.entries}
+    return _described(images, {name: tensors[name].movedim(axis, 0) for name, axis in axes.items()}, family)
+
+
+def _described(
+    images: Sequence[Image], tensors: dict[str, torch.Tensor], family: Family | None = None
+) -> tuple[RowMedia, dict[str, torch.Tensor]]:
+    entries = {
+        name: Entry(dtype=x.dtype, shape=tuple(x.shape[1:]), pads=family is not None and family.media[name].pad)
+        for name, x in tensors.items()
+    }
+    return RowMedia(images=tuple(images), tensors=entries), tensors
+
+
+def _costs(vision: Any, patches: Sequence[int], pairs: Sequence[float]) -> list[int]:
     """Return the cost of each image in one block of a tower, as a number of patches without attention."""
-    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    vision = getattr(vision, "sam_config", vision)
+    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
+    if width is None:  # patches are embedded, and there are no blocks
+        return [*patches]
     inner = getattr(vision, "intermediate_size", 4 * width)
     sizes = {"vision_hidden": width, "vision_layers": 1, "vision_intermediate": inner}
     model = CostModel.from_sizes(hidden=0, layers=0, intermediate=0, **sizes)
-    return np.rint(model.of_samples(np.zeros(len(patches)), patches, pairs) / model.patch).astype(int).tolist()
+    costs = model.of_samples(np.zeros(len(patches)), np.asarray(patches), np.asarray(pairs)) / model.patch
+    return np.rint(costs).astype(int).tolist()
 
 
 def _pairs(family: Family, config: Any, grid: Grid) -> float:
@@ -578,26 +637,24 @@ def _pairs(family: Family, config: Any, grid: Grid) -> float:
     return share * whole + (1 - share) * windows[0]
 
 
-def _shape_of_entry(family: Family, config: Any) -> tuple[int, ...]:
-    """Return the shape of a patch, or of a tile."""
+def _features(setup: RowSetup, call: int, arrived: dict[str, torch.Tensor], told: dict[str, list[Any]]) -> Any:
+    """Compute the features of a call's images, and of a blank one behind them where a tensor of pixels is missing."""
+    family, config, device = setup.model.family, setup.config, setup.row.input_ids.device
+    blank, on_host = family.blank_media(config)[call], {*SIZES, *_GRIDS} if family.from_grids else {*SIZES}
+    inputs = {name: torch.tensor(rows, device="cpu") for name, rows in told.items()}
+    inputs |= {name: x.movedim(0, family.media[name].axis) for name, x in arrived.items() if len(x) and name in blank}
+    if any(name.startswith("pixel_values") and name not in inputs for name in blank):
+        others = {name: x.to(arrived[name].dtype) if name in arrived else x for name, x in blank.items()}
+        inputs = others | {name: torch.cat([x, torch.ones_like(x[:1])]) for name, x in inputs.items()}
     if family.has_grids:
-        return family.patch_shape(config)
-    vision = config.vision_config
-    side = vision.image_size
-    return getattr(vision, "num_channels", 3), *(side if isinstance(side, list | tuple) else (side, side))
-
-
-def _features(setup: RowSetup, pixels: torch.Tensor, grids: Sequence[Grid]) -> Any:
-    """Compute features of images and videos in one call of the tower; `grids`: () for tiles."""
-    family, backbone = setup.model.family, setup.model.family.backbone(setup.model.core)
-    if not family.has_grids:
-        return backbone.get_image_features(pixels, return_dict=True)  # pyright: ignore[reportCallIssue]
-    tower = VisionRow(family.vision_segments(grids, setup.config))
-    entries = {Vision.name: tower, Attention.name: RowAttention(setup.backend)}
+        layouts = family.vision_segments([tuple(grid) for grid in inputs[_GRIDS[call]].tolist()], config)
+    else:
+        layouts = family.tower_segments(Media.from_hf(inputs, names=inputs.keys()), config)
+    for name, x in inputs.items():
+        if x.device != device and name not in on_host and not family.media[name].counts_images:
+            inputs[name] = to_device(x.numpy(), device)
+    entries = {Vision.name: VisionRow(layouts), Attention.name: RowAttention(setup.backend)}
     context = RowContext(segments=setup.row.segments, entries=entries)
-    grid_thw = torch.tensor(grids, device="cpu")
-    if not family.from_grids:
-        grid_thw = to_device(grid_thw.numpy(), pixels.device)
-    return backbone.get_image_features(  # pyright: ignore[reportCallIssue]
-        pixels, grid_thw, return_dict=True, **{CONTEXT: context}
-    )
+    with handed_on(context):
+        keywords = {CONTEXT: context} if family.has_grids else {}
+        return getattr(family.backbone(setup.model.core), _GETTERS[call])(**inputs, return_dict=True, **keywords)
