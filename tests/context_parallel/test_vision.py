@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,19 +12,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.context_parallel.collectives import Transfers
-from vlmpack.context_parallel.vision import RowMedia, StepMedia, deal
+from vlmpack.context_parallel.vision import Entry, Image, RowMedia, StepMedia, deal
 from vlmpack.errors import LayoutError
 
 WORLD = 8
-RECEIPTS, ANYTHING = ((24, 40), (36, 60)), ((8, 48), (8, 48))
-"""Ranges of the sides of images in patches: photographs of receipts as in CORD; icons, figures and pages."""
+RECEIPTS, ANYTHING, TILES = ((24, 40), (36, 60)), ((8, 48), (8, 48)), ((1, 6), (576, 577))
+"""Ranges of the sides of images in patches: receipts as in CORD; icons, figures and pages; tiles, patches of one."""
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("sides", "images_of_rows"),
-    [(RECEIPTS, (4, 9, 6, 5, 7, 4, 8, 6)), (ANYTHING, (0, 1, 10, 3, 0, 12, 2, 8)), (ANYTHING, (40, *[0] * 7))],
-    ids=["CORD", "mixed", "one row has all"],
+    [
+        (RECEIPTS, (4, 9, 6, 5, 7, 4, 8, 6)),
+        (ANYTHING, (0, 1, 10, 3, 0, 12, 2, 8)),
+        (ANYTHING, (40, *[0] * 7)),
+        (TILES, (4, 9, 6, 5, 7, 4, 8, 6)),
+    ],
+    ids=["CORD", "mixed", "one row has all", "images of 1 to 5 tiles"],
 )
 def test_the_longest_rank_has_few_patches_more_than_the_mean(sides: Any, images_of_rows: Any, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -51,16 +57,12 @@ def steps(draw: st.DrawFn) -> tuple[list[RowMedia], np.ndarray]:
     media = []
     for tokens in draw(st.lists(of_row, min_size=rows, max_size=rows)):
         held = draw(st.lists(st.integers(0, parts - 1), min_size=sum(tokens), max_size=sum(tokens)))
-        media.append(
-            RowMedia(
-                costs=tuple(tokens),
-                entries=tuple(3 * count for count in tokens),
-                tokens=tuple(tokens),
-                grids=tuple((1, 1, 3 * count) for count in tokens),
-                parts_F=None if parts == 1 else np.asarray(held, np.int16),
-                pixels=(torch.float32, (1,)) if tokens else None,
-            )
-        )
+        calls = [draw(st.integers(0, 1)) for _ in tokens]
+        images = [
+            Image(cost=n, tokens=n, call=call, entries={f"pixel_values {call}": 3 * n})
+            for n, call in zip(tokens, calls, strict=True)
+        ]
+        media.append(RowMedia(images=tuple(images), parts_F=None if parts == 1 else np.asarray(held, np.int16)))
     return media, np.asarray(draw(st.permutations(range(rows * parts)))).reshape(rows, parts)
 
 
@@ -79,12 +81,16 @@ def test_every_feature_gets_to_its_token(drawn: tuple[list[RowMedia], np.ndarray
     """Entries of pixels and features have numbers, counted over all rows; a tower makes a feature of three entries."""
     rows, holders = drawn
     step = StepMedia(rows, holders)
-    features = np.split(np.arange(sum(sum(row.tokens) for row in rows)), np.cumsum([sum(r.tokens) for r in rows])[:-1])
+    sizes = [sum(image.tokens for image in row.images) for row in rows]
+    features = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     row_of = {int(rank): row for row, ranks in enumerate(holders) for rank in ranks}
-    pixels = [np.repeat(features[row_of[rank]], 3) for rank in range(step.ranks)]
-    computed = [x[::3] for x in exchanged(step.send_pixels, pixels)]
-    for rank, own in enumerate(computed):
-        assert len(own) * 3 == sum(columns for _, _, columns in step.grids(rank))
+    computed = [np.zeros(0, int)] * step.ranks
+    for call in (0, 1):
+        of_call = [np.repeat([x.call == call for x in row.images], [x.tokens for x in row.images]) for row in rows]
+        own = [features[row][of_call[row].astype(bool)].repeat(3) for _, row in sorted(row_of.items())]
+        for rank, pixels in enumerate(exchanged(step.send(f"pixel_values {call}"), own)):
+            assert len(pixels) == 3 * step.tokens(step.items(rank, call))
+            computed[rank] = np.append(computed[rank], pixels[::3])
     for rank, arrived in enumerate(exchanged(step.send_features, computed)):
         parts = rows[row_of[rank]].parts_F
         part = int(np.flatnonzero(holders[row_of[rank]] == rank)[0])
@@ -92,8 +98,17 @@ def test_every_feature_gets_to_its_token(drawn: tuple[list[RowMedia], np.ndarray
         assert arrived.tolist() == expected.tolist()
 
 
-def test_pixels_of_two_kinds_in_one_step_are_refused() -> None:
-    one = RowMedia(costs=(1,), entries=(4,), tokens=(1,), grids=((1, 2, 2),), pixels=(torch.float32, (8,)))
-    other = RowMedia(costs=(1,), entries=(4,), tokens=(1,), grids=((1, 2, 2),), pixels=(torch.bfloat16, (8,)))
-    with pytest.raises(LayoutError, match=r"pixels of torch.float32 \[8\] and of torch.bfloat16 \[8\]"):
-        StepMedia([one, RowMedia(), other], np.arange(3)[:, None])
+@pytest.mark.parametrize(
+    ("other", "fault"),
+    [
+        (Entry(dtype=torch.bfloat16, shape=(8,)), r"pixel_values of torch.float32 \[8\] and of torch.bfloat16 \[8\]"),
+        (Entry(dtype=torch.float32, shape=(9,)), r"pixel_values of torch.float32 \[8\] and of torch.float32 \[9\]"),
+        (Entry(dtype=torch.float32, shape=(8,)), "some have image_sizes, and some have none"),
+    ],
+)
+def test_images_of_two_kinds_in_one_step_are_refused(other: Entry, fault: str) -> None:
+    image = Image(cost=1, tokens=1, entries={"pixel_values": 4})
+    first = {"images": (replace(image, told={"image_sizes": [(1, 4)]}),)}
+    rows = [RowMedia(**first, tensors={"pixel_values": Entry(dtype=torch.float32, shape=(8,))}), RowMedia()]
+    with pytest.raises(LayoutError, match=fault):
+        StepMedia([*rows, RowMedia(images=(image,), tensors={"pixel_values": other})], np.arange(3)[:, None])
