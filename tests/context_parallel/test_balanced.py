@@ -82,7 +82,9 @@ class Case(NamedTuple):
         return found
 
 
-TOGETHER = [name for name, family in FAMILIES.items() if family.has_vision and not family.not_over_ranks]
+ALIKE = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "glm46v", "glm4v_moe", "aya_vision")
+"""Families whose images go the way of another family's."""
+TOGETHER = [x for x, family in FAMILIES.items() if family.has_vision and not family.not_over_ranks and x not in ALIKE]
 QUICK = [
     Case("qwen3_vl"),
     Case("qwen2_5_vl", (MANY, TEXT)),
@@ -97,7 +99,7 @@ OF_TWO = [
 OF_FOUR = [
     Case("qwen3_vl", (("image",), TEXT, MANY, ("video", "images"))),
     Case("qwen3_vl", (("image",), TEXT, ("video",), ("text", "image")), how="fsdp2"),
-    *(Case(name, context=2) for name in ("qwen3_vl", "qwen2_5_vl", "glm4v", "gemma3", "internvl")),
+    *(Case(name, context=2) for name in ("qwen3_vl", "gemma3", "llava_onevision", "ernie4_5_vl_moe")),
 ]
 CASES = [*QUICK, *OF_TWO, *OF_FOUR]
 
