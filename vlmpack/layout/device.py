@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar, final
 
 import numpy as np
 import torch
@@ -26,11 +27,55 @@ def around_graph(function: Callable[P, R]) -> Callable[P, R]:
     return torch.compiler.disable(function, recursive=False)  # pyright: ignore[reportReturnType]
 
 
+@final
+class Copies:
+    """Copies of one pass's host arrays. An array that is equal to one of the pass before is not copied again, so a
+    second pass of the same row takes no pinned memory."""
+
+    def __init__(self, before: Copies | None) -> None:
+        self._before: dict[Hashable, list[tuple[np.ndarray, torch.Tensor]]] = {} if before is None else before._now
+        self._now: dict[Hashable, list[tuple[np.ndarray, torch.Tensor]]] = {}
+
+    def of(self, array: np.ndarray, device: torch.device) -> torch.Tensor:
+        """Return the array's copy on `device`."""
+        key = device, array.dtype, array.shape
+        now = self._now.setdefault(key, [])
+        for known, copy in (*now, *self._before.get(key, ())):
+            if np.array_equal(known, array):
+                now.append((known, copy))
+                return copy
+        now.append((array, _copied(array, device)))
+        return now[-1][1]
+
+    def end_pass(self) -> None:
+        """Drop the copies of the pass before."""
+        self._before = {}
+
+
+_COPIES: ContextVar[Copies | None] = ContextVar("vlmpack_copies", default=None)
+
+
+@contextmanager
+def copies_reused(before: Copies | None) -> Iterator[Copies]:
+    """Reuse the copies of the pass before inside a `with` block; see `Copies`. Code inside must not change them."""
+    token = _COPIES.set(copies := Copies(before))
+    try:
+        yield copies
+    finally:
+        _COPIES.reset(token)
+        copies.end_pass()
+
+
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy a host array to `device` without a host-device sync: pinned and asynchronous on CUDA.
 
     The result is never an inference tensor, because it may be cached and used in a later training step.
     """
+    copies = None if device.type == "cpu" else _COPIES.get()
+    return _copied(array, device) if copies is None else copies.of(array, device)
+
+
+def _copied(array: np.ndarray, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         tensor = torch.from_numpy(array)
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from math import inf, prod
 from typing import Any, final, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.layout.batch import TEACHER, check_is_tensor
-from vlmpack.layout.device import around_graph, copied, on_host, outside_graph, require
+from vlmpack.layout.device import Copies, around_graph, copied, copies_reused, on_host, outside_graph, require
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
@@ -184,6 +185,8 @@ class PackingState:
                 raise ConfigError(problem)
 
 
+_COPIES: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
+"""The host arrays that the last pass of a model copied to its device."""
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 _LOG, _logged = logging.getLogger(__name__), set[str]()
 
@@ -292,6 +295,10 @@ def run_row(
     of_layers: Any = None
 
     def backbone(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
+        with copies_reused(_COPIES.get(core)) as _COPIES[core]:
+            return computed(row, piece)
+
+    def computed(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
         setup = setup_row(model, row, parallel=state.parallel, backend=config.attention, piece=piece)
         inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
         if family.has("experts"):

@@ -19,6 +19,7 @@ from vlmpack.context_parallel.partition import Partition
 from vlmpack.layout.row import pack
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
+from vlmpack.model.mechanisms.per_sample import sample_buckets
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel
 from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.probing.reference import ProbeSetup
@@ -126,7 +127,10 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     computed, dense = count_pairs(lambda: packed(setup.samples), probed)
     row, tree = packed.computed(setup.samples), packed.row(setup.samples).tree
     needed = sum(length**2 for length in row.lengths)  # includes padding after the samples
-    if tree is not None and not probed.family.has("per_sample"):  # a node's queries get all keys on its path
+    if probed.family.has("per_sample"):  # samples of similar length are padded, and a tree's go whole
+        device = next(probed.core.parameters()).device
+        needed = sum(bucket.tokens * bucket.width for bucket in sample_buckets(row, device).buckets)
+    elif tree is not None:  # a node's queries get all keys on its path
         needed = sum(n * k for n, k in zip(tree.lengths, tree.keys.lengths, strict=True))
     if packed.parallel is not None and packed.context_ranks > 1 and computed != needed:  # they do not divide the heads
         partition = Partition(segments=row, ranks=packed.context_ranks, layout="contiguous")

@@ -2,27 +2,48 @@
 
 Sparse attention scores blocks of tokens, counted from the start of the sequence, and selects the highest. An n-gram
 layer hashes every token together with the tokens before it. Neither takes boundaries, so both run on the samples, in
-batches of equal length. Nothing is padded, and the tokens of a sample compete only with each other.
+right-padded batches of samples of similar length (`Buckets`). The tokens of a sample compete only with each other, and
+none of them reads the padding, which comes later.
 
 Attention gets the row by keyword, as all layers do. N-gram layers get no keywords, so a hook on the text model attaches
 the row to their token ids (`InRow`).
+
+transformers' indexer selects for one token at a time, each with a host-device sync. In a row, all tokens are selected
+for at once (`select_blocks`), if a trial on a small indexer gives the same selection.
+
+n samples, W tokens of the longest, B blocks of a sample, N indexer heads, H head dimension.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import create_causal_mask
 
-from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.device import around_graph, host_values, outside_graph
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, PreHook, RowSetup, subclass
+from vlmpack.model.mechanisms import (
+    ClassMechanism,
+    Maker,
+    ModelParts,
+    PreHook,
+    RowSetup,
+    handed_on,
+    handed_row,
+    plain_class,
+    subclass,
+)
 from vlmpack.model.mechanisms.attention import plain_config
+from vlmpack.model.mechanisms.gated_delta import CALL_COST
 from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.plain import warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
@@ -35,9 +56,12 @@ class PerSample(ClassMechanism):
     name: ClassVar[str] = "per_sample"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Return every sparse attention layer and every n-gram layer (there may be none of the latter)."""
+        """Return every sparse attention layer, its indexer, and every n-gram layer (there may be none of the latter)."""
+        attention: list[Any]
         attention, ngram = attention_layers(model), ngram_layers(model)
-        return [*((layer, attention_class) for layer in attention), *((layer, ngram_class) for layer in ngram)]
+        indexers: list[Any] = [layer.indexer for layer in attention]
+        made = ((attention, attention_class), (indexers, indexer_class), (ngram, ngram_class))
+        return [(layer, maker) for layers, maker in made for layer in layers]
 
     def hook(self, model: ModelParts) -> tuple[nn.Module, PreHook]:
         """Give n-gram layers the row with their token ids, which the text model passes on."""
@@ -51,13 +75,17 @@ class PerSample(ClassMechanism):
         )
 
     def prepare(self, setup: RowSetup) -> Buckets:
-        """Group samples of equal length. A call itself costs nothing here, because the indexer takes tokens one at a
-        time."""
-        return Buckets.cheapest(setup.row.segments, call_cost=0)
+        """Group samples of similar length."""
+        return sample_buckets(setup.row.segments, setup.row.input_ids.device)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the pairs that the indexer selects."""
         return {"attended_pairs": selected_pairs(setup.row.segments, setup.text_config)}
+
+
+def sample_buckets(segments: Segments, device: torch.device) -> Buckets:
+    """Return the calls of a layer for a row with these samples, chosen by the cost of calls and padding."""
+    return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
 
 
 def attention_layers(model: ModelParts) -> list[nn.Module]:
@@ -122,12 +150,35 @@ def attention_class(base: Any) -> type[nn.Module]:
                 warn_past_the_forward(attention_mask)
             return base.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
+        indexed = row if selects_alike(plain_class(self.indexer), plain_config(self)) else None
+
         def attend(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden), **kwargs)[0]
+            with handed_on(indexed):
+                return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden), **kwargs)[0]
 
         return run_per_sample(attend, row, hidden_states, *position_embeddings), None
 
     return subclass(base, {"forward": around_graph(forward)}, attention_class)
+
+
+@functools.cache
+def indexer_class(base: Any) -> type[nn.Module]:
+    """Return a subclass of an indexer's class that selects for all tokens at once in a row. One per base class."""
+
+    @functools.wraps(base.forward)
+    def forward(
+        self: nn.Module,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if handed_row() is None or attention_mask.dtype != torch.bool:  # additive: versions of transformers differ
+            return base.forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        return select_blocks(self, hidden_states, *position_embeddings) & attention_mask
+
+    return subclass(base, {"forward": around_graph(forward)}, indexer_class)
 
 
 @functools.cache
@@ -161,6 +212,81 @@ def run_per_sample(
         return buckets.join([layer(*parts) for parts in zip(*map(buckets.split, rows_1T), strict=True)])
 
     return row.part.on_whole_row(on_samples, hidden_1tD, *beside_1t)
+
+
+@torch.no_grad()
+def select_blocks(
+    indexer: Any, hidden_nWD: torch.Tensor, cos_nWH: torch.Tensor, sin_nWH: torch.Tensor
+) -> torch.Tensor:
+    """Select the tokens that each query attends to, bool [n, 1, W, W]. Later tokens are not excluded.
+
+    A query sees whole blocks of tokens, which compete, and tokens after them, which are always selected. The blocks
+    are the same for all queries, so that one product scores all of them.
+
+    Args:
+        indexer: its projection, norms and sizes are used.
+        hidden_nWD: hidden states of n samples, right-padded.
+        cos_nWH: cosines of the tokens' positions.
+        sin_nWH: sines of the same.
+    """
+    ratio, kept, dim = indexer.compress_ratio, indexer.block_topk, indexer.index_head_dim
+    rotate = inspect.unwrap(type(indexer).forward).__globals__["apply_rotary_pos_emb"]
+    (_, width, _), device = hidden_nWD.shape, hidden_nWD.device
+    q_nWF, key_nWH = indexer.index_qk_proj(hidden_nWD).split([indexer.index_n_heads * dim, dim], -1)
+    q_nWNH = indexer.q_layernorm(q_nWF.unflatten(-1, (-1, dim)))
+    q_nWNH = rotate(q_nWNH, cos=cos_nWH, sin=sin_nWH, unsqueeze_dim=2)
+    blocks, whole = width // ratio, width - width % ratio
+    pooled_nBH = key_nWH[:, :whole].unflatten(1, (blocks, ratio)).float().mean(2).to(key_nWH.dtype)
+    cos_nBH, sin_nBH = cos_nWH[:, :whole:ratio], sin_nWH[:, :whole:ratio]
+    key_nB1H = rotate(indexer.k_layernorm(pooled_nBH)[:, :, None], cos=cos_nBH, sin=sin_nBH, unsqueeze_dim=2)
+    scores_nWNB = (q_nWNH.flatten(1, 2).float() @ key_nB1H[:, :, 0].float().mT).unflatten(1, (width, -1))
+    scores_nWB = scores_nWNB.relu().sum(2) / math.sqrt(dim)
+    seen_W1 = torch.arange(1, width + 1, device=device)[:, None] // ratio
+    complete_WB = torch.arange(blocks, device=device) < seen_W1
+    chosen_nWB = complete_WB.expand(len(hidden_nWD), -1, -1).clone()
+    # A CPU's topk chooses among equal scores by the number of all scores, so it gets exactly those of each query.
+    # CUDA's takes the first of them.
+    numbers = range(kept + 1, blocks + 1) if device.type == "cpu" else [blocks] * (blocks > kept)
+    for number in numbers:
+        queries = slice(number * ratio - 1, (number + 1) * ratio - 1) if device.type == "cpu" else slice(None)
+        visible_nwB = scores_nWB[:, queries, :number].masked_fill(~complete_WB[queries, :number], -math.inf)
+        best_nwK = visible_nwB.topk(kept, sorted=False).indices
+        chosen_nWB[:, queries, :number] &= torch.zeros_like(visible_nwB, dtype=torch.bool).scatter(-1, best_nwK, True)
+    selected_nWW = nn.functional.pad(chosen_nWB.repeat_interleave(ratio, -1), (0, width - whole))
+    return (selected_nWW | (torch.arange(width, device=device) >= seen_W1 * ratio))[:, None]
+
+
+_ALIKE: dict[type[nn.Module], bool] = {}
+"""Results of `selects_alike` by indexer class."""
+_TOKENS = 13
+"""Tokens of the trial: up to six blocks of two, of which two are selected."""
+
+
+def selects_alike(indexer_class: Any, text_config: Any) -> bool:
+    """Return whether `select_blocks` selects what indexers of this class select. Tried once per process."""
+    if indexer_class not in _ALIKE:
+        try:
+            # What counts or records operations must not see this. With no device listed, only the CPU generator is
+            # used, and it is restored.
+            with _disable_current_modes(), host_values(), torch.random.fork_rng(devices=[]), torch.no_grad():
+                _ALIKE[indexer_class] = _is_alike(indexer_class, text_config)
+        except Exception:  # another version of transformers may raise anything
+            _ALIKE[indexer_class] = False
+    return _ALIKE[indexer_class]
+
+
+def _is_alike(indexer_class: Any, text_config: Any) -> bool:
+    small = copy.copy(text_config)
+    small.hidden_size, small.indexer_compress_ratio, small.indexer_budget = 8, 2, 4
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        torch.default_generator.manual_seed(0)
+        indexer = indexer_class(small, 0).float()
+        nn.init.normal_(indexer.index_qk_proj.weight)
+        hidden = torch.randn(1, _TOKENS, small.hidden_size, dtype=torch.float32)
+        angles = torch.randn(1, _TOKENS, small.indexer_head_dim // 2, dtype=torch.float32).repeat(1, 1, 2)
+        mask = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril()
+        places = angles.cos(), angles.sin()
+        return torch.equal(mask & indexer(hidden, places, mask, None), mask & select_blocks(indexer, hidden, *places))
 
 
 def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor) -> torch.Tensor:
