@@ -94,3 +94,11 @@ def test_a_gpu_before_ampere_is_left_to_pytorchs_own_attention(monkeypatch):
     monkeypatch.setattr(backends, "_capability", lambda: (7, 5))
     assert choose(ON_GPU).name == "sdpa_segments"
     assert explain(ON_GPU)["torch_varlen"] == ["it needs compute capability 8.0 (Ampere), this GPU has 7.5"]
+
+
+def test_the_kernel_that_pytorch_was_told_to_take_is_named(monkeypatch):
+    """FlashAttention 3 or 4, for windows and sinks too."""
+    windows_and_sinks = changed(ON_GPU, pattern=("window", "sinks"))
+    assert backends.kernel_of(windows_and_sinks, choose(windows_and_sinks).name) == "FlashAttention 2"
+    monkeypatch.setattr("torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE", ("FA3", None))
+    assert backends.kernel_of(windows_and_sinks, choose(windows_and_sinks).name) == "FlashAttention 3"

@@ -25,16 +25,16 @@ CUDA = torch.device("cuda")
 WITHOUT_SYNCS = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_5_moe", "glm4v", "gemma3", "internvl"),
     *slow("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "glm46v", "glm4v_moe", "glm_ocr", "llava", "paligemma"),
-    *slow("cohere2_vision", "aya_vision", "paddleocr_vl"),
+    *slow("cohere2_vision", "aya_vision", "paddleocr_vl", "qwen4_exp"),
 )
 """Others copy a few numbers (LLaVA-NeXT, LLaVA-OneVision, Mistral 3, MiniCPM-V, omni models), search the pixels for
 padding (SmolVLM, Gemma 4), or look for the tokens of an expert (ERNIE)."""
 FEW_OPERATIONS = (
-    *("qwen3_5_moe", "gemma3", "gpt_oss"),
+    *("qwen3_5_moe", "qwen4_exp", "gemma3", "gpt_oss"),
     *slow("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_next", "glm4v_moe", "ernie4_5_vl_moe", "kimi_k25", "gemma4"),
     *slow("llama4_text", "mistral", "olmo3", "cohere2", "deepseek_v3", "lfm2_moe", "internvl", "phi3", "gemma2"),
 )
-"""Windows, chunks, sinks, experts, recurrent layers, softcaps. Sparse attention (Qwen4) takes calls for each sample."""
+"""Windows, chunks, sinks, experts, recurrent layers, sparse attention, softcaps."""
 pytestmark = pytest.mark.gpu
 
 
@@ -108,13 +108,21 @@ def test_boundaries_and_indices_are_copied_once_a_row(family: str, monkeypatch: 
     assert 0 < counts[1] == counts[0]
 
 
-@pytest.mark.parametrize("family", ["llama4_text", *slow("gpt_oss")])
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3", *slow("llama4_text", "gpt_oss", "qwen3_vl", "qwen4_exp")])
 def test_a_second_pass_of_a_row_copies_and_waits_for_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text in a row of fixed size."""
-    slots = SlotRule(pad_to=512, max_segments=8)
+    """A row of fixed size, with images and videos; another row's arrays are its own."""
+    slots, copies, pin_memory = SlotRule(pad_to=512, max_segments=8), [], torch.Tensor.pin_memory
     model = enable_packing(tiny_model(family, layers=3, dtype=torch.bfloat16), StepConfig(slots=slots)).to(CUDA).train()
-    row = pack(padded(mixed_samples(model.config, kinds=("text",) * 3)), rule=slots).to(CUDA)
-    PackedStep(model)(row).loss.backward()
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pytest.fail(f"{list(x.shape)} is copied"))
-    with waits_are_errors():
-        PackedStep(model)(row).loss.backward()
+    rows = [
+        pack(padded(mixed_samples(model.config, seed=seed, kinds=kinds_of(model.config))), rule=slots).to(CUDA)
+        for seed in (0, 1)
+    ]
+    truth = [step_of(model, row) for row in rows]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: copies.append(x.shape) or pin_memory(x))
+    for row, alone in zip(rows, truth, strict=True):
+        assert all(map(torch.equal, step_of(model, row), alone))
+        copies.clear()
+        with waits_are_errors():
+            again = step_of(model, row)
+        assert copies == []
+        assert all(map(torch.equal, again, alone))

@@ -91,6 +91,30 @@ def test_work_is_the_pairs_that_were_chosen_and_few_tokens_are_padding(multiple)
     assert results[0].work.real_tokens <= max(tokens.values()) <= 1.25 * results[0].work.real_tokens
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_all_tokens_are_selected_for_at_once_as_one_by_one(device):
+    """Scores that are equal, too: a score is 0 if all of its heads' products are negative. Padding changes nothing."""
+    plain, left_out = type(per_sample.attention_layers(parts_of(tiny()))[0].indexer), 0
+    for seed in range(12):
+        torch.manual_seed(seed)
+        config = copy.copy(tiny().config.text_config)
+        config.indexer_n_heads, ratio, samples, width = 1 + seed % 3, 1 + seed % 4, 1 + seed % 2, 9 + 3 * seed
+        config.indexer_compress_ratio, config.indexer_budget = ratio, ratio * (1 + seed % 5)
+        indexer = plain(config, 0).to(device)
+        hidden = torch.randn(samples, width, config.hidden_size, device=device)
+        angles = torch.randn(samples, width, config.indexer_head_dim // 2, device=device).repeat(1, 1, 2)
+        mask = torch.ones(samples, 1, width, width, dtype=torch.bool, device=device).tril()
+        inputs = hidden, angles.cos(), angles.sin()
+        with torch.no_grad():
+            truth = mask & indexer(hidden, inputs[1:], mask, None)
+        longer = [torch.cat([x, x[:, -1:].expand(-1, 7, -1)], 1) for x in inputs]
+        for given in (inputs, longer):
+            found = per_sample.select_blocks(indexer, *given)[..., :width, :width] & mask
+            assert torch.equal(found, truth)
+        left_out += int((truth != mask).sum())
+    assert left_out
+
+
 def test_without_a_trial_of_the_selection_the_models_own_selects(monkeypatch):
     """Another version of transformers may select otherwise. Its own code is slow and exact."""
     indexer, config = per_sample.attention_layers(parts_of(tiny()))[0].indexer, tiny().config.text_config

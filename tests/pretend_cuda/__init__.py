@@ -13,6 +13,7 @@ Values are those of the CPU's kernels. As on CUDA
 * `torch.cuda.set_sync_debug_mode` sees what makes the host wait; a copy to pinned memory that is not waited for has
   not arrived, and pinned memory may not be written while it is copied;
 * `torch._assert_async` refuses messages of 255 bytes;
+* `topk` takes the first of equal values, which a CPU does not;
 * varlen attention is FlashAttention's: its layout, types, alignment to the last key, windows, and what it refuses.
 
 It has no rounding of CUDA's kernels, no streams, no compiled kernels (Triton, Inductor), and 4 GiB of memory.

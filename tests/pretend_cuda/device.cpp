@@ -477,6 +477,14 @@ Tensor histc(const Tensor& x, int64_t bins, const at::Scalar& least, const at::S
   return call.to_device(counts.to(x.scalar_type()));
 }
 
+// CUDA takes the first of equal values.
+std::tuple<Tensor, Tensor> topk(const Tensor& x, int64_t k, int64_t dim, bool largest, bool) {
+  Call call;
+  auto [values, places] = at::_ops::sort_stable::call(call.to_host(x), true, dim, largest);
+  auto first = [&](const Tensor& sorted) { return call.to_device(sorted.narrow(dim, 0, k).contiguous()); };
+  return {first(values), first(places)};
+}
+
 // CUDA takes bfloat16.
 Tensor upsample_backward(
     const Tensor& grad, at::IntArrayRef output_size, at::IntArrayRef input_size, bool align_corners,
@@ -511,6 +519,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_to_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Tensor", &set_to_tensor);
+  m.impl("topk", &topk);
   m.impl("view", TORCH_FN(at::native::view));
   // These ask which device it is before they come to a kernel.
   for (const char* name : {"_grouped_mm", "_trilinear", "convolution", "convolution_backward", "isin.Tensor_Tensor", "native_batch_norm"})

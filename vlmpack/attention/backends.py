@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask
 
 from vlmpack.attention.flex import attend as flex_attend
@@ -249,7 +249,8 @@ def _capability() -> tuple[int, int]:
 
 @final
 class TorchVarlen(VarlenKernel):
-    """The FlashAttention kernel built into PyTorch; it needs no further package."""
+    """The FlashAttention kernel built into PyTorch, or the one that `activate_flash_attention_impl` has put in its place
+    (FlashAttention 3 or 4, with their packages)."""
 
     name = "torch_varlen"
     patterns = frozenset({"window", "chunk", "spans", "sinks"})
@@ -651,17 +652,23 @@ def kernel_of(call: AttentionCall, name: str) -> str:
     if name == EagerMask.name:
         return "scores in memory"
     if name != SdpaSegments.name:
-        return {"flex": "FlexAttention", "efficient": "memory-efficient attention"}.get(name, "FlashAttention 2")
+        others = {"flex": "FlexAttention", "efficient": "memory-efficient attention", "torch_varlen": _in_pytorch()}
+        return others.get(name, "FlashAttention 2")
     if "softcap" in call.pattern:
         return "scores in memory"
     if call.device == "cpu":
         return "PyTorch's CPU attention"
     value_dim = call.value_dim or call.head_dim
     if not {"window", "sinks"} & {*call.pattern} and _fits_flash(call.dtype, call.head_dim, value_dim):
-        return "FlashAttention 2"
+        return _in_pytorch()
     multiple = 4 if call.dtype == torch.float32 else 8
     is_aligned = call.head_dim % multiple == 0 and value_dim % multiple == 0
     return "memory-efficient attention" if is_aligned and call.dtype != torch.float64 else "scores in memory"
+
+
+def _in_pytorch() -> str:
+    """Name PyTorch's flash kernel: FlashAttention 2, or what `activate_flash_attention_impl` has put in its place."""
+    return f"FlashAttention {(current_flash_attention_impl() or 'FA2').removeprefix('FA')}"
 
 
 def choose(call: AttentionCall, name: str = AUTO) -> Backend:

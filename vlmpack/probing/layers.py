@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ class LayerServing(NamedTuple):
     kernel: str
     """The kernel that the back-end calls."""
     reasons: tuple[str, ...]
-    """On CUDA, why the varlen kernels cannot serve it, if none does; () if one does."""
+    """On CUDA, why earlier back-ends cannot serve it, if no varlen kernel does; () if one does."""
 
 
 class Layers(NamedTuple):
@@ -89,7 +90,7 @@ def _calls(step: PackedStep, kind: Kind, config: Any) -> tuple[list[AttentionCal
 def _serving(part: str, layers: int, call: AttentionCall) -> LayerServing:
     backend = choose(call, AUTO).name
     why = explain(call)
-    varlen = ("torch_varlen", "flash_attn", "efficient")
-    is_served = backend in varlen or call.device != "cuda"
-    reasons = () if is_served else tuple(f"{name}: {'; '.join(why[name])}" for name in varlen)
+    is_served = backend in ("torch_varlen", "flash_attn", "efficient") or call.device != "cuda"
+    earlier = () if is_served else takewhile(backend.__ne__, why)
+    reasons = tuple(f"{name}: {'; '.join(why[name])}" for name in earlier)
     return LayerServing(part, layers, call, backend, kernel_of(call, backend), reasons)
