@@ -56,10 +56,9 @@ class PerSample(ClassMechanism):
     name: ClassVar[str] = "per_sample"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Return every sparse attention layer, its indexer, and every n-gram layer (there may be none of the latter)."""
-        attention: list[Any]
+        """Return every sparse attention layer, its indexer, and every n-gram layer (there may be none)."""
         attention, ngram = attention_layers(model), ngram_layers(model)
-        indexers: list[Any] = [layer.indexer for layer in attention]
+        indexers = [layer.get_submodule("indexer") for layer in attention]
         made = ((attention, attention_class), (indexers, indexer_class), (ngram, ngram_class))
         return [(layer, maker) for layers, maker in made for layer in layers]
 
@@ -150,7 +149,7 @@ def attention_class(base: Any) -> type[nn.Module]:
                 warn_past_the_forward(attention_mask)
             return base.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
-        indexed = row if selects_alike(plain_class(self.indexer), plain_config(self)) else None
+        indexed = row if selects_alike(plain_class(self.get_submodule("indexer")), plain_config(self)) else None
 
         def attend(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             with handed_on(indexed):
@@ -215,9 +214,7 @@ def run_per_sample(
 
 
 @torch.no_grad()
-def select_blocks(
-    indexer: Any, hidden_nWD: torch.Tensor, cos_nWH: torch.Tensor, sin_nWH: torch.Tensor
-) -> torch.Tensor:
+def select_blocks(indexer: Any, hidden_nWD: torch.Tensor, cos_nWH: torch.Tensor, sin_nWH: torch.Tensor) -> torch.Tensor:
     """Select the tokens that each query attends to, bool [n, 1, W, W]. Later tokens are not excluded.
 
     A query sees whole blocks of tokens, which compete, and tokens after them, which are always selected. The blocks
