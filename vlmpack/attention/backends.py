@@ -249,8 +249,8 @@ def _capability() -> tuple[int, int]:
 
 @final
 class TorchVarlen(VarlenKernel):
-    """The FlashAttention kernel built into PyTorch, or the one that `activate_flash_attention_impl` has put in its place
-    (FlashAttention 3 or 4, with their packages)."""
+    """PyTorch's FlashAttention 2, or what `activate_flash_attention_impl` has put in its place: FlashAttention 3 or 4 of
+    their packages."""
 
     name = "torch_varlen"
     patterns = frozenset({"window", "chunk", "spans", "sinks"})
