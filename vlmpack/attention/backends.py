@@ -249,8 +249,8 @@ def _capability() -> tuple[int, int]:
 
 @final
 class TorchVarlen(VarlenKernel):
-    """PyTorch's FlashAttention 2, or what `activate_flash_attention_impl` has put in its place: FlashAttention 3 or 4 of
-    their packages."""
+    """PyTorch's FlashAttention 2, or what `activate_flash_attention_impl` has put in its place: FlashAttention 3 or
+    4."""
 
     name = "torch_varlen"
     patterns = frozenset({"window", "chunk", "spans", "sinks"})
