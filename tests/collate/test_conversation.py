@@ -435,6 +435,10 @@ def test_training_on_everything_takes_them_too() -> None:
     assert caught.value.reason == "no_targets"
 
 
+def range_of(first: Any, last: Any, *, train: Any = True) -> dict[str, Any]:
+    return {"begin_offset": first, "end_offset": last, "train": train}
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
@@ -444,6 +448,18 @@ def test_training_on_everything_takes_them_too() -> None:
         ([user("?"), says("4", weight=2, loss_scale=3)], "has {'weight': 2, 'loss_scale': 3}, which contradict"),
         ([user("?"), says([{**text("4"), "weight": -2}])], "messages[1].content[0].weight is -2; a weight"),
         ([user("?", weight=0.5), says("4")], "messages[0].weight is 0.5; only the assistant's turns have weights"),
+        *(
+            ([user("?"), says("4", train_detail=ranges)], "messages[1].train_detail is ")
+            for ranges in (
+                [{"begin_offset": 0}],
+                [range_of(1, 0)],
+                [range_of(0, "1")],
+                [range_of(0, 1, train="no")],
+                "4",
+            )
+        ),
+        ([user("?", train_detail=[range_of(0, 0)]), says("4")], "(of the last character) and train, beside the text"),
+        ([user("?"), says([text("4")], train_detail=[range_of(0, 0)])], "messages[1].train_detail is "),
     ],
 )
 def test_a_weight_that_means_nothing_is_refused(messages: list[Any], said: str) -> None:
@@ -458,6 +474,10 @@ END = "<|im_end|>"
 WEIGHED = {
     "an answer": (says("It is 4.", weight=0.5), [(f"It is 4.{END}", 0.5)]),
     "ms-swift's name": (says("It is 4.", loss_scale=3), [(f"It is 4.{END}", 3)]),
+    "axolotl's ranges": (
+        says("5? No, 4.", weight=2, train_detail=[range_of(0, 2, train=False), range_of(2, 5)]),
+        [(" No,", 2)],
+    ),
     "texts of it": (says([{**text("5? "), "train": False}, weighed("No, 4.", 2)]), [(f" No, 4.{END}", 2)]),
     "one without": (says([weighed("It is", 1), text(" 4.")], weight=0.5), [("It is", 1), (f" 4.{END}", 0.5)]),
     "a token of two": (says([weighed("It i", 2), weighed("s 4.", 1)]), [("It", 2), (f" is 4.{END}", 1)]),

@@ -134,7 +134,6 @@ def test_strings_become_parts_where_the_template_reads_parts_alone():
 
 KEYS = [
     ("thoughts", "two and two"),
-    ("train_detail", [{"begin_offset": 0, "end_offset": 6, "train": False}]),
     ("function_call", {"name": "add", "arguments": "{}"}),
     ("timestamp", 17),
     ("masked", True),

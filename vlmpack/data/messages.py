@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache, partial
+from itertools import pairwise
 from numbers import Number
 from operator import index
 from pathlib import Path
@@ -60,6 +61,8 @@ ALIASES = {
     **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
 }
 """Other names of these roles. Qwen's templates have no developer role, and some templates leave such a turn out."""
+RANGES = "train_detail"
+"""Key of the ranges of characters of an answer that are trained on, in axolotl's format."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys that make a turn's content optional."""
 Markers = Literal["auto", "places", "text"]
@@ -446,8 +449,33 @@ def _turn(message: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
         hint = _READ_AS_JSON if isinstance(content, Number) else ""
         raise SampleError(f"{where}.content must be a string or a list of parts, got {short(content)}{hint}", "bad_row")
     _check_no_payload(message, where, but=())
-    rest = {key: value for key, value in message.items() if value is not None and key not in FLAGS}
-    return {**rest, "content": content, "weight": _weight(message, role, where)}
+    rest = {key: value for key, value in message.items() if value is not None and key not in (*FLAGS, RANGES)}
+    weight = _weight(message, role, where)
+    if not is_empty(ranges := message.get(RANGES)):
+        content = _trained_in(content, ranges, role, where, weight)
+    return {**rest, "content": content, "weight": weight}
+
+
+def _trained_in(content: Any, ranges: Any, role: str, where: str, weight: float) -> list[dict[str, Any]]:
+    """Split an answer into parts: the characters in `ranges` have this weight, and all others have weight 0.
+
+    As in axolotl, a range ends with its last character, and ranges with `train: false` change nothing.
+    """
+    try:
+        is_trained = np.zeros(len(content), bool)
+        for each in ranges:
+            first, last, is_on = index(each["begin_offset"]), index(each["end_offset"]), each["train"]
+            if not (0 <= first <= last and isinstance(is_on, bool | int)):
+                raise ValueError
+            is_trained[first : last + 1] |= bool(is_on)
+        if not isinstance(content, str) or _canonical(role) != "assistant":
+            raise TypeError
+    except (TypeError, ValueError, KeyError) as error:
+        usual = "a list of begin_offset, end_offset (of the last character) and train, beside the text of an answer"
+        raise SampleError(f"{where}.{RANGES} is {ranges!r:.80}; it must be {usual}", "bad_row") from error
+    edges = [0, *(np.flatnonzero(is_trained[1:] != is_trained[:-1]) + 1).tolist(), len(content)]
+    pieces = [(content[start:stop], float(is_trained[start])) for start, stop in pairwise(edges) if start < stop]
+    return [{"type": "text", "text": text, "weight": weight * is_on} for text, is_on in pieces]
 
 
 def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, Any]:
