@@ -33,12 +33,19 @@ def refused(*arguments: str, **environment: str) -> str:
     return result.stderr
 
 
-def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """Options for two ranks; a test fails if the second one is started."""
+    monkeypatch.setattr("vlmpack.service.ranks.group.Launched", lambda *_: pytest.fail("a process was started"))
+    return "--workers", "2"
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path, workers: tuple[str, str]) -> None:
     (tmp_path / "model").mkdir()
     state, key = ("--state", str(tmp_path / "state")), {"VLMPACK_API_KEY": "tml-x"}
     for arguments in ([], ["some/model", "--demo"]):
         assert "needs a MODEL, or --demo without one" in refused(*arguments)
-    said = refused("--demo", *state, VLMPACK_API_KEY="secret")
+    said = refused("--demo", *state, *workers, VLMPACK_API_KEY="secret")
     assert 'VLMPACK_API_KEY: the client takes keys that begin with "tml-"' in said
     (tmp_path / "key").write_text("secret")
     said = refused("--demo", *state, "--key-file", str(tmp_path / "key"))
@@ -50,12 +57,15 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"127.0.0.1:{port} cannot be served" in refused("--demo", *state, "--port", port, **key)
+        said = refused("--demo", *state, *workers, "--port", port, **key)
+        assert f"127.0.0.1:{port} cannot be served" in said and not (tmp_path / "state").exists()
 
 
-def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_written_or_read(tmp_path: Path) -> None:
+def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_written_or_read(
+    tmp_path: Path, workers: tuple[str, str]
+) -> None:
     (tmp_path / "holiday.jpg").touch()
-    said = refused("--demo", "--state", str(tmp_path), "--port", "0")
+    said = refused("--demo", "--state", str(tmp_path), "--port", "0", *workers)
     assert "is no state folder: it holds 'holiday.jpg'" in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
     state = tmp_path / "state"

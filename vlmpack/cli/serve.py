@@ -106,7 +106,6 @@ def serve(
         read_key,
     )
 
-    launched = Launched(workers, sys.argv[1:]) if workers > 1 and "LOCAL_RANK" not in os.environ else None
     served = name or (DEMO_NAME if model is None else model_name(model))
     folder = (state or default_state(served)).expanduser()
     chosen = options.torch_device(device)
@@ -130,15 +129,17 @@ def serve(
         load_base, model or str(folder / "demo-model"), name=served, tokenizer=tokenizer,
         device="cpu" if shard else str(chosen), dtype=dtype or ("float32" if str(chosen) == "cpu" else "bfloat16"),
     )  # fmt: skip
-    ranks = join(launched)
     _log_to_stderr(logging.WARNING if quiet else logging.INFO)
-    if ranks is not None and ranks.rank > 0:
+    if os.environ.get("RANK", "0") != "0" and (ranks := join()) is not None:
         _follow(base, settings, ranks)
     given, key_file = os.environ.get(KEY_VARIABLE), (key_file or folder / "key").expanduser()
     key = check_key(given, KEY_VARIABLE) if given else read_key(key_file)
-    # everything that may be refused is checked before anything is written and before a model is loaded
+    # all refusals come before anything is written, before other ranks start, and before a model is loaded
     with bind(host, port) as listening, closing(StateFolder(folder, base_model=served)) as opened:
         settings = replace(settings, key=key or make_key(key_file))
+        starts_others = workers > 1 and "LOCAL_RANK" not in os.environ  # otherwise torchrun has started them
+        launched = Launched(workers, sys.argv[1:]) if starts_others else None
+        ranks = join(launched)
         with quiet_transformers():
             if model is None:
                 make_demo(folder / "demo-model")
