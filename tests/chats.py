@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.processors import RECIPES, missing_packages
+from fixtures.processors import RECIPES, missing_packages, tiny_processor
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
 from vlmpack.collate.video import VideoSettings, load_video
 from vlmpack.families import registry
-from vlmpack.testing import tiny_processor
 
 BEYOND = tuple(family for family in RECIPES if family in registry.FAMILIES)
 """Families beyond Qwen with a tiny processor."""

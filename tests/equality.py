@@ -20,15 +20,13 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult
 from vlmpack.model.plain import find_model
-from vlmpack.testing import Sample, padded, tiny_config
+from vlmpack.testing import Sample, comparison, padded, tiny_config
 from vlmpack.testing.comparison import (
-    EQUAL,
     Limits,
     Outcome,
     compare,
     distance,
     logits_by_sample,
-    outcome_of_step,
     problems,
     rms_distance,
     run_alone,
@@ -36,11 +34,18 @@ from vlmpack.testing.comparison import (
 )
 from vlmpack.testing.samples import Kind, kinds_of
 
+VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
+"""Families that take images and videos as patches with one grid for each image or video."""
 HUGE = 1e4
 """The embedding of padding behind the samples."""
 ROW_MULTIPLE = 23
 """Widths of rows with gaps: between samples they are left out, behind them some padding goes through the model."""
 
+EQUAL = {
+    torch.float32: Limits(logits=5e-6, loss=1e-6, gradient=1e-5, cosine=1e-9),
+    torch.float64: Limits(logits=1e-12, loss=1e-6, gradient=1e-12, cosine=1e-12),
+}
+"""Limits for tiny models on a CPU. Losses are summed in float32 with either dtype."""
 ATTENTION = EQUAL[torch.float32]
 DELTA = replace(ATTENTION, logits=1e-5, gradient=3e-5)
 """The norm behind a gated delta rule divides by what may be small: it enlarges rounding, and nothing else."""
@@ -160,7 +165,8 @@ def adapted(model: Any) -> Any:
 
 def outcome_of(truth: Alone, result: StepResult) -> Outcome:
     """What a packed step came to, without gradients."""
-    return outcome_of_step(torch.nn.Module(), result, truth.samples)
+    losses, logits = result.sample_losses, logits_by_sample(result)
+    return comparison.outcome_of(torch.nn.Module(), truth.samples, logits, float(result.loss), sample_losses=losses)
 
 
 def check_outputs(truth: Alone, result: StepResult, limits: Limits) -> None:

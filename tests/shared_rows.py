@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
+from equality import VISION
 
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
 from vlmpack.model import StepConfig
 from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import VISION
 
 WORLD = 4
 """Processes."""

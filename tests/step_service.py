@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import one_of_each, slow
+from fixtures.processors import tiny_model, tiny_processor
 from PIL import Image
 
 from vlmpack.families.registry import FAMILIES
@@ -27,7 +28,6 @@ from vlmpack.service.wire.messages import (
     LoraConfig,
     TextChunk,
 )
-from vlmpack.testing import tiny_model, tiny_processor
 
 ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-12, weight_decay=0.0, grad_clip_norm=0.0)
 TEXT_FAMILIES = tuple(name for name, family in FAMILIES.items() if not family.has_vision)

@@ -19,12 +19,12 @@ import pytest
 import torch
 from chats import CHATTING, picture
 from datasets import Dataset
+from fixtures.processors import tiny_model, tiny_processor
 from training import Gradients, Run, apart, distance, logged, weights
 
 from vlmpack.collate import SharePrefixes
 from vlmpack.families import family_of
 from vlmpack.model.plain import find_model
-from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.trainer import check_trainer
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install trl")

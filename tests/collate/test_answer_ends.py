@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 from chats import learnt, needs, picture, says, user
+from fixtures.processors import tiny_processor
 from fixtures.templates import LLAVA_TEMPLATE
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError
-from vlmpack.testing import tiny_processor
 
 ASK, ASK_AGAIN = user("2 + 2?"), user("3 + 3?")
 FOUR, SIX = says("It is 4"), says("It is 6")

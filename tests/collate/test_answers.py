@@ -5,13 +5,13 @@ from functools import partial
 import numpy as np
 import pytest
 from chats import CHATTING, SHOWN, fast_and_slow, learnt, needs, picture, text, user
+from fixtures.processors import tiny_processor
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data.messages import read_conversation
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.testing import tiny_processor
 
 ENDS = {
     "gemma3": "<end_of_turn>",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cases import slow
 from chats import says, text, user
+from fixtures.processors import tiny_processor
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
@@ -24,7 +25,6 @@ from vlmpack.data import load_processor, open_dataset
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.layout.media import AUDIO
 from vlmpack.lengths import measure_lengths
-from vlmpack.testing import tiny_processor
 
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 RATE = 16_000

@@ -6,13 +6,12 @@ import pytest
 import torch
 from cases import slow
 from chats import CHATTING, SHOWN, fast_and_slow, needs, picture, says, text, user
-from fixtures.processors import tile_sizes
+from fixtures.processors import tile_sizes, tiny_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout.media import IMAGE
-from vlmpack.testing import tiny_processor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from chats import FAMILIES, Frames, chat, learnt, picture, processor_of, says, text, user
+from fixtures.processors import tiny_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import ConfigError, FamilyError, SampleError
-from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
 

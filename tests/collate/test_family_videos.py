@@ -19,11 +19,11 @@ import pytest
 import torch
 from chats import picture, says, text
 from clips import write_clip
+from fixtures.processors import tiny_processor
 from transformers_videos import is_installed
 
 from vlmpack import VLMCollator
 from vlmpack.errors import SampleError
-from vlmpack.testing import tiny_processor
 
 HERE = Path(__file__)
 VIDEO = {

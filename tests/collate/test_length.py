@@ -7,6 +7,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 from chats import FAMILIES, chat, picture, processor_of, says, text, user
+from fixtures.processors import tiny_processor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,7 +18,6 @@ from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
 from vlmpack.layout import SlotRule
-from vlmpack.testing import tiny_processor
 
 HOLE = {"type": "image"}
 

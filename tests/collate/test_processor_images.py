@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 from chats import BEYOND, SHOWN, chat, fast_and_slow, needs, of_family, picture, says, text, user
+from fixtures.processors import tiny_processor
 from stores import encoded
 
 from vlmpack.collate import VLMCollator
 from vlmpack.collate.media import TRIALS
 from vlmpack.errors import ConfigError, FamilyError, SampleError
-from vlmpack.testing import tiny_processor
 
 COUNTED = {"gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
 COUNTED |= {"glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe", "gemma4_unified", "kimi_k25"}

@@ -2,10 +2,10 @@
 
 import pytest
 from chats import chat, learnt, needs, picture
+from fixtures.processors import tiny_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError
-from vlmpack.testing import tiny_processor
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from chats import BEYOND, chat, fast_and_slow, of_family, picture, processor_of, tokenized
+from fixtures.processors import tiny_model, tiny_processor
 from stores import encoded
 
 from vlmpack.collate import SharePrefixes, VLMCollator
@@ -15,7 +16,6 @@ from vlmpack.collate.media import MediaReader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.families import family_named
 from vlmpack.layout import PackedRow, SlotRule, share, unshare
-from vlmpack.testing import tiny_model, tiny_processor
 
 LOW = SharePrefixes(min_shared=8)
 TURNS = (

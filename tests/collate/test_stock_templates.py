@@ -6,11 +6,11 @@ from itertools import groupby
 
 import pytest
 from chats import says, user
+from fixtures.processors import tiny_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import branch_turns
 from vlmpack.errors import SampleError
-from vlmpack.testing import tiny_processor
 
 trl = pytest.importorskip("trl.chat_template_utils", reason="TRL's templates are read")
 

@@ -2,11 +2,11 @@
 
 import pytest
 from chats import chat, human, learnt, picture, processor_of, says, text, user
+from fixtures.processors import tiny_processor
 from fixtures.templates import GLM_TEMPLATE
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import ConfigError, SampleError
-from vlmpack.testing import tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own

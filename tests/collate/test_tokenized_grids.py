@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
+from fixtures.processors import tiny_model, tiny_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.errors import SampleError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.lengths import measure_lengths
-from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model, tiny_processor
+from vlmpack.testing import build_sample, mixed_samples, padded
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # transformers' own

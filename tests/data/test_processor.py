@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from cases import families, pairs
 from chats import BEYOND, CHATTING, FAMILIES, SHOWN, chat, picture, says, text, user
-from fixtures.processors import missing_packages
+from fixtures.processors import missing_packages, tiny_config, tiny_processor
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, save_processor
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.testing import tiny_config, tiny_processor
 from vlmpack.testing.processors import CHAT_TEMPLATE
 
 

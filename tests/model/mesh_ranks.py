@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from equality import VISION
 from model.two_ranks import samples_of
 from ranks import save_cases, whole
 from teachers import taught
@@ -31,7 +32,6 @@ from vlmpack.model import Distillation, PackedStep, StepConfig, disable_packing,
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import Scoring, score_targets
 from vlmpack.testing import Sample, alone, padded
-from vlmpack.testing.samples import VISION
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cases import pairs, slow
+from equality import VISION
 from transformers import modeling_utils
 
 from vlmpack.errors import ConfigError
@@ -11,7 +12,6 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import pack
 from vlmpack.model import enable_packing, is_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 EAGER = {**SMALL, "attn_implementation": "eager"}

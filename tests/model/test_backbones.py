@@ -12,6 +12,7 @@ import torch
 from cases import slow
 from chats import picture, processor_of
 from equality import limits_of, without_zeros
+from fixtures.processors import tiny_model, tiny_processor
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from training import collator, receipts
@@ -23,15 +24,7 @@ from vlmpack import PackedStep, StepConfig, VLMCollator, disable_packing, enable
 from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import family_of
 from vlmpack.model.backbone import pack_backbone
-from vlmpack.testing import (
-    Sample,
-    mixed_samples,
-    padded,
-    receipt_conversations,
-    tiny_config,
-    tiny_model,
-    tiny_processor,
-)
+from vlmpack.testing import Sample, mixed_samples, padded, receipt_conversations, tiny_config
 from vlmpack.testing.comparison import distance
 from vlmpack.testing.samples import alone
 

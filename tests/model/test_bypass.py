@@ -7,6 +7,7 @@ import torch
 from accelerate import cpu_offload
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from cases import slow
+from equality import VISION
 from parts import gated_delta_layers
 from peft import LoraConfig, get_peft_model
 
@@ -14,7 +15,6 @@ from vlmpack.errors import ConfigError
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, disable_packing, enable_packing, is_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import VISION
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 CHANGED = r"a \w+ no longer computes rows by their boundaries: its class or its forward was changed"

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from cases import one_of_each, slow
+from equality import VISION
 from moe import block_of
 
 from vlmpack.errors import ConfigError
@@ -17,7 +18,7 @@ from vlmpack.families import family_named
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import StepConfig, disable_packing, enable_packing
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import TOKEN_KEYS, VISION
+from vlmpack.testing.samples import TOKEN_KEYS
 
 SMALL = {"layers": 2, "vision_depth": 1, "hidden": 48}
 GAPS = SlotRule(multiple=4)

@@ -18,6 +18,7 @@ from breakages import BREAKAGES
 from cases import EIGHT, families, one_of_each, slow, slow_cases
 from equality import (
     LOW_PRECISION,
+    VISION,
     Alone,
     adapted,
     alone_through,
@@ -44,7 +45,6 @@ from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.comparison import run_alone
-from vlmpack.testing.samples import VISION
 
 KINDS = {
     "text": ("text", "text", "text", "text"),

@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import slow
+from equality import VISION
 from mutations import check, outcomes
 
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import enable_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import VISION
 
 Inputs = dict[str, Any]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from equality import limits_of, without_zeros
+from equality import VISION, limits_of, without_zeros
 from model.mesh_ranks import CASES, DISTILLATION, WHERE, Z_LOSS, Case
 from model.two_ranks import samples_of
 from ranks import on_ranks
@@ -20,7 +20,6 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import enable_packing
 from vlmpack.testing import Sample, alone, padded, tiny_model
-from vlmpack.testing.samples import VISION
 
 pytestmark = pytest.mark.dist
 LOSS = 1e-6

@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
+from fixtures.processors import tiny_model, tiny_processor
 from torch import nn
 
 from vlmpack.collate import VLMCollator
 from vlmpack.layout import IGNORE, SlotRule
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, StepResult
-from vlmpack.testing import padded, tiny_model, tiny_processor
+from vlmpack.testing import padded
 from vlmpack.testing.samples import random_sample
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import one_of_each, slow
-from equality import checkpointed
+from equality import VISION, checkpointed
 
 import vlmpack
 from vlmpack.families.registry import FAMILIES
@@ -16,7 +16,7 @@ from vlmpack.model.engine import rope_segments
 from vlmpack.model.mechanisms import attention
 from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import VISION, kinds_of
+from vlmpack.testing.samples import kinds_of
 
 CPU = torch.device("cpu")
 HOME = Path(vlmpack.__file__).parent

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from equality import VISION
 from ranks import save_cases, whole
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,6 @@ from vlmpack.families import family_of
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
-from vlmpack.testing.samples import VISION
 
 CASES = (
     ("qwen3_5", "ddp", "left padded"),

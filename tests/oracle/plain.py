@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from fixtures.processors import tiny_model, tiny_processor
 from PIL import Image
-
-from vlmpack.testing import tiny_model, tiny_processor
 
 TOLERANCE = {
     "losses": 2e-6,  # float32 sums of some ten logarithms, in another order

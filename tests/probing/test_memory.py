@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.processors import tiny_model, tiny_processor
 from peft import LoraConfig, get_peft_model
 
 from vlmpack import VLMCollator, enable_packing
@@ -14,7 +15,7 @@ from vlmpack.layout import PaddedBatch
 from vlmpack.layout.row import pack
 from vlmpack.machine import peak_bytes
 from vlmpack.probing.memory import Mesh, Proposal, memory_of, model_sizes, propose, total
-from vlmpack.testing import receipt_conversations, tiny_model, tiny_processor
+from vlmpack.testing import receipt_conversations
 
 WITHIN = 0.15
 """Largest difference found is 8 % (Gemma 3), and 9 % with adapters."""

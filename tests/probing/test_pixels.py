@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fixtures.processors import tiny_model, tiny_processor
 
 from vlmpack.families import family_named
 from vlmpack.layout import pack
 from vlmpack.probing import probe
-from vlmpack.testing import Sample, padded, processed_samples, synthetic_samples, tiny_model, tiny_processor
+from vlmpack.testing import Sample, padded, processed_samples, synthetic_samples
 from vlmpack.testing.comparison import run_alone, run_packed
 from vlmpack.testing.samples import sample_like
 

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from fixtures.processors import tiny_model, tiny_processor
 from peft import LoraConfig, get_peft_model
 
 import vlmpack
@@ -15,7 +16,6 @@ from vlmpack.model import StepConfig
 from vlmpack.probing import Report
 from vlmpack.probing.forward_passes import PlainPaddedPass
 from vlmpack.probing.run import backends_for
-from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.testing.comparison import FLOOR
 
 

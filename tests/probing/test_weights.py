@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.processors import tiny_model, tiny_processor
 
 from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
@@ -15,7 +16,7 @@ from vlmpack.families import family_named
 from vlmpack.layout import pack
 from vlmpack.probing import weights
 from vlmpack.probing.weights import load
-from vlmpack.testing import mixed_samples, padded, tiny_config, tiny_model, tiny_processor
+from vlmpack.testing import mixed_samples, padded, tiny_config
 from vlmpack.testing.comparison import FLOOR, compare, run_alone, run_packed
 
 CPU = torch.device("cpu")

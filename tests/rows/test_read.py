@@ -17,6 +17,7 @@ import torch
 from cases import json_lines, slow
 from chats import BEYOND, chat, of_family, picture, processor_of
 from clips import clip_bytes
+from fixtures.processors import tiny_processor
 from mutations import check, damaged, edited, outcomes
 from stores import CAPACITY, asked, check_same, encoded, frames, mixed, packing, places, store, texts
 from torch.utils.data import DataLoader
@@ -28,7 +29,6 @@ from vlmpack.layout.media import VIDEO
 from vlmpack.loading import PackedBatchSampler
 from vlmpack.plan import Plan, plan_bins
 from vlmpack.rows import Manifest, PackedDataset
-from vlmpack.testing import tiny_processor
 
 SHARING = SharePrefixes(min_shared=8)
 

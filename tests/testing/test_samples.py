@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import families
 from chats import QWEN
+from equality import VISION
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
@@ -16,7 +17,6 @@ from vlmpack.testing import (
     tiny_config,
 )
 from vlmpack.testing.samples import (
-    VISION,
     grids_of,
     kind_of,
     num_targets,

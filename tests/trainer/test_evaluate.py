@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from chats import chat, picture, processor_of
+from equality import VISION
 from training import KINDS, LAYOUTS, Samples, collator, lengths_of, losses_alone, receipts
 
 from vlmpack.collate import VLMCollator
@@ -16,7 +17,6 @@ from vlmpack.layout import METADATA_KEY
 from vlmpack.model import PackedStep, enable_packing, is_packing
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_model
-from vlmpack.testing.samples import VISION
 from vlmpack.trainer import evaluate
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import slow
 from chats import chat, processor_of
+from fixtures.processors import tiny_model, tiny_processor
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
 from training import (
     Gradients,
@@ -34,7 +35,6 @@ from vlmpack.model import disable_packing, enable_packing
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
 from vlmpack.plan.planner import split_groups
 from vlmpack.rows import PackedDataset, StoreSettings, write_rows
-from vlmpack.testing import tiny_model, tiny_processor
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.evaluation import EvaluationRows, check_sharing
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -172,15 +172,10 @@ def patch_size_of(family: str) -> int:
 
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
 
-PROCESSOR_SIZES: dict[str, Callable[[Any], dict[str, Any]]] = {}
-"""Functions that read sizes from processors other than Qwen-VL's, by the name of the processor's class."""
-
 
 def _processor_sizes(processor: Any) -> dict[str, Any]:
     """Read token ids, vocabulary and patch sizes from a tiny processor or a Qwen processor."""
     tokenizer, images = processor.tokenizer, processor.image_processor
-    if (read := PROCESSOR_SIZES.get(type(processor).__name__)) is not None:
-        return read(processor)
     tokens = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
     tokens |= {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     if hasattr(processor, "audio_token"):  # Qwen-Omni

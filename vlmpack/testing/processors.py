@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -50,9 +50,6 @@ SPECIAL_TOKENS = _split(
 )
 """Qwen's special tokens, in Qwen's order."""
 
-BUILDERS: dict[str, Callable[[int], Any]] = {}
-"""Builders of other families' processors: family → function of the vocabulary size. Empty until a caller adds some, as
-`tests/fixtures` does."""
 MERGE_SIZE = 2
 QWEN3_5_TOKENIZER = ("qwen3_5", "qwen3_5_moe", "qwen4_exp")
 """Families with a `Qwen3_5Tokenizer`; the others have a `Qwen2Tokenizer`."""
@@ -81,11 +78,6 @@ def tiny_processor(
     Raises:
         ConfigError: the family is unknown, or the vocabulary is too small for all bytes.
     """
-    if family in BUILDERS:
-        processor = BUILDERS[family](vocab_size)
-        if chat_template is not None:
-            processor.chat_template = chat_template
-        return processor
     if family not in (names := processor_families()):
         raise ConfigError(f"no processor for family {family!r}; use one of {', '.join(names)}")
     if vocab_size < 256:
@@ -119,9 +111,8 @@ def tiny_processor(
 
 
 def processor_families() -> list[str]:
-    """List the families that have a tiny processor: Qwen's, and those of `BUILDERS`."""
-    is_qwen = {name: one.has_vision and one.processor.startswith("Qwen") for name, one in FAMILIES.items()}
-    return [name for name in FAMILIES if name in BUILDERS or is_qwen[name]]
+    """List the families that have a tiny processor: Qwen's."""
+    return [name for name, family in FAMILIES.items() if family.has_vision and family.processor.startswith("Qwen")]
 
 
 def _tokenizer(family: str, vocab_size: int) -> Any:

@@ -32,7 +32,7 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.media import run_of_pairs
-from vlmpack.families.registry import FAMILIES, family_named, family_of_processor
+from vlmpack.families.registry import family_named, family_of_processor
 from vlmpack.families.spans import prefix_length
 from vlmpack.families.tiles import Join, tiles_of_images
 from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
@@ -47,8 +47,6 @@ Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", 
 KINDS: tuple[Kind, ...] = ("text", "image", "images", "video", "images_and_video")
 AUDIO_KINDS: tuple[Kind, ...] = ("audio", "everything")
 """Additional kinds for families that take audio: two audios; an image, a video and an audio."""
-VISION = tuple(name for name, family in FAMILIES.items() if family.has_grids and family.has_videos)
-"""Families that take images and videos as patches with one grid for each image or video."""
 TOKEN_KEYS = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "labels")
 ENDS_OF_MEDIA = tuple(f"{name}_{end}_token_id" for name in ("image", "video") for end in ("start", "end"))
 IMAGE_TOKENS_KEY = "image_tokens"
