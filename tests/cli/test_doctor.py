@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from vlmpack.cli import app
 from vlmpack.cli.doctor import gated_delta_serving, import_problem, versions
+from vlmpack.cli.layers import attention_layers
 from vlmpack.families import registry
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
 from vlmpack.machine import NEWEST_TESTED
 from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import Report
-from vlmpack.probing.layers import attention_layers
 from vlmpack.probing.report import Baseline, Check
 from vlmpack.testing import tiny_model
 

@@ -428,7 +428,7 @@ def features_go_to_the_next_rank(original, step):
     return replace(transfers, target=(transfers.target + 1) % transfers.ranks)
 
 
-@breaks("vlmpack.probing.memory.memory_of", tests="probing/test_memory.py")
+@breaks("vlmpack.cli.memory.memory_of", tests="cli/test_memory.py")
 def activations_of_half_the_tokens_are_counted(original, sizes, mesh, *, tokens, patches):
     return original(sizes, mesh, tokens=tokens // 2, patches=patches)
 

@@ -20,12 +20,12 @@ from ranks import on_ranks
 from torch import distributed as dist
 
 import vlmpack
+from vlmpack.cli.weights import placed
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing
 from vlmpack.model.mechanisms.tensor_parallel import SummedNorm
 from vlmpack.model.row import ContextParallelRow
-from vlmpack.probing.weights import placed
 from vlmpack.testing import tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

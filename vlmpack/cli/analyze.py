@@ -231,8 +231,8 @@ def _proposal(
 ) -> dict[str, Any]:
     """Propose how to train the model of --processor, for JSON. Rows have at most the patches of the densest sample."""
     from vlmpack.cli.config import TrainKeys
+    from vlmpack.cli.memory import COMPUTED_IN, model_sizes, propose, total
     from vlmpack.model.plain import find_model
-    from vlmpack.probing.memory import COMPUTED_IN, model_sizes, propose, total
 
     if data.processor is None:
         raise ConfigError("--memory needs the model: give its name with --processor")
@@ -419,7 +419,7 @@ def _print_layouts(
 
 def _print_proposal(proposal: Mapping[str, Any], console: Console) -> None:
     """Print the memory of each rank, the proposed mesh, and why simpler ones do not fit."""
-    from vlmpack.probing.memory import Mesh
+    from vlmpack.cli.memory import Mesh
 
     mesh, rows = Mesh(**proposal["mesh"]), f"rows of {proposal['capacity']:,} tokens"
     limit = f"{proposal['memory']:g} GiB on each of {proposal['gpus']:,} GPUs, 10 % left free, {proposal['method']}"

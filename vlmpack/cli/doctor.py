@@ -26,8 +26,8 @@ from vlmpack.terminal import number_columns, print_table, print_text, progress_l
 if TYPE_CHECKING:
     import torch
 
+    from vlmpack.cli.weights import Loaded
     from vlmpack.probing.report import Check, Report
-    from vlmpack.probing.weights import Loaded
 
 PACKAGES = {
     "vlmpack": None,
@@ -161,8 +161,8 @@ def layers_of(model: str, *, device: str | None, dtype: str | None) -> Entries:
     """
     import torch
 
-    from vlmpack.probing.layers import attention_layers
-    from vlmpack.probing.weights import read_config
+    from vlmpack.cli.layers import attention_layers
+    from vlmpack.cli.weights import read_config
     from vlmpack.testing.models import tiny_model
 
     family = tiny_family(model)
@@ -376,12 +376,12 @@ def _probe(
         attention = ALL
     import torch
 
+    from vlmpack.cli.weights import load
     from vlmpack.context_parallel.mesh import Parallel
     from vlmpack.families.registry import FAMILIES
     from vlmpack.model.enable import enable_packing
     from vlmpack.probing.report import Check, Report
     from vlmpack.probing.run import backends_for, probe
-    from vlmpack.probing.weights import load
 
     place = options.torch_device(device)
     names = [dtype] if dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
@@ -423,8 +423,8 @@ def _made_here(
     Raises:
         FamilyError: the family is unknown.
     """
+    from vlmpack.cli.weights import Loaded, described, placed
     from vlmpack.families.registry import family_named
-    from vlmpack.probing.weights import Loaded, described, placed
     from vlmpack.testing.models import tiny_model
     from vlmpack.testing.processors import processor_families
 

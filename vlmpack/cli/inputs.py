@@ -336,8 +336,8 @@ def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bo
     """
     import torch
 
+    from vlmpack.cli.weights import auto_class, read_config
     from vlmpack.families.registry import family_named
-    from vlmpack.probing.weights import auto_class, read_config
     from vlmpack.testing.models import tiny_model
 
     if tiny := tiny_family(name):
@@ -418,7 +418,7 @@ def reading(option: str, name: str, *, remedy: str = "give a hub id or the folde
     Raises:
         ConfigError: it cannot be read, or transformers does not support the model.
     """
-    from vlmpack.probing.weights import UNREADABLE
+    from vlmpack.cli.weights import UNREADABLE
 
     refuse_file(option, name)
     try:

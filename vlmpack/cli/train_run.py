@@ -17,7 +17,9 @@ from transformers import TrainingArguments, set_seed
 
 from vlmpack.cli import inputs
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys
+from vlmpack.cli.memory import Mesh, memory_of, model_sizes, total
 from vlmpack.cli.options import DataOptions, make_folder
+from vlmpack.cli.weights import free_bytes
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.data.mixed import hold_out
 from vlmpack.errors import ConfigError
@@ -26,8 +28,6 @@ from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.model.enable import enable_packing
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.plan import Plan
-from vlmpack.probing.memory import Mesh, memory_of, model_sizes, total
-from vlmpack.probing.weights import free_bytes
 from vlmpack.trainer.check import check_arguments, check_trainer
 from vlmpack.trainer.checkpoints import PLAN_FILE, checkpoint_to_resume
 from vlmpack.trainer.evaluation import generate_answer

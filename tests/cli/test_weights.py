@@ -10,12 +10,12 @@ import pytest
 import torch
 from fixtures.processors import tiny_model, tiny_processor
 
+from vlmpack.cli import weights
+from vlmpack.cli.weights import load
 from vlmpack.data import save_processor
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families import family_named
 from vlmpack.layout import pack
-from vlmpack.probing import weights
-from vlmpack.probing.weights import load
 from vlmpack.testing import mixed_samples, padded, tiny_config
 from vlmpack.testing.comparison import FLOOR, compare, run_alone, run_packed
 

@@ -11,10 +11,10 @@ from fixtures.processors import tiny_model, tiny_processor
 from peft import LoraConfig, get_peft_model
 
 from vlmpack import VLMCollator, enable_packing
+from vlmpack.cli.memory import Mesh, Proposal, memory_of, model_sizes, propose, total
 from vlmpack.layout import PaddedBatch
 from vlmpack.layout.row import pack
 from vlmpack.machine import peak_bytes
-from vlmpack.probing.memory import Mesh, Proposal, memory_of, model_sizes, propose, total
 from vlmpack.testing import receipt_conversations
 
 WITHIN = 0.15

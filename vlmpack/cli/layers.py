@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from vlmpack.attention.backends import AUTO, AttentionCall, choose, explain, kernel_of, recorded_calls
+from vlmpack.cli.weights import auto_class
 from vlmpack.families.registry import family_named
 from vlmpack.layout.row import pack
 from vlmpack.model.step import PackedStep
-from vlmpack.probing.weights import auto_class
 from vlmpack.testing.samples import Kind, kinds_of, mixed_samples, padded
 
 
