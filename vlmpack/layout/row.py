@@ -76,12 +76,21 @@ class PackedRow:
     """Shared prefixes of the samples (`share`); None: each sample goes through the model in full."""
 
     def __post_init__(self) -> None:
-        if tuple(self.input_ids.shape) != (1, self.segments.total):
+        object.__setattr__(self, "input_ids", whole_numbers(self.input_ids, "input_ids"))
+        shape = (1, self.segments.total)
+        if self.input_ids.shape != shape:
             raise LayoutError(
-                f"a packed row is [1, {self.segments.total}] by its boundaries but input_ids is "
-                f"{list(self.input_ids.shape)}; was the batch split or concatenated on its way "
-                "(accelerate: set dispatch_batches=False)?"
+                f"a packed row is {list(shape)} by its boundaries but input_ids is {list(self.input_ids.shape)}; was "
+                "the batch split or concatenated on its way (accelerate: set dispatch_batches=False)?"
             )
+        if not self.segments.total:
+            raise LayoutError(
+                "a packed row of no tokens cannot go through a model; leave it out, or give it a fixed width"
+            )
+        if self.shift_labels is not None:
+            object.__setattr__(self, "shift_labels", whole_numbers(self.shift_labels, "shift_labels"))
+            if self.shift_labels.shape != shape:
+                raise LayoutError(f"shift_labels is {list(self.shift_labels.shape)}, but the row is {list(shape)}")
         if self.shift_weights is not None:
             check_weights(self.shift_weights, self.shift_labels, "shift_weights")
         if self.tree is not None and self.tree.segments != self.segments:

@@ -19,15 +19,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import CLASSIFIERS
-from vlmpack.layout.batch import (
-    METADATA_KEY,
-    TEACHER,
-    HostMetadata,
-    OnlyPacked,
-    PaddedBatch,
-    check_is_tensor,
-    whole_numbers,
-)
+from vlmpack.layout.batch import METADATA_KEY, TEACHER, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor
 from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
 from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
@@ -259,17 +251,10 @@ def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is
     """Return the row that goes through the model: passed by `PackedStep`, given as inputs, or packed from a batch."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
-        return _checked_row(call.row)
-    inputs |= _whole_columns(inputs)
+        return call.row
     if is_row:
         return _row_in(inputs, state.family)
     return _packed_batch(inputs, state, state.family.text_config(model.core.config).pad_token_id)
-
-
-@outside_graph
-def _whole_columns(inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return token ids and labels as int64."""
-    return {name: whole_numbers(inputs[name], name) for name in _WHOLE if inputs.get(name) is not None}
 
 
 def requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
@@ -314,9 +299,6 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
         "the loss would be divided by too many: set the labels of first tokens to -100",
         LayoutError,
     )
-
-
-_WHOLE = ("input_ids", "labels", "shift_labels")
 
 
 def is_row_input(inputs: dict[str, Any]) -> bool:
@@ -374,30 +356,13 @@ def _can_keep(inputs: dict[str, Any]) -> bool:
 
 
 @outside_graph
-def _checked_row(row: PackedRow) -> PackedRow:
-    """Check a row from `PackedStep`: whole numbers in its columns, as wide as its boundaries."""
-    ids, labels = whole_numbers(row.input_ids, "input_ids"), row.shift_labels
-    if labels is not None and (labels := whole_numbers(labels, "shift_labels")).shape != ids.shape:
-        raise LayoutError(f"shift_labels is {list(labels.shape)}, but the row is {list(ids.shape)}")
-    _check_not_empty(row.segments.total)
-    is_as_before = ids is row.input_ids and labels is row.shift_labels
-    return row if is_as_before else replace(row, input_ids=ids, shift_labels=labels)
-
-
-def _check_not_empty(width: int) -> None:
-    if not width:
-        raise LayoutError("a packed row of no tokens cannot go through a model; leave it out, or give it a fixed width")
-
-
-@outside_graph
 def _row_in(inputs: dict[str, Any], family: Family) -> PackedRow:
-    check_is_tensor(inputs["input_ids"], "input_ids of a packed row")
+    check_is_tensor(inputs["input_ids"], "input_ids")
     if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
         raise LayoutError(
             f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: set "
             "dispatch_batches=False)?"
         )
-    _check_not_empty(shape[-1])
     extras = columns_in(inputs, family)
     row, mask = PackedRow.from_hf(inputs, extras=extras, media=family.media), inputs["attention_mask"]
     if mask is not None:

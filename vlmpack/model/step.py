@@ -31,7 +31,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named, family_of
 from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard
-from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, TEACHER, Media, PaddedBatch, check_is_batch, whole_numbers
+from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, TEACHER, Media, PaddedBatch, check_is_batch, check_is_tensor
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, PackedRow, pack
@@ -433,8 +433,7 @@ class ThdStep:
     def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
         """Build a batch or row from a dictionary, without the further arguments. Duplicate information must agree."""
         check_is_batch(batch)
-        columns = {name: whole_numbers(batch[name], name) for name in _WHOLE if batch.get(name) is not None}
-        batch = {**batch, **columns}
+        check_is_tensor(batch["input_ids"], "input_ids")
         for name, remedy in _REFUSED.items():
             if batch.get(name) is not None:
                 raise ConfigError(f"the batch has {name}, which this step makes by itself: {remedy}")
@@ -621,10 +620,10 @@ class ThdStep:
             )
 
 
-_WHOLE = ("input_ids", "labels", "shift_labels")
 _COLUMNS = frozenset(
     {
-        *(*_WHOLE, "attention_mask", "position_ids", "mm_token_type_ids", "use_cache", METADATA_KEY),
+        *("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "mm_token_type_ids"),
+        *("use_cache", METADATA_KEY),
         *(*REAL, *PADDED, *PADDING_MASKS, *WEIGHTS, "max_seqlen_q", "max_seqlen_kv", "rope_cu_seqlens"),
     }
 )

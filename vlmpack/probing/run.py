@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose, re
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.row import pack
 from vlmpack.model.enable import disable_packing, enable_packing, is_packing
-from vlmpack.model.engine import StepConfig, packing_state
+from vlmpack.model.engine import StepConfig, packing_state, setup_row
+from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.plain import find_model
 from vlmpack.model.step import PackedStep
 from vlmpack.probing.checks import Progress, caught, leak, not_deterministic, packed_checks, worst_of_each
@@ -164,22 +164,15 @@ def _check_processor_fits(samples: Sequence[Sample], probed: ProbedModel) -> Non
     Raises:
         ConfigError: the samples' token ids, patches or placeholders do not fit the model.
     """
-    family, config, remedy = probed.family, probed.config, "give the processor that was saved with the model"
-    vocabulary, patch = family.text_config(config).vocab_size, family.patch_shape(config) if family.has_grids else ()
+    family, parts = probed.family, ModelParts(family=probed.family, core=probed.core)
+    remedy = "give the processor that was saved with the model"
     for sample in samples:
-        if (highest := int(sample["input_ids"].max())) >= vocabulary:
-            has = f"the processor makes token id {highest}, and the model has {vocabulary} of them"
-            raise ConfigError(f"{has}; {remedy}")
         if not family.has_grids and (sample.family is None or sample.family.processor != family.processor):
             raise ConfigError(f"the processor is not {family.processor}, whose images the model takes; {remedy}")
-        made = [sample[name].shape[1:] for name in family.pixel_names if patch and name in sample]
-        if made and prod(made[0]) != prod(patch):
-            patches = f"patches of {prod(made[0])} numbers, and the model takes {prod(patch)}"
-            raise ConfigError(f"the processor makes {patches}; {remedy}")
         try:
-            family.media_of_row(pack(padded([sample], metadata=False)), config)
+            setup_row(parts, pack(padded([sample], metadata=False)), parallel=None, backend=AUTO)
         except LayoutError as error:
-            raise ConfigError(f"the processor writes other placeholders than the model: {error}; {remedy}") from error
+            raise ConfigError(f"the processor's samples do not fit the model: {error}; {remedy}") from error
 
 
 def _checks(
