@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.processors import tiny_processor
 from typer.testing import CliRunner, Result
 
 from vlmpack.cli import app
@@ -21,7 +22,7 @@ from vlmpack.cli.options import DataOptions
 from vlmpack.data import mix_datasets, open_dataset, save_processor
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 from vlmpack.rows import PackedDataset
-from vlmpack.testing import tiny_config, tiny_processor
+from vlmpack.testing import tiny_config
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
 TEXT = ("--processor", "tiny:qwen3")
@@ -84,11 +85,12 @@ def test_limits_of_a_sample_reach_the_collator(chats: str, tmp_path: Path) -> No
     inputs = opened(chats, processor="tiny", max_length=5)
     with pytest.raises(SampleError, match="max_length=5"):
         inputs.collator.measure(inputs.dataset[0])
-    file = tmp_path / "more.jsonl"
+    save_processor(tiny_processor("glm4v"), tmp_path)
+    file, glm = tmp_path / "more.jsonl", str(tmp_path)
     file.write_text(json.dumps({"messages": [{**turn, "at": "noon"} for turn in CHAT]}))
     with pytest.raises(SampleError, match=r"has at, which the chat template does not write"):
-        (refusing := opened(str(file), processor="tiny:glm4v")).collator.measure(refusing.dataset[0])
-    inputs = opened(str(file), processor="tiny:glm4v", ignored_keys=["at"], add_stop="<|user|>")
+        (refusing := opened(str(file), processor=glm)).collator.measure(refusing.dataset[0])
+    inputs = opened(str(file), processor=glm, ignored_keys=["at"], add_stop="<|user|>")
     measured = inputs.collator.measure(inputs.dataset[0])
     stop = inputs.collator.processor.tokenizer.convert_tokens_to_ids("<|user|>")
     assert measured.labels[-1] == measured.input_ids[-1] == stop

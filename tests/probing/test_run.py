@@ -127,9 +127,7 @@ def test_the_processor_of_another_model_is_refused() -> None:
         vlmpack.probe(tiny_model("qwen3_vl"), processor)
     with pytest.raises(ConfigError, match="a patch of pixel_values has 1536 values, but 1176 in this"):
         vlmpack.probe(tiny_model("qwen2_5_vl", processor=processor, patch_size=14), processor)
-    with pytest.raises(
-        ConfigError, match=r"samples do not fit the model: .* placeholders.*give the processor"
-    ):
+    with pytest.raises(ConfigError, match=r"samples do not fit the model: .* placeholders.*give the processor"):
         vlmpack.probe(tiny_model("qwen3_vl", vocab_size=2000), processor)
     with pytest.raises(ConfigError, match="the processor is not InternVLProcessor, whose images the model takes"):
         vlmpack.probe(tiny_model("internvl", vocab_size=2000), tiny_processor("llava"))
