@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from vlmpack.testing.branching import Branches, branches_of, joined
-from vlmpack.testing.models import TinySizes, tiny_config, tiny_model
+from vlmpack.testing.models import tiny_config, tiny_model
 from vlmpack.testing.processors import tiny_processor
 from vlmpack.testing.receipts import SyntheticReceipts, receipt_conversations
+from vlmpack.testing.recipes import TinySizes
 from vlmpack.testing.samples import (
     Sample,
     alone,

@@ -6,12 +6,9 @@ configuration of the family has by default. So most families need nothing of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
-
-if TYPE_CHECKING:
-    from vlmpack.testing.models import TinySizes
+from typing import Any, Literal, final
 
 Settings = dict[str, Any]
 Part = Literal["text", "vision", "audio", "whole"]
@@ -27,6 +24,73 @@ CHUNK = 7
 """Chunk length, so short that samples of a few tokens have several chunks."""
 TILE_PATCHES = 4
 """Patches along each side of a tile."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class TinySizes:
+    """Sizes of a tiny model. Lengths are in tokens or pixels, widths in channels; other fields are counts and ids."""
+
+    hidden: int = 64
+    """Width of the text model."""
+    layers: int = 2
+    """Layers of the text model. In hybrid models, every fourth layer and the last one have attention."""
+    heads: int = 4
+    """Query heads of the text model."""
+    kv_heads: int = 2
+    """Key and value heads of the text model."""
+    head_dim: int | None = None
+    """Width of one head of the text model; None: `hidden // heads`. Families with `any_width=False` in their recipe
+    take no other value."""
+    intermediate: int | None = None
+    """Width of the text model's MLP; None: twice `hidden`."""
+    experts: int = 8
+    """Experts of each layer, in families that have experts."""
+    experts_per_token: int = 2
+    """Experts that each token is sent to."""
+    vision_hidden: int = 32
+    """Width of the vision tower."""
+    vision_depth: int = 2
+    """Blocks of the vision tower."""
+    vision_heads: int = 2
+    """Heads of the vision tower."""
+    patch_size: int | None = None
+    """Side of a patch in pixels; None: the family's default: 14, 16 (from Qwen3-VL on), or 6 for tiles."""
+    merge: int = 2
+    """Patches merged into one token along each side."""
+    temporal_patch_size: int = 2
+    """Video frames in one patch."""
+    max_positions: int = 32768
+    """Maximum number of positions of the text model."""
+    vocab_size: int = 131
+    """Number of token ids, including special tokens."""
+    pad_token_id: int = 0
+    """Id of the padding token."""
+    eos_token_id: int = 1
+    """Id of the end-of-turn token."""
+    vision_start_token_id: int = 2
+    """Id of the token before an image or a video."""
+    vision_end_token_id: int = 3
+    """Id of the token after an image or a video."""
+    image_token_id: int = 4
+    """Id of the image placeholder."""
+    video_token_id: int = 5
+    """Id of the video placeholder."""
+    audio_token_id: int = 6
+    """Id of the audio placeholder, in families that take audio."""
+    audio_start_token_id: int = 7
+    """Id of the token before an audio."""
+    audio_end_token_id: int = 8
+    """Id of the token after an audio."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of the text model."""
+        return self.head_dim or self.hidden // self.heads
+
+    def tokens(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the ids of some tokens by the names of their settings."""
+        return {name: self.__dict__[name] for name in names}
 
 
 def layer_types(s: TinySizes, kinds: Collection[str]) -> list[str]:
