@@ -10,7 +10,8 @@ from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms.experts import RouterStatistics
 from vlmpack.model.plain import compile_layers
 from vlmpack.model.result import PackedOutput, StepResult, Work
-from vlmpack.model.step import PackedStep, RouterLosses, ThdInputs, ThdStep, masked_router_losses
+from vlmpack.model.step import PackedStep
+from vlmpack.model.thd import RouterLosses, ThdInputs, ThdStep, masked_router_losses
 
 __all__ = [
     "Distillation",

@@ -19,7 +19,15 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from vlmpack.errors import ConfigError, LayoutError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import CLASSIFIERS
-from vlmpack.layout.batch import METADATA_KEY, TEACHER, HostMetadata, OnlyPacked, PaddedBatch, check_is_tensor
+from vlmpack.layout.batch import (
+    MEDIA_KEYS,
+    METADATA_KEY,
+    TEACHER,
+    HostMetadata,
+    OnlyPacked,
+    PaddedBatch,
+    check_is_tensor,
+)
 from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
 from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
@@ -422,9 +430,8 @@ WEIGHTS = ("loss_weights", "shift_weights")
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", *WEIGHTS)
 COLUMN_OF_TYPES = "mm_token_type_ids"
 """The token types. Some models use another name."""
-_MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
-COLUMNS = frozenset((*_TOKENS, *_MEDIA, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
+COLUMNS = frozenset((*_TOKENS, *MEDIA_KEYS, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
 """The inputs that make up a batch or a row."""
 
 ROW_KEYS = (*BOUNDARIES, *WEIGHTS, *TEACHER, METADATA_KEY, "use_cache", "output_logits")
@@ -434,7 +441,9 @@ SOUND_IN_VIDEO = "use_audio_in_video"
 """Qwen-Omni's option to interleave audio tokens with the tokens of the video that they belong to."""
 
 _WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset((*_TOKENS, *TEACHER, *_MEDIA, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP))
+_BATCH_KEYS = frozenset(
+    (*_TOKENS, *TEACHER, *MEDIA_KEYS, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP)
+)
 
 _GENERATION = (*CACHES, "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))
@@ -448,7 +457,7 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
         ConfigError: an unknown or unsupported keyword. The message suggests the closest known name.
     """
     takes_others = family.has_audio or (family.has_vision and not family.has_grids)
-    other_media = {*_MEDIA} - family.media.keys() if takes_others else set()
+    other_media = {*MEDIA_KEYS} - family.media.keys() if takes_others else set()
     columns = {family.token_types or "mm_token_type_ids", family.expert_types, *family.token_columns} - {None}
     known = (_BATCH_KEYS | family.media.keys() | columns) - other_media
     for name, value in inputs.items():

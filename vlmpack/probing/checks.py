@@ -24,7 +24,7 @@ from vlmpack.probing.forward_passes import (
     PlainPaddedPass,
     frames_as_images,
 )
-from vlmpack.probing.losses import RouterLosses, check_router_losses, check_tokens, result_checks
+from vlmpack.probing.losses import RouterReference, check_router_losses, check_tokens, result_checks
 from vlmpack.probing.reference import (
     OPEN,
     ProbeSetup,
@@ -363,7 +363,7 @@ def _check_short_audio(setup: ProbeSetup, circumstance: Circumstance) -> list[Ch
 
 
 def check_routers(
-    setup: ProbeSetup, packed: PackedPass, reference: Reference, routers: RouterLosses, *, losses_right: bool
+    setup: ProbeSetup, packed: PackedPass, reference: Reference, routers: RouterReference, *, losses_right: bool
 ) -> list[Check]:
     """Compare the routers' losses with those of the padded batch. `losses_right`: the losses of targets are right.
 

@@ -144,7 +144,7 @@ def _target_losses(logits: Sequence[torch.Tensor], samples: Sequence[Sample]) ->
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RouterLosses:
+class RouterReference:
     """The routers' part of a loss."""
 
     balance: float
@@ -155,7 +155,7 @@ class RouterLosses:
     """Gradients of `added` by the routers' parameters."""
 
 
-def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> RouterLosses | None:
+def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> RouterReference | None:
     """Compute the router losses of the padded batch with its 2D mask.
 
     None: the model has no routers, or this version of transformers computes no load-balancing loss.
@@ -169,11 +169,11 @@ def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> R
     added, size = float((result.loss - cross_entropy).detach()), float(balance.detach())
     of_balance = _router_gradients(balance + 0 * result.loss, probed, backward)  # FSDP2 waits for gradients of outputs
     gradients = {name: x * (added / size) for name, x in of_balance.items()}
-    return RouterLosses(balance=size, added=added, gradients=gradients)
+    return RouterReference(balance=size, added=added, gradients=gradients)
 
 
 def check_router_losses(
-    packed: PackedPass, samples: Sequence[Sample], expected: RouterLosses, result: ForwardResult, *, right: bool
+    packed: PackedPass, samples: Sequence[Sample], expected: RouterReference, result: ForwardResult, *, right: bool
 ) -> list[Check]:
     """Compare the load-balancing loss with that of the padded batch, also as it is added to the loss, and its gradient.
 

@@ -51,7 +51,7 @@ from vlmpack.probing.forward_passes import (
     PlainPaddedPass,
     ProbedModel,
 )
-from vlmpack.probing.losses import RouterLosses, reference_router_losses
+from vlmpack.probing.losses import RouterReference, reference_router_losses
 from vlmpack.testing.branching import Branches, branches_of
 from vlmpack.testing.comparison import (
     LOW_PRECISION_FACTOR,
@@ -317,7 +317,7 @@ class References:
         return None if self.train is None or self._setup.probed.is_low else _autocast_reference(self._setup, self.train)
 
     @cached_property
-    def routers(self) -> RouterLosses | None:
+    def routers(self) -> RouterReference | None:
         """Router losses of plain transformers for the padded batch with its 2D mask; None: no routers, or no such
         loss."""
         return reference_router_losses(self._setup.probed, self._setup.samples)
