@@ -104,7 +104,8 @@ def test_what_a_row_cannot_be_is_refused(model, row, change, error, message):
         model(**{**row, **change})
 
 
-NO_TOKENS = {"input_ids": torch.zeros(1, 0).long(), "attention_mask": None, "cu_seqlens_q": [0, 0], "vlmpack": None}
+NO_TOKENS = {"input_ids": torch.zeros(1, 0).long(), "cu_seqlens_q": [0, 0]}
+NO_TOKENS |= dict.fromkeys(("attention_mask", "labels", "vlmpack"))
 
 
 @pytest.mark.parametrize(
