@@ -76,8 +76,10 @@ class PackedRow:
     """Shared prefixes of the samples (`share`); None: each sample goes through the model in full."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "input_ids", whole_numbers(self.input_ids, "input_ids"))
-        shape = (1, self.segments.total)
+        shape, labels = (1, self.segments.total), self.shift_labels
+        for name, column in (("input_ids", self.input_ids), ("shift_labels", labels)):
+            if column is not None and getattr(column, "dtype", None) is not torch.int64:
+                object.__setattr__(self, name, whole_numbers(column, name))
         if self.input_ids.shape != shape:
             raise LayoutError(
                 f"a packed row is {list(shape)} by its boundaries but input_ids is {list(self.input_ids.shape)}; was "
@@ -87,10 +89,8 @@ class PackedRow:
             raise LayoutError(
                 "a packed row of no tokens cannot go through a model; leave it out, or give it a fixed width"
             )
-        if self.shift_labels is not None:
-            object.__setattr__(self, "shift_labels", whole_numbers(self.shift_labels, "shift_labels"))
-            if self.shift_labels.shape != shape:
-                raise LayoutError(f"shift_labels is {list(self.shift_labels.shape)}, but the row is {list(shape)}")
+        if labels is not None and labels.shape != shape:
+            raise LayoutError(f"shift_labels is {list(labels.shape)}, but the row is {list(shape)}")
         if self.shift_weights is not None:
             check_weights(self.shift_weights, self.shift_labels, "shift_weights")
         if self.tree is not None and self.tree.segments != self.segments:
