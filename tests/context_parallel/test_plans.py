@@ -10,21 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from equality import alone_through, check_gradients, limits_of
+from equality import alone_through, check_gradients, limits_of, without_zeros
 from ranks import on_ranks, save_cases, whole
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
-from vlmpack.context_parallel import plan_for
+from vlmpack.context_parallel import plan_for, plans
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_config, tiny_model
 
 CASES = (
-    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "glm4v_moe", "gemma4", "llama4_text"),
+    *("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "gemma4", "llama4_text", "lfm2_vl", "kimi_k25", "gpt_oss"),
     "qwen3_vl_moe of the hub",
 )
 """Families, on two tensor ranks. Checkpoints on the hub hold experts transposed: they are divided by expert ranks."""
@@ -80,8 +80,7 @@ def test_every_gradient_is_that_of_samples_alone(folder: Path, case: str) -> Non
     own = alone_through(model, samples_of(model))
     seen = torch.load(folder / f"{case}.pt")
     assert len(seen["divided"]) >= 10
-    found = {name: gradient for name, gradient in seen["gradients"].items() if gradient.any()}
-    check_gradients(own, found, limits_of(model.config.model_type))
+    check_gradients(own, without_zeros(seen["gradients"]), limits_of(model.config.model_type))
 
 
 @pytest.mark.parametrize(
@@ -89,13 +88,24 @@ def test_every_gradient_is_that_of_samples_alone(folder: Path, case: str) -> Non
     [
         ("qwen3_vl", 4, "tp_size=4 does not divide the 2 key-value heads of qwen3_vl: use one of 1, 2"),
         ("gemma4", 2, "the 1 key-value heads of gemma4"),
-        ("lfm2_vl", 2, "lfm2_vl has no tensor-parallel plan for its layers"),
+        ("deepseek_v3", 3, "tp_size=3 does not divide the 4 key-value heads of deepseek_v3"),
         ("qwen3", 0, "tp_size"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(family: str, tp_size: int, fault: str) -> None:
     with pytest.raises(ConfigError, match=fault):
         plan_for(tiny_config(family), tp_size=tp_size)
+
+
+@pytest.mark.parametrize(
+    ("rules", "fault"),
+    [({}, "gpt_oss has no tensor-parallel plan for its layers"), ({"lm_head": "odd"}, "needs the rule 'odd'")],
+)
+def test_a_family_that_transformers_cannot_divide_is_refused(rules: Any, fault: str, monkeypatch: Any) -> None:
+    added = {"gpt_oss": rules and {**plans._ADDED["gpt_oss"], **rules}}
+    monkeypatch.setattr(plans, "_ADDED", added)
+    with pytest.raises(ConfigError, match=fault):
+        plan_for(tiny_config("gpt_oss"), tp_size=2)
 
 
 def test_a_model_whose_norms_of_heads_train_apart_is_refused() -> None:

@@ -23,12 +23,40 @@ from vlmpack.families.registry import family_named
 SUMMED = "replicated_with_grad_allreduce"
 """The rule of a weight that is whole on every rank, and whose gradients are summed over ranks."""
 _QWEN, _LLAMA4 = "model.language_model.layers.*.", "layers.*.feed_forward.shared_expert."
+_GPT_OSS = "model.layers.*.self_attn"
+
+
+def _lfm2(layers: str) -> dict[str, str]:
+    """Return the rules of LFM 2: attention and dense MLPs are divided, short convolutions are whole on every rank."""
+    columns = [*(f"self_attn.{name}_proj" for name in "qkv"), "feed_forward.w1", "feed_forward.w3"]
+    rules = dict.fromkeys(columns, "colwise") | dict.fromkeys(("self_attn.out_proj", "feed_forward.w2"), "rowwise")
+    return {f"{layers}.layers.*.{name}": rule for name, rule in rules.items()}
+
+
+def _latent(layers: str) -> dict[str, str]:
+    """Return the rules of multi-head latent attention: what a token has for all heads is whole on every rank."""
+    columns = dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "colwise")
+    rules = {**columns, "kv_a_proj_with_mqa": "mla_kv_a_proj", "o_proj": "rowwise"}
+    return {f"{layers}.layers.*.self_attn.{name}": rule for name, rule in rules.items()}
+
+
 _ADDED: Mapping[str, Mapping[str, str]] = {
     "qwen3_vl": {
         **{f"{_QWEN}self_attn.{name}_proj": "colwise" for name in "qkv"},
         **{f"{_QWEN}mlp.{name}_proj": "colwise" for name in ("gate", "up")},
         **dict.fromkeys((f"{_QWEN}self_attn.o_proj", f"{_QWEN}mlp.down_proj"), "rowwise"),
     },
+    # Sinks are divided by heads, and attention reads its own.
+    "gpt_oss": {
+        **dict.fromkeys((f"{_GPT_OSS}.{name}_proj" for name in "qkv"), "colwise"),
+        **dict.fromkeys((f"{_GPT_OSS}.o_proj", f"{_GPT_OSS}.sinks"), "rowwise"),
+        _GPT_OSS: "local_params",
+    },
+    "deepseek_v3": _latent("model"),
+    "kimi_k25": _latent("model.language_model"),
+    "lfm2": _lfm2("model"),
+    "lfm2_moe": _lfm2("model"),
+    "lfm2_vl": _lfm2("model.language_model"),
     # Checkpoints hold experts transposed, and transformers transposes them after it has divided them. Experts of a
     # tensor rank would be mixed up; whole experts, and those of an expert rank, come out right.
     "qwen3_vl_moe": {f"{_QWEN}mlp.experts{name}": "replicate" for name in ("", ".gate_up_proj", ".down_proj")},
@@ -53,18 +81,27 @@ def plan_for(config: Any, *, tp_size: int) -> dict[str, str]:
 
     Raises:
         FamilyError: the family is unknown.
-        ConfigError: there is no plan for the layers of the family, or `tp_size` does not divide the heads of a layer;
-            names the sizes that do.
+        ConfigError: there is no plan for the layers of the family; transformers is too old for it; or `tp_size` does
+            not divide the heads of a layer: names the sizes that do.
     """
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
     check_whole_number("tp_size", tp_size, at_least=1)
     family = family_named(config.model_type)
     model = _skeleton(family, config)
-    plan = {**model.tp_plan, **_ADDED.get(family.model_type, {})}
+    there = {pattern_of(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    added = {name: rule for name, rule in _ADDED.get(family.model_type, {}).items() if name in there}
+    plan = {**model.tp_plan, **added}
     plan |= {pattern_of(name): SUMMED for name, _ in _norms_of_heads(model, plan)}
     if not any(name.startswith(f"{family.text_path}.layers.") for name in plan):
         raise ConfigError(
             f"{family.model_type} has no tensor-parallel plan for its layers, in transformers or in vlmpack: divide "
             "the model with fsdp_size=, or experts with ep_size="
+        )
+    if unknown := sorted({*plan.values()} - {*ALL_PARALLEL_STYLES.valid_keys()}):
+        raise ConfigError(
+            f"the plan of {family.model_type} needs the rule {unknown[0]!r}, which this transformers does not have; "
+            "upgrade it"
         )
     _check_heads(model, plan, tp_size)
     return plan
@@ -100,24 +137,25 @@ def _skeleton(family: Family, config: Any) -> Any:
 def _norms_of_heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     """Yield norms with one weight for each channel of a head, in divided attention, that the plan has no rule for."""
     for name, attention in model.named_modules():
-        for kind in ("q", "k"):
-            norm = attention._modules.get(f"{kind}_norm")
-            if norm is None or plan.get(f"{pattern_of(name)}.{kind}_proj") != "colwise":
+        for at in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"):
+            norm = attention._modules.get(at)
+            if norm is None or plan.get(f"{pattern_of(name)}.{at[0]}_proj") != "colwise":
                 continue
             weight = norm._parameters.get("weight")
             is_of_heads = weight is not None and weight.numel() == getattr(attention, "head_dim", None)
-            if is_of_heads and f"{pattern_of(name)}.{kind}_norm" not in plan:
-                yield f"{name}.{kind}_norm", norm
+            if is_of_heads and f"{pattern_of(name)}.{at}" not in plan:
+                yield f"{name}.{at}", norm
 
 
 def _check_heads(model: Any, plan: Mapping[str, str], tp_size: int) -> None:
     """Check that every rank gets whole heads; other layers may be divided unevenly."""
-    counts = [
-        projection.out_features // attention.head_dim
-        for name, attention in model.named_modules()
-        if plan.get(f"{pattern_of(name)}.k_proj") == "colwise"
-        and isinstance(projection := attention._modules.get("k_proj"), nn.Linear)
-    ]
+    counts = []
+    for name, attention in model.named_modules():
+        divided = {at for at in ("k_proj", "kv_b_proj") if plan.get(f"{pattern_of(name)}.{at}") == "colwise"}
+        if isinstance(keys := attention._modules.get("k_proj"), nn.Linear) and "k_proj" in divided:
+            counts.append(keys.out_features // attention.head_dim)
+        elif "kv_b_proj" in divided:
+            counts.append(attention.num_heads)
     heads = gcd(*counts)
     if heads % tp_size:
         sizes = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
