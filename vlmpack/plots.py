@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -156,14 +156,13 @@ def plot_lengths(columns: Mapping[str, np.ndarray], *, title: str | None = None)
         width = (bins[0].stop or 1) - bins[0].start
         edges, counts = [each.start for each in bins], [each.count for each in bins]
         axes.bar(edges, counts, width=0.92 * width, align="edge", color=SAMPLES[i % len(SAMPLES)], linewidth=0)
-        stop = edges[-1] + width
         if bins[-1].stop is None:
             axes.annotate("+", (edges[-1] + width / 2, counts[-1]), ha="center", va="bottom", fontsize=9, color=FAINT)
         for line, (text, at) in enumerate({"median": numbers.median, "p95": numbers.p95, "p99": numbers.p99}.items()):
             axes.axvline(at, color=ACCENT, linewidth=1)
             above = axes.get_xaxis_transform()
             axes.text(at, 1 - 0.1 * line, f" {text}", transform=above, fontsize=7.5, color=ACCENT, ha="left", va="top")
-        axes.set_xlim(edges[0], stop)
+        axes.set_xlim(edges[0], edges[-1] + width)
         note = f"mean {numbers.mean:,.0f}   median {numbers.median:,.0f}   p99 {numbers.p99:,.0f}   max {numbers.max:,}"
         dress(axes, name, note, x="of a sample" if axes is panels[-1] else "", y="whole")
     return figure
@@ -319,12 +318,12 @@ def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | 
     figure = new_figure(9.5, sum(heights) + 1.7, title, h_pad=0.08, hspace=0.06)
     top, bottom = figure.subplots(2, 1, height_ratios=heights, sharex=True)
     shapes = f"{lines[0]} rows of {width:,}", "1 row" + (f", drawn in lines of {width:,}" if lines[1] > 1 else "")
-    for axes, name, shape, pieces, count in zip(
+    for axes, name, shape, pieces, drawn in zip(
         (top, bottom), ("Padded batch", "Packed row"), shapes, (padded, packed), lines, strict=True
     ):
         _draw_pieces(axes, pieces)
         axes.set_xlim(-0.002 * width, 1.002 * width)
-        axes.set_ylim(count - 0.5, -0.5)
+        axes.set_ylim(drawn - 0.5, -0.5)
         total = sum(piece.stop - piece.start for piece in pieces)
         real = sum(piece.stop - piece.start for piece in pieces if piece.sample is not None)
         note = f"{shape}  =  {total:,} tokens computed"
@@ -337,18 +336,16 @@ def plot_rows(batch: PaddedBatch, row: PackedRow | None = None, *, title: str | 
 def _draw_pieces(axes: Axes, pieces: Sequence[Piece]) -> None:
     """Draw bars, a seam before each sample, and the sample's number on its longest run of text."""
     axes.set_yticks([])
-    begun: set[int] = set()
     widest: dict[int, Piece] = {}
+    before = None
     for piece in pieces:
         axes.add_patch(piece.bar())
-        if piece.sample is None:
-            continue
-        if piece.sample not in begun and piece.start:
+        if piece.sample not in (None, before) and piece.start:
             axes.vlines(piece.start, piece.line - BAR / 2, piece.line + BAR / 2, color="white", linewidth=1.5)
-        begun.add(piece.sample)
-        best = widest.get(piece.sample)
-        if not piece.is_image and (best is None or piece.stop - piece.start > best.stop - best.start):
-            widest[piece.sample] = piece
+        before = piece.sample
+        if piece.sample is not None and not piece.is_image:
+            longest = widest.get(piece.sample, piece)
+            widest[piece.sample] = max(longest, piece, key=lambda each: each.stop - each.start)
     for sample, piece in widest.items():
         _number(axes, (piece.start + piece.stop) / 2, piece.line, str(sample))
 
@@ -435,16 +432,15 @@ def plot_row(
     panels[0].set_ylim(0.64, -0.5)
     note = f"{row.segments.num_samples} samples  =  {total:,} tokens, {int(is_target.sum()):,} trained on"
     dress(panels[0], f"Row: {row.segments.fill:.0%} full", note, grid=False)
-    padding = {"padding": PADDING} if row.segments.has_padding else {}
-    _legend(figure, {"text": SAMPLES[0], "image": None, "trained on": INK, **padding})
+    entries = {"text": SAMPLES[0], "image": None, "trained on": INK}
+    _legend(figure, entries | ({"padding": PADDING} if row.segments.has_padding else {}))
     if positions is not None:
         _draw_positions(panels[1], positions, total, slice(start, stop))
     if curves:
-        axes = panels[-1]
         for (name, values), color in zip(curves.items(), (ACCENT, *CURVES), strict=False):
-            axes.plot(np.maximum(values, SMALLEST), color=color, linewidth=1.0, label=name)
-        dress(axes, "Difference from each sample alone", "largest of a token's logits", y="log")
-        legend(axes)
+            panels[-1].plot(np.maximum(values, SMALLEST), color=color, linewidth=1.0, label=name)
+        dress(panels[-1], "Difference from each sample alone", "largest of a token's logits", y="log")
+        legend(panels[-1])
     for axes in panels[1:]:
         for edge in row.segments.stride[1:-1]:
             axes.axvline(edge, color=FAINT, linewidth=0.8, linestyle=":")
@@ -474,8 +470,7 @@ def _draw_positions(axes: Axes, positions: torch.Tensor | np.ndarray, total: int
     low, high = array[:, shown].min(), array[:, shown].max()
     margin = 0.03 * max(high - low, 1)
     axes.set_ylim(low - margin, high + margin)
-    note = "begin at 0 in every sample, run over the grid of an image"
-    dress(axes, "Rotary positions (MRoPE)", note, y="whole")
+    dress(axes, "Rotary positions (MRoPE)", "begin at 0 in every sample, run over the grid of an image", y="whole")
     legend(axes, ncols=3)
 
 
@@ -557,8 +552,8 @@ def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
     axes.set_ylim(max(lines) + 0.5, -0.5)
     whole, computed = tree.segments.num_tokens, tree.num_tokens
     note = f"{tree.segments.num_samples} samples of {whole:,} tokens  =  {computed:,} tokens computed"
-    heading = f"Prefix tree: {1 - computed / whole:.0%} shared"
-    dress(axes, heading, note, x="tokens from the start of a sample", grid=False)
+    x = "tokens from the start of a sample"
+    dress(axes, f"Prefix tree: {1 - computed / whole:.0%} shared", note, x=x, grid=False)
     entries = {"shared, computed once": SHARED, "its image": None, "of one sample, with its number": SAMPLES[0]}
     _legend(figure, entries, image=SHARED)
     return figure
@@ -566,13 +561,10 @@ def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
 
 def tree_lines(tree: PrefixTree) -> list[float]:
     """Return the line of each node: leaves get one line each, other nodes are centered on their branches."""
-    count = len(tree.parents)
-    children = [[node for node in range(count) if tree.parents[node] == parent] for parent in range(count)]
-    lines, last = [0.0] * count, 0
-    for node in range(count):
-        if not children[node]:
-            lines[node], last = float(last), last + 1
-    for node in reversed(range(count)):  # children come after their parents
-        if children[node]:
-            lines[node] = (lines[children[node][0]] + lines[children[node][-1]]) / 2
+    children = [[at for at, parent in enumerate(tree.parents) if parent == node] for node in range(len(tree.parents))]
+    leaves = count()
+    lines = [0.0 if branches else float(next(leaves)) for branches in children]
+    for node, branches in reversed([*enumerate(children)]):  # children come after their parents
+        if branches:
+            lines[node] = (lines[branches[0]] + lines[branches[-1]]) / 2
     return lines
