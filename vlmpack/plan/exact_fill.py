@@ -203,8 +203,8 @@ def best_subset(lengths: Iterable[int], room: int) -> list[int]:
         before, reachable = reachable, reachable | (reachable << length) & within
         if reachable != before:
             steps.append((index, length, before))
-        if reachable & full:
-            break
+            if reachable >= full:
+                break
     left = reachable.bit_length() - 1
     chosen = []
     for index, length, before in reversed(steps):
