@@ -17,7 +17,7 @@ from vlmpack.service.engine.engine import BaseModel
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.queue import RequestQueue
-from vlmpack.service.web.bodies import BodyReader
+from vlmpack.service.web.gate import BodyReader
 from vlmpack.service.web.http import Endpoints, make_app
 
 BASE = FakeBase().name

@@ -1,10 +1,6 @@
 """Assemble the service (base model, engine, queue, app) and run the process that serves it.
 
 StateFolder ──▶ load_base ──▶ Base ──Service──▶ engine, queue, routes ──run──▶ uvicorn, until SIGTERM
-
-A connection may wait for a request only for a limited time. When too many connections are open, the one that has waited
-longest is closed to admit the new one. So nobody who can connect to the port, with or without the key, can use up the
-process's file descriptors.
 """
 
 from __future__ import annotations
@@ -25,13 +21,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 import uvicorn
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vlmpack.data.processor import load_processor
 from vlmpack.errors import ConfigError
@@ -44,7 +39,7 @@ from vlmpack.service.ranks.group import Ranks
 from vlmpack.service.ranks.mirror import Rank
 from vlmpack.service.sampling.samplers import open_sampler
 from vlmpack.service.web import status
-from vlmpack.service.web.bodies import BodyReader
+from vlmpack.service.web.gate import KEEP_ALIVE, BodyReader, Connection, raise_file_limit
 from vlmpack.service.web.http import Endpoints, make_app
 from vlmpack.service.web.openai import OpenAI
 from vlmpack.service.web.status import EVERY, History, ModelLine, Snapshot
@@ -53,12 +48,8 @@ log = logging.getLogger("vlmpack.service")
 
 KEY_PREFIX = "tml-"
 """The client rejects keys without this prefix (JWTs, which begin with "eyJ", aside)."""
-KEEP_ALIVE = 75
-"""Seconds that an idle connection stays open; the client sends a heartbeat every 10 s."""
 LAST_ANSWERS = 10
 """Seconds to finish responses in progress when the service stops."""
-FILES = 65_536
-"""Number of open files that the process asks for; the system may allow fewer."""
 BACKLOG = 2048
 """Maximum number of connections waiting to be accepted: a call of many requests opens one connection for each."""
 
@@ -288,7 +279,7 @@ class Service:
         most = min(limits.connections, files // 2)
         config = uvicorn.Config(
             self.app(),
-            http=partial(_Connection, most=most, header_seconds=limits.header_seconds),  # pyright: ignore
+            http=partial(Connection, most=most, header_seconds=limits.header_seconds),  # pyright: ignore
             ws="none",
             access_log=False,
             log_config=None,
@@ -378,57 +369,6 @@ def _resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def raise_file_limit() -> int:
-    """Raise the process's limit of open files as far as `FILES` and the system allow, and return it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= FILES:
-        return FILES
-    wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
-
-
-@final
-class _Connection(H11Protocol):
-    """A connection of uvicorn with limits on idle connections.
-
-    Args:
-        most: maximum number of open connections. Beyond it, the one that has waited longest for a request is closed.
-        header_seconds: time for the first request's header to arrive.
-    """
-
-    def __init__(self, *args: Any, most: int, header_seconds: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._most, self._header_seconds = most, header_seconds
-        self.since = self.loop.time()
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether the connection is serving no request; a partly received header does not count as one."""
-        return self.cycle is None or self.cycle.response_complete
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        every = cast("set[_Connection]", self.connections)
-        opened = [each for each in every if not each.transport.is_closing()]
-        if len(opened) > self._most:
-            waiting = [each for each in opened if each.is_waiting and each is not self]
-            min(waiting, key=lambda each: each.since, default=self).transport.close()
-
-    def on_response_complete(self) -> None:
-        self.since = self.loop.time()
-        super().on_response_complete()
-
-    def close_if_late(self) -> None:
-        """Close the connection if it has waited too long.
-
-        uvicorn's own timer is not enough: it stops at the first byte of a header.
-        """
-        seconds = self._header_seconds if self.cycle is None else KEEP_ALIVE
-        if self.is_waiting and self.loop.time() > self.since + seconds:
-            self.transport.close()
 
 
 @final

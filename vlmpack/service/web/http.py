@@ -22,22 +22,21 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, final
 
-import anyio
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Lifespan
 
 from vlmpack.errors import RequestError
 from vlmpack.service.limits import ServiceLimits, check
 from vlmpack.service.queue.journal import CheckpointRow, ModelRow, SamplingRow
 from vlmpack.service.queue.queue import Pending, RequestQueue
-from vlmpack.service.web.bodies import BodyReader, discard
+from vlmpack.service.web.gate import DOWNLOADS, BodyReader, Gate, answer
 from vlmpack.service.wire import codec, messages, protobuf
-from vlmpack.service.wire.codec import JSON, PROTOBUF, to_json
+from vlmpack.service.wire.codec import PROTOBUF
 from vlmpack.service.wire.fields import INT32, Between, get, parse
 from vlmpack.service.wire.messages import Rejected
 
@@ -46,16 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vlmpack.service")
 
-OPEN_PATHS = ("/", "/metrics", "/healthz", "/api/v1/healthz")
-"""Paths served without the key."""
-UNREAD_BYTES = 4 * 2**20
-"""Bytes of the body to read and discard when the key is wrong, so that the client sees the response."""
 INLINE_BYTES = 65_536
 """Largest body that is parsed in the event loop."""
-LOGGED = 120
-"""Maximum number of characters of a path in the log."""
-DOWNLOADS = "/api/v1/downloads/"
-"""Prefix of download paths, which need a signature instead of the key."""
 PIECE_BYTES = 2**20
 """Bytes of a download that are read at a time."""
 BINARY = "application/octet-stream"
@@ -90,11 +81,6 @@ NOT_SERVED = {
     "audit": "the log of the service has a line for each request",
 }
 """What to do instead of calling endpoints that this service does not have, by a part of their paths."""
-
-
-def answer(value: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Make a JSON response."""
-    return Response(to_json(value), status_code=status, media_type=JSON, headers=dict(headers or {}))
 
 
 def error_response(request: Request, error: Exception) -> Response:
@@ -600,61 +586,3 @@ def make_app(routes: Sequence[BaseRoute], *, endpoints: Endpoints, lifespan: Lif
     }
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     return Gate(app, key=endpoints.key, seconds=endpoints.limits.header_seconds)
-
-
-@final
-class Gate:
-    """ASGI middleware that checks the key, logs each request, and answers for internal errors.
-
-    Args:
-        app: the app behind it.
-        key: the key that clients have to send.
-        seconds: how long to read the body of a request with a wrong key, so that its client sees the response.
-    """
-
-    def __init__(self, app: ASGIApp, *, key: str, seconds: float) -> None:
-        self._app, self._key, self._seconds = app, key.encode("utf-8"), seconds
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, seen = time.perf_counter(), {"status": 0, "bytes": 0}
-
-        async def send_and_count(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                seen["status"] = message["status"]
-            else:
-                seen["bytes"] += len(message.get("body", b""))
-            await send(message)
-
-        try:
-            if self._is_allowed(scope):
-                await self._app(scope, receive, send_and_count)
-            else:
-                with anyio.move_on_after(self._seconds), suppress(ClientDisconnect):
-                    await discard(Request(scope, receive).stream(), most=UNREAD_BYTES)
-                detail = "the key (X-API-Key) is not this service's; it stands in the service's key file"
-                refusal = answer({"detail": detail}, status=401, headers={"Connection": "close"})
-                await refusal(scope, receive, send_and_count)
-        except Exception as error:  # Starlette has answered
-            if not isinstance(error, RequestError | ClientDisconnect):
-                log.error("%s %s failed", scope["method"], _logged(scope["path"]), exc_info=error)
-        finally:
-            milliseconds = (time.perf_counter() - start) * 1000
-            sizes = f"{seen['status']} {milliseconds:.1f} ms {seen['bytes']} bytes"
-            log.info("%s %s %s", scope["method"], _logged(scope["path"]), sizes)
-
-    def _is_allowed(self, scope: Scope) -> bool:
-        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(DOWNLOADS)
-        if is_open and scope["method"] in ("GET", "HEAD"):
-            return True
-        headers = dict(reversed(scope["headers"]))  # of a repeated header, the first
-        sent = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-        return hmac.compare_digest(sent, self._key)
-
-
-def _logged(path: str) -> str:
-    """Return a path for the log, without signatures, because a signature opens a file."""
-    return DOWNLOADS if path.startswith(DOWNLOADS) else ascii(path[:LOGGED])[1:-1]

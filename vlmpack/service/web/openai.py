@@ -35,7 +35,8 @@ from vlmpack.service.engine.datums import MeasuredSize
 from vlmpack.service.limits import check as check_limits
 from vlmpack.service.queue.journal import CheckpointRow
 from vlmpack.service.queue.queue import Pending
-from vlmpack.service.web.http import Endpoints, answer, status_of
+from vlmpack.service.web.gate import answer
+from vlmpack.service.web.http import Endpoints, status_of
 from vlmpack.service.wire import codec, schema_pb2
 from vlmpack.service.wire.fields import Between, as_list, check, get, read, read_object, read_text, shown
 from vlmpack.service.wire.messages import (

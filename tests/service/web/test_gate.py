@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.web.bodies import BodyReader
+from vlmpack.service.web.gate import BodyReader
 from vlmpack.service.wire.messages import Rejected
 
 
