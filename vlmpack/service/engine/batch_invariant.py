@@ -287,8 +287,12 @@ def check(model: Any, family: Family, *, is_sharded: bool) -> None:
             f"{family.model_type}: its recurrent layers or convolutions compute prompts by other functions than "
             "sampled tokens, with other bits; serve without --batch-invariant"
         )
-    if any(mask.is_local for mask in layer_masks(parts).values()):
-        raise FamilyError(f"{family.model_type}: {_NO_ATTENTION}")
+    longest = engine.base.max_context
+    if narrow := next((mask for mask in layer_masks(parts).values() if mask.first_key(longest - 1)), None):
+        raise FamilyError(
+            f"{family.model_type}: its attention has a {narrow}, and only sequences that fit it have a batch-invariant "
+            f"form here: set --max-length to that instead of {longest}, or serve without --batch-invariant"
+        )
     for parameter in model.parameters():  # kernels may treat weights at other addresses differently
         parameter.data = parameter.data.clone()
 
