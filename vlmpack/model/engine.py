@@ -353,7 +353,8 @@ def run_row(
         target_index=compact.place(result.target_index),
         row_logits=None if result.row_logits is None else compact.spread(result.row_logits),
         row_hidden_states=None if of_layers is None else tuple(map(of_row, of_layers)),
-        row_last_hidden=of_row(hidden) if last_hidden else None,
+        computed_last_hidden=None if not last_hidden else hidden if row.tree is not None else of_row(hidden),
+        tree=row.tree,
     )
 
 

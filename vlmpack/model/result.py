@@ -11,6 +11,7 @@ from transformers.utils.generic import ModelOutput
 
 from vlmpack.families.family import Family
 from vlmpack.layout.device import on_host, outside_graph
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow, unpack
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms.experts import RouterStatistics, puts_aux_loss_first
@@ -83,8 +84,10 @@ class StepResult:
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
     """[1, T, D] of the embeddings and of each layer, on request; None for layers that were not chosen."""
-    row_last_hidden: torch.Tensor | None = None
-    """[1, T, D]: the head's input, on request."""
+    computed_last_hidden: torch.Tensor | None = None
+    """[1, T, D]: the head's input, on request; with a `tree` [1, t, D], in the order of its t tokens."""
+    tree: PrefixTree | None = None
+    """The row's prefix tree; None: it has none."""
     routers: RouterStatistics | None = None
     """Router statistics over the real tokens; None: not requested, or no experts."""
     width: int | None = None
@@ -145,6 +148,12 @@ class StepResult:
     def hidden_states(self) -> tuple[torch.Tensor | None, ...] | None:
         """[B, S, D] of the embeddings and of each layer: `row_hidden_states` as a padded batch, 0 on padding."""
         return None if self.row_hidden_states is None else tuple(map(self._padded, self.row_hidden_states))
+
+    @property
+    def row_last_hidden(self) -> torch.Tensor | None:
+        """[1, T, D]: the head's input of each sample in full; None unless requested."""
+        hidden = self.computed_last_hidden
+        return hidden if hidden is None or self.tree is None else hidden[:, self.tree.place(hidden.device)]
 
     @property
     def last_hidden(self) -> torch.Tensor | None:

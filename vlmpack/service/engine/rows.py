@@ -288,53 +288,53 @@ def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tenso
 
 
 def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:
+    """Return the final hidden states of all tokens that are computed: of the row, [T, D], or of its tree, [t, D]."""
     routers = {"output_router_logits": False} if packing_state(model).family.has("experts") else {}
     step = PackedStep(model)(row, last_hidden=True, **routers)
-    assert step.row_last_hidden is not None
-    return step.row_last_hidden[0]
+    assert step.computed_last_hidden is not None
+    return step.computed_last_hidden[0]
 
 
-def _logprobs(model: Any, hidden_TD: torch.Tensor, items: Sequence[RowItem], tree: PrefixTree | None) -> torch.Tensor:
+def _logprobs(model: Any, hidden_tD: torch.Tensor, items: Sequence[RowItem], tree: PrefixTree | None) -> torch.Tensor:
     """Return the log-probability of every target, float32 [M].
 
     Equal (position, target) pairs of a shared prefix go through the head once.
     """
     state = packing_state(model)
-    head, chunk, device = state.family.to_logits(model), state.config.head_chunk, hidden_TD.device
+    head, chunk, device = state.family.to_logits(model), state.config.head_chunk, hidden_tD.device
     targets_M = np.concatenate([item.datum.targets for item in items])
     has_several = any(item.datum.inputs.keys is not None for item in items)
     if tree is None and not has_several:
-        return target_logprobs(hidden_TD, torch.from_numpy(targets_M).to(device), head, chunk=chunk)
+        return target_logprobs(hidden_tD, torch.from_numpy(targets_M).to(device), head, chunk=chunk)
     starts = np.cumsum([0, *(item.datum.sequence.length for item in items)])
-    rows_M = np.concatenate([item.datum.places + start for item, start in zip(items, starts, strict=False)])
-    places_M = rows_M if tree is None else tree.place("cpu").numpy()[rows_M]
+    places_M = np.concatenate([item.datum.places + start for item, start in zip(items, starts, strict=False)])
+    places_M = places_M if tree is None else tree.place("cpu").numpy()[places_M]
     if has_several:
-        return _several_logprobs(hidden_TD, rows_M, places_M, targets_M, head, chunk=chunk)
-    _, first, entry = np.unique(np.stack([places_M, targets_M]), axis=1, return_index=True, return_inverse=True)
-    distinct, of_row = (torch.from_numpy(places.reshape(-1)).to(device) for places in (first, entry))
-    targets = torch.from_numpy(targets_M[first]).to(device)
-    return target_logprobs(hidden_TD.index_select(0, distinct), targets, head, chunk=chunk).index_select(0, of_row)
+        return _several_logprobs(hidden_tD, places_M, targets_M, head, chunk=chunk)
+    pairs, entry = np.unique(np.stack([places_M, targets_M]), axis=1, return_inverse=True)
+    places, targets, of_row = (torch.from_numpy(each).to(device) for each in (*pairs, entry.reshape(-1)))
+    return target_logprobs(hidden_tD.index_select(0, places), targets, head, chunk=chunk).index_select(0, of_row)
 
 
 def _several_logprobs(
-    hidden_TD: torch.Tensor, rows_M: np.ndarray, places_M: np.ndarray, targets_M: np.ndarray, head: Any, *, chunk: int
+    hidden_tD: torch.Tensor, places_M: np.ndarray, targets_M: np.ndarray, head: Any, *, chunk: int
 ) -> torch.Tensor:
     """Return the log-probabilities where positions may have several targets.
 
     The logits of a position are computed once for all of its targets.
     """
-    device = hidden_TD.device
-    if not len(rows_M):
-        return hidden_TD[:0].float().sum(-1)
-    _, first, place_M, counts = np.unique(places_M, return_index=True, return_inverse=True, return_counts=True)
+    device = hidden_tD.device
+    if not len(places_M):
+        return hidden_tD[:0].float().sum(-1)
+    places_P, place_M, counts = np.unique(places_M, return_inverse=True, return_counts=True)
     place_M = place_M.reshape(-1)
     number_M = np.empty_like(place_M)  # index of each target among the targets of its position
     number_M[np.argsort(place_M, kind="stable")] = np.arange(len(place_M)) - np.repeat(
         np.cumsum(counts) - counts, counts
     )
-    targets_PK = np.zeros((len(first), counts.max()), np.int64)
+    targets_PK = np.zeros((len(places_P), counts.max()), np.int64)
     targets_PK[place_M, number_M] = targets_M
-    hidden_PD = hidden_TD.index_select(0, torch.from_numpy(rows_M[first]).to(device))
+    hidden_PD = hidden_tD.index_select(0, torch.from_numpy(places_P).to(device))
     scores_PK = target_logprobs(hidden_PD, torch.from_numpy(targets_PK).to(device), head, chunk=chunk)
     return scores_PK[tuple(torch.from_numpy(np.stack([place_M, number_M])).to(device))]
 
