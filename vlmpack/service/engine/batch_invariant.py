@@ -272,8 +272,10 @@ def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
 _RECURRENT = ("gated_delta", "short_conv")
 
 
-def check(model: Any, family: Family, *, is_sharded: bool) -> None:
+def check(model: Any, family: Family, *, context: int, is_sharded: bool) -> None:
     """Check that a model may have a batch-invariant form, and move its weights to addresses of the same kind.
+
+    `context` is the number of tokens of the longest sequence.
 
     Raises:
         FamilyError: a layer of the model has no such form.
@@ -287,11 +289,10 @@ def check(model: Any, family: Family, *, is_sharded: bool) -> None:
             f"{family.model_type}: its recurrent layers or convolutions compute prompts by other functions than "
             "sampled tokens, with other bits; serve without --batch-invariant"
         )
-    longest = engine.base.max_context
-    if narrow := next((mask for mask in layer_masks(parts).values() if mask.first_key(longest - 1)), None):
+    if narrow := next((mask for mask in layer_masks(parts).values() if mask.first_key(context - 1)), None):
         raise FamilyError(
             f"{family.model_type}: its attention has a {narrow}, and only sequences that fit it have a batch-invariant "
-            f"form here: set --max-length to that instead of {longest}, or serve without --batch-invariant"
+            f"form here: set --max-length to that instead of {context}, or serve without --batch-invariant"
         )
     for parameter in model.parameters():  # kernels may treat weights at other addresses differently
         parameter.data = parameter.data.clone()

@@ -184,7 +184,7 @@ class Engine:
         self.encode_chunks, self.measure = encoder.encode_chunks, encoder.check_chunks
         """Check the chunks that clients send and cut images into patches. Safe to call from any thread."""
         if self.config.batch_invariant:
-            check(self.model, self.family, is_sharded=is_sharded)
+            check(self.model, self.family, context=context, is_sharded=is_sharded)
 
     # ------------------------------------------------------------------ models
 
