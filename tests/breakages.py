@@ -259,7 +259,7 @@ def loss_over_width(original: Any, **fields: Any) -> Any:
 def last_chunk_lost(original: Any, *args: Any, chunk: int, **settings: Any) -> torch.Tensor:
     """The last targets of the head have no loss."""
     logprobs = original(*args, chunk=chunk, **settings)
-    return logprobs * (torch.arange(len(logprobs)) < max(len(logprobs) // chunk, 1) * chunk)
+    return logprobs * (torch.arange(len(logprobs)) < max(len(logprobs) // chunk, 1) * chunk)[:, None]
 
 
 @replaces(result, "sums_by_sample")
