@@ -295,10 +295,30 @@ def test_a_row_survives_the_trip_through_a_dictionary(samples, multiple):
     assert PackedRow.from_hf({**mapping, "cu_seqlens_q": mapping["cu_seqlens_q"].tolist()}).segments == row.segments
 
 
-def test_a_row_whose_width_is_not_that_of_its_boundaries_is_refused():
-    with pytest.raises(
-        LayoutError, match=r"\[1, 5\] by its boundaries but input_ids is \[1, 4\]; .*dispatch_batches=False"
-    ):
-        PackedRow(input_ids=torch.zeros(1, 4).long(), segments=Segments.from_lengths([3, 2]))
+IDS = torch.arange(5)[None]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_ids": IDS[:, 1:]}, r"\[1, 5\] by its boundaries but input_ids is \[1, 4\]; .*dispatch_batches=False"),
+        ({"input_ids": IDS.float()}, "input_ids is torch.float32, but must hold whole numbers"),
+        ({"input_ids": IDS.tolist()}, "input_ids must be a tensor .*, got list"),
+        ({"shift_labels": IDS > 0}, "shift_labels is torch.bool, but must hold whole numbers"),
+        ({"shift_labels": IDS[:, 1:]}, r"shift_labels is \[1, 4\], but the row is \[1, 5\]"),
+        ({"input_ids": IDS[:, :0], "segments": Segments.from_lengths([0])}, "a packed row of no tokens"),
+    ],
+)
+def test_columns_that_do_not_fit_the_boundaries_of_a_row_are_refused(change, message):
+    with pytest.raises(LayoutError, match=message):
+        PackedRow(**{"input_ids": IDS, "segments": Segments.from_lengths([3, 2])} | change)
+
+
+def test_a_row_holds_int64():
+    row = PackedRow(input_ids=IDS.int(), shift_labels=IDS.short(), segments=Segments.from_lengths([5]))
+    assert row.input_ids.dtype == row.shift_labels.dtype == torch.int64
+
+
+def test_a_row_needs_its_boundaries():
     with pytest.raises(LayoutError, match="needs its boundaries: cu_seqlens_q"):
         PackedRow.from_hf({"input_ids": torch.zeros(1, 4).long()})
