@@ -507,6 +507,8 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     assert computed["PackedGRPOTrainer"] < 0.5
     assert names["opened"].state.log_history[0]["num_tokens"] > 0
     assert names["planned"].evaluation.token_loss > 0
+    assert names["prompts"][1]["prompt"][0]["content"] == "\nWhat is the total?"
+    assert names["prompts"][1]["images"][0].size == (312, 192)
     assert names["ranked"][0]["chosen"] == [{"role": "assistant", "content": "75"}]
     args = arguments("DPOConfig", tmp_path, per_device_train_batch_size=2, max_steps=1)
     models = [saved(tmp_path) for _ in range(2)]
