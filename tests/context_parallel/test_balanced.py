@@ -31,7 +31,7 @@ from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.branching import joined
 from vlmpack.testing.comparison import mean_losses, target_losses
-from vlmpack.testing.samples import num_targets
+from vlmpack.testing.samples import build_sample, num_targets
 
 pytestmark = pytest.mark.dist
 GRIDS = ("image_grid_thw", "video_grid_thw")
@@ -71,8 +71,12 @@ class Case(NamedTuple):
         family, config, found = family_named(self.family), tiny_model(self.family).config, []
         for seed, kinds in enumerate(self.rows):
             taken = [kind.replace("images_and_", "") if family.videos_as_images else kind for kind in kinds]
+            taken = [*taken, "audio", "everything"] if family.has_audio and "image" in kinds else taken
             taken = [kind if family.has_videos or "video" not in kind else "image" for kind in taken]
             samples = mixed_samples(config, seed=seed, kinds=cast(Any, taken))
+            if self.how == "short audios":  # shorter than a chunk, whose padding the tower reads
+                frames = [2 * config.audio_config.n_window - 3, 2 * config.audio_config.n_window - 9]
+                samples = [build_sample(config, stretches=[3] * 3, audio_frames=frames)] if seed else samples
             if self.how == "shared prefix":
                 samples = [joined([samples[0], sample]) for sample in samples[1:]]
             found.append(samples)
@@ -94,12 +98,13 @@ QUICK = [
 ]
 OF_TWO = [
     *(Case(name) for name in TOGETHER if name not in {case.family for case in QUICK}),
+    Case("qwen3_omni_moe_thinker", how="short audios"),
     *(Case("qwen3_vl", how=how) for how in ("ddp", "fsdp2", "lora", "shared prefix", "no targets")),
 ]
 OF_FOUR = [
     Case("qwen3_vl", (("image",), TEXT, MANY, ("video", "images"))),
     Case("qwen3_vl", (("image",), TEXT, ("video",), ("text", "image")), how="fsdp2"),
-    *(Case(name, context=2) for name in ("qwen3_vl", "gemma3", "llava_onevision", "ernie4_5_vl_moe")),
+    *(Case(name, context=2) for name in ("qwen3_vl", "gemma3", "llava_onevision", "qwen3_omni_moe_thinker")),
 ]
 CASES = [*QUICK, *OF_TWO, *OF_FOUR]
 

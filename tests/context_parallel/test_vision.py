@@ -84,18 +84,19 @@ def test_every_feature_gets_to_its_token(drawn: tuple[list[RowMedia], np.ndarray
     sizes = [sum(image.tokens for image in row.images) for row in rows]
     features = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
     row_of = {int(rank): row for row, ranks in enumerate(holders) for rank in ranks}
-    computed = [np.zeros(0, int)] * step.ranks
     for call in (0, 1):
-        of_call = [np.repeat([x.call == call for x in row.images], [x.tokens for x in row.images]) for row in rows]
-        own = [features[row][of_call[row].astype(bool)].repeat(3) for _, row in sorted(row_of.items())]
-        for rank, pixels in enumerate(exchanged(step.send(f"pixel_values {call}"), own)):
-            assert len(pixels) == 3 * step.tokens(step.items(rank, call))
-            computed[rank] = np.append(computed[rank], pixels[::3])
-    for rank, arrived in enumerate(exchanged(step.send_features, computed)):
-        parts = rows[row_of[rank]].parts_F
-        part = int(np.flatnonzero(holders[row_of[rank]] == rank)[0])
-        expected = features[row_of[rank]] if parts is None else features[row_of[rank]][parts == part]
-        assert arrived.tolist() == expected.tolist()
+        of_call = [
+            np.repeat([image.call == call for image in row.images], [image.tokens for image in row.images]).astype(bool)
+            for row in rows
+        ]
+        own = [features[row][of_call[row]].repeat(3) for _, row in sorted(row_of.items())]
+        computed = [pixels[::3] for pixels in exchanged(step.send(f"pixel_values {call}"), own)]
+        assert [len(x) for x in computed] == [step.tokens(step.items(rank, call)) for rank in range(step.ranks)]
+        for rank, arrived in enumerate(exchanged(step.send_features(call), computed)):
+            row = row_of[rank]
+            parts_F, part = rows[row].parts_F, int(np.flatnonzero(holders[row] == rank)[0])
+            is_held = of_call[row] if parts_F is None else of_call[row] & (parts_F == part)
+            assert arrived.tolist() == features[row][is_held].tolist()
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,6 @@ from transformers.distributed import DistributedConfig
 from vlmpack.context_parallel import Parallel, plan_for
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import PackedRow, Segments
-from vlmpack.layout.batch import Media
 from vlmpack.model import Distillation, PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import Scoring, score_targets
@@ -243,10 +241,8 @@ def scores(placement: Any, chunk: int) -> list[tuple[torch.Tensor, ...]]:
 def other_towers() -> str:
     """What is said where one data rank has an image and one has none, and blank ones cannot be computed."""
     parallel = Parallel(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    media = Media(pixel_values=torch.ones(2, 3)) if dist.get_rank() else Media()
-    row = PackedRow(input_ids=torch.ones(1, 4).long(), segments=Segments.from_lengths([4]), media=media)
     try:
-        parallel.check_same_towers(row, "llava")
+        parallel.check_same_towers(dist.get_rank(), torch.ones(1, 4).long(), "llama4")
     except LayoutError as error:
         return str(error)
     return ""

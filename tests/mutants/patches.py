@@ -423,8 +423,8 @@ def every_image_stays_where_its_pixels_are(original, costs, holders, ranks):
 
 
 @breaks("vlmpack.context_parallel.vision.StepMedia.send_features", tests="context_parallel/test_vision.py")
-def features_go_to_the_next_rank(original, step):
-    transfers = original(step)
+def features_go_to_the_next_rank(original, step, call=0):
+    transfers = original(step, call)
     return replace(transfers, target=(transfers.target + 1) % transfers.ranks)
 
 

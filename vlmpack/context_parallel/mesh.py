@@ -161,20 +161,23 @@ class Parallel:
             x = group.all_reduce(x, "routers")
         return x
 
-    def check_same_towers(self, row: PackedRow, family: str) -> None:
-        """Check that all data ranks run the same towers, for a family whose images cannot be left blank.
+    def check_same_towers(self, calls: int, ids: torch.Tensor, family: str) -> None:
+        """Check that all data ranks call a tower equally often, for a family whose media cannot be left blank.
 
         Else a rank without images would wait forever for the others, or they for it. Asynchronous on an accelerator.
 
+        Args:
+            calls: number of calls of a tower for this rank's row.
+            ids: the row's token ids, whose device is used.
+            family: name of the family.
+
         Raises:
-            LayoutError: some ranks have images or audio in their rows, and some have none. Names the ranks.
+            LayoutError: ranks have other numbers of calls. Names the ranks.
         """
-        media = row.media
-        has = media.pixel_values is not None or media.pixel_values_videos is not None, "input_features" in media.tensors
         for group in self._known.own_rows:
-            all_R2 = group.all_gather_equal(row.input_ids.new_tensor([has]), "check")
+            all_R = group.all_gather_equal(ids.new_tensor([calls]), "check")
             message = _OTHER_TOWERS.format(ranks=group.members, family=family)
-            require((all_R2 == all_R2[:1]).all(), message, LayoutError)
+            require((all_R == all_R[:1]).all(), message, LayoutError)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
         """Return `self`: process groups cannot be copied, so the copy of a model uses the same ones."""
@@ -203,8 +206,8 @@ _DIFFERENT = (
 
 
 _OTHER_TOWERS = (
-    "some rows of ranks {ranks} have images or audio and some have none, and {family} cannot compute blank ones, so "
-    "that ranks would wait for each other forever: give every data rank a row with media, or none"
+    "some rows of ranks {ranks} have images and some have none, or audio in other groups of lengths: {family} cannot "
+    "compute blank ones, and ranks would wait forever; give all data ranks the like, or set balance_vision"
 )
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -191,17 +190,17 @@ class StepMedia:
             source=source_N.repeat(counts_N), local=local_P, target=self.rank_of.repeat(counts_N), ranks=self.ranks
         )
 
-    @cached_property
-    def send_features(self) -> Transfers:
-        """Return where each feature is computed, call by call, and which rank needs it for its placeholder."""
-        source_F, row_F, call_F = (of_N.repeat(self._tokens) for of_N in (self.rank_of, self.row_of, self._calls))
-        local_F = np.empty(len(source_F), np.int64)
-        for rank in range(self.ranks):
-            own = np.flatnonzero(source_F == rank)
-            local_F[own[np.argsort(call_F[own], kind="stable")]] = np.arange(len(own))
+    def send_features(self, call: int = 0) -> Transfers:
+        """Return where each feature of a call is computed, and which rank needs it for its placeholder."""
         sizes = [sum(image.tokens for image in row.images) for row in self.rows]
         parts = [np.zeros(n, int) if x.parts_F is None else x.parts_F for n, x in zip(sizes, self.rows, strict=True)]
-        target_F = self.holders_DC[row_F, np.concatenate(parts)]
+        of_call = self._calls.repeat(self._tokens) == call
+        source_F, row_F = (of_N.repeat(self._tokens)[of_call] for of_N in (self.rank_of, self.row_of))
+        target_F = self.holders_DC[row_F, np.concatenate(parts)[of_call]]
+        local_F = np.empty(len(source_F), np.int64)
+        for rank in range(self.ranks):
+            is_own = source_F == rank
+            local_F[is_own] = np.arange(is_own.sum())
         return Transfers(source=source_F, local=local_F, target=target_F, ranks=self.ranks)
 
 

@@ -78,13 +78,19 @@ class AudioPart:
             table: the media of all samples.
             config: the model's configuration.
         """
-        if not audios:
-            return []
-        if not self.reads_padding:
-            return [[*range(len(audios))]]
         longest = longest_of_samples(table)
-        chunks = np.asarray([min(longest[audio.sample], 2 * config.audio_config.n_window) for audio in audios])
-        return [np.flatnonzero(chunks == chunk).tolist() for chunk in np.unique(chunks)]
+        groups = np.asarray([self.group_of(longest[audio.sample], config) for audio in audios], int)
+        return [np.flatnonzero(groups == group).tolist() for group in np.unique(groups)]
+
+    def group_of(self, longest: int, config: Any) -> int:
+        """Return the frames of the longest chunk of an audio's group: of its sample if the tower reads padding.
+
+        Args:
+            longest: frames of the longest audio of its sample.
+            config: the model's configuration.
+        """
+        chunk = 2 * config.audio_config.n_window
+        return min(longest, chunk) if self.reads_padding else chunk
 
 
 def longest_of_samples(table: MediaTable) -> dict[int, int]:

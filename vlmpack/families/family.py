@@ -438,23 +438,29 @@ class Family:
         return frame_segments(grids), window_segments(grids, window=window, merge=vision.spatial_merge_size)
 
     @property
-    def tower_calls(self) -> tuple[tuple[str, ...], ...]:
-        """Names of the tensors of each call of the tower: of images and videos in a call each, or in one call."""
-        if self.has_grids and not self.videos_apart:
-            return (("pixel_values", "image_grid_thw"),)
-        of_images, of_videos = (tuple(name for name in self.media if ("video" in name) is of) for of in (False, True))
-        return (of_images, of_videos) if of_videos else (of_images,)
+    def tower_calls(self) -> tuple[tuple[int, ...], ...]:
+        """Kinds of media that go through a tower in one call: images and videos together, or in a call each; audio."""
+        visual = (IMAGE, VIDEO) if self.has_videos and not self.videos_as_images else (IMAGE,)
+        calls = (visual,) if self.has_grids and not self.videos_apart else tuple((kind,) for kind in visual)
+        return (*calls, (AUDIO,)) if self.has_audio else calls
 
-    def blank_media(self, config: Any) -> list[dict[str, torch.Tensor]]:
-        """Return the tensors of a small image, or video, for each call of the tower; pixels are ones."""
+    def blank_media(self, kind: int, config: Any) -> dict[str, torch.Tensor]:
+        """Return the tensors of a small image, video or audio; pixels and features are ones."""
+        if kind == AUDIO:
+            frames, bins = 2 * config.audio_config.n_window, config.audio_config.num_mel_bins
+            mask = torch.ones(1, frames, dtype=torch.int64)
+            return {"input_features": torch.ones(1, bins, frames), "feature_attention_mask": mask}
         if self.blank is not None:
-            tensors = self.blank(config)
-            return [{name: tensors[name] for name in names if name in tensors} for names in self.tower_calls]
-        merge, shape, blanks = self.merge(config), self.patch_shape(config), []
-        for frames, (pixels, grids) in enumerate(self.tower_calls, 1):  # of videos apart, two are merged
-            grid = (frames, merge, merge)
-            blanks.append({pixels: torch.ones(prod(grid), *shape), grids: torch.tensor([grid])})
-        return blanks
+            return {name: x for name, x in self.blank(config).items() if name in self.tensors_of(kind)}
+        grid = (kind, self.merge(config), self.merge(config))  # of videos in a call of their own, two frames are merged
+        pixels, grids = self.tensors_of(kind)
+        return {pixels: torch.ones(prod(grid), *self.patch_shape(config)), grids: torch.tensor([grid])}
+
+    def tensors_of(self, kind: int) -> list[str]:
+        """Return the names of the tensors of images, or of videos."""
+        if self.has_grids:
+            return [["pixel_values", "image_grid_thw"], ["pixel_values_videos", "video_grid_thw"]][kind == VIDEO]
+        return [name for name in self.media if ("video" in name) is (kind == VIDEO)]
 
     def tile_work(
         self, tensors: Mapping[str, torch.Tensor], entries: Mapping[str, Sequence[int]], config: Any, kind: int

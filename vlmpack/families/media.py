@@ -498,8 +498,7 @@ def tile_entries(
     if not (tokens := _tile_tokens(family, tensors, config, kind)):
         return [], {}
     of_tiles = {} if family.tile_entries is None else family.tile_entries(tensors, config)
-    names = family.tower_calls[(IMAGE, VIDEO).index(kind)]
-    names = [name for name in names if name in tensors and not family.media[name].counts_images]
+    names = [name for name in family.tensors_of(kind) if name in tensors and not family.media[name].counts_images]
     entries = {name: [*(of_tiles.get(name) or [1] * len(tokens))] for name in names}
     if odd := next((name for name, counts in entries.items() if len(counts) != len(tokens)), None):
         raise LayoutError(

@@ -124,7 +124,6 @@ def _thinker(name: str, prefix: str, **fields: Any) -> Family:
         text_type=name,
         token_types=None,
         media=_MEDIA,
-        not_over_ranks="its audio goes through another tower, which ranks do not share",
         **fields,
     )
 

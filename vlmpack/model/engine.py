@@ -412,7 +412,8 @@ def setup_row(
     if parallel is not None:
         parallel.check_same_row(row)
         if not parallel.same_calls and _trains_tower(model):
-            parallel.check_same_towers(row, family.model_type)
+            has_images = media.pixel_values is not None or media.pixel_values_videos is not None
+            parallel.check_same_towers(int(has_images), row.input_ids, family.model_type)
     family.check_floats(media)
     if family.audio is not None:
         family.audio.check_features(media, config)
@@ -423,6 +424,14 @@ def setup_row(
     if not family.has_vision or family.has_grids:
         _check_pixels(model, media.pixel_values, computed.grids(IMAGE), "pixel_values")
         _check_pixels(model, media.pixel_values_videos, computed.grids(VIDEO), "pixel_values_videos")
+    if (
+        parallel is not None
+        and parallel.vision.host is None
+        and family.audio is not None
+        and family.audio.reads_padding
+    ):
+        calls = len(family.audio.groups(computed.audios, table, config))  # without audio, a blank one is computed
+        parallel.check_same_towers(max(calls, 1), row.input_ids, family.model_type)
     types = family.types_of_row(row, config)
     return RowSetup(model=model, row=row, media=table, part=part, types=types, backend=backend)
 

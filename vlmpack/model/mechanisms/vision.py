@@ -25,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from vlmpack.context_parallel.vision import Entry, Image, RowMedia, VisionRanks
+from vlmpack.context_parallel.vision import Entry, Image, RowMedia, StepMedia, VisionRanks
+from vlmpack.families.audio import longest_of_samples
 from vlmpack.families.family import Family, FromGrids
 from vlmpack.families.media import tile_entries
 from vlmpack.layout.batch import SIZES, Media
 from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
-from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, Medium, image_counts, placeholders
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, Medium, image_counts, placeholders
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
     ClassMechanism,
@@ -45,7 +46,7 @@ from vlmpack.model.mechanisms import (
     taking_class,
 )
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
-from vlmpack.model.mechanisms.audio import audio_windows
+from vlmpack.model.mechanisms.audio import Audio, AudioRow, audio_windows
 from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext
 from vlmpack.plan.balance import CostModel
 
@@ -448,9 +449,10 @@ class Computed:
         return self
 
 
-_PIXELS = ("pixel_values", "pixel_values_videos")
-_GETTERS = ("get_image_features", "get_video_features")
-_GRIDS = ("image_grid_thw", "video_grid_thw")
+_INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
+_GETTERS = {IMAGE: "get_image_features", VIDEO: "get_video_features", AUDIO: "get_audio_features"}
+_AUDIO = ("input_features", "feature_attention_mask")
+_GRIDS = {IMAGE: "image_grid_thw", VIDEO: "video_grid_thw"}
 
 
 @functools.cache
@@ -460,12 +462,12 @@ def features_class(base: Any) -> type[nn.Module]:
     def accepting(plain: Any) -> Any:
         @functools.wraps(plain)
         def features(self: Any, *args: Any, **kwargs: Any) -> Any:
-            pixels = args[0] if args else kwargs.get(_PIXELS[0], kwargs.get(_PIXELS[1]))
+            pixels = args[0] if args else next((kwargs[name] for name in _INPUTS.values() if name in kwargs), None)
             return pixels.features if isinstance(pixels, Computed) else plain(self, *args, **kwargs)
 
         return features
 
-    own = {name: accepting(getattr(base, name)) for name in _GETTERS if hasattr(base, name)}
+    own = {name: accepting(getattr(base, name)) for name in _GETTERS.values() if hasattr(base, name)}
     return subclass(base, own, features_class)
 
 
@@ -481,6 +483,8 @@ class FeatureForm:
 
     of_class: type[Any]
     """The class of the object that the model's `get_image_features` returns."""
+    name: str
+    """Its attribute with the features: `pooler_output`, or `last_hidden_state` for audio."""
     width: int
     """D."""
     of_tiles: bool
@@ -489,13 +493,14 @@ class FeatureForm:
     """Whether a deepstack level has one tensor per image, as in transformers 5.23; in 5.17 it is one tensor."""
 
     @classmethod
-    def of(cls, features: Any) -> FeatureForm:
+    def of(cls, features: Any, name: str) -> FeatureForm:
         """Read the form off the return value of a model's own `get_image_features`."""
         deep = getattr(features, "deepstack_features", None) or ()
         return cls(
             of_class=type(features),
-            width=features.pooler_output[0].shape[-1],
-            of_tiles=isinstance(features.pooler_output, torch.Tensor),
+            name=name,
+            width=features[name][0].shape[-1],
+            of_tiles=isinstance(features[name], torch.Tensor),
             cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
         )
 
@@ -503,7 +508,7 @@ class FeatureForm:
         """Join features into one tensor."""
         deep = getattr(features, "deepstack_features", None) or ()
         levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
-        pooled = features.pooler_output
+        pooled = features[self.name]
         return torch.cat([pooled.flatten(0, -2) if self.of_tiles else torch.cat(pooled), *levels], -1)
 
     def split(self, levels: torch.Tensor) -> Any:
@@ -511,7 +516,7 @@ class FeatureForm:
         pooled, *deep = levels.split(self.width, -1)
         by_level = [(level,) if self.cut_by_image else level for level in deep]
         of_images = pooled.unsqueeze(1) if self.of_tiles else (pooled,)
-        return self.of_class(pooler_output=of_images, **({"deepstack_features": by_level} if deep else {}))
+        return self.of_class(**{self.name: of_images}, **({"deepstack_features": by_level} if deep else {}))
 
 
 # ---------------------------------------------------------------------- images that ranks compute together
@@ -523,13 +528,15 @@ class FeatureForm:
 def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Computed]:
     """Return the features of this rank's tokens, by the keyword of the backbone for pixels.
 
-    Every rank calls the tower equally often for every row, even if it has no images to compute.
+    Every rank calls the towers equally often for every row, even if it has no images to compute.
     """
     family, part = setup.model.family, setup.part
     media, calls = family.tower_media(setup.row.media, setup.media, setup.row.segments, setup.row.tree)
-    row, own = _of_grids(setup, media, calls) if family.has_grids else _of_tiles(setup)
+    audios = part.computed_media(setup.media).audios
+    of_kind = {IMAGE: calls[0], VIDEO: () if len(calls) == 1 else calls[1], AUDIO: audios}
+    row, own = _row_media(setup, media, of_kind)
     if isinstance(part, ContextParallelRow) and not part.is_whole:
-        places_F = placeholders([medium for call in calls for medium in call], part.partition.segments)
+        places_F = placeholders([medium for of in of_kind.values() for medium in of], part.partition.segments)
         parts_F = part.partition.place().numpy()[places_F] // part.partition.local_total
         row = replace(row, parts_F=parts_F.astype(np.int16))
     step = ranks.step(row)
@@ -541,43 +548,62 @@ def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Compute
         else:
             x = torch.empty(0, *entry.shape, dtype=entry.dtype, device=setup.row.input_ids.device)
         arrived[name] = ranks.send(step.send(name), x, "pixels")
-    forms, computed = [], []
-    for call in range(len(family.tower_calls)):
-        items = step.items(ranks.rank, call)
-        features = _features(setup, call, arrived, step.told(items))
-        forms.append(FeatureForm.of(features))
-        computed.append(forms[-1].join(features)[: step.tokens(items)])
-    received = ranks.send(step.send_features, torch.cat(computed), "images")
-    tokens = [sum(medium.tokens for medium in call) for call in calls]
+    tokens = {kind: sum(medium.tokens for medium in of) for kind, of in of_kind.items()}
     if row.parts_F is not None:
-        tokens = [int((parts == part.rank).sum()) for parts in np.split(row.parts_F, np.cumsum(tokens)[:-1])]
-    parts = zip(_PIXELS, received.split(tokens), (forms[0], forms[-1]), strict=False)
-    return {name: Computed(form.split(features)) for name, features, form in parts if name in family.media}
+        parts = np.split(row.parts_F, np.cumsum([*tokens.values()]))
+        tokens = {kind: int((held == part.rank).sum()) for kind, held in zip(tokens, parts, strict=False)}
+    computed: dict[str, Computed] = {}
+    for call, kinds in enumerate(family.tower_calls):
+        items = step.items(ranks.rank, call)
+        if AUDIO in kinds:
+            features = _audio_features(setup, arrived, step, call, items)
+        else:
+            features = _features(setup, kinds[0], arrived, step.told(items))
+        form = FeatureForm.of(features, "last_hidden_state" if AUDIO in kinds else "pooler_output")
+        received = ranks.send(step.send_features(call), form.join(features)[: step.tokens(items)], "images")
+        for kind, part_F in zip(kinds, received.split([tokens[kind] for kind in kinds]), strict=True):
+            computed[_INPUTS[kind]] = Computed(form.split(part_F))
+    return computed
 
 
-def _of_grids(
-    setup: RowSetup, media: Media, calls: Sequence[Sequence[Medium]]
+def _row_media(
+    setup: RowSetup, media: Media, of_kind: Mapping[int, Sequence[Medium]]
 ) -> tuple[RowMedia, dict[str, torch.Tensor]]:
-    """Return the description of a row's images and videos with grids, and their patches."""
-    family, config = setup.model.family, setup.config
-    pixels = [x for x in (media.pixel_values, media.pixel_values_videos) if isinstance(x, torch.Tensor)]
-    if len(family.tower_calls) == 1 and pixels:
-        pixels, calls = (
-            [torch.cat(pixels) if len(pixels) > 1 else pixels[0]],
-            [[each for call in calls for each in call]],
-        )
-    images, names = [], [name for name, call in zip(_PIXELS, calls, strict=False) if call]
-    for call, name in enumerate(_PIXELS[: len(calls)]):
-        grids = _grids(calls[call])
-        costs = _costs(config.vision_config, [prod(grid) for grid in grids], [_pairs(family, config, g) for g in grids])
-        for medium, cost in zip(calls[call], costs, strict=True):
-            settings = {"entries": {name: medium.patches}, "told": {_GRIDS[call]: [medium.grid]}}
-            images.append(Image(cost=cost, tokens=medium.tokens, call=call, **settings))
-    return _described(images, dict(zip(names, pixels, strict=True)))
+    """Return the description of a row's images, videos and audios, and their tensors, entries along the first axis.
+
+    `media`: the row's tensors as the backbone takes them.
+    """
+    family, images, tensors = setup.model.family, [], {}
+    for call, kinds in enumerate(family.tower_calls):
+        of_call = [medium for kind in kinds for medium in of_kind[kind]]
+        if AUDIO in kinds:
+            found = _audios(setup, of_call)
+            tensors |= {name: setup.row.media.tensors[name] for image in found[:1] for name in image.entries}
+        elif family.has_grids:
+            pixels = [x for kind in kinds if isinstance(x := media.to_hf().get(_INPUTS[kind]), torch.Tensor)]
+            tensors |= {_INPUTS[kinds[0]]: torch.cat(pixels) if len(pixels) > 1 else pixels[0]} if pixels else {}
+            found = _with_grids(setup, kinds[0], of_call)
+        else:
+            found, of_tiles = _tiles(setup, kinds[0])
+            tensors |= of_tiles
+        images += [replace(image, call=call) for image in found]
+    joins = {name: family.media[name] for name in tensors}
+    entries = {n: Entry(dtype=x.dtype, shape=tuple(x.shape[1:]), pads=joins[n].pad) for n, x in tensors.items()}
+    return RowMedia(images=tuple(images), tensors=entries), tensors
 
 
-def _of_tiles(setup: RowSetup) -> tuple[RowMedia, dict[str, torch.Tensor]]:
-    """Return the description of a row's tiles, or images and videos without grids, and their tensors.
+def _with_grids(setup: RowSetup, kind: int, media: Sequence[Medium]) -> list[Image]:
+    """Describe images and videos with grids."""
+    family, config, grids = setup.model.family, setup.config, _grids(media)
+    costs = _costs(config.vision_config, [prod(grid) for grid in grids], [_pairs(family, config, g) for g in grids])
+    return [
+        Image(cost=cost, tokens=x.tokens, entries={_INPUTS[kind]: x.patches}, told={_GRIDS[kind]: [x.grid]})
+        for x, cost in zip(media, costs, strict=True)
+    ]
+
+
+def _tiles(setup: RowSetup, kind: int) -> tuple[list[Image], dict[str, torch.Tensor]]:
+    """Describe tiles, or images and videos without grids, and return their tensors.
 
     Images that the model counts (`Join.counts_images`) stay together with the others of their sample.
     """
@@ -585,46 +611,62 @@ def _of_tiles(setup: RowSetup) -> tuple[RowMedia, dict[str, torch.Tensor]]:
     tensors, images = _with_known_sizes(setup).to_hf(), []
     if family.without_padding is not None:
         tensors = family.without_padding(tensors)
-    known = {name for name, join in family.media.items() if name in tensors and (name in SIZES or join.counts_images)}
-    for call, kind in enumerate((IMAGE, VIDEO)):
-        tokens, entries = tile_entries(family, tensors, config, kind)
-        work_N2 = family.tile_work(tensors, entries, config, kind) if tokens else np.zeros((0, 2))
-        counts = [name for name in known - {*SIZES} if kind == IMAGE]
-        groups = tensors[counts[0]].tolist() if counts else [1] * len(tokens)
-        ends = np.cumsum(groups, dtype=int).tolist()
-        costs = _costs(config.vision_config, *work_N2.T)
-        for start, stop in zip([0, *ends], ends, strict=False):
-            told = {name: tensors[name][start:stop].tolist() for name in known & entries.keys()}
-            told |= {name: [stop - start] for name in counts}
-            sent = {name: sum(of[start:stop]) for name, of in entries.items() if name not in known}
-            images.append(
-                Image(cost=sum(costs[start:stop]), tokens=sum(tokens[start:stop]), call=call, entries=sent, told=told)
-            )
-    axes = {name: family.media[name].axis for image in images for name in image.entries}
-    return _described(images, {name: tensors[name].movedim(axis, 0) for name, axis in axes.items()}, family)
+    tokens, entries = tile_entries(family, tensors, config, kind)
+    if not tokens:
+        return [], {}
+    counts = [name for name, x in family.media.items() if x.counts_images and kind == IMAGE and name in tensors]
+    groups = tensors[counts[0]].tolist() if counts else [1] * len(tokens)
+    costs = _costs(config.vision_config, *family.tile_work(tensors, entries, config, kind).T)
+    start = 0
+    for size in groups:
+        own = slice(start, start := start + size)
+        told = {name: tensors[name][own].tolist() for name in entries if name in SIZES}
+        sent = {name: sum(of[own]) for name, of in entries.items() if name not in SIZES}
+        told |= {name: [size] for name in counts}
+        images.append(Image(cost=sum(costs[own]), tokens=sum(tokens[own]), entries=sent, told=told))
+    return images, {name: tensors[name].movedim(family.media[name].axis, 0) for name in images[0].entries}
 
 
-def _described(
-    images: Sequence[Image], tensors: dict[str, torch.Tensor], family: Family | None = None
-) -> tuple[RowMedia, dict[str, torch.Tensor]]:
-    entries = {
-        name: Entry(dtype=x.dtype, shape=tuple(x.shape[1:]), pads=family is not None and family.media[name].pad)
-        for name, x in tensors.items()
-    }
-    return RowMedia(images=tuple(images), tensors=entries), tensors
+def _audios(setup: RowSetup, audios: Sequence[Medium]) -> list[Image]:
+    """Describe audios; their frames are told, with those of the longest one of their sample."""
+    family, config, longest = setup.model.family, setup.config, longest_of_samples(setup.media)
+    part, audio, vision = family.audio, config.audio_config, config.vision_config
+    assert part is not None
+    windows = [np.asarray(part.windows([each.frames], audio).lengths) for each in audios]
+    counts_N2 = np.asarray([(lengths.sum(), (lengths**2).sum()) for lengths in windows]).reshape(-1, 2)
+    block = _block(audio.d_model, audio.encoder_ffn_dim)
+    costs = block.of_samples(np.zeros(len(audios)), *counts_N2.T) * audio.encoder_layers
+    costs = costs / (_block_of(vision).patch * vision.depth)
+    return [
+        Image(
+            cost=round(cost),
+            tokens=each.tokens,
+            entries=dict.fromkeys(_AUDIO, 1),
+            told={"frames": [(each.frames, longest[each.sample])]},
+        )
+        for each, cost in zip(audios, costs.tolist(), strict=True)
+    ]
 
 
 def _costs(vision: Any, patches: Sequence[int], pairs: Sequence[float]) -> list[int]:
     """Return the cost of each image in one block of a tower, as a number of patches without attention."""
-    vision = getattr(vision, "sam_config", vision)
-    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", None)
-    if width is None:  # patches are embedded, and there are no blocks
+    block = _block_of(vision)
+    if not block.patch:  # patches are embedded, and there are no blocks
         return [*patches]
-    inner = getattr(vision, "intermediate_size", 4 * width)
-    sizes = {"vision_hidden": width, "vision_layers": 1, "vision_intermediate": inner}
-    model = CostModel.from_sizes(hidden=0, layers=0, intermediate=0, **sizes)
-    costs = model.of_samples(np.zeros(len(patches)), np.asarray(patches), np.asarray(pairs)) / model.patch
+    costs = block.of_samples(np.zeros(len(patches)), np.asarray(patches), np.asarray(pairs)) / block.patch
     return np.rint(costs).astype(int).tolist()
+
+
+def _block_of(vision: Any) -> CostModel:
+    vision = getattr(vision, "sam_config", vision)
+    width = getattr(vision, "embed_dim", None) or getattr(vision, "hidden_size", 0)
+    return _block(width, getattr(vision, "intermediate_size", 4 * width))
+
+
+def _block(width: int, inner: int) -> CostModel:
+    """Return the costs of one block of a tower."""
+    sizes = {"vision_hidden": width, "vision_layers": 1, "vision_intermediate": inner}
+    return CostModel.from_sizes(hidden=0, layers=0, intermediate=0, **sizes)
 
 
 def _pairs(family: Family, config: Any, grid: Grid) -> float:
@@ -637,24 +679,63 @@ def _pairs(family: Family, config: Any, grid: Grid) -> float:
     return share * whole + (1 - share) * windows[0]
 
 
-def _features(setup: RowSetup, call: int, arrived: dict[str, torch.Tensor], told: dict[str, list[Any]]) -> Any:
+def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told: dict[str, list[Any]]) -> Any:
     """Compute the features of a call's images, and of a blank one behind them where a tensor of pixels is missing."""
     family, config, device = setup.model.family, setup.config, setup.row.input_ids.device
-    blank, on_host = family.blank_media(config)[call], {*SIZES, *_GRIDS} if family.from_grids else {*SIZES}
+    blank, on_host = family.blank_media(kind, config), {*SIZES, *(_GRIDS.values() if family.from_grids else ())}
     inputs = {name: torch.tensor(rows, device="cpu") for name, rows in told.items()}
     inputs |= {name: x.movedim(0, family.media[name].axis) for name, x in arrived.items() if len(x) and name in blank}
     if any(name.startswith("pixel_values") and name not in inputs for name in blank):
         others = {name: x.to(arrived[name].dtype) if name in arrived else x for name, x in blank.items()}
         inputs = others | {name: torch.cat([x, torch.ones_like(x[:1])]) for name, x in inputs.items()}
     if family.has_grids:
-        layouts = family.vision_segments([tuple(grid) for grid in inputs[_GRIDS[call]].tolist()], config)
+        layouts = family.vision_segments([tuple(grid) for grid in inputs[_GRIDS[kind]].tolist()], config)
     else:
         layouts = family.tower_segments(Media.from_hf(inputs, names=inputs.keys()), config)
     for name, x in inputs.items():
         if x.device != device and name not in on_host and not family.media[name].counts_images:
             inputs[name] = to_device(x.numpy(), device)
-    entries = {Vision.name: VisionRow(layouts), Attention.name: RowAttention(setup.backend)}
+    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts)})
+
+
+def _audio_features(
+    setup: RowSetup, arrived: dict[str, torch.Tensor], step: StepMedia, call: int, items: Sequence[int]
+) -> Any:
+    """Compute the features of audios, and of blank ones behind them, so that all ranks have equally many groups.
+
+    A tower that reads padding computes an audio together with one whose first chunk is as long as the longest of the
+    audio's sample; if that one is on another rank, with a blank one.
+    """
+    family, config, device = setup.model.family, setup.config, setup.row.input_ids.device
+    part = family.audio
+    assert part is not None
+    all_items = [at for at, image in enumerate(step.images) if image.call == call]
+    audios, all_audios = (step.told(at).get("frames", []) for at in (items, all_items))
+    wanted = {part.group_of(longest, config) for _, longest in all_audios} or {part.group_of(2**31, config)}
+    reach = {group: [n for n, longest in audios if part.group_of(longest, config) == group] for group in wanted}
+    blanks = [group for group, frames in reach.items() if not frames or (part.reads_padding and max(frames) < group)]
+    inputs = {name: arrived[name] for name in _AUDIO if name in arrived and audios}
+    if blanks:
+        for name, x in family.blank_media(AUDIO, config).items():
+            x = x.repeat(len(blanks), *[1] * (x.ndim - 1))
+            if name == "feature_attention_mask":
+                x *= torch.arange(x.shape[1]) < torch.tensor(blanks)[:, None]
+            x = to_device(x.numpy(), device)
+            inputs[name] = family.media[name]([inputs[name], x.to(inputs[name].dtype)]) if name in inputs else x
+    audios = [*audios, *((n, n) for n in blanks)]
+    frames, groups = [n for n, _ in audios], [part.group_of(longest, config) for _, longest in audios]
+    calls = [[at for at, group in enumerate(groups) if group == each] for each in sorted(wanted)]
+    tokens = tuple(part.tokens(n, config.audio_config) for n in frames)
+    layouts = [part.windows([frames[at] for at in each], config.audio_config) for each in calls]
+    row = AudioRow(frames=tuple(frames), tokens=tokens, groups=calls)
+    return _called(setup, AUDIO, inputs, {Vision.name: VisionRow(layouts), Audio.name: row})
+
+
+def _called(setup: RowSetup, kind: int, inputs: Mapping[str, torch.Tensor], entries: Mapping[str, Any]) -> Any:
+    """Call a tower through the backbone, as its own forward does."""
+    entries = {**entries, Attention.name: RowAttention(setup.backend)}
     context = RowContext(segments=setup.row.segments, entries=entries)
     with handed_on(context):
-        keywords = {CONTEXT: context} if family.has_grids else {}
-        return getattr(family.backbone(setup.model.core), _GETTERS[call])(**inputs, return_dict=True, **keywords)
+        keywords = {CONTEXT: context} if setup.model.family.has_grids else {}
+        getter = getattr(setup.model.family.backbone(setup.model.core), _GETTERS[kind])
+        return getter(**inputs, return_dict=True, **keywords)
