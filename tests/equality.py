@@ -166,7 +166,7 @@ def adapted(model: Any) -> Any:
 def outcome_of(truth: Alone, result: StepResult) -> Outcome:
     """What a packed step came to, without gradients."""
     losses, logits = result.sample_losses, logits_by_sample(result)
-    return comparison.outcome_of(torch.nn.Module(), truth.samples, logits, float(result.loss), sample_losses=losses)
+    return comparison.outcome_of(torch.nn.Module(), truth.samples, logits, result.loss.item(), sample_losses=losses)
 
 
 def check_outputs(truth: Alone, result: StepResult, limits: Limits) -> None:

@@ -24,6 +24,7 @@ from vlmpack import PackedStep, StepConfig, VLMCollator, disable_packing, enable
 from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import family_of
 from vlmpack.model.backbone import pack_backbone
+from vlmpack.model.result import Work
 from vlmpack.testing import Sample, mixed_samples, padded, receipt_conversations, tiny_config
 from vlmpack.testing.comparison import distance
 from vlmpack.testing.samples import alone
@@ -177,19 +178,20 @@ def test_a_row_returns_the_hidden_states_of_its_tokens() -> None:
     torch.testing.assert_close(row, torch.cat(singly, 1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_pair_computes_its_prompt_once_and_is_scored_the_same() -> None:
-    model = classifier("qwen3")
-    ids = torch.arange(1, 13).repeat(2, 1)
-    ids[1, 9:] = 20
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([0, 1])}
-    plain = model(**inputs)
-    expected = gradients(model, plain.loss)
-    computed: list[int] = []
-    pack_backbone(enable_packing(model), min_shared=4, report=lambda work, _: computed.append(work.physical_tokens))
-    found = model(**inputs)
-    torch.testing.assert_close((found.logits, found.loss), (plain.logits, plain.loss), rtol=1e-5, atol=1e-6)
-    check_gradients(gradients(model, found.loss), expected, 1e-5)
-    assert computed == [9 + 3 + 3]
+@pytest.mark.parametrize("images", [0, 1])
+def test_a_pair_computes_its_prompt_and_image_once_and_is_scored_the_same(images: int) -> None:
+    model = classifier("qwen3_vl" if images else "qwen3", labels=1)
+    samples = samples_of(model.config, rollouts(3, 5, prefix=9, images=images))
+    plain = torch.cat([model(**inputs_of(model, single(sample))).logits for sample in samples])
+    expected = gradients(model, -nn.functional.logsigmoid(plain[0] - plain[1]).mean())
+    works: list[Work] = []
+    pack_backbone(enable_packing(model), min_shared=4, report=lambda work, _: works.append(work))
+    found = model(**inputs_of(model, padded(samples, "right").to_hf())).logits
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
+    check_gradients(gradients(model, -nn.functional.logsigmoid(found[0] - found[1]).mean()), expected, 1e-5)
+    (work,), whole = works, [len(sample["input_ids"]) for sample in samples]
+    assert work.physical_tokens == sum(whole) - (whole[0] - 3)
+    assert work.vision_patches == (len(samples[0]["pixel_values"]) if images else 0)
 
 
 class ValueHead(nn.Module):

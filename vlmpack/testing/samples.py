@@ -146,7 +146,7 @@ def build_sample(
         targets = [i == 0 or i >= len(ids) - labeled for i in range(len(ids))]
     input_ids = torch.tensor(ids)
     sample: dict[str, torch.Tensor] = {"input_ids": input_ids}
-    sample |= {"labels": torch.where(torch.tensor(targets), input_ids, IGNORE)}
+    sample |= {"labels": torch.where(torch.tensor(targets, dtype=torch.bool), input_ids, IGNORE)}
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
     sample |= family.expert_types_of(input_ids, config)
