@@ -18,6 +18,7 @@ from vlmpack.context_parallel.plans import check_plan
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
+from vlmpack.model.adapters import fit_adapters
 from vlmpack.model.backbone import leave_backbone, pack_backbone, packed_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class
@@ -96,6 +97,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     parallel = _on_mesh(core, parallel, family)
     check_parts(family, core)
     check_plan(core)
+    fit_adapters(core)
     config = config or StepConfig()
     check_kind("config", config, StepConfig, 'StepConfig(attention="sdpa_segments")')
     if config.z_loss_coef and not family.has("experts"):

@@ -28,6 +28,7 @@ from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
 from vlmpack.layout.segments import Segments, SlotRule, checked_boundaries
+from vlmpack.model.adapters import fit_adapters
 from vlmpack.model.distillation import Distillation, Teacher
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
 from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece
@@ -410,6 +411,7 @@ def setup_row(
     """
     family, media, config = model.family, row.media, model.core.config
     if parallel is not None:
+        fit_adapters(model.core)
         parallel.check_same_row(row)
         if not parallel.same_calls and _trains_tower(model):
             has_images = media.pixel_values is not None or media.pixel_values_videos is not None

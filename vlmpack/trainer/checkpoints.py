@@ -246,8 +246,13 @@ def load_divided_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None
     """Load the state of an optimizer; every rank must call it."""
     from transformers.distributed import checkpoint as parts
 
+    inner = _innermost(optimizer)
+    empty = {place: group for place, group in enumerate(inner.param_groups) if not group["params"]}
+    inner.param_groups = [group for group in inner.param_groups if group["params"]]  # torch 2.13 fails on empty ones
     with _any_number_of_processes():
-        parts.load_optimizer_distributed(model, _innermost(optimizer), str(checkpoint / _OPTIMIZER_FOLDER))
+        parts.load_optimizer_distributed(model, inner, str(checkpoint / _OPTIMIZER_FOLDER))
+    for place, group in empty.items():
+        inner.param_groups.insert(place, group)
 
 
 @contextmanager
