@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from equality import VISION
 from model.two_ranks import samples_of
+from peft import LoraConfig, get_peft_model
 from ranks import save_cases, whole
 from teachers import taught
 from torch import distributed as dist
@@ -111,6 +112,13 @@ CASES = [
 ]
 
 
+ADAPTERS = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
+MISFITS = (
+    (Case(family=DELTA, sizes={"tp_size": 2}), {"target_modules": ["in_proj_qkv"]}),
+    (Case(family=MOE, sizes={"fsdp_size": 2, "ep_size": 2}), {"target_parameters": ["mlp.experts.down_proj"]}),
+)
+"""Adapters that PEFT cannot make for a mesh."""
+
 WHERE = (([Shard(1)], 4), ([Shard(1)], 11), ([Replicate()], 4))
 """Where the logits of a head of 13 ids are, and how many at a time."""
 
@@ -128,7 +136,28 @@ def main(folder: Path) -> None:
 
 def parts(folder: Path) -> dict[str, Any]:
     found = {str(number): scores(*where) for number, where in enumerate(WHERE)}
-    return found | {"towers": other_towers(), "mesh": other_mesh(folder)}
+    found |= {"towers": other_towers(), "mesh": other_mesh(folder), "adapters": adapters(folder / TEXT)}
+    return found | {"misfits": [misfits(*case, folder / case[0].family) for case in MISFITS]}
+
+
+def adapters(folder: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The weights and gradients of adapters on all layers that tensor ranks divide."""
+    model = loaded(Case(family=TEXT, sizes={"tp_size": 2}), folder)
+    torch.manual_seed(0)
+    model = enable_packing(get_peft_model(model, ADAPTERS))
+    PackedStep(model)(padded(samples_of(model.get_base_model()))).loss.backward()
+    return {name: (whole(p.detach()), whole(p.grad)) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def misfits(case: Case, targets: dict[str, Any], folder: Path) -> str:
+    """What is said of adapters that are added after packing was enabled."""
+    model = enable_packing(loaded(case, folder))
+    adapted = get_peft_model(model, LoraConfig(r=4, **targets))
+    try:
+        PackedStep(adapted)(padded(samples_of(model)))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def other_mesh(folder: Path) -> str:

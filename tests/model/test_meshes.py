@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from equality import VISION, limits_of, without_zeros
-from model.mesh_ranks import CASES, DISTILLATION, WHERE, Z_LOSS, Case
+from model.mesh_ranks import ADAPTERS, CASES, DISTILLATION, WHERE, Z_LOSS, Case
 from model.two_ranks import samples_of
+from peft import get_peft_model
 from ranks import on_ranks
 from shared_rows import relative
 from teachers import K, loss_of
@@ -139,6 +140,25 @@ def test_scores_of_a_divided_head_are_those_of_the_whole(number: int, seen: Any)
 def test_a_mesh_with_other_tensor_ranks_than_the_model_has_is_refused(seen: Any) -> None:
     message = seen(CASES[0], "parts")["mesh"]
     assert "Parallel has the tensor ranks [0], but this Qwen3ForCausalLM was loaded on [0, 1]" in message
+
+
+def test_adapters_of_layers_that_tensor_ranks_divide_have_the_gradients_of_samples_alone(seen: Any) -> None:
+    found = seen(CASES[0], "parts")["adapters"]
+    model = get_peft_model(model_of("qwen3"), ADAPTERS)
+    missing = model.load_state_dict({name: weight for name, (weight, _) in found.items()}, strict=False)
+    assert not missing.unexpected_keys
+    samples = samples_of(model.get_base_model())
+    Alone(model, samples, padded(samples).metadata.num_targets, taught=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert relative(found.pop(name)[1], parameter.grad) <= GRADIENT, name
+    assert not found
+
+
+def test_adapters_that_do_not_fit_the_parts_of_ranks_are_refused(seen: Any) -> None:
+    delta, experts = seen(CASES[0], "parts")["misfits"]
+    assert "do not fit their layers on this mesh (model.language_model.layers.0.linear_attn.in_proj_qkv;" in delta
+    assert "do not fit their layers on this mesh (model.layers.0.mlp.experts; 2 in all)" in experts
 
 
 def test_data_ranks_that_would_run_other_towers_say_so(seen: Any) -> None:

@@ -20,6 +20,7 @@ from vlmpack.trainer import PackedTrainer
 from vlmpack.trainer.checkpoints import (
     PLAN_FILE,
     check_complete,
+    load_divided_optimizer,
     load_stream,
     newest_complete,
     save_stream,
@@ -254,3 +255,20 @@ def test_a_state_that_ends_anywhere_or_is_of_something_else_is_refused(tmp_path)
     torch.save({"turn": 0}, file)
     with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
         load_stream(file, counted())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_optimizer_of_a_divided_model_is_loaded_with_its_empty_group(tmp_path):
+    """Adapters have no parameters without weight decay, for which Trainer makes a group of its own."""
+    parts = pytest.importorskip("transformers.distributed.checkpoint")
+    model = torch.nn.Linear(2, 2)
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [*model.parameters()]}]
+    stopped, resumed = (torch.optim.AdamW([dict(group) for group in groups], lr=rate) for rate in (0.1, 0.2))
+    model(torch.ones(1, 2)).sum().backward()
+    stopped.step()
+    model.zero_grad()
+    parts.save_optimizer_distributed(model, stopped, str(tmp_path / "divided_optimizer"))
+    load_divided_optimizer(model, resumed, tmp_path)
+    assert [len(group["params"]) for group in resumed.param_groups] == [0, 2]
+    assert resumed.param_groups[1]["lr"] == 0.1
+    torch.testing.assert_close(resumed.state, stopped.state)

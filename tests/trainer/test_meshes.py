@@ -55,15 +55,21 @@ def seen_of(run: PackedTrainer) -> dict[str, Any]:
 
 
 def refused(folder: Path) -> list[str]:
-    """What runs with two tensor ranks end with: on Trainer's own batches, and from a checkpoint without a mesh."""
-    unplanned, planned = (run_of(folder, "tp", folder / "refused") for _ in range(2))
+    """What runs with two tensor ranks end with: on Trainer's own batches, from a checkpoint without a mesh, and with
+    DeepSpeed; and with two context ranks of accelerate besides."""
+    *of_tensor, of_accelerate = (run_of(folder, mesh, folder / "refused") for mesh in ("tp", "tp", "tp", "context"))
+    unplanned, planned, deepspeed = of_tensor
     unplanned.plan, unplanned.eval_packing = None, False
+    deepspeed.is_deepspeed_enabled = True
     folder_of_others = folder / "others" / "checkpoint-1"
     folder_of_others.mkdir(parents=True, exist_ok=True)
     for file in ("trainer_state.json", "packed_plan.json"):
         (folder_of_others / file).write_text("{}")
     messages = []
-    for call in (unplanned.train, unplanned.evaluate, partial(planned.train, str(folder_of_others))):
+    calls = unplanned.train, unplanned.evaluate, partial(planned.train, str(folder_of_others))
+    for call in (*calls, deepspeed.train, of_accelerate.train):
+        if call == of_accelerate.train:
+            of_accelerate.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
         try:
             call()
         except ConfigError as error:
@@ -136,10 +142,12 @@ def test_steps_losses_and_evaluation_are_those_of_one_process(folder: Path, alon
 
 
 def test_what_trainer_cannot_do_on_ranks_that_share_rows_is_refused(folder: Path) -> None:
-    trains, evaluates, resumes = torch.load(folder / "refused.pt")
+    trains, evaluates, resumes, deepspeed, of_accelerate = torch.load(folder / "refused.pt")
     for message in (trains, evaluates):
         assert "2 ranks share each batch, and Trainer deals batches to single ranks" in message
     assert "checkpoint-1 has no divided_optimizer: it was written without a mesh" in resumes
+    assert "on a mesh of transformers (distributed_config=), and DeepSpeed would divide it again" in deepspeed
+    assert "4 processes would compute each batch together, but the rows are for 2" in of_accelerate
 
 
 def main(folder: Path) -> None:

@@ -149,7 +149,7 @@ def test_rows_that_were_written_before_bring_their_collator(tmp_path):
 @pytest.mark.parametrize("make", [planned, streamed])
 def test_ranks_that_compute_a_batch_together_are_refused(make, tmp_path, monkeypatch):
     run = make(tmp_path)
-    monkeypatch.setattr(run, "get_cp_size", lambda: 2)
+    monkeypatch.setattr(run, "get_sp_size", lambda: 2)
     with pytest.raises(ConfigError, match="2 processes would compute each batch together"):
         run.train()
 

@@ -74,7 +74,7 @@ plain  unmodified transformers on the same row, with positions that restart and
 
 WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
 """Widths of the summary's columns, before its verdict. It is printed line by line, and fits 80 characters."""
-MESH = ("tp", "fsdp", "ep", "context")
+MESH = ("tp", "fsdp", "dp_replicate", "ep", "context")
 SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -321,11 +321,11 @@ def _mesh_sizes(mesh: str | None, model: str | None) -> dict[str, int]:
     if model is None:
         raise ConfigError(f"--mesh {mesh} divides one model: name it, or leave --mesh out")
     sizes = {name: int(size) for name, _, size in parts}
-    context = sizes.get("context", 1)
-    if len(sizes) > 1 and sizes.get("fsdp", 1) % context:
+    context, of_data = sizes.get("context", 1), sizes.get("fsdp", 1) * sizes.get("dp_replicate", 1)
+    if len(sizes) > 1 and of_data % context:
         raise ConfigError(f"--mesh {mesh}: context ranks are some of the fsdp ranks: give fsdp={context} or a multiple")
     ranks = context if len(sizes) == 1 else 1
-    ranks, job = max(ranks, sizes.get("tp", 1) * sizes.get("fsdp", 1)), int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, job = max(ranks, sizes.get("tp", 1) * of_data), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != job:
         started = f"torchrun --nproc_per_node {ranks} -m vlmpack doctor --probe {model} --mesh {mesh}"
         raise ConfigError(f"--mesh {mesh} takes {ranks} ranks, and this job has {job}: {started}")

@@ -38,9 +38,9 @@ def fit_adapters(core: Any) -> None:
             wrong += [] if fits else [name]
     if wrong:
         raise ConfigError(
-            f"PEFT cannot adapt {len(wrong)} layers on this mesh ({wrong[0]}): it sizes their adapters by this rank's "
-            "part of a weight. Leave them out of target_modules and target_parameters, or load the model with "
-            "fsdp_size= and no other size"
+            f"adapters do not fit their layers on this mesh ({wrong[0]}; {len(wrong)} in all), because PEFT sizes them "
+            "by this rank's part of a weight: leave these layers out of target_modules and target_parameters, or load "
+            "the model with fsdp_size= and no other size"
         )
 
 

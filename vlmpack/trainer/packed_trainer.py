@@ -19,6 +19,7 @@ from transformers import EvalPrediction, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.collate.collator import VLMCollator
+from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_choice, check_extra, check_kind
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.loading.sampler import PackedBatchSampler, Remainder
@@ -129,13 +130,18 @@ class PackedTrainer(RenamedWeights):
         """Train as Trainer does. `resume_from_checkpoint=True` resumes from the newest complete checkpoint.
 
         Raises:
-            ConfigError: the checkpoint is incomplete or has no rows to continue, there is none, or more processes were
-                launched than the trainer knows of.
+            ConfigError: the checkpoint is incomplete or has no rows to continue, there is none, more processes were
+                launched than the trainer knows of, or the model is on a mesh and DeepSpeed is on.
         """
         if (launched := int(os.environ.get("WORLD_SIZE", 1))) != self.args.world_size:
             raise ConfigError(
                 f"{launched} processes were launched, but the trainer knows of {self.args.world_size}, so each would "
                 "train its own model; on CPUs set TrainingArguments(use_cpu=True)"
+            )
+        if self.is_deepspeed_enabled and mesh_of(self.model) is not None:
+            raise ConfigError(
+                "the model is on a mesh of transformers (distributed_config=), and DeepSpeed would divide it again: "
+                "leave one of them out"
             )
         self._resumes_from = checkpoints.checkpoint_to_resume(
             resume_from_checkpoint, self.args.output_dir, self._last_file
@@ -182,7 +188,7 @@ class PackedTrainer(RenamedWeights):
                 processes compute each batch together.
         """
         dataset: Any = self.train_dataset
-        sharing = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        sharing = self.get_tp_size() * super().get_cp_size() * self.get_sp_size() * self._context_ranks
         if sharing != (known := self.args.world_size // self._place[1]):
             raise ConfigError(
                 f"{sharing} processes would compute each batch together, but the rows are for {known}; leave "
