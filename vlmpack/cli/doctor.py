@@ -108,8 +108,9 @@ def doctor(
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="Divide MODEL over the ranks of torchrun, by one of transformers' meshes: sizes of tp, fsdp, ep "
-            "and dp_replicate, joined by commas; context: how many of the fsdp ranks (alone: of all) share a row. Rank 0 prints.",
+            help="Divide MODEL over the ranks of torchrun, by one of transformers' meshes: sizes of tp, fsdp, ep and "
+            "dp_replicate, joined by commas; context: how many of the fsdp ranks (alone: of all) share a row. Rank 0 "
+            "prints.",
         ),
     ] = None,
     as_json: options.Json = False,
