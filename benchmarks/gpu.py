@@ -81,6 +81,8 @@ PACKAGES = ("triton", "fla-core", "causal-conv1d", "flash-attn", "kernels", "acc
 LONGEST, FLASH, FIXED, PACKED, SLOTS = "padded to longest", "padded, flash", "padded to width", "packed", "slots of 8"
 PADDED_WAYS, PACKED_WAYS = (LONGEST, FLASH, FIXED), (PACKED, SLOTS)
 TESTS = Path(__file__).parents[1] / "tests"
+OVERTIME = 40.0
+"""Seconds after the budget in which tests may still end; then they have failed."""
 LOW = torch.bfloat16
 OPTIMIZER_BYTES = 12
 """Bytes per parameter that are reserved during the search for the largest micro-batch: AdamW's two moments and weights
@@ -266,9 +268,9 @@ class Cell:
 
 def all_cells(shapes: GpuShapes) -> list[Cell]:
     """List all cells of a run, the most important first. Consecutive cells with one model reuse it on the device."""
-    files = [path for path in sorted(TESTS.glob(shapes.tests)) if "gpu" in path.read_text(encoding="utf-8")]
+    files = [path for path in sorted(TESTS.glob(shapes.tests)) if "mark.gpu" in path.read_text(encoding="utf-8")]
     cells = [
-        Cell(case="tests", name=str(path.relative_to(TESTS)), seconds=60, run=lambda lab, path=path: _tests(path))
+        Cell(case="tests", name=str(path.relative_to(TESTS)), seconds=60, run=lambda lab, path=path: _tests(lab, path))
         for path in files
     ]
     cells.append(Cell(case="ceilings", name="", seconds=20, run=_ceilings))
@@ -341,10 +343,11 @@ def run_cells(cells: Sequence[Cell], lab: Lab, report: Report, path: Path, conso
 # ---------------------------------------------------------------------- correctness
 
 
-def _tests(path: Path) -> Entries:
-    """Run the tests of a file that need a GPU, in a process."""
+def _tests(lab: Lab, path: Path) -> Entries:
+    """Run the tests of a file that need a GPU, in a process that ends a little after the budget at the latest."""
     settings = ("-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", "--tb=short")
-    done = subprocess.run([sys.executable, "-m", "pytest", *settings, str(path)], capture_output=True, text=True)
+    command, left = [sys.executable, "-m", "pytest", *settings, str(path)], lab.ends - time.time() + OVERTIME
+    done = subprocess.run(command, capture_output=True, text=True, timeout=left)
     if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise AssertionError(f"{done.stdout[-4000:]}{done.stderr[-1000:]}")
     passed = re.search(r"(\d+) passed", done.stdout)
