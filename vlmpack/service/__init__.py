@@ -5,6 +5,7 @@ from __future__ import annotations
 from vlmpack.service.engine.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
+from vlmpack.service.sampling.samplers import open_sampler
 from vlmpack.service.server import Base, Service, ServiceSettings, bind
 from vlmpack.service.wire.messages import Datum, ForwardBackward, ImageChunk, LoraConfig, TextChunk
 
@@ -22,4 +23,5 @@ __all__ = [
     "StateFolder",
     "TextChunk",
     "bind",
+    "open_sampler",
 ]
