@@ -28,7 +28,7 @@ from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.service.engine.batch_invariant import BatchInvariant, check
 from vlmpack.service.engine.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
 from vlmpack.service.engine.datums import EncodedRequest, Encoder, not_served
-from vlmpack.service.engine.rows import RowSettings, RowWork
+from vlmpack.service.engine.rows import RowContext, RowSettings, RowWork
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.ranks.group import Ranks, Sharding
 from vlmpack.service.wire.messages import AdamParams, LoraConfig
@@ -158,14 +158,17 @@ class Engine:
         self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         """Counts of the rows computed since the engine started, see `status.METRICS`."""
         self._clients: dict[str, ClientModel] = {}
-        self.rows = RowSettings(
+        rows = RowSettings(
             tokens=self.config.limits.row_tokens,
             patches=self.config.limits.patches,
             min_shared=self.config.min_shared if self.sharding is None else None,
             image_token=self.model.config.image_token_id if self.family.has_vision else None,
             has_pieces=has_pieces,
+            recomputes=self.config.gradient_checkpointing,
         )
-        """Budgets of a packed row."""
+        self._rows = RowContext(
+            settings=rows, adapters=self.adapters, counts=self.counts, ranks=ranks, sharding=self.sharding
+        )
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         parts = parts_of(processor)
@@ -266,7 +269,7 @@ class Engine:
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
         """Plan the packed rows of requests of one model that run together: all up to its next barrier."""
-        return RowWork(self, self.client(requests[0].model_id), requests)
+        return RowWork(self.client(requests[0].model_id), requests, self._rows)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """Take a step with the accumulated gradient, clear it, and return metrics.

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -49,9 +49,6 @@ from vlmpack.service.engine.losses import LENGTHS, TARGETS, BoundLoss, LossInput
 from vlmpack.service.ranks.group import Gradients, Ranks, Sharding
 from vlmpack.service.wire.messages import Failure, ForwardBackwardResult
 
-if TYPE_CHECKING:
-    from vlmpack.service.engine.engine import Engine
-
 log = logging.getLogger(__name__)
 
 SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
@@ -73,6 +70,25 @@ class RowSettings:
     """Image placeholder id; None: the model takes no images."""
     has_pieces: bool = False
     """Whether the model computes a larger row in pieces. Large groups that share a long prefix then get one row."""
+    recomputes: bool = False
+    """Recompute layers in the backward pass."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowContext:
+    """What rows are computed with, besides the client's model."""
+
+    settings: RowSettings
+    """Budgets of a row."""
+    adapters: Adapters
+    """The hooks on the base model."""
+    counts: Counter[str]
+    """Counts of computed rows, see `status.METRICS`."""
+    ranks: Ranks | None
+    """The process group that computes rows together; None: this process runs alone."""
+    sharding: Sharding | None
+    """Sharding of the base model; None: this rank holds the full model."""
 
 
 # ---------------------------------------------------------------------- which datums share a row
@@ -233,13 +249,7 @@ class ComputedRow:
 
 
 def compute_row(
-    row: Row,
-    client: ClientModel,
-    adapters: Adapters,
-    *,
-    recomputes: bool = False,
-    min_shared: int | None = None,
-    agree: Callable[[bool], bool] = bool,
+    row: Row, client: ClientModel, context: RowContext, *, agree: Callable[[bool], bool] = bool
 ) -> ComputedRow:
     """Compute one row, and add its gradient, if needed, to `.grad` of the model's parameters.
 
@@ -248,19 +258,17 @@ def compute_row(
     Args:
         row: the row.
         client: the model.
-        adapters: the hooks on the base model.
-        recomputes: recompute layers in the backward pass.
-        min_shared: minimum number of tokens of a shared prefix that is computed only once; None: no sharing.
+        context: what rows are computed with.
         agree: called with whether this row can have a backward pass; returns whether to run it. With a sharded base
             model, all ranks have to agree.
     """
-    model, items = client.model, row.items
-    if recomputes:
+    model, items, settings = client.model, row.items, context.settings
+    if settings.recomputes:
         _set_recomputing(model, recomputes=row.backward)
     packed = row_of([item.datum.sequence for item in items], packing_state(model).family, model.config)
-    if min_shared is not None:
-        packed = share(packed, min_shared=min_shared)
-    with torch.set_grad_enabled(row.backward), adapters.applied(client.adapter):
+    if settings.min_shared is not None:
+        packed = share(packed, min_shared=settings.min_shared)
+    with torch.set_grad_enabled(row.backward), context.adapters.applied(client.adapter):
         logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
         leaf = logprobs.detach().requires_grad_(row.backward)
         losses = _token_losses(leaf, items)
@@ -379,9 +387,9 @@ def _split(
 class RowWork:
     """Training requests of one model that run together. The model changes only when the last row has run."""
 
-    def __init__(self, engine: Engine, client: ClientModel, requests: Sequence[EncodedRequest]) -> None:
-        """Plan the rows of requests that run together on a model of the engine."""
-        self._engine, self._client, self._requests = engine, client, list(requests)
+    def __init__(self, client: ClientModel, requests: Sequence[EncodedRequest], context: RowContext) -> None:
+        """Plan the rows of requests that run together on a client's model."""
+        self._client, self._requests, self._context = client, list(requests), context
         self._rows: deque[Row] = deque()
         self._failures: dict[int, Failure] = {}
         self._results: dict[tuple[int, int], DatumResult] = {}
@@ -399,11 +407,11 @@ class RowWork:
         Raises:
             Exception: any error of the model, which has not changed then; `cancel` must be called.
         """
-        if self._engine.ranks is None:
+        if self._context.ranks is None:
             row = self._rows[0]
             self._take(row, self._compute(row))
         else:
-            self._run_on(self._engine.ranks, self._engine.sharding)
+            self._run_on(self._context.ranks, self._context.sharding)
 
     def cancel(self) -> None:
         """Discard all work. The model has not changed."""
@@ -418,7 +426,7 @@ class RowWork:
     # ------------------------------------------------------------------ rows
 
     def _plan(self) -> None:
-        settings, ranks = self._engine.rows, 1 if self._engine.ranks is None else self._engine.ranks.size
+        ranks = 1 if self._context.ranks is None else self._context.ranks.size
         for backward in (True, False):
             group = [
                 RowItem(request=at, number=number, datum=datum, loss=request.loss)
@@ -427,16 +435,12 @@ class RowWork:
                 for number, datum in enumerate(request.data)
             ]
             if group:
-                for numbers in plan_rows([item.datum.sequence for item in group], settings, ranks=ranks):
+                for numbers in plan_rows([item.datum.sequence for item in group], self._context.settings, ranks=ranks):
                     self._rows.append(Row(items=tuple(group[number] for number in numbers), backward=backward))
 
     def _compute(self, row: Row, *, agree: Callable[[bool], bool] = bool) -> ComputedRow:
-        engine = self._engine
-        recomputes, min_shared = engine.config.gradient_checkpointing, engine.rows.min_shared
         with self._lent() if row.backward else nullcontext():
-            return compute_row(
-                row, self._client, engine.adapters, recomputes=recomputes, min_shared=min_shared, agree=agree
-            )
+            return compute_row(row, self._client, self._context, agree=agree)
 
     def _run_on(self, ranks: Ranks, sharding: Sharding | None) -> None:
         """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients.
@@ -468,7 +472,7 @@ class RowWork:
 
         If datums are not finite, fail their requests, and restart the work without them.
         """
-        self._engine.counts.update(
+        self._context.counts.update(
             rows_total=1,
             trained_tokens_total=sum(item.datum.sequence.length for item in row.items),
             computed_tokens_total=computed.tokens,
@@ -495,8 +499,8 @@ class RowWork:
 
     def _finish(self) -> None:
         gradients, self._gradients = self._gradients, None
-        if self._engine.ranks is not None:
-            gradients = self._engine.ranks.sum(gradients, self._client.parameters)
+        if self._context.ranks is not None:
+            gradients = self._context.ranks.sum(gradients, self._client.parameters)
         if gradients is not None:
             self._client.add(gradients)
 
