@@ -77,8 +77,8 @@ def one_label_a_branch_point(patch: Patch) -> None:
     """All children of a branch point are predicted as the first one."""
     honest = RowPart.targets
 
-    def targets(self: RowPart, index_L: torch.Tensor, labels_1T: torch.Tensor) -> Any:
-        found = honest(self, index_L, labels_1T)
+    def targets(self: RowPart, index_L: torch.Tensor, labels_1T: torch.Tensor, **settings: Any) -> Any:
+        found = honest(self, index_L, labels_1T, **settings)
         first = (found.predictions[:, None] == found.predictions).int().argmax(1)
         return replace(found, ids=found.ids[first])
 

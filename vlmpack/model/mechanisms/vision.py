@@ -186,10 +186,12 @@ def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
     else:
         names = {kind: f"{name}_token_id" for kind, name in KINDS.items()}
         masks = {getattr(config, name): types_1t == kind for kind, name in names.items() if hasattr(config, name)}
-    return {"input_ids": known_ids(part.cut(setup.row.input_ids), masks)}
+    ids = part.cut(setup.row.input_ids).as_subclass(KnownIds)
+    ids.masks = masks
+    return {"input_ids": ids}
 
 
-def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[FromGrids]) -> dict[str, torch.Tensor | int]:
+def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[FromGrids]) -> dict[str, Any]:
     """Compute a tower's keyword arguments on the host, with transformers' own functions: numbers, and tensors.
 
     On a GPU, each of these functions would cost the tower one to four host-device syncs.
@@ -201,53 +203,29 @@ def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[FromGrids])
     """
     from transformers import vision_utils
 
-    grids = grid_thw.cpu()
-    return {key: value for name in names for key, value in _COMPUTED[name](vision_utils, tower, grids).items()}
-
-
-def _rotary(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
-    return {"position_ids": vision_utils.get_vision_position_ids(grids, _merge(tower))}
-
-
-def _boundaries(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
-    cu_seqlens = vision_utils.get_vision_cu_seqlens(grids)
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": _longest(cu_seqlens)}
-
-
-def _windows(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
-    index, cu_seqlens = vision_utils.get_vision_window_index(
-        grids, spatial_merge_size=tower.spatial_merge_size, window_size=tower.window_size, patch_size=tower.patch_size
-    )
-    return {"window_index": index, "cu_window_seqlens": cu_seqlens, "max_window_seqlen": _longest(cu_seqlens)}
-
-
-def _interpolation(vision_utils: Any, tower: Any, grids: torch.Tensor) -> dict[str, Any]:
-    embeddings = next(module for module in tower.modules() if hasattr(module, "num_grid_per_side"))
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        grids,
-        num_grid_per_side=embeddings.num_grid_per_side,
-        mode=embeddings.interpolation_mode,
-        align_corners=embeddings.interpolation_align_corners,
-        spatial_merge_size=_merge(tower),
-    )
-    return {"interp_indices": indices, "interp_weights": weights}
-
-
-def _merge(tower: Any) -> int:
-    """Return the side of the blocks in which a tower orders its patches; 1 if it merges none (PaddleOCR-VL)."""
-    return getattr(tower, "spatial_merge_size", 1)
-
-
-def _longest(cu_seqlens: torch.Tensor) -> int:
-    return int(cu_seqlens.diff().max())
-
-
-_COMPUTED: Mapping[FromGrids, Callable[[Any, Any, torch.Tensor], dict[str, Any]]] = {
-    "rotary": _rotary,
-    "boundaries": _boundaries,
-    "windows": _windows,
-    "interpolation": _interpolation,
-}
+    grids, merge = grid_thw.cpu(), getattr(tower, "spatial_merge_size", 1)  # PaddleOCR-VL's merges no patches
+    inputs: dict[str, Any] = {}
+    if "rotary" in names:
+        inputs["position_ids"] = vision_utils.get_vision_position_ids(grids, merge)
+    if "boundaries" in names:
+        edges = vision_utils.get_vision_cu_seqlens(grids)
+        inputs |= {"cu_seqlens": edges, "max_seqlen": int(edges.diff().max())}
+    if "windows" in names:
+        index, edges = vision_utils.get_vision_window_index(
+            grids, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
+        )
+        inputs |= {"window_index": index, "cu_window_seqlens": edges, "max_window_seqlen": int(edges.diff().max())}
+    if "interpolation" in names:
+        embeddings = next(module for module in tower.modules() if hasattr(module, "num_grid_per_side"))
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=embeddings.num_grid_per_side,
+            mode=embeddings.interpolation_mode,
+            align_corners=embeddings.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        inputs |= {"interp_indices": indices, "interp_weights": weights}
+    return inputs
 
 
 # ---------------------------------------------------------------------- known ids
@@ -288,11 +266,6 @@ class HostMask(Tensor):
             return func(*args, **{name: _moved(x, other.device) for name, x in kwargs.items()})
 
 
-def host_mask(mask: np.ndarray) -> HostMask:
-    """Return a mask from a bool array."""
-    return torch.from_numpy(mask).as_subclass(HostMask)
-
-
 @final
 class KnownIds(Tensor):
     """Token ids on a device, with the placeholders that the host knows."""
@@ -305,15 +278,8 @@ class KnownIds(Tensor):
         """Compare with a known id on the host; give plain tensors for anything else."""
         with torch._C.DisableTorchFunctionSubclass():
             if func in (Tensor.__eq__, Tensor.eq) and isinstance(args[1], int) and args[1] in args[0].masks:
-                return host_mask(args[0].masks[args[1]])
+                return torch.from_numpy(args[0].masks[args[1]]).as_subclass(HostMask)
             return func(*args, **(kwargs or {}))
-
-
-def known_ids(input_ids: Tensor, masks: Mapping[int, np.ndarray]) -> KnownIds:
-    """Return ids [1, T] with the placeholders that the host knows; see `KnownIds.masks`."""
-    ids = input_ids.as_subclass(KnownIds)
-    ids.masks = masks
-    return ids
 
 
 def with_plain_ids(inputs: dict[str, Any]) -> dict[str, Any]:
