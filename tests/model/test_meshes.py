@@ -116,6 +116,25 @@ def test_tensor_ranks_exchange_no_logits(case: Case, seen: Any) -> None:
     }
 
 
+@cases([case for case in CASES if "ep_size" in case.sizes and case.ranks == 2])
+def test_expert_ranks_exchange_the_tokens_that_routers_chose(case: Case, seen: Any) -> None:
+    """Each token once for each of its experts, there and back; or, on the same row, the sums of what experts give."""
+    model = model_of(case.family)
+    tokens = int(padded(case.shares(samples_of(model))[0]).attention_mask.sum())
+    layers, width, top_k = model.config.num_hidden_layers, model.config.hidden_size, model.config.num_experts_per_tok
+    exchanged = Counter(seen(case)["exchanged"])
+    rows = [shape for name, shape in exchanged.elements() if name == "all_to_all_single"]
+    if case.sizes.get("ep_implementation") == "all_reduce":
+        assert not rows
+        assert exchanged["allreduce", (tokens, width)] == 2 * layers  # outputs, and gradients of the inputs
+        assert exchanged["allreduce", (tokens, top_k)] == layers  # gradients of the experts' weights
+    else:
+        own = -(-tokens // case.sizes.get("tp_size", 1))  # tensor ranks send a part of their row each
+        assert len(rows) == 4 * layers
+        assert rows.count((own * top_k, width)) >= 2 * layers
+    assert not any(model.config.vocab_size in shape for _, shape in exchanged)
+
+
 @cases([case for case in CASES if case.context > 1 and "tp_size" in case.sizes and case.family == "qwen3_vl"])
 def test_context_ranks_exchange_the_heads_that_tensor_ranks_have(case: Case, seen: Any) -> None:
     model = model_of(case.family)
