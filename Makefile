@@ -47,7 +47,7 @@ test: $(VENV)/.test ## Run the fast tests (minutes): every behavior, on eight mo
 test-all: $(VENV)/.test ## Run all tests: also the other families, several processes, examples, notebooks (ARGS="-m slow": only these)
 	$(PYTEST) $(ARGS)
 
-mutants: $(VENV)/.test ## Break one function at a time and check that tests fail (ARGS="--only expert")
+mutants: $(VENV)/.test ## Break one function at a time and check that tests fail (ARGS="--only window")
 	$(VENV)/bin/python tests/mutants -j $(JOBS) $(ARGS)
 
 gpu: ## Test and measure the GPU of this machine with the installed PyTorch and transformers; again: go on
