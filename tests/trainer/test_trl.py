@@ -461,6 +461,9 @@ def test_weights_that_trl_would_ignore_are_refused(tmp_path):
             data = Dataset.from_list(weighed)
             run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=data, extras=extras)
     extras = {"data_collator": collator}
+    taught = Dataset.from_list([{"input_ids": [1, 2], "topk_ids": [[3], [4]]}])
+    with pytest.raises(ConfigError, match="train_dataset has the column topk_ids, which TRL would ignore"):
+        run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=taught)
     run = run_of("SFT", PackedSFTTrainer, saved(tmp_path), tmp_path, dataset=weighed[1:], extras=extras, **ROWS)
     with pytest.raises(ConfigError, match="TRL's loss would ignore shift_weights of the batch; use PackedTrainer"):
         run.train()

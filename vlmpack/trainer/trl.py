@@ -343,13 +343,15 @@ _WEIGH_BY = "use PackedTrainer of vlmpack.trainer, with data_collator=VLMCollato
 
 
 def _check_unweighed(name: str, data: Any) -> None:
-    """Check that the messages of a data set of `datasets` have no weights, which TRL would ignore.
+    """Check that a data set of `datasets` has no weights in messages, and no teacher's columns: TRL would ignore them.
 
     Raises:
-        ConfigError: a message has one.
+        ConfigError: it has.
     """
     for part in data.values() if isinstance(data, dict) else [data]:
         sample: Any = next(iter(part), {}) if isinstance(part, Dataset) else {}
+        if column := next((column for column in TEACHER if column in sample), None):
+            raise ConfigError(f"{name} has the column {column}, which TRL would ignore; {_WEIGH_BY}")
         columns = [column for column, turns in sample.items() if any({*FLAGS} & turn.keys() for turn in _turns(turns))]
         for at, row in enumerate(part.select_columns(columns)) if columns else ():
             for turn in (turn for column in columns for turn in _turns(row[column])):
