@@ -63,6 +63,8 @@ ALIASES = {
 """Other names of these roles. Qwen's templates have no developer role, and some templates leave such a turn out."""
 RANGES = "train_detail"
 """Key of the ranges of characters of an answer that are trained on, in axolotl's format."""
+_UNWRITTEN = (*FLAGS, RANGES)
+"""Keys of a turn that a chat template does not get."""
 SPEAKING = ("tool_calls", "reasoning_content")
 """Keys that make a turn's content optional."""
 Markers = Literal["auto", "places", "text"]
@@ -449,7 +451,7 @@ def _turn(message: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
         hint = _READ_AS_JSON if isinstance(content, Number) else ""
         raise SampleError(f"{where}.content must be a string or a list of parts, got {short(content)}{hint}", "bad_row")
     _check_no_payload(message, where, but=())
-    rest = {key: value for key, value in message.items() if value is not None and key not in (*FLAGS, RANGES)}
+    rest = {key: value for key, value in message.items() if value is not None and key not in _UNWRITTEN}
     weight = _weight(message, role, where)
     if not is_empty(ranges := message.get(RANGES)):
         content = _trained_in(content, ranges, role, where, weight)
