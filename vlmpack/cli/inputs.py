@@ -452,7 +452,9 @@ def quiet_transformers() -> Iterator[None]:
 @contextmanager
 def refused_as(what: str) -> Iterator[None]:
     """Turn errors of other libraries about settings into a ConfigError that begins with `what`."""
+    from httpx import TransportError  # of the hub's client
+
     try:
         yield
-    except (ValueError, ImportError, RuntimeError) as error:
+    except (ValueError, ImportError, RuntimeError, TransportError) as error:
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error

@@ -112,7 +112,7 @@ class TrainRun:
             "fill": plan.fill,
             "ranks": ranks,
             "accumulation": accumulation,
-            "samples_per_update": len(plan.sample_ids) / len(plan) * ranks * accumulation,
+            "samples_per_update": len(plan.sample_ids) / max(1, len(plan) / (ranks * accumulation)),
             "updates": args.max_steps if args.max_steps > 0 else ceil(rows // accumulation * args.num_train_epochs),
             "memory": {**{name: part.size for name, part in memory.items()}, "total": total(memory), "free": free},
             "sample": [{"text": text, "trained_on": is_target} for text, is_target in parts],

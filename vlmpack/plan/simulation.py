@@ -155,7 +155,7 @@ class Simulation:
 
     @property
     def accumulation(self) -> int:
-        """Rows to accumulate on each rank so that an update sees at least as many samples as with the padded recipe.
+        """Rows to accumulate on each rank so that an update has at least as many samples as with the padded recipe.
 
         `ceil(target / (samples per row x ranks))`, in whole numbers, so no rounding error enters.
         """
@@ -184,7 +184,7 @@ class Simulation:
         said, ratio = [], self.samples_per_update / self.recipe.samples_per_update
         if ratio > CLOSE:
             said.append(
-                f"An update sees {ratio:.2f} times the samples of the padded recipe; if that matters, take smaller "
+                f"An update has {ratio:.2f} times the samples of the padded recipe; if that matters, take smaller "
                 "rows, accumulate less, or adapt the learning rate."
             )
         if self.samples_deviation > self.samples_per_row and self.strategy != MIXING:

@@ -73,7 +73,7 @@ NOT_SERVED = {
     "join_sampling_session": "a clone of a sampling client chooses its own numbers",
     "unload_model": "a model is freed when its session is finished",
     "token": "the key is sent as it is",
-    "publish": "whoever has the key sees all checkpoints",
+    "publish": "whoever has the key can read all checkpoints",
     "project": "sessions have no projects",
     "search": "list sessions, and look at each one",
     "trace_export": "the log of the service has a line for each request",
