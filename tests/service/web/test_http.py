@@ -328,7 +328,7 @@ def test_an_operation_that_is_not_served_fails_in_its_future_and_uses_its_number
 @pytest.mark.parametrize(
     ("method", "path", "message"),
     [
-        ("POST", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key can read all checkpoints"),
+        ("POST", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key can read all"),
         ("DELETE", "training_runs/s:train:0/checkpoints/weights/a/publish", "whoever has the key"),
         ("PUT", "sessions/s/project", "sessions have no projects"),
         ("POST", "sessions/s/trace_export", "the log of the service"),
