@@ -6,9 +6,11 @@ from attention.naive import DIM, HEADS, KV_HEADS, alone, assert_equal, install_k
 from cases import pairs
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import Launches
 
 from vlmpack.attention import backends
 from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, FlashAttn, SdpaSegments, TorchVarlen
+from vlmpack.attention.patterns import CAUSAL, Pattern
 from vlmpack.layout import Segments, SlotRule
 
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(sum)
@@ -20,11 +22,13 @@ exact = pytest.mark.parametrize("attend", SERVING, ids=lambda b: b.name)
 
 
 @exact
-@given(lengths=lengths_lists, causal=st.booleans())
-def test_each_segment_is_what_it_is_alone(attend, lengths, causal):
+@given(lengths=lengths_lists, causal=st.booleans(), padded_on=st.sampled_from([(), ("cpu",)]))
+def test_each_segment_is_what_it_is_alone(attend, lengths, causal, padded_on):
     segments = Segments.from_lengths(lengths)
     qkv = random_qkv(segments.total)
-    out = attend(*qkv, segments, causal=causal, scale=0.3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "PADDED_ON", padded_on)
+        out = attend(*qkv, segments, causal=causal, scale=0.3)
     truth = [alone(*(x[start:stop] for x in qkv), causal=causal) for start, stop in segments.spans]
     assert_equal(out, torch.cat(truth), *qkv)
 
@@ -156,6 +160,21 @@ def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, shape
     *heads, dim = shape
     segments = Segments.from_lengths([100, 0, 37, 513, 1], SlotRule(row_multiple=128)).without_gaps()
     check_low_precision(name, [(segments.total, n, dim) for n in (*heads, heads[1])], segments, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "pattern", [CAUSAL, Pattern(window=9), Pattern(softcap=5.0)], ids=["full", "window", "softcap"]
+)
+def test_what_is_left_to_pytorchs_own_attention_takes_few_calls_for_many_segments(pattern):
+    counts = []
+    for samples in (4, 64):
+        segments = Segments.from_lengths([12 + at % 7 for at in range(samples)])
+        q, k, v = (torch.randn(segments.total, 4, 16, device="cuda", requires_grad=True) for _ in "qkv")
+        with Launches() as launches:
+            SdpaSegments()(q, k, v, segments, causal=True, scale=0.3, pattern=pattern).sum().backward()
+        counts.append(launches.seen.total())
+    assert counts[1] <= 1.15 * counts[0]
 
 
 @pytest.mark.gpu

@@ -36,15 +36,22 @@ serving = pytest.mark.parametrize("attend", [SdpaSegments(), EagerMask()], ids=l
 
 @serving
 @settings(max_examples=15)
-@example(lengths=[11, 2], pattern=Pattern(window=3), many=1)
-@given(lengths=lengths_lists, pattern=patterns, many=st.sampled_from([1, 256]))
-def test_each_segment_is_what_it_is_alone(attend, lengths, pattern, many):
+@example(lengths=[11, 2], pattern=Pattern(window=3), many=1, padded_on=())
+@example(lengths=[11, 2, 9, 3], pattern=Pattern(window=3, softcap=1.5), many=256, padded_on=("cpu",))
+@given(
+    lengths=lengths_lists,
+    pattern=patterns,
+    many=st.sampled_from([1, 256]),
+    padded_on=st.sampled_from([(), ("cpu",)]),
+)
+def test_each_segment_is_what_it_is_alone(attend, lengths, pattern, many, padded_on):
     if pattern.sinks is not None:
         pattern = replace(pattern, sinks=pattern.sinks.clone().requires_grad_())
     learnt = [] if pattern.sinks is None else [pattern.sinks]
     segments = Segments.from_lengths(lengths)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
+        patch.setattr(backends, "PADDED_ON", padded_on)
         qkv = random_qkv(segments.total, value_dim=VALUE_DIM)
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=pattern)
         truth = out.new_zeros(out.shape)
@@ -68,6 +75,7 @@ def test_queries_of_a_part_see_the_keys_that_their_places_allow(attend, pieces, 
     asked = q[[at for of in places for at in of]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
+        patch.setattr(backends, "PADDED_ON", ("cpu",))
         out = attend(asked, k, v, queries, causal=True, scale=0.3, keys=keys, pattern=pattern)
     truth = [
         alone(q[of.start : of.stop], k[start:stop], v[start:stop], pattern)

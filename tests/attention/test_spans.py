@@ -55,6 +55,7 @@ def test_each_sample_is_what_it_is_alone(attend, drawn, pattern, many, beyond):
     spread = Spans(runs=tuple(run for of in runs for run in of), beyond_window=beyond)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MANY", many)
+        patch.setattr(backends, "PADDED_ON", ("cpu",))
         qkv = random_qkv(segments.total)
         out = attend(*qkv, segments, causal=True, scale=0.3, pattern=replace(pattern, spans=spread))
         truth = out.new_zeros(out.shape)

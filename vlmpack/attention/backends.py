@@ -460,6 +460,9 @@ AttendSegment = Callable[[Tensor, Tensor, Tensor], Tensor]
 MANY = 256
 """Number of segments from which on segments of the same length are computed in one call."""
 
+PADDED_ON, MAX_PADDING = ("cuda",), 1.5
+"""Types of devices on which segments are padded, and how many times as long a padded segment is, at most."""
+
 AT_ONCE = 1 << 15
 """Maximum number of segments in a call: a CUDA grid dimension is limited to 65,535."""
 
@@ -475,7 +478,8 @@ class SdpaSegments(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """Call attention once per segment; if there are many segments, once per length."""
+        """Call attention once per segment. If there are many segments, call it once per length; on a GPU, causal
+        segments of similar length are padded to the same."""
 
         def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
             """Compute n segments of the same length."""
@@ -489,8 +493,11 @@ class SdpaSegments(Backend):
                 return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)
             return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
 
-        run = _by_length if len(segments.lengths) >= MANY else _one_by_one
-        return run(attend, q_TNH, k_TKH, v_TKH, segments, keys)
+        # Padding comes after all tokens that read it, if queries and keys are the same tokens.
+        pads = q_TNH.device.type in PADDED_ON and softmax.causal and keys is segments
+        if len(segments.lengths) < (2 if pads else MANY):
+            return _one_by_one(attend, q_TNH, k_TKH, v_TKH, segments, keys)
+        return _by_length(attend, q_TNH, k_TKH, v_TKH, segments, keys, pads=pads)
 
 
 def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
@@ -548,37 +555,64 @@ def _one_by_one(
 
 
 def _by_length(
-    attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
+    attend: AttendSegment,
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    segments: Segments,
+    keys: Segments,
+    *,
+    pads: bool,
 ) -> Tensor:
-    """One call for all segments of the same length, on copies: for short segments, the calls cost more than copying."""
+    """One call for all segments of the same length, on copies: for short segments, the calls cost more than copying.
+    `pads`: segments are padded by up to `MAX_PADDING`, so that there are few lengths."""
     lengths_G2 = np.asarray([segments.lengths, keys.lengths[: len(segments.lengths)]], np.int64).T
-    distinct, counts = np.unique(lengths_G2[lengths_G2[:, 0] > 0], axis=0, return_counts=True)
     order = np.lexsort(lengths_G2.T[::-1])
     order = order[lengths_G2[order, 0] > 0]
+    widths_R2 = lengths_G2[order]
+    if pads:
+        widths_R2[:] = _padded(widths_R2[:, 0])[:, None]
+    distinct, counts = np.unique(widths_R2, axis=0, return_counts=True)
 
-    def index(of: Segments) -> Tensor:
-        """int64: positions of the tokens, shortest segments first."""
-        return of.derived(("by length", segments.lengths, keys.lengths), q_TNH.device, lambda: _tokens(of, order))
+    def index(of: Segments, make: Callable[[], np.ndarray], what: str) -> Tensor:
+        return of.derived(("by length", what, pads, segments.lengths, keys.lengths), q_TNH.device, make)
 
-    places = index(segments)
+    def joined() -> np.ndarray:
+        """int64 [T]: the position of each query in the concatenated calls."""
+        firsts_G = np.zeros(len(lengths_G2), np.int64)
+        firsts_G[order] = widths_R2[:, 0].cumsum() - widths_R2[:, 0]
+        return ranges(firsts_G, lengths_G2[:, 0])
+
     calls = [
         (min(AT_ONCE, count - done), queries, visible)
         for (queries, visible), count in zip(distinct.tolist(), counts.tolist(), strict=True)
         for done in range(0, count, AT_ONCE)
     ]
     sizes, key_sizes = [n * queries for n, queries, _ in calls], [n * visible for n, _, visible in calls]
-    rows = ((q_TNH, places, sizes), (k_TKH, index(keys), key_sizes), (v_TKH, index(keys), key_sizes))
+    places = index(segments, lambda: _tokens(segments, order, widths_R2[:, 0]), "queries")
+    key_places = index(keys, lambda: _tokens(keys, order, widths_R2[:, 1]), "keys")
+    rows = ((q_TNH, places, sizes), (k_TKH, key_places, key_sizes), (v_TKH, key_places, key_sizes))
     pieces = zip(*(x.index_select(0, at).split_with_sizes(cut) for x, at, cut in rows), strict=True)
     out = [
         attend(*(x.unflatten(0, (n, -1)) for x in piece)).flatten(0, 1)
         for piece, (n, *_) in zip(pieces, calls, strict=True)
     ]
-    return q_TNH.new_empty(*q_TNH.shape[:2], v_TKH.shape[2]).index_copy(0, places, torch.cat(out))
+    return torch.cat(out).index_select(0, index(segments, joined, "results"))
 
 
-def _tokens(segments: Segments, order: np.ndarray) -> np.ndarray:
-    starts, stops = np.asarray(segments.spans, np.int64)[order].T
-    return ranges(starts, stops - starts)
+def _padded(lengths_R: np.ndarray) -> np.ndarray:
+    """Return the padded length of each segment; `lengths_R`: int64, in increasing order."""
+    widths_R, stop = lengths_R.copy(), len(lengths_R)
+    while stop:
+        start = int(np.searchsorted(lengths_R, lengths_R[stop - 1] / MAX_PADDING))
+        widths_R[start:stop], stop = lengths_R[stop - 1], start
+    return widths_R
+
+
+def _tokens(segments: Segments, order: np.ndarray, widths_R: np.ndarray) -> np.ndarray:
+    """int64: positions of the tokens of these segments; padding repeats the last one."""
+    starts_R, stops_R = np.asarray(segments.spans, np.int64)[order].T
+    return np.minimum(ranges(starts_R, widths_R), np.repeat(stops_R - 1, widths_R))
 
 
 def _kernels(device: torch.device) -> AbstractContextManager[object]:
