@@ -99,6 +99,8 @@ QUICK = [
 OF_TWO = [
     *(Case(name) for name in TOGETHER if name not in {case.family for case in QUICK}),
     Case("qwen3_omni_moe_thinker", how="short audios"),
+    *(Case(name, (MANY,), context=2, how="shared prefix") for name in ("qwen3_vl", "gemma3")),
+    Case("qwen3", (("text",) * 4,), context=2, how="shared prefix"),
     *(Case("qwen3_vl", how=how) for how in ("ddp", "fsdp2", "lora", "shared prefix", "no targets")),
 ]
 OF_FOUR = [
@@ -119,14 +121,16 @@ def step(case: Case) -> dict[str, Any]:
     core = model.get_base_model() if case.how == "lora" else model
     core.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     patches: list[int] = []
-    tower = core.get_submodule(family_named(case.family).vision_path)
-    tower.register_forward_pre_hook(
-        lambda _, args, kwargs: patches.append(len(args[0] if args else kwargs["pixel_values"])), with_kwargs=True
-    )
+    if (tower := family_named(case.family).vision_path) is not None:
+        core.get_submodule(tower).register_forward_pre_hook(
+            lambda _, args, kwargs: patches.append(len(args[0] if args else kwargs["pixel_values"])), with_kwargs=True
+        )
     rows = case.samples()
     targets = sum(num_targets(sample) for samples in rows for sample in samples)
-    row = pack(padded(rows[parallel.data_rank]), rule=SlotRule(row_multiple=case.context))
-    if case.how == "shared prefix":
+    is_tree = case.how == "shared prefix"  # what ranks share is not the row, but its tree
+    rule = SlotRule(row_multiple=1 if is_tree else case.context)
+    row = pack(padded(rows[parallel.data_rank]), rule=rule)
+    if is_tree:
         row = share(row, min_shared=1, read_media=family_named(case.family).media_reader(core.config))
         assert (row.tree is None) == (len(rows[parallel.data_rank]) == 1)
     run = PackedStep(wrapped(case, model))  # kept until the backward pass: so are DDP's hooks

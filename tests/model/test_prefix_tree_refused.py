@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from trees import DEEP, STRANGER, rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
+from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.errors import LayoutError
 from vlmpack.layout import MediaTable, unshare
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState
+from vlmpack.model.row import TreeOverRanks
 from vlmpack.testing import tiny_model
 
 
@@ -80,14 +83,20 @@ def test_restarts_inside_samples_are_refused():
     model(**unshare(row).to_hf(), rope_cu_seqlens=restarts)
 
 
-def test_ranks_that_share_a_row_refuse_it(monkeypatch):
-    row, model = row_of(), small()
+def test_ranks_that_share_a_row_refuse_layers_that_take_whole_samples(monkeypatch):
+    row, model = row_of("qwen3_vl_moe"), small("qwen3_vl_moe")
     step = PackedStep(model, parallel=Parallel())
     alone = step(row).loss
-    assert torch.isclose(alone, PackedStep(small())(row).loss, rtol=1e-6), "one rank takes it, as any other row"
+    assert torch.isclose(alone, PackedStep(small("qwen3_vl_moe"))(row).loss, rtol=1e-6), "one rank takes it"
     monkeypatch.setattr(Parallel, "ranks", 2)
-    with pytest.raises(LayoutError, match=r"2 ranks share a row that has a prefix tree.*unshare\(row\)"):
+    with pytest.raises(LayoutError, match=r"2 ranks share a row that has a prefix tree.*experts.*unshare\(row\)"):
         step(row)
+
+
+def test_ranks_that_share_a_row_divide_the_heads():
+    ranks = SimpleNamespace(ranks=3, collectives=Collectives())
+    with pytest.raises(LayoutError, match=r"3 ranks share a row .* and do not divide the 4 heads"):
+        TreeOverRanks(row_of(), ranks).attend(None, *[torch.ones(1, 4, 8)] * 3, None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3_next", "qwen4_exp")])

@@ -40,7 +40,7 @@ from vlmpack.model.mechanisms.tensor_parallel import DividedHead
 from vlmpack.model.mechanisms.vision import for_compiler
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work, target_sums
-from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, RowContext, RowPart
+from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, RowContext, RowPart, TreeOverRanks
 
 
 @final
@@ -154,9 +154,7 @@ class PackingState:
     def problem_of_pieces(self, model: nn.Module) -> str | None:
         """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""
         if self.parallel is not None and self.parallel.ranks > 1:
-            return (
-                f"{self.parallel.ranks} ranks share its rows, and a prefix tree goes through one rank whole: Parallel()"
-            )
+            return f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole: Parallel()"
         if self.parallel is not None and self.parallel.vision.host is not None:
             return (
                 "images of all ranks are dealt in each pass, and ranks have other numbers of pieces: no balance_vision"
@@ -420,7 +418,7 @@ def setup_row(
     if family.audio is not None:
         family.audio.check_features(media, config)
     _check_vocabulary(row, family.text_config(config).vocab_size)
-    part = part_of(row, parallel, piece)
+    part = part_of(row, parallel, family, piece)
     table = family.media_of_row(row, config)
     computed = part.computed_media(table)
     if not family.has_vision or family.has_grids:
@@ -443,20 +441,22 @@ def _trains_tower(model: ModelParts) -> bool:
     return path is not None and any(weight.requires_grad for weight in model.core.get_submodule(path).parameters())
 
 
-def part_of(row: PackedRow, parallel: Parallel | None, piece: PieceOfGroup | None = None) -> RowPart:
+def part_of(row: PackedRow, parallel: Parallel | None, family: Family, piece: PieceOfGroup | None = None) -> RowPart:
     """Return the part of a row that goes through the model on this rank.
 
     Raises:
         LayoutError: the row cannot be split evenly across the ranks; its prefix tree does not match the row; or ranks
-            share a row that has a prefix tree.
+            share a row with a prefix tree, and layers other than attention would need whole paths.
     """
-    if row.tree is not None:
-        if parallel is not None and parallel.ranks > 1:
+    if row.tree is not None and parallel is not None and parallel.ranks > 1:
+        if family.mechanisms:
             raise LayoutError(
-                f"{parallel.ranks} ranks share a row that has a prefix tree, which goes through one rank whole: take "
-                "the tree away with unshare(row), or give each rank rows of its own, Parallel()"
+                f"{parallel.ranks} ranks share a row that has a prefix tree, and {family.model_type} has "
+                f"{', '.join(family.mechanisms)} besides attention, which take whole samples: take the tree away with "
+                "unshare(row), or give each rank rows of its own, Parallel()"
             )
-    elif parallel is not None and parallel.same_calls:
+        return TreeOverRanks(row, parallel)
+    if row.tree is None and parallel is not None and parallel.same_calls:
         return ContextParallelRow(row, parallel)
     return RowPart(row.segments, row, piece=piece)
 

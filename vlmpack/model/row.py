@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 
 from vlmpack.attention.patterns import FULL_CAUSAL, LayerMask, attended_pairs
@@ -56,7 +57,11 @@ class PartTargets:
     """int64 [l]: a position in the row that predicts each target."""
     entries: torch.Tensor
     """int64 [L]: for each target of the row, its index among the part's targets. If ranks share the row, its position
-    in the row instead."""
+    in the row instead; if they share a tree, its index among the targets of all ranks."""
+    held: torch.Tensor | None = None
+    """int64 [l], if ranks share a tree: the index of each target among those of all ranks."""
+    total: int = 0
+    """Number of the targets of all ranks that share a tree."""
 
 
 class RowPart:
@@ -570,3 +575,97 @@ class ContextParallelRow(RowPart):
     @cached_property
     def _gathered_kv(self) -> GatheredKV:
         return GatheredKV(self.partition, self.collectives)
+
+    def rank_of(self, places: np.ndarray) -> np.ndarray:
+        """Return the rank that has the tokens at these places of the row, int16."""
+        return (self.partition.place().numpy()[places] // self.partition.local_total).astype(np.int16)
+
+
+@final
+class TreeOverRanks(RowPart):
+    """A contiguous part of a prefix tree on one rank of a context group, which computes attention by Ulysses.
+
+        tree     P A B C D .       a node of padding at the end, so that 2 ranks have P A B and C D .
+
+    Each target is computed by the rank that has the token before it on its path.
+    """
+
+    def __init__(self, row: PackedRow, parallel: Parallel) -> None:
+        super().__init__(row.segments, row)
+        assert row.tree is not None
+        self.collectives, tree = parallel.collectives, row.tree
+        self.ranks, self.rank = parallel.ranks, parallel.collectives.rank
+        self._padding = -tree.num_tokens % self.ranks
+        last, end = [self._padding] * (self._padding > 0), tree.num_tokens + self._padding
+        self.computed = Segments.from_lengths([*tree.lengths, *last])
+        self._padded = Paths(
+            nodes=self.computed,
+            keys=Segments.from_lengths([*tree.keys.lengths, *last]),
+            key_index=lambda device: torch.cat(
+                [tree.key_index(device), torch.arange(tree.num_tokens, end, device=device)]
+            ),
+        )
+        self.partition = Partition(segments=self.computed, ranks=self.ranks, layout="contiguous")
+
+    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
+        """Select the part's entries, with zeros for padding."""
+        tree = super().cut(row, dim=dim)
+        shape = list(tree.shape)
+        shape[dim] = self._padding
+        return self.partition.cut(torch.cat([tree, tree.new_zeros(shape)], dim), self.rank, token_dim=dim)
+
+    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
+        """All-gather the parts, and repeat shared tokens."""
+        return self.for_each_sample(self.collectives.all_gather_equal(part_t, "loss"))
+
+    def attend(
+        self,
+        attend: Attend,
+        q_tNH: torch.Tensor,
+        k_tKH: torch.Tensor,
+        v_tKH: torch.Tensor,
+        segments: Segments,
+        *,
+        layer: Any = None,
+    ) -> torch.Tensor:
+        """Compute all tokens with some of the heads.
+
+        Raises:
+            LayoutError: the ranks do not divide the heads.
+        """
+        if q_tNH.shape[1] % self.ranks:
+            raise LayoutError(
+                f"{self.ranks} ranks share a row that has a prefix tree, and do not divide the {q_tNH.shape[1]} heads "
+                "of a layer: take the tree away with unshare(row), or use a number of ranks that divides them"
+            )
+
+        def along_paths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, nodes: Segments) -> torch.Tensor:
+            return attend_along_paths(attend, q, k, v, self._padded)
+
+        return attend_by_heads(along_paths, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
+
+    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor, *, distinct: bool = True) -> PartTargets:
+        """Select the targets that tokens of this part predict: a host–device sync."""
+        every = super().targets(index_L, labels_1T, distinct=distinct)
+        start = self.rank * self.partition.local_total
+        is_held = (every.predictions >= start) & (every.predictions < start + self.partition.local_total)
+        held = is_held.nonzero()[:, 0]
+        return replace(
+            every,
+            predictions=every.predictions.index_select(0, held) - start,
+            ids=every.ids.index_select(0, held),
+            index=every.index.index_select(0, held),
+            held=held,
+            total=len(every.ids),
+        )
+
+    def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
+        """Add up the values of all ranks, with zeros for targets of the others."""
+        assert targets.held is not None
+        own = part_l.new_zeros(targets.total, *part_l.shape[1:]).index_add(0, targets.held, part_l)
+        return self.collectives.all_reduce(own, "loss").index_select(0, targets.entries)
+
+    def rank_of(self, places: np.ndarray) -> np.ndarray:
+        """Return the rank that has the tokens at these places of the row, int16."""
+        assert self.tree is not None
+        return (self.tree.place().numpy()[places] // self.partition.local_total).astype(np.int16)

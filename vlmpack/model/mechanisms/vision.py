@@ -47,7 +47,7 @@ from vlmpack.model.mechanisms import (
 )
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
 from vlmpack.model.mechanisms.audio import Audio, AudioRow, audio_windows
-from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext
+from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext, TreeOverRanks
 from vlmpack.plan.balance import CostModel
 
 
@@ -465,8 +465,8 @@ class FeatureForm:
         return cls(
             of_class=type(features),
             name=name,
-            width=features[name][0].shape[-1],
-            of_tiles=isinstance(features[name], torch.Tensor),
+            width=getattr(features, name)[0].shape[-1],
+            of_tiles=isinstance(getattr(features, name), torch.Tensor),
             cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
         )
 
@@ -474,7 +474,7 @@ class FeatureForm:
         """Join features into one tensor."""
         deep = getattr(features, "deepstack_features", None) or ()
         levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
-        pooled = features[self.name]
+        pooled = getattr(features, self.name)
         return torch.cat([pooled.flatten(0, -2) if self.of_tiles else torch.cat(pooled), *levels], -1)
 
     def split(self, levels: torch.Tensor) -> Any:
@@ -501,10 +501,9 @@ def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Compute
     audios = part.computed_media(setup.media).audios
     of_kind = {IMAGE: calls[0], VIDEO: () if len(calls) == 1 else calls[1], AUDIO: audios}
     row, own = _row_media(setup, media, of_kind)
-    if isinstance(part, ContextParallelRow) and not part.is_whole:
-        places_F = placeholders([medium for of in of_kind.values() for medium in of], part.partition.segments)
-        parts_F = part.partition.place().numpy()[places_F] // part.partition.local_total
-        row = replace(row, parts_F=parts_F.astype(np.int16))
+    if isinstance(part, ContextParallelRow | TreeOverRanks) and part.ranks > 1:
+        places_F = placeholders([medium for of in of_kind.values() for medium in of], setup.row.segments)
+        row = replace(row, parts_F=part.rank_of(places_F))
     step = ranks.step(row)
     arrived: dict[str, torch.Tensor] = {}
     for name, entry in step.tensors.items():
@@ -703,5 +702,6 @@ def _called(setup: RowSetup, kind: int, inputs: Mapping[str, torch.Tensor], entr
     context = RowContext(segments=setup.row.segments, entries=entries)
     with handed_on(context):
         keywords = {CONTEXT: context} if setup.model.family.has_grids else {}
+        keywords |= {name: x for name, x in inputs.items() if name != _INPUTS[kind]}
         getter = getattr(setup.model.family.backbone(setup.model.core), _GETTERS[kind])
-        return getter(**inputs, return_dict=True, **keywords)
+        return getter(inputs[_INPUTS[kind]], return_dict=True, **keywords)  # each version names its first argument
