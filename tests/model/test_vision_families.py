@@ -123,6 +123,12 @@ def test_ranks_cannot_compute_images_together(family: str) -> None:
     enable_packing(fresh(family), parallel=found)
 
 
+def test_ranks_cannot_compute_images_together_where_the_model_completes_their_features(monkeypatch: Any) -> None:
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    with pytest.raises(ConfigError, match=r"because its model completes their features .* transformers 5\.23"):
+        enable_packing(fresh("llava_onevision"), parallel=Parallel())
+
+
 @pytest.mark.parametrize("family", TILED)
 def test_tensors_of_other_families_are_refused_by_name(family: str) -> None:
     grid = torch.tensor([[1, 2, 2]])

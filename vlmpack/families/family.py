@@ -136,6 +136,8 @@ class Family:
     many as there are pixels."""
     not_over_ranks: str | None = None
     """Why ranks cannot compute its images together (`Parallel`); None: they can."""
+    oldest_over_ranks: tuple[int, int] = (5, 17)
+    """Oldest (major, minor) version of transformers with which they can."""
     audio: AudioPart | None = None
     """Its audio part; None: it takes no audio."""
     text_type: str | None = None

@@ -347,6 +347,7 @@ TILED = (
         "llava_onevision",
         tile_tokens=tiles_of_single_images,
         video_tokens=pooled_frames,
+        oldest_over_ranks=(5, 23),
         image_work=work_of_best_grids,
         blank=blank_grid,
         media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+import transformers
 from torch import nn
 
 from vlmpack.context_parallel.mesh import Parallel, mesh_of, tensor_group
@@ -182,6 +183,9 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
             "fully_shard on its layers"
         )
     reason = family.not_over_ranks
+    oldest = family.oldest_over_ranks
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < oldest:
+        reason = f"its model completes their features elsewhere before transformers {oldest[0]}.{oldest[1]}"
     if parallel is None and mesh_of(core) is not None:
         parallel = Parallel()
         parallel.find_mesh(core)

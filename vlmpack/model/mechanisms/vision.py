@@ -482,7 +482,11 @@ class FeatureForm:
         pooled, *deep = levels.split(self.width, -1)
         by_level = [(level,) if self.cut_by_image else level for level in deep]
         of_images = pooled.unsqueeze(1) if self.of_tiles else (pooled,)
-        return self.of_class(**{self.name: of_images}, **({"deepstack_features": by_level} if deep else {}))
+        out = self.of_class()  # transformers 5.17 has no such field in some classes
+        setattr(out, self.name, of_images)
+        if deep:
+            out.deepstack_features = by_level
+        return out
 
 
 # ---------------------------------------------------------------------- images that ranks compute together
