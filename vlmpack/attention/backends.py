@@ -571,7 +571,7 @@ def _by_length(
     order = order[lengths_G2[order, 0] > 0]
     widths_R2 = lengths_G2[order]
     if pads:
-        widths_R2[:] = _padded(widths_R2[:, 0])[:, None]
+        widths_R2[:] = padded_lengths(widths_R2[:, 0])[:, None]
     distinct, counts = np.unique(widths_R2, axis=0, return_counts=True)
 
     def index(of: Segments, make: Callable[[], np.ndarray], what: str) -> Tensor:
@@ -600,8 +600,8 @@ def _by_length(
     return torch.cat(out).index_select(0, index(segments, joined, "results"))
 
 
-def _padded(lengths_R: np.ndarray) -> np.ndarray:
-    """Return the padded length of each segment; `lengths_R`: int64, in increasing order."""
+def padded_lengths(lengths_R: np.ndarray) -> np.ndarray:
+    """Return the padded length of each segment for `SdpaSegments`; `lengths_R`: int64, in increasing order."""
     widths_R, stop = lengths_R.copy(), len(lengths_R)
     while stop:
         start = int(np.searchsorted(lengths_R, lengths_R[stop - 1] / MAX_PADDING))
