@@ -133,7 +133,7 @@ def target_logprobs(hidden_LD: torch.Tensor, targets: torch.Tensor, head: Head, 
         head: maps hidden states [l, D] to logits [l, V].
         chunk: rows of logits in memory at a time.
     """
-    ids_LN = targets.reshape(len(hidden_LD), -1)
+    ids_LN = targets if targets.ndim == 2 else targets[:, None]
     return scores_by_chunk(hidden_LD, ids_LN, head, chunk=chunk, scoring=Scoring()).view(targets.shape)
 
 
