@@ -371,6 +371,8 @@ SIX = {"input_ids": [1, 2, 3, 4, 5, 6]}
         {**SIX, "loss_mask": [0, 1, 2, 1, 1, 1]},
         {**SIX, "loss_mask": [1] * 5},
         {**SIX, "labels": [1] * 6, "completion_mask": [1] * 6},
+        {**SIX, "loss_weights": [0.5] * 6},
+        {**SIX, "topk_ids": [[1]] * 6},
         {**SIX, "position_ids": [1, 2, 3, 4, 5, 6]},
         {**SIX, "position_ids": [0, 1, 5, 6, 7, 8]},
         {"input_ids": []},

@@ -17,6 +17,8 @@ IGNORE = -100
 """The label that cross-entropy ignores: `vlmpack.layout.IGNORE`, which would import torch."""
 LABELS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 """Columns that mark targets, not shifted; masks hold 0 and 1. A sample has one of them, or all tokens are targets."""
+UNREAD = ("loss_weights", "topk_ids", "topk_logprobs")
+"""Columns of `VLMCollator` that change the loss."""
 
 PositionRows = Literal[0, 1, 4]
 """First dimension of `position_ids`, see `RowCollator.position_rows`."""
@@ -94,6 +96,8 @@ def read_row(
 ) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return (token ids, labels, lengths of the samples) of one feature, without its padding."""
     source = feature if isinstance(feature, Mapping) else {"input_ids": feature}
+    if unread := [name for name in UNREAD if source.get(name) is not None]:
+        raise bad_row(f"the row has {unread[0]}, which VLMCollator reads and rows of text do not; leave it out", index)
     names = ("input_ids", *names, *LABELS)
     columns = {name: vector(source[name], name, index) for name in names if source.get(name) is not None}
     if "input_ids" not in columns:
