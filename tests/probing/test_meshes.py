@@ -49,7 +49,7 @@ def one_rank_counts_twice(patch: pytest.MonkeyPatch) -> None:
 def labels_of_the_other_rank(patch: pytest.MonkeyPatch) -> None:
     """The last context rank trains on the targets of its part one token late."""
     targets = ContextParallelRow.targets
-    late = lambda row, index, labels: targets(row, index, labels.roll(row.rank, -1))  # noqa: E731
+    late = lambda row, index, labels, **how: targets(row, index, labels.roll(row.rank, -1), **how)  # noqa: E731
     patch.setattr(ContextParallelRow, "targets", late)
 
 

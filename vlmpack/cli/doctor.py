@@ -130,7 +130,8 @@ def doctor(
         sizes = _mesh_sizes(mesh, model)
         with _job(sizes, device):
             reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny, mesh=sizes)
-            is_exact = show_reports(reports, console, summarize=model is None or attention == ALL, as_json=as_json)
+            summarize = model is None or attention == ALL
+            is_exact = show_reports(reports, console, summarize=summarize, as_json=as_json and is_first)
     else:
         values = {"--attention": attention, "--mesh": mesh} | ({} if model else {"--device": device, "--dtype": dtype})
         unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
