@@ -214,6 +214,13 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
     ),
     "no entries for a target": (teacher(ids=lambda x: [*x[:-2], None, x[-1]]), "bad_shape", "0 entries for token 27"),
     "fewer ids than log-probabilities": (teacher(ids=lambda x: [y[:1] for y in x]), "bad_shape", "unequal numbers"),
+    "one id for each token": (teacher(ids=lambda x: [0] * len(x)), "bad_shape", "topk_ids holds no list for each tok"),
+    "a teacher without targets": (
+        lambda sample: teacher(ids=list)({**sample, "labels": sample["input_ids"] * 0 - 100}),
+        "no_targets",
+        "none of its 29 tokens is trained on",
+    ),
+    "ids in lists of lists": (teacher(ids=lambda x: [[[0]]] * len(x)), "bad_shape", "topk_ids is [2, 1, 1]"),
     "floats for ids": (teacher(ids=lambda x: [[0.5, 1]] * len(x)), "bad_dtype", "topk_ids holds float64"),
     "a weight below 0": (
         lambda sample: {**sample, "loss_weights": put(3, -1)(sample["input_ids"] * 0 + 1)},
@@ -276,6 +283,9 @@ def test_a_teacher_has_entries_for_the_targets() -> None:
     taught = ENCODER.encode({**plain, **entries}).teacher
     assert taught["topk_ids"].tolist() == [[0, 0], [0, 0], [3, 5], [2, 8]]
     assert taught["topk_logprobs"].tolist() == [[0, 0], [0, 0], [-1, -2], [-0.5, -3]]
+    logprobs = torch.tensor([[-1.0, -2.0]] * 5, dtype=torch.bfloat16, requires_grad=True)
+    tensors = {"topk_ids": torch.tensor([[3, 5]] * 5), "topk_logprobs": logprobs}
+    assert ENCODER.encode({**plain, **tensors}).teacher["topk_logprobs"].tolist()[2:] == [[-1, -2]] * 2
 
 
 def test_lists_arrays_and_batches_of_one_are_taken_as_well() -> None:

@@ -124,19 +124,31 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
     if len(missing) == len(TEACHER):
         return sample
     targets, read = 1 + np.flatnonzero(sample.labels[1:] != IGNORE), {}
+    if not len(targets):  # `check_sample` refuses it
+        return sample
     for name, kinds, dtype in zip(TEACHER, ("iu", "f"), (np.int64, np.float32), strict=True):
         if missing:
             raise SampleError(f"it has no {missing[0]}; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
         entries = feature[name]
-        if len(entries) != num_tokens:
-            raise SampleError(f"{name} covers {len(entries)} tokens, but the sample has {num_tokens}", "bad_shape")
-        counts = np.array([0 if each is None else len(each) for each in entries])[start + targets]
+        try:
+            num_entries, counts = len(entries), np.array([0 if each is None else len(each) for each in entries])
+        except TypeError as error:
+            fault = f"{name} holds no list for each token; give K values of each, [n, K]"
+            raise SampleError(fault, "bad_shape") from error
+        if num_entries != num_tokens:
+            raise SampleError(f"{name} covers {num_entries} tokens, but the sample has {num_tokens}", "bad_shape")
+        counts = counts[start + targets]
         width = counts.max(initial=1)
         if (wrong := counts != width).any():
             token, count = start + targets[wrong.argmax()], counts[wrong.argmax()]
             seen = f"{name} has {count} entries for token {token} and {width} for another"
             raise SampleError(f"{seen}; give as many for each token with a label", "bad_shape")
-        values = _array([entries[start + target] for target in targets], name)
+        chosen = [entries[start + target] for target in targets]
+        # Through lists, because numpy takes no bfloat16 and no tensors with gradients.
+        values = _array([each.tolist() if isinstance(each, torch.Tensor) else each for each in chosen], name)
+        if values.shape != (len(targets), width):
+            seen = f"{name} is {list(values.shape)} for the tokens with a label"
+            raise SampleError(f"{seen}; give K values of each, [n, K]", "bad_shape")
         if values.dtype.kind not in kinds:
             raise SampleError(f"{name} holds {values.dtype}; ids are integers, log-probabilities floats", "bad_dtype")
         read[name] = np.zeros((sample.num_tokens, width), dtype)
