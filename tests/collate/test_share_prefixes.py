@@ -121,6 +121,17 @@ def test_every_sample_of_an_image_that_is_not_finite_is_refused():
     assert maker.skip_log.reasons == {"pixels_not_finite": 2}
 
 
+def test_a_row_multiple_pads_only_rows_without_a_tree():
+    samples = [tokenized("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?", "Why?")]
+    maker = collator(slots=SlotRule(row_multiple=64))
+    shared, alone = maker.collate(samples), maker.collate(samples[:1])
+    assert shared.tree is not None
+    assert shared.input_ids.shape[1] == shared.segments.real[-1]
+    assert shared.input_ids.shape[1] % 64
+    assert (alone.tree, alone.input_ids.shape[1] % 64) == (None, 0)
+    assert torch.equal(alone.media.pixel_values, collator().collate(samples[:1]).media.pixel_values)
+
+
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [

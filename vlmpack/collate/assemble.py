@@ -88,13 +88,15 @@ def to_packed(
 ) -> PackedRow:
     """Pack samples into a row [1, T]. Equal to `pack(to_padded(samples), rule=rule)`.
 
-    With `sharing`, the result equals `share` of that row, but shared media are joined only once.
+    With `sharing`, the result equals `share` of that row, but shared media are joined only once. A row with a prefix
+    tree gets no padding.
 
     Raises:
         LayoutError: the samples do not fit the rule's fixed row width or number of segments, or cannot be shared.
         NotFinite: the pixels of a sample are not finite.
     """
-    segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
+    used = rule if sharing is None else SlotRule()
+    segments = Segments.from_lengths([sample.num_tokens for sample in samples], used)
     starts = segments.stride[: len(samples)]
     visuals: Visuals = _media_of(samples)
 
@@ -114,6 +116,9 @@ def to_packed(
     table = packed.known_metadata.media or MediaTable()
     table = table if family is None else family.with_contexts(table)
     tree = _tree(packed, table, visuals, sharing, family)
+    if tree is None and rule != used:
+        of_media: Any = {"pixel_dtype": pixel_dtype, "buffers": buffers, "family": family}
+        return to_packed(samples, rule=rule, pad_token_id=pad_token_id, **of_media)
     if tree is not None:
         packed, images = with_tree(packed, tree), [visuals["image"][at] for at in tree.images]
         visuals = {

@@ -54,7 +54,8 @@ class VLMCollator:
         processor: the unmodified processor of a model of any supported family; for a text model, its tokenizer.
         layout: "padded" returns [B, S] with a 2D attention mask, "packed" returns one row [1, T]. Both carry the
             sample lengths on the host.
-        slots: the padding of samples and of the row in the packed layout; None: no padding.
+        slots: the padding of samples and of the row in the packed layout; None: no padding. With `share_prefixes`, only
+            `row_multiple` (for context parallelism), which pads the rows whose samples share nothing.
         share_prefixes: in a packed row, compute the prefix that samples share (images included) only once; the row
             gets a `PrefixTree`. True means `SharePrefixes()`. Labels must be token ids.
         max_length: the largest number of tokens in a sample; None: no limit.
@@ -434,6 +435,7 @@ def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: S
     check_kind("share_prefixes", sharing, SharePrefixes, "SharePrefixes(min_shared=64)")
     if layout != "packed":
         raise ConfigError(f"share_prefixes makes rows, but layout={layout!r}; choose layout='packed'")
-    if slots != SlotRule():
-        raise ConfigError(f"share_prefixes needs a row without padding, but slots={slots}; leave one of them out")
+    if slots != SlotRule(row_multiple=slots.row_multiple):
+        fault = f"share_prefixes needs a row without padding, but slots={slots}"
+        raise ConfigError(f"{fault}; leave one of them out, or give row_multiple alone")
     return sharing

@@ -54,7 +54,8 @@ class Evaluation:
     sample_ids: np.ndarray
     """int64 [N], ascending: index of each sample in the data set; refused samples have no entry."""
     sample_losses: np.ndarray
-    """float64 [N]: mean over each sample's targets of cross-entropy (nats) times weight; 0 without targets."""
+    """float64 [N]: mean over each sample's targets of cross-entropy (nats) times weight; 0 without targets. With a
+    teacher's `topk_logprobs`, the loss of `Distillation` takes the place of cross-entropy, here and in all metrics."""
     sample_targets: np.ndarray
     """int64 [N]: number of targets of each sample."""
     refused: tuple[SampleError, ...]
