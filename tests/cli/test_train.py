@@ -73,6 +73,14 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
         ("resume_from_checkpoint=nowhere", "nowhere cannot be resumed from: there is no such folder"),
         ("on_bad=raise", "cannot be used; on_bad='skip'"),
         ("capacity=20", "no sample can be used (overlength"),
+        ("max_patches=1", "too large for a row"),
+        ("max_length=301", "max_length=301 is more than capacity=300"),
+        ("val_size=.inf", "inf samples cannot be held out"),
+        ("lora_targets='(*'", "lora_targets (*: nothing to repeat"),
+        ("lora_alpha=0", "lora_alpha=0: input should be greater than or equal to 1"),
+        ("samples_per_update=99", "samples_per_update=99: there are only 2"),
+        ("max_steps=0", "no step would be trained"),
+        ("num_train_epochs=-1", "no step would be trained"),
     ],
 )
 def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, chats: Path) -> None:
@@ -87,6 +95,11 @@ def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, ch
         ("- a", "has no keys; write lines such as `data: chats.jsonl`"),
         ("model: tiny", "data must be set"),
         ("a: [", "cannot be read"),
+        ("seed: 1\nseed: 2", "seed is written twice"),
+        (
+            "{model: tiny, data: synthetic, num: 3, output_dir: '', push_to_hub: true, hub_token: x}",
+            "Trainer refuses these keys: ",
+        ),
         ("{model: tiny, data: synthetic, num: 3, learning_rate: -1}", "Trainer refuses these keys: Invalid learning"),
         ("{model: tiny, data: synthetic, neftune_noise_alpha: 5}", "neftune_noise_alpha scales noise"),
     ],
@@ -204,10 +217,14 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
     resumed = run(
         *settings, "max_steps=4", "output_dir=halves", "lr_scheduler_type=constant", "resume_from_checkpoint=true"
     )
+    assert resumed["ignored"].keys() == {"learning_rate"}  # that of the checkpoint
     assert resumed["result"]["after"] == whole["result"]["after"] != whole["result"]["before"]
-    for other, said in (
-        ("method=lora", "of all weights, and this one is of adapters"),
-        ("capacity=299", "plan"),
+    run(*settings, "max_steps=2", "output_dir=adapters", "method=lora", "lora_targets=[q_proj, v_proj]")
+    for folder, other, said in (
+        ("halves", ("method=lora",), "of all weights, and this one is of adapters"),
+        ("halves", ("capacity=299",), "plan"),
+        ("adapters", ("method=lora", "lora_targets=[q_proj]"), "adapters of other layers (['q_proj', 'v_proj'])"),
     ):
-        done = CliRunner().invoke(app, ["train", *settings, "output_dir=halves", "resume_from_checkpoint=true", other])
+        resumed = ("resume_from_checkpoint=true", f"output_dir={folder}", *other)
+        done = CliRunner().invoke(app, ["train", *settings, *resumed])
         assert done.exit_code == 2 and said in done.stderr

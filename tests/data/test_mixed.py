@@ -61,6 +61,10 @@ def test_samples_that_are_held_out_come_in_no_other_pass() -> None:
     assert len(more) == 3 and sorted([*again.indices, *more.indices]) == list(range(13))  # rounded up
     with pytest.raises(ConfigError, match="13 samples cannot be held out of 13"):
         hold_out(DATASETS["few"], 13)
+    with pytest.raises(ConfigError, match="nan samples cannot be held out"):
+        hold_out(DATASETS["few"], float("nan"))
+    with pytest.raises(ConfigError, match="are the whole mix; hold out fewer"):
+        hold_out(mix_datasets({"one": [1], "other": [2]}, num=40), 30)
 
 
 @pytest.mark.parametrize(("strategy", "few", "many"), [("first_exhausted", 13, 39), ("all_exhausted", 33, 97)])

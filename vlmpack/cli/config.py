@@ -48,7 +48,15 @@ class TrainKeys:
 
 
 OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
-MINIMA = {"val_size": 0, "capacity": 2, "samples_per_update": 1, "lora_rank": 1, "lora_dropout": 0, "max_new_tokens": 0}
+MINIMA = {
+    "val_size": 0,
+    "capacity": 2,
+    "samples_per_update": 1,
+    "lora_rank": 1,
+    "lora_alpha": 1,
+    "lora_dropout": 0,
+    "max_new_tokens": 0,
+}
 OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name != "dataset")
 DEFAULTS: dict[str, Any] = {
     "output_dir": "results",
@@ -183,9 +191,19 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     return {key: _value(key, value, keys[key]) for key, value in given.items()}
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """A loader that refuses a key that is written twice, of which YAML keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is written twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def _yaml(name: str, text: str | bytes) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
 

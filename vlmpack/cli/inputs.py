@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -452,9 +453,10 @@ def quiet_transformers() -> Iterator[None]:
 @contextmanager
 def refused_as(what: str) -> Iterator[None]:
     """Turn errors of other libraries about settings into a ConfigError that begins with `what`."""
-    from httpx import TransportError  # of the hub's client
+    from huggingface_hub.errors import HfHubHTTPError  # derived from the errors of the hub's client
 
+    refusals: Any = (ValueError, ImportError, RuntimeError, re.error, *HfHubHTTPError.__bases__)
     try:
         yield
-    except (ValueError, ImportError, RuntimeError, TransportError) as error:
+    except refusals as error:
         raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error

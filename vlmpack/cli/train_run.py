@@ -55,7 +55,7 @@ class TrainRun:
         self.given = given
         self.keys = keys = TrainKeys(**{name: given[name] for name in OF_TRAIN if name in given})
         self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
-        self.folder = Path(args.output_dir or DEFAULTS["output_dir"])
+        self.folder = Path(str(args.output_dir))
         self.resume = checkpoint_to_resume(given.get("resume_from_checkpoint"), self.folder, PLAN_FILE)
         self.data = data_options(given, keys, keys.data, self.folder)
         self.train_set, self.collator = inputs.open_inputs(self.data, on_bad=keys.on_bad)
@@ -68,7 +68,14 @@ class TrainRun:
             make_folder("output_dir", self.folder)
             self.table, self.plan = self._planned(self.train_set, quiet=quiet)
             self.eval_plan = self._planned(self.eval_set, quiet=quiet)[1] if len(self.eval_set) else None
+        if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
+            raise ConfigError(
+                f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step would be trained; "
+                "set one of them above 0"
+            )
         if keys.samples_per_update is not None:
+            if keys.samples_per_update > (samples := len(self.plan.sample_ids)):
+                raise ConfigError(f"samples_per_update={keys.samples_per_update}: there are only {samples:,} samples")
             a_step = len(self.plan.sample_ids) / len(self.plan) * args.world_size
             args.gradient_accumulation_steps = max(1, ceil(keys.samples_per_update / a_step))
         self.is_sharded = bool(args.fsdp or args.deepspeed)
@@ -78,10 +85,12 @@ class TrainRun:
         data, found = self.data, inputs.Inputs(samples, self.collator)
         table = inputs.measure(found, data, quiet=quiet, min_shared=data.min_shared)
         check_refused(table, self.collator)
-        if not len(table) or table.tokens.min() > self.keys.capacity:
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
+        plan = inputs.plan_rows(table, data, self.keys.capacity) if len(table) else None
+        if plan is None or not len(plan.sample_ids):
+            counts = {**table.reasons, "too large for a row": len(table)}
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.items() if count) or "there are none"
             raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")
-        return table, inputs.plan_rows(table, data, self.keys.capacity)
+        return table, plan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan, for JSON."""
@@ -123,7 +132,9 @@ class TrainRun:
     def ignored(self) -> dict[str, str]:
         """Return the keys that were set and have no effect, with the reason."""
         keys, args = self.keys, self.args
+        saves: Any = args.save_strategy
         of_lora, of_images = "lora_rank lora_alpha lora_dropout lora_targets merge", "freeze_vision max_patches"
+        of_optimizer = "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
         cases = (
             (keys.method == "full", of_lora, "method is full"),
             (not self.collator.metadata.has_vision, of_images, "the model takes only text"),
@@ -132,8 +143,9 @@ class TrainRun:
             (keys.eval_data is not None, "val_size", "eval_data is set"),
             (args.eval_strategy == "no", "eval_steps", "eval_strategy is no"),
             (self.eval_plan is None, "eval_strategy eval_steps max_new_tokens", "no samples are held out"),
+            (self.resume is not None, of_optimizer, "the optimizer continues with that of the checkpoint"),
             (self.is_sharded, "merge max_new_tokens", "no rank has the whole model"),
-            (args.save_strategy != "steps", "save_steps", f"save_strategy is {args.save_strategy}"),
+            (args.save_strategy != "steps", "save_steps", f"save_strategy is {saves.value}"),
         )
         why = {**UNUSED, **{name: reason for holds, names, reason in cases if holds for name in names.split()}}
         return {name: why[name] for name in self.given if name in why}
@@ -184,6 +196,11 @@ class TrainRun:
 def data_options(given: Mapping[str, Any], keys: TrainKeys, source: str, folder: Path) -> DataOptions:
     """Make the data options; a sample may be as long as a row, or longer in its own."""
     settings = {name: given[name] for name in OF_DATA if given.get(name) is not None}
+    if settings.get("max_length", 0) > keys.capacity:
+        raise ConfigError(
+            f"max_length={settings['max_length']} is more than capacity={keys.capacity}, so longer samples would not "
+            "fit a row; raise capacity, or leave max_length out"
+        )
     if not isinstance(columns := settings.get("columns", []), list):
         settings["columns"] = [columns if isinstance(columns, str) else json.dumps(columns)]
     whole = None if settings.get("overlength") == "own_row" else keys.capacity
@@ -211,6 +228,7 @@ def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool
     if given.keys().isdisjoint(CHECKPOINTING):
         settings[next(name for name in CHECKPOINTING if name in names)] = on_gpu
     settings |= {name: value for name, value in given.items() if name in names}
+    settings["output_dir"] = settings["output_dir"] or DEFAULTS["output_dir"]
     with inputs.refused_as("TrainingArguments refuses these keys"):
         args = TrainingArguments(**settings, remove_unused_columns=False)
     check_arguments(args)

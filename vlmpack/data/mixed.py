@@ -76,7 +76,7 @@ def hold_out(dataset: Any, size: float, *, seed: int = 0) -> tuple[Any, Any]:
         ConfigError: `size` is negative, or leaves nothing to train on.
     """
     total = len(dataset)
-    num = ceil(size) if size >= 1 else min(ceil(size * total), total - 1)
+    num = min(ceil(size * total), total - 1) if 0 <= size < 1 else ceil(size) if 1 <= size < total else -1
     if not 0 <= num < total:
         raise ConfigError(f"{size:g} samples cannot be held out of {total:,}, of which at least one is trained on")
     train, held_out = random_split(dataset, [total - num, num], torch.Generator().manual_seed(seed))
@@ -84,6 +84,8 @@ def hold_out(dataset: Any, size: float, *, seed: int = 0) -> tuple[Any, Any]:
         which, places = dataset._places
         same = which + len(dataset.datasets) * places  # one number per sample, in every pass
         train = Subset(dataset, np.flatnonzero(~np.isin(same, same[held_out.indices])).tolist())
+        if not len(train):
+            raise ConfigError(f"the {num:,} held-out samples and their repeats are the whole mix; hold out fewer")
     return train, held_out
 
 

@@ -271,6 +271,10 @@ def _innermost(optimizer: Any) -> Any:
 # ---------------------------------------------------------------------- weights under other names
 
 
+def _layers(target_modules: Any) -> Any:
+    return target_modules if isinstance(target_modules, str | None) else sorted(target_modules)
+
+
 class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
@@ -313,6 +317,13 @@ class RenamedWeights(Trainer):
             raise ConfigError(
                 f"{folder} is of a training of {parts[0]}, and this one is of {parts[1]}: train as before"
             )
+        configs = cast(Any, target).peft_config.values() if adapts else ()
+        for file in folder.rglob("adapter_config.json") if adapts else ():
+            stored = _layers(json.loads(file.read_text()).get("target_modules"))
+            if stored not in [_layers(getattr(each, "target_modules", None)) for each in configs]:
+                raise ConfigError(
+                    f"{folder} has adapters of other layers ({stored!s:.200}) than this training: train as before"
+                )
         try:
             if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
