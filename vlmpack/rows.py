@@ -917,7 +917,9 @@ class PackedDataset(Dataset[dict[str, Any]]):
 
     def segments(self, row: SupportsIndex) -> Segments:
         """Return a row's sample boundaries. Raises the same errors as `measured`."""
-        return Segments.from_lengths([sample.num_tokens for sample in self.measured(row)], self.slots)
+        is_padded = self.slots.row_multiple == 1 or self.tree(row) is None  # a tree has no padding
+        lengths = [sample.num_tokens for sample in self.measured(row)]
+        return Segments.from_lengths(lengths, self.slots if is_padded else SlotRule())
 
     def tree(self, row: SupportsIndex) -> PrefixTree | None:
         """Return a row's prefix tree, without pixels; None: its samples share nothing. Needs no processor.

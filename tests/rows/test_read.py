@@ -150,12 +150,14 @@ def questions() -> list[dict]:
     return [*about, *films, chat("2 + 2?", "4", id="sum")]
 
 
-@pytest.mark.parametrize("capacity", [80, 1600])
-def test_rows_that_share_prefixes_have_the_tree_that_the_collator_finds_and_no_fixed_size(tmp_path, capacity):
-    samples, collator = questions(), packing(share_prefixes=SHARING)
+@pytest.mark.parametrize(("capacity", "multiple"), [(80, 8), (1600, 1)])
+def test_rows_that_share_prefixes_have_the_tree_that_the_collator_finds_and_no_fixed_size(tmp_path, capacity, multiple):
+    samples, collator = questions(), packing(share_prefixes=SHARING, slots=SlotRule(row_multiple=multiple))
     manifest = store(tmp_path, samples, collator, capacity=capacity)
     dataset, outlined = PackedDataset(tmp_path, processor_of()), PackedDataset(tmp_path)
-    trees = [row.tree for row in check_rows(dataset, samples, collator)]
+    rows = check_rows(dataset, samples, collator)
+    trees = [row.tree for row in rows]
+    assert [row.segments for row in rows] == [outlined.segments(at) for at in range(len(outlined))]
     assert trees == [outlined.tree(at) for at in range(len(outlined))]
     assert sum(tree is not None for tree in trees) >= 4 if capacity == 80 else len(trees[0].images) == 4
     plan = Plan.load(tmp_path / "plan.zip")
