@@ -117,18 +117,27 @@ def test_a_dry_run_prints_the_rows_that_the_library_plans_and_what_is_trained_on
     keys = ("data: chats.jsonl", "mix: [synthetic=0.5]", "num: 24", "learning_rate: 1e-3", "capacity: 500")
     Path("train.yaml").write_text("\n".join(keys))
     settings = ("--config", "train.yaml", "val_size=0", "samples_per_update=12", "on_bad=skip", "model=tiny")
-    unused = ("per_device_train_batch_size=4", "method=full", "lora_rank=8", "max_steps=3", "num_train_epochs=2")
+    unused = (
+        "per_device_train_batch_size=4",
+        "method=full",
+        "lora_rank=8",
+        "max_steps=3",
+        "num_train_epochs=2",
+        "fp16=true",
+        "bf16=false",
+        "use_cpu=true",
+    )
     told = run(*settings, *unused, "--dry-run")
     assert (told["samples"] + told["left_out"], told["held_out"], told["result"]) == (24, 0, None)
     assert told["accumulation"] == -(-12 * told["rows"] // told["samples"]) and told["updates"] == 3
-    assert told["ignored"].keys() == {"per_device_train_batch_size", "lora_rank", "num_train_epochs"}
+    assert told["ignored"].keys() == {"per_device_train_batch_size", "lora_rank", "num_train_epochs", "fp16"}
     sample = "".join(part["text"] for part in told["sample"] if part["trained_on"])
     assert sample.startswith("Rp ") and sample.endswith(".000<|im_end|>")
 
     told = run(*settings[:2], "num=100", "on_bad=skip", "model=tiny", "val_size=3", "--dry-run")
     assert told["samples"] + told["left_out"] < 97 and told["held_out"] == 3  # other passes over those are left out
 
-    told = run(*CHATS, "val_size=0", "--dry-run")
+    told = run(*CHATS, "val_size=0", "min_shared=0", "--dry-run")
     table = measure_lengths(open_dataset("chats.jsonl"), VLMCollator(tiny_processor(), max_length=300))
     plan = plan_bins(table, 300, overlength="drop")
     assert (told["rows"], told["samples"], told["left_out"]) == (len(plan), len(table), len(table.refused))

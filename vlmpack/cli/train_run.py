@@ -83,7 +83,7 @@ class TrainRun:
     def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
         """Measure samples and plan their rows."""
         data, found = self.data, inputs.Inputs(samples, self.collator)
-        table = inputs.measure(found, data, quiet=quiet, min_shared=data.min_shared)
+        table = inputs.measure(found, data, quiet=quiet, min_shared=data.min_shared or None)
         check_refused(table, self.collator)
         plan = inputs.plan_rows(table, data, self.keys.capacity) if len(table) else None
         if plan is None or not len(plan.sample_ids):
@@ -138,6 +138,7 @@ class TrainRun:
         cases = (
             (keys.method == "full", of_lora, "method is full"),
             (not self.collator.metadata.has_vision, of_images, "the model takes only text"),
+            (args.device.type == "cpu", "fp16", "CPUs train in float32, or with bf16"),
             (args.max_steps > 0, "num_train_epochs", "max_steps is set"),
             (keys.samples_per_update is not None, "gradient_accumulation_steps", "samples_per_update sets it"),
             (keys.eval_data is not None, "val_size", "eval_data is set"),
