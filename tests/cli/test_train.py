@@ -74,7 +74,7 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
         ("on_bad=raise", "cannot be used; on_bad='skip'"),
         ("capacity=20", "no sample can be used (overlength"),
         ("max_patches=1", "too large for a row"),
-        ("max_length=301", "max_length=301 is more than capacity=300"),
+        ("max_length=301", "max_length is above capacity=300"),
         ("val_size=.inf", "inf samples cannot be held out"),
         ("lora_targets='(*'", "lora_targets (*: nothing to repeat"),
         ("lora_alpha=0", "lora_alpha=0: input should be greater than or equal to 1"),

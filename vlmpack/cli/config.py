@@ -48,14 +48,10 @@ class TrainKeys:
 
 
 OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
-MINIMA = {
-    "val_size": 0,
+MINIMA: dict[str, float] = {
+    **dict.fromkeys(("val_size", "lora_dropout", "max_new_tokens"), 0),
+    **dict.fromkeys(("samples_per_update", "lora_rank", "lora_alpha"), 1),
     "capacity": 2,
-    "samples_per_update": 1,
-    "lora_rank": 1,
-    "lora_alpha": 1,
-    "lora_dropout": 0,
-    "max_new_tokens": 0,
 }
 OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name != "dataset")
 DEFAULTS: dict[str, Any] = {

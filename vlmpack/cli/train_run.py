@@ -69,10 +69,7 @@ class TrainRun:
             self.table, self.plan = self._planned(self.train_set, quiet=quiet)
             self.eval_plan = self._planned(self.eval_set, quiet=quiet)[1] if len(self.eval_set) else None
         if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-            raise ConfigError(
-                f"max_steps={args.max_steps}, num_train_epochs={args.num_train_epochs:g}: no step would be trained; "
-                "set one of them above 0"
-            )
+            raise ConfigError("no step would be trained; set max_steps or num_train_epochs above 0")
         if keys.samples_per_update is not None:
             if keys.samples_per_update > (samples := len(self.plan.sample_ids)):
                 raise ConfigError(f"samples_per_update={keys.samples_per_update}: there are only {samples:,} samples")
@@ -198,10 +195,7 @@ def data_options(given: Mapping[str, Any], keys: TrainKeys, source: str, folder:
     """Make the data options; a sample may be as long as a row, or longer in its own."""
     settings = {name: given[name] for name in OF_DATA if given.get(name) is not None}
     if settings.get("max_length", 0) > keys.capacity:
-        raise ConfigError(
-            f"max_length={settings['max_length']} is more than capacity={keys.capacity}, so longer samples would not "
-            "fit a row; raise capacity, or leave max_length out"
-        )
+        raise ConfigError(f"max_length is above capacity={keys.capacity}; raise capacity, or leave max_length out")
     if not isinstance(columns := settings.get("columns", []), list):
         settings["columns"] = [columns if isinstance(columns, str) else json.dumps(columns)]
     whole = None if settings.get("overlength") == "own_row" else keys.capacity
