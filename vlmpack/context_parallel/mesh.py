@@ -114,7 +114,7 @@ class Parallel:
 
     @property
     def vision(self) -> VisionRanks:
-        """The ranks that share the work on images: those that share a row, or all ranks with `balance_vision`."""
+        """The ranks that compute images together: those of one row, or all ranks with `balance_vision`."""
         return self._known.vision
 
     @property

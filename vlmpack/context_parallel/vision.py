@@ -7,9 +7,9 @@ Rank 0 has a row with images of 64, 16, 16 and 32 patches, 4 patches to a token,
     pixels       stay               0 ▶ 1       0 ▶ 1           0 ▶ 1
     features     0 ... 15           16 ... 19   20 ... 23       24 ... 31       1 ▶ 0, and their gradients 0 ▶ 1
 
-One rank computes an image, never a part of it; any ranks may hold its tokens. "Image" means image, tile or video: what
-has features of its own. Pixels have entries (patches, or tiles), and so have masks and positions that go with them. F
-features.
+One rank computes an image, never a part of it; any ranks may hold its tokens. "Image" means image, tile or video:
+whatever the tower computes separately. Pixels have entries (patches, or tiles), and so have masks and positions that go
+with them. F features.
 """
 
 from __future__ import annotations

@@ -453,7 +453,7 @@ def part_of(row: PackedRow, parallel: Parallel | None, family: Family, piece: Pi
             raise LayoutError(
                 f"{parallel.ranks} ranks share a row that has a prefix tree, and {family.model_type} has "
                 f"{', '.join(family.mechanisms)} besides attention, which take whole samples: take the tree away with "
-                "unshare(row), or give each rank rows of its own, Parallel()"
+                "unshare(row), or give each rank other rows: Parallel()"
             )
         return TreeOverRanks(row, parallel)
     if row.tree is None and parallel is not None and parallel.same_calls:

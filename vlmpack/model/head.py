@@ -89,7 +89,7 @@ def score_targets(
         targets: int64 [L], target ids.
         head: maps hidden states to logits.
         chunk: rows of logits in memory at a time.
-        scoring: temperature, and what else to compute.
+        scoring: temperature, and whether to compute entropies and the rest.
         candidates: int64 [L, K], further ids of each position. Their log-probabilities are float32 [L, K], or with
             `scoring.rest` [L, K + 1].
     """
