@@ -318,7 +318,7 @@ def test_a_marker_whose_medium_was_lost_is_not_trained_on_as_text(feature: dict[
     marker = next(x for x in ("<audio>", "<video>", "<image>") if x in json.dumps(feature, default=str))
     for how in ({"has_vision": False}, {"markers": "text"}):
         row = read_conversation(feature, **how)
-        assert marker in "".join(row.plain or row.texts())
+        assert marker in "".join(row.contents())
 
 
 UNMARKED = {
@@ -388,9 +388,9 @@ def test_another_librarys_place_is_not_trained_on_beside_an_image_in_front(said:
 
 def test_what_is_meant_as_text_is_text() -> None:
     for said in ("<img>a.jpg</img>", "<image_1>?", "<audio>?", "<image>?"):
-        assert said in "".join(read_conversation(asked(said, images=[A]), markers="text").texts())
+        assert said in "".join(read_conversation(asked(said, images=[A]), markers="text").contents())
     for said in ('<img src="a.jpg"/>', "<img></img>", "<image_1>", "List<image>", "<video controls>"):
-        assert said in "".join(read_conversation(asked(said)).texts())
+        assert said in "".join(read_conversation(asked(said)).contents())
     answer = says("<img>a.jpg</img>")
     assert read_conversation({"messages": [user("Write HTML."), answer]}).messages[1] == answer
     assert read_conversation(asked("<img>a.jpg</img>"), has_vision=False).media["image"] == ()

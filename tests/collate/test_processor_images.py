@@ -110,11 +110,11 @@ def refusal(feature, *, family="internvl", **settings):
 REFUSED = {
     "no_video": (
         {"messages": [user([{"type": "video", "video": [picture(), picture()]}]), says("A cat")]},
-        "video 0: a InternVLProcessor reads images alone; give frames as images",
+        "video 0: the InternVLProcessor reads images alone; give frames as images",
     ),
     "vision_key": (
         chat("?", "A cat", {"image": picture(), "max_pixels": 4096}),
-        "image 0: it has max_pixels beside it; a InternVLProcessor sizes all images alike: leave them out",
+        "image 0: it has max_pixels beside it; the InternVLProcessor sizes images alike: leave them out",
     ),
 }
 

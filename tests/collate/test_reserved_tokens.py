@@ -1,7 +1,7 @@
 """Special tokens in a text: those of the processor and the chat template are refused, any other one is learnt."""
 
 import pytest
-from chats import chat, learnt, needs, picture
+from chats import chat, learnt, needs, picture, says, user
 from fixtures.processors import tiny_processor
 
 from vlmpack.collate import VLMCollator
@@ -84,6 +84,14 @@ def test_what_the_processor_or_the_template_writes_is_refused(family, token, who
     question, answer = (f"What {token if who == speaker else ''}" for speaker in ("user", "assistant"))
     message = refused(grounding_processor(family), chat(question, answer))
     assert f"its text holds {token!r}, which only the processor and the chat template may write" in message
+
+
+def test_a_text_is_no_token_without_its_brackets_and_a_name_is_one_that_a_template_writes_as_xml():
+    processor = tiny_processor("llava")
+    batch = VLMCollator(processor)([chat("eos", "image")])
+    assert learnt(processor, batch["labels"]).startswith("image")
+    call = {"type": "function", "function": {"name": "image", "arguments": {}}}
+    refused(processor, {"messages": [user("Go."), says("", tool_calls=[call])]})
 
 
 def test_a_tokenizer_s_template_tells_what_is_reserved():

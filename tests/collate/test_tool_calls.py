@@ -146,11 +146,11 @@ def test_a_null_that_json_text_holds_is_kept() -> None:
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "arguments": (
         {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "tea"}}]}]},
-        "arguments of a tool call that are a text have to be JSON, got 'tea'",
+        "arguments of a tool call that are no JSON: 'tea'",
     ),
     "arguments that are a list": (
         {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
-        r"arguments of a tool call have to be the JSON of an object, got '\[1\]'",
+        r"arguments of a tool call that are the JSON of no object: '\[1\]'",
     ),
     "a call": ({"messages": [ASK, {"role": "tool_call", "content": "price of tea"}]}, "a function call that is no"),
     "no call": ({"messages": [ASK, {"role": "tool_call", "content": "[]"}]}, "a function call that is no JSON of a"),
@@ -158,8 +158,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [ASK, {"role": "tool_call", "content": [{"type": "image"}, text(TEXTS[0])]}]},
         "a function call with a part of type 'image'; a call is JSON text",
     ),
-    "tools": ({"messages": [ASK, ANSWER], "tools": "price, now"}, "tools that are a text have to be JSON, got 'price"),
-    "tools that are a number": ({"messages": [ASK, ANSWER], "tools": "5"}, "tools must be a list of tools, or the"),
+    "tools": ({"messages": [ASK, ANSWER], "tools": "price, now"}, "it has tools that are no JSON: 'price"),
+    "tools that are a number": (
+        {"messages": [ASK, ANSWER], "tools": "5"},
+        "it has tools that are no list, and no JSON",
+    ),
 }
 
 

@@ -507,15 +507,14 @@ class Encoder:
     def _check_texts(self, conversation: Conversation) -> None:
         """Refuse a sample whose own text holds the template's tokens: they would make false images or turns.
 
-        Templates that write XML put angle brackets around a name, so `|im_end|` is as bad as `<|im_end|>`.
+        Templates that write XML put angle brackets around a name, so there `|im_end|` is as bad as `<|im_end|>`.
         """
-        typed = conversation.texts() if conversation.plain is None else conversation.plain[1:]
-        for text in typed:
-            framed = f"<{text}>"
-            if not any(token in framed for token in self._special):
+        typed = conversation.contents()[1 if conversation.plain else 0 :]
+        for text in (*typed, *(f"<{name}>" for name in conversation.other_texts())):
+            if not any(token in text for token in self._special):
                 continue
             reserved = self._reserved if conversation.plain is None else self._media_tokens
-            if token := next((token for token in reserved if token in framed), None):
+            if token := next((token for token in reserved if token in text), None):
                 fault = f"its text holds {token!r}, which only the processor and the chat template may write; remove it"
                 raise SampleError(fault, "reserved_token_in_text")
 

@@ -246,7 +246,7 @@ class MediaReader:
         if self.metadata.by_processor and has_image_keys(ref.options):
             keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
             name = type(self.processor).__name__
-            raise SampleError(f"it has {keys} beside it; a {name} sizes all images alike: leave them out", "vision_key")
+            raise SampleError(f"it has {keys} beside it; the {name} sizes images alike: leave them out", "vision_key")
 
     def _keyed_size(self, ref: MediaRef, source: Size) -> Size:
         """Return the (height, width) in pixels that an image's keys set, after checking that it is not too large."""
@@ -280,7 +280,7 @@ class MediaReader:
         """Make a video by the processor's own rules; only its file is decoded here. Measuring uses blank frames."""
         part, name = self.parts.video_processor, type(self.processor).__name__
         if not self._family.has_videos:
-            raise SampleError(f"a {name} reads images alone; give frames as images", "no_video")
+            raise SampleError(f"the {name} reads images alone; give frames as images", "no_video")
         if part is None:
             fault = f"this {name} has no video processor, which needs torchvision; install it and load it again"
             raise SampleError(fault, "no_video")

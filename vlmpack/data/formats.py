@@ -708,7 +708,7 @@ def read_tools(value: Any) -> list[Any]:
         value = _parsed(value, "tools") if value.strip() else []
     value = [value] if isinstance(value, Mapping) else [] if value is None else value
     if not isinstance(value, list | tuple):
-        raise ValueError(f"tools must be a list of tools, or the JSON of one, got {type(value).__name__} {value!r:.40}")
+        raise ValueError(f"tools that are no list, and no JSON of one: {type(value).__name__} {value!r:.40}")
     return [_parsed(tool, "tools") if isinstance(tool, str) else tool for tool in value]
 
 
@@ -755,7 +755,7 @@ def _arguments(value: Any) -> Any:
         return value
     arguments = _parsed(value, "arguments of a tool call") if value.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"arguments of a tool call have to be the JSON of an object, got {value!r:.60}")
+        raise ValueError(f"arguments of a tool call that are the JSON of no object: {value!r:.60}")
     return arguments
 
 
@@ -763,7 +763,7 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{name} that are a text have to be JSON, got {text!r:.60} ({error})") from error
+        raise ValueError(f"{name} that are no JSON: {text!r:.60} ({error}); write JSON, or an object") from error
 
 
 # ---------------------------------------------------------------------- a sample for each answer

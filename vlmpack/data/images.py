@@ -233,7 +233,8 @@ def _open_file(path: Path, kind: str) -> IO[bytes]:
         if error.errno != ENAMETOOLONG:
             fault = f"the {kind} file {_short(str(path))} cannot be read: {error}"
             raise SampleError(fault, f"{kind}_missing") from error
-    raise SampleError(f"there is no {kind} file at {_short(str(path))}; check the path", f"{kind}_missing")
+    remedy = "check the path" if len(str(path)) < 256 else f"base64 needs 'data:{kind}/...;base64,' before it"
+    raise SampleError(f"there is no {kind} file at {_short(str(path))}; {remedy}", f"{kind}_missing")
 
 
 def _short(text: str) -> str:

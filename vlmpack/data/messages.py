@@ -172,14 +172,16 @@ class Conversation:
     unplaced: Kind | None = None
     """A kind of medium whose marker is in a user's text although the sample has no such media; None: there is none."""
 
-    def texts(self) -> Iterator[str]:
-        """Yield every string that a template could write: contents (with joined parts) and all other inputs.
+    def contents(self) -> list[str]:
+        """Return the text of each message, or prompt and completion."""
+        return [*(self.plain or map(text_of, self.messages))]
 
-        For nested values, such as the arguments of tool calls, this includes the keys: a template writes them as JSON
-        or XML.
+    def other_texts(self) -> Iterator[str]:
+        """Yield every other string that a template could write, such as names and arguments of tool calls.
+
+        For nested values this includes the keys: a template writes them as JSON or XML.
         """
         for message in self.messages:
-            yield text_of(message)
             yield from _strings({key: value for key, value in message.items() if key not in ("role", "content")})
         yield from _strings(self.template_options)
 
@@ -254,7 +256,7 @@ def read_conversation(
     if placed := next((kind for kind in lost if kind in marked), None):
         _refuse_marker(placed, said.count(f"<{placed}>"), row)
     has_media = any(conversation.media.values()) or not has_vision
-    unread = check_unread(row, has_media=has_media, texts=conversation.plain or tuple(conversation.texts()))
+    unread = check_unread(row, has_media=has_media, texts=[*conversation.contents(), *conversation.other_texts()])
     warned = [kind for kind in lost if reads_media and markers == "auto"]
     return replace(conversation, unread=unread, unplaced=next(iter(warned), None))
 
@@ -338,7 +340,7 @@ def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
     try:
         tools = read_tools(tools)
     except ValueError as error:
-        raise SampleError(str(error), "bad_row") from error
+        raise SampleError(f"it has {error}", "bad_row") from error
     if tools and not is_empty(options.get("tools")):
         raise SampleError("it has tools in a column and in chat_template_kwargs; keep the column", "bad_row")
     return {**options, **({"tools": tools} if tools else {})}
@@ -355,7 +357,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         try:
             written["tool_calls"] = with_arguments(written["tool_calls"])
         except ValueError as error:
-            raise SampleError(f"it has {error}; write them as an object", "bad_row") from error
+            raise SampleError(f"it has {error}", "bad_row") from error
     return written
 
 
@@ -424,7 +426,8 @@ def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -
     """Convert a turn of Qwen's fine-tuning format to a message. Split and strip its text as Qwen's own code does."""
     text, role = turn.get("value"), turn["from"]
     if not isinstance(text, str) or not isinstance(role, str):
-        raise SampleError(f"{where} must have a from and a value, got {short(turn)}", "bad_row")
+        seen = f"got {short(role)} and {short(text)}{_READ_AS_JSON if isinstance(text, Number) else ''}"
+        raise SampleError(f"{where} must have a from and a value that are texts, {seen}", "bad_row")
     if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
         raise SampleError(
             f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them", "bad_row"
