@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from math import gcd
 
 from vlmpack.plan import PrefixGroups
 
@@ -33,6 +34,8 @@ def naive_best_sum(lengths: Sequence[int], room: int) -> int:
 
 def naive_lower_bound(lengths: Sequence[int], capacity: int) -> int:
     """The bound L2, threshold by threshold, the bound by parts of a bin, and that by pairs above a third of a bin."""
+    unit = gcd(*lengths)
+    lengths, capacity = [length // unit for length in lengths], capacity // unit
     bounds = [-(-sum(((parts + 1) * n - 1) // capacity for n in lengths) // parts) for parts in range(2, 17)]
     for threshold in range(capacity // 2 + 1):
         alone = [n for n in lengths if n > capacity - threshold]

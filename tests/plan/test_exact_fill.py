@@ -70,6 +70,14 @@ def test_the_bound_is_that_of_the_formula_threshold_by_threshold(data, capacity)
     assert lower_bound(np.asarray(lengths), capacity) == naive_lower_bound(lengths, capacity)
 
 
+@given(lengths=st.lists(st.integers(1, 97), min_size=1, max_size=200), unit=st.integers(1, 64), data=st.data())
+def test_padded_samples_are_packed_as_if_their_units_were_tokens(lengths, unit, data):
+    capacity = unit * 97 + data.draw(st.integers(0, unit - 1))
+    sizes = np.asarray(lengths)
+    assert (exact_fill(unit * sizes, capacity) == exact_fill(sizes, 97)).all()
+    assert lower_bound(unit * sizes, capacity) == lower_bound(sizes, 97)
+
+
 def test_the_search_does_not_start_where_samples_go_in_pairs(monkeypatch):
     monkeypatch.setattr(Stock, "draw", None)
     for seed in range(20):

@@ -138,6 +138,8 @@ def lower_bound(sizes: np.ndarray, capacity: int) -> int:
     favor of the packing, because these counts sum to less than k + 1 in every bin. For example, two samples above a
     third of the capacity fit into one bin, but three do not.
 
+    All of them count in the largest unit that divides every size, and in whole units of the capacity.
+
     Pairs: samples above a third of the capacity share bins in twos at most, and of these best fit makes the most.
 
     Args:
@@ -151,6 +153,8 @@ def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
     """Compute `lower_bound` from distinct sizes [K], ascending, and the number of samples of each."""
     if not len(rising):
         return 0
+    unit = int(np.gcd.reduce(rising))
+    rising, capacity = rising // unit, capacity // unit
     number, sums = (np.concatenate([[0], np.cumsum(of_each)]) for of_each in (counts, counts * rising))
     half = int(np.searchsorted(rising, capacity // 2, side="right"))
     thresholds = np.concatenate([[0], rising[:half]])
@@ -252,7 +256,8 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     bound = _lower_bound(sizes[::-1], counts[::-1], capacity)
     if best_fit.bins - bound <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
-    exact = _fill_rows(Stock(sizes, counts), capacity, best_fit=best_fit.bins, bound=bound)
+    unit = int(np.gcd.reduce(sizes))  # a row of padded samples is full if no further unit fits
+    exact = _fill_rows(Stock(sizes // unit, counts), capacity // unit, best_fit=best_fit.bins, bound=bound)
     if not exact.bins:
         return best_fit.assign(order)
     bin_of = exact.assign(order)
