@@ -346,8 +346,8 @@ def ngrams_of_the_row(family: str, patch: Patch) -> None:
     """N-grams reach into the sample before."""
 
     @replaces(sys.modules["vlmpack.model.mechanisms.per_sample"], "run_per_sample")
-    def on_samples(original: Any, layer: Any, row: Any, hidden: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
-        return original(layer, row, hidden, *beside) if len(beside) != 1 else layer(hidden, *beside)
+    def on_samples(original: Any, layer: Any, row: Any, module: Any, cache: Any, *parts: torch.Tensor) -> torch.Tensor:
+        return original(layer, row, module, cache, *parts) if len(parts) != 2 else layer(None, *parts)
 
     on_samples(family, patch)
 

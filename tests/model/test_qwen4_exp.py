@@ -131,11 +131,9 @@ def test_without_a_trial_of_the_selection_the_models_own_selects(monkeypatch):
 def test_short_samples_leave_no_token_out():
     model = tiny()
     config = model.config
-    segments = Segments.from_lengths([1, 7, 8, 9])
-    assert (
-        per_sample.selected_pairs(segments, config.text_config) == segments.attended_pairs
-    )  # 4 blocks of 2, and 1 more
-    assert per_sample.selected_pairs(Segments.from_lengths([10]), config.text_config) == 55 - 2
+    lengths = 1, 7, 8, 9  # 4 blocks of 2, and 1 more
+    assert per_sample.selected_pairs(lengths, config.text_config) == Segments.from_lengths(lengths).attended_pairs
+    assert per_sample.selected_pairs([10], config.text_config) == 55 - 2
 
 
 def test_a_text_model_that_no_longer_tells_its_n_gram_layers_is_noticed():

@@ -241,8 +241,8 @@ def a_convolution_reads_the_sample_before(original, layer, hidden, row, module):
 
 
 @breaks("vlmpack.model.mechanisms.per_sample.run_per_sample", tests="model/test_qwen4_exp.py")
-def layers_that_know_no_boundaries_get_the_whole_row(original, layer, row, hidden, *beside):
-    return layer(hidden, *beside)
+def layers_that_know_no_boundaries_get_the_whole_row(original, layer, row, module, cache, hidden, *beside):
+    return layer(None, hidden, *beside)
 
 
 @breaks("vlmpack.model.mechanisms.recurrent_rows.LayerState.get_recurrent_state", tests=TREE)

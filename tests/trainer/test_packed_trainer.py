@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import slow
+from cases import slow, slow_cases
 from chats import chat, processor_of
 from fixtures.processors import tiny_model, tiny_processor
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
@@ -32,6 +32,7 @@ from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning
 from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import disable_packing, enable_packing
+from vlmpack.model.mechanisms import Mechanism
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
 from vlmpack.plan.planner import split_groups
 from vlmpack.rows import PackedDataset, StoreSettings, write_rows
@@ -91,9 +92,14 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
     assert [one.index for one in table.refused] == [2]
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen4_exp", *slow("qwen3_5_moe")])
-def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("family", "in_pieces"),
+    [("qwen3_vl", True), ("qwen3_vl", False), *slow_cases(("qwen3_5_moe", True), ("qwen4_exp", True))],
+)
+def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, in_pieces, tmp_path, caplog, monkeypatch):
     """Where layers cannot start from a kept prefix, the group is split and its prefix computed again."""
+    if not in_pieces:
+        monkeypatch.setattr(Mechanism, "problem_of_groups", lambda self, model: "they start from nothing")
     processor = processor_of(family)
     collate = VLMCollator(processor, layout="packed", share_prefixes=SharePrefixes(min_shared=4))
     plain, model = (tiny_model(family, layers=2, vision_depth=1, processor=processor) for _ in range(2))
@@ -103,7 +109,7 @@ def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, tmp_path, caplog
     groups = PrefixGroups.of_keys([0] * 5 + [None], [20] * 5 + [0])
     plan = plan_bins(lengths_of(samples), CAPACITY, groups=groups, whole_groups=True)
     assert max(plan.tree_tokens) == 45
-    in_pieces, given, seen = family != "qwen4_exp", [], Gradients()
+    given, seen = [], Gradients()
     rows = len(plan if in_pieces else split_groups(plan))
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: given.append(args[0].numel()))
     settings = arguments(tmp_path, gradient_accumulation_steps=rows, max_steps=1)

@@ -129,9 +129,12 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     computed, dense = count_pairs(lambda: packed(setup.samples), probed)
     row, tree = packed.computed(setup.samples), packed.row(setup.samples).tree
     needed = sum(length**2 for length in row.lengths)  # includes padding after the samples
-    if probed.family.has("per_sample"):  # samples of similar length are padded, and a tree's go whole
+    if probed.family.has("per_sample"):  # samples, or nodes, of similar length are padded
         device = next(probed.core.parameters()).device
-        needed = sum(bucket.tokens * bucket.width for bucket in sample_buckets(row, device).buckets)
+        buckets = sample_buckets(row if tree is None else tree.nodes, device, tree).buckets
+        before = {-1: 0} if tree is None else {-1: 0, **dict(enumerate(tree.keys.lengths))}
+        parents = (-1,) * row.num_samples if tree is None else tree.parents
+        needed = sum(x.tokens * (before[parents[x.members[0]]] + x.width) for x in buckets)
     elif tree is not None:  # a node's queries get all keys on its path
         needed = sum(n * k for n, k in zip(tree.lengths, tree.keys.lengths, strict=True))
     if packed.parallel is not None and packed.context_ranks > 1 and computed != needed:  # they do not divide the heads

@@ -5,13 +5,18 @@ layer hashes every token together with the tokens before it. Neither takes bound
 right-padded batches of samples of similar length (`Buckets`). The tokens of a sample compete only with each other, and
 none of them reads the padding, which comes later.
 
+In a prefix tree, the children of a node are one batch or several. As in generation, they get a cache: the keys of their
+path (`KeysOfPath`), or its last tokens (`TailOfPath`). So shared tokens go through once, also behind a kept prefix
+(`PackedStep.group`).
+
 Attention gets the row by keyword, as all layers do. N-gram layers get no keywords, so a hook on the text model attaches
 the row to their token ids (`InRow`).
 
 transformers' indexer selects for one token at a time, each with a host-device sync. In a row, all tokens are selected
 for at once (`select_blocks`), if a trial on a small indexer gives the same selection.
 
-n samples, W tokens of the longest, B blocks of a sample, N indexer heads, H head dimension.
+n samples, W tokens of the longest, S tokens with those before them, B blocks of these, N indexer heads, H head
+dimension.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -30,6 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import create_causal_mask
 
 from vlmpack.layout.device import around_graph, host_values, outside_graph
+from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
     ClassMechanism,
@@ -45,7 +51,7 @@ from vlmpack.model.mechanisms import (
 from vlmpack.model.mechanisms.attention import plain_config
 from vlmpack.model.mechanisms.gated_delta import CALL_COST
 from vlmpack.model.mechanisms.recurrent_rows import Buckets
-from vlmpack.model.plain import warn_past_the_forward
+from vlmpack.model.plain import CACHES, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
 
@@ -66,25 +72,30 @@ class PerSample(ClassMechanism):
         """Give n-gram layers the row with their token ids, which the text model passes on."""
         return model.text, functools.partial(_add_row, model.family.mechanisms[self.name]["ngram_ids"])
 
-    def problem_of_groups(self, model: ModelParts) -> str | None:
-        """Report layers that look at whole samples."""
-        return (
-            "its sparse attention or n-gram layers look at whole samples, so that a kept prefix would have to go "
-            "through them again: give groups that fit a row"
-        )
-
     def prepare(self, setup: RowSetup) -> Buckets:
-        """Group samples of similar length."""
-        return sample_buckets(setup.row.segments, setup.row.input_ids.device)
+        """Group samples of similar length, or the children of each node of a tree."""
+        segments, device, part = setup.row.segments, setup.row.input_ids.device, setup.part
+        if part.tree is not None:
+            segments = Segments.from_lengths([0] * (part.kept > 0) + [*part.segments.lengths])
+        return sample_buckets(segments, device, part.tree)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the pairs that the indexer selects."""
-        return {"attended_pairs": selected_pairs(setup.row.segments, setup.text_config)}
+        paths, text_config = setup.part.paths, setup.text_config
+        if paths is None:
+            return {"attended_pairs": selected_pairs(setup.row.segments.sample_lengths, text_config)}
+        keys = np.asarray(paths.keys.lengths)
+        before = selected_pairs(keys - np.asarray(paths.nodes.lengths), text_config)
+        return {"attended_pairs": selected_pairs(keys, text_config) - before}
 
 
-def sample_buckets(segments: Segments, device: torch.device) -> Buckets:
-    """Return the calls of a layer for a row with these samples, chosen by the cost of calls and padding."""
-    return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
+def sample_buckets(segments: Segments, device: torch.device, tree: PrefixTree | None = None) -> Buckets:
+    """Return the calls of a layer for a row with these samples, or nodes of a tree, chosen by the cost of calls and
+    padding."""
+    call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
+    if tree is None:
+        return Buckets.cheapest(segments, call_cost=call_cost)
+    return Buckets.of_siblings(segments, tree, call_cost=call_cost)
 
 
 def attention_layers(model: ModelParts) -> list[nn.Module]:
@@ -98,17 +109,18 @@ def ngram_layers(model: ModelParts) -> list[nn.Module]:
     return model.layer_parts(PerSample.name, "ngram")
 
 
-def selected_pairs(segments: Segments, text_config: Any) -> int:
-    """Return the number of query-key pairs that the indexer selects. It does not depend on the scores.
+def selected_pairs(lengths: Sequence[int] | np.ndarray, text_config: Any) -> int:
+    """Return the number of query-key pairs that the indexer selects in samples of these lengths. It does not depend on
+    the scores.
 
     If a query sees m tokens, its m // ratio whole blocks compete for budget // ratio slots, and the m % ratio tokens of
     the last, partial block are always selected.
     """
     ratio = text_config.indexer_compress_ratio
-    visible = np.arange(1, segments.max_length + 1)
+    visible = np.arange(1, max(lengths, default=0) + 1)
     selected = np.minimum(visible // ratio, text_config.indexer_budget // ratio) * ratio + visible % ratio
     pairs = np.concatenate([[0], selected.cumsum()])
-    return int(pairs[list(segments.sample_lengths)].sum())
+    return int(pairs[[*lengths]].sum())
 
 
 @final
@@ -150,12 +162,17 @@ def attention_class(base: Any) -> type[nn.Module]:
             return base.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
         indexed = row if selects_alike(plain_class(self.get_submodule("indexer")), plain_config(self)) else None
+        others = {name: value for name, value in kwargs.items() if name not in CACHES}
 
-        def attend(hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        def attend(path: KeysOfPath | None, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+            if path is not None:
+                cos, sin = path.join("cos", cos), path.join("sin", sin)
             with handed_on(indexed):
-                return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden), **kwargs)[0]
+                return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden, cos.shape[1]), path, **others)[
+                    0
+                ]
 
-        return run_per_sample(attend, row, hidden_states, *position_embeddings), None
+        return run_per_sample(attend, row, self, KeysOfPath, hidden_states, *position_embeddings), None
 
     return subclass(base, {"forward": around_graph(forward)}, attention_class)
 
@@ -170,12 +187,12 @@ def indexer_class(base: Any) -> type[nn.Module]:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor,
-        *args: Any,
+        cache: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         if handed_row() is None or attention_mask.dtype != torch.bool:  # additive: versions of transformers differ
-            return base.forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs)
-        return select_blocks(self, hidden_states, *position_embeddings) & attention_mask
+            return base.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+        return select_blocks(self, hidden_states, *position_embeddings, path=cache) & attention_mask
 
     return subclass(base, {"forward": around_graph(forward)}, indexer_class)
 
@@ -191,31 +208,154 @@ def ngram_class(base: Any) -> type[nn.Module]:
         if not isinstance(input_ids, InRow):
             return base.forward(self, hidden_states, input_ids, *args, **kwargs)
 
-        def look_up(hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return base.forward(self, hidden, ids, *args, **kwargs)
+        def look_up(path: TailOfPath | None, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            return base.forward(self, hidden, ids, path, *args[1:], **others)
 
-        return run_per_sample(look_up, input_ids.row, hidden_states, input_ids.tensor_1T)
+        others = {name: value for name, value in kwargs.items() if name not in CACHES}
+        return run_per_sample(look_up, input_ids.row, self, TailOfPath, hidden_states, input_ids.tensor_1T)
 
     return subclass(base, {"forward": around_graph(forward)}, ngram_class)
 
 
+@final
+class KeysOfPath:
+    """A cache of one sparse attention layer for n siblings: the keys of their path, then their own."""
+
+    DIMS: ClassVar[Mapping[str, int]] = {"keys": 2, "values": 2, "indexer": 1, "cos": 1, "sin": 1}
+    """The dimension of tokens of each tensor."""
+
+    def __init__(self, layer: Any, before: Sequence[tuple[torch.Tensor, ...]], siblings: int) -> None:
+        """`before`: what `own` returned for each node of the path, from the root on."""
+        self._before = {name: [of_node[at] for of_node in before] for at, name in enumerate(self.DIMS)}
+        self._siblings, self._own = siblings, dict[str, torch.Tensor]()
+
+    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """Return the siblings' own tensor behind those of the path."""
+        self._own[name] = own
+        before = [x.expand(self._siblings, *x.shape[1:]) for x in self._before[name]]
+        return torch.cat([*before, own], self.DIMS[name]) if before else own
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the path and of the siblings, [n, K, S, H]."""
+        return self.join("keys", keys), self.join("values", values)
+
+    def update_indexer(self, keys_nWH: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Return the indexer's keys before pooling, [n, S, H]."""
+        return self.join("indexer", keys_nWH)
+
+    def own(self, sibling: int, length: int) -> tuple[torch.Tensor, ...]:
+        """Return what one sibling adds to its path."""
+        return tuple(self._own[name][sibling, None].narrow(dim, 0, length) for name, dim in self.DIMS.items())
+
+
+@final
+class TailOfPath:
+    """A cache of one n-gram layer for n siblings: the last inputs of its convolution and the last token ids before
+    them, each [n, ..., K]."""
+
+    def __init__(self, layer: Any, before: Sequence[tuple[torch.Tensor, ...]], siblings: int) -> None:
+        """`before`: what `own` returned for each node of the path, from the root on."""
+        weight, embedding = layer.conv1d.weight, layer.ple_embedding
+        last = (
+            before[-1]
+            if before
+            else (
+                weight.new_zeros(1, len(weight), layer.short_conv_state_len),
+                torch.full((1, embedding.context_len), embedding.eos_token_id, device=weight.device),
+            )
+        )
+        self.conv_states = {at: x.expand(siblings, *x.shape[1:]) for at, x in zip(_OF_NGRAMS, last, strict=True)}
+        """What precedes the siblings, by the number of the state."""
+        self._joined: dict[int, torch.Tensor] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor:
+        """Return what precedes the siblings."""
+        return self.conv_states[state_idx]
+
+    def update_conv_state(
+        self, tokens: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Return what precedes the siblings, and their tokens, [n, ..., K + W]."""
+        self._joined[state_idx] = torch.cat([self.conv_states[state_idx].to(tokens.dtype), tokens], -1)
+        return self._joined[state_idx]
+
+    def own(self, sibling: int, length: int) -> tuple[torch.Tensor, ...]:
+        """Return the last K tokens of one sibling and its path."""
+        return tuple(
+            joined[sibling, None].narrow(-1, length, self.conv_states[at].shape[-1])
+            for at, joined in sorted(self._joined.items())
+        )
+
+    # transformers 5.17 calls the following instead of `get_conv_state`
+
+    def has_previous_state(self, layer_idx: int, state_idx: int = 0) -> bool:
+        """Return True."""
+        return True
+
+    @property
+    def layers(self) -> TailOfPath:
+        """Return itself, for every layer."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> TailOfPath:
+        return self
+
+
+_OF_NGRAMS = 1, 2
+"""The numbers that n-gram layers give to the states of their convolution and of their token ids."""
+
+
 @outside_graph
 def run_per_sample(
-    layer: Callable[..., torch.Tensor], row: RowContext, hidden_1tD: torch.Tensor, *beside_1t: torch.Tensor
+    layer: Callable[..., torch.Tensor],
+    row: RowContext,
+    module: nn.Module,
+    cache: type[KeysOfPath | TailOfPath],
+    hidden_1tD: torch.Tensor,
+    *beside_1t: torch.Tensor,
 ) -> torch.Tensor:
-    """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs, because it would be
-    recompiled for nearly every row."""
+    """Run [1, t, D] through the layer of a module, sample by sample, or node by node of a tree. This stays outside
+    compiled graphs, because it would be recompiled for nearly every row.
+
+    `layer`: maps (its cache; None: without one), [n, W, D] and further tensors [n, W, ...] to [n, W, D].
+    """
     buckets: Buckets = row.entries[PerSample.name]
 
     def on_samples(*rows_1T: torch.Tensor) -> torch.Tensor:
-        return buckets.join([layer(*parts) for parts in zip(*map(buckets.split, rows_1T), strict=True)])
+        return buckets.join([layer(None, *parts) for parts in zip(*map(buckets.split, rows_1T), strict=True)])
 
-    return row.part.on_whole_row(on_samples, hidden_1tD, *beside_1t)
+    if (tree := buckets.tree) is None:
+        return row.part.on_whole_row(on_samples, hidden_1tD, *beside_1t)
+    piece, last = row.part.piece, len(tree.parents) - 1
+    paths: dict[int, list[tuple[torch.Tensor, ...]]] = {-1: []}  # of the nodes that others start from
+    if row.part.kept:
+        assert piece is not None
+        paths[0] = piece.read(module)
+    have_children, outputs = {*tree.parents} | ({last} if piece is not None and piece.own is not None else set()), []
+    for bucket, *parts in zip(buckets.buckets, *map(buckets.split, (hidden_1tD, *beside_1t)), strict=True):
+        before = paths[tree.parents[bucket.members[0]]]
+        is_used = before or have_children.intersection(bucket.members)
+        path = cache(module, before, len(bucket.members)) if is_used else None
+        outputs.append(layer(path, *parts))
+        for sibling, node in enumerate(bucket.members):
+            if path is not None and node in have_children:
+                paths[node] = [*before, path.own(sibling, tree.lengths[node])]
+    out_1tD = buckets.join(outputs)
+    return out_1tD if piece is None or piece.own is None else piece.keep(module, out_1tD, *paths[last][-1])
 
 
 @torch.no_grad()
-def select_blocks(indexer: Any, hidden_nWD: torch.Tensor, cos_nWH: torch.Tensor, sin_nWH: torch.Tensor) -> torch.Tensor:
-    """Select the tokens that each query attends to, bool [n, 1, W, W]. Later tokens are not excluded.
+def select_blocks(
+    indexer: Any,
+    hidden_nWD: torch.Tensor,
+    cos_nSH: torch.Tensor,
+    sin_nSH: torch.Tensor,
+    *,
+    path: KeysOfPath | None = None,
+) -> torch.Tensor:
+    """Select the tokens that each query attends to, bool [n, 1, W, S]. Later tokens are not excluded.
 
     A query sees whole blocks of tokens, which compete, and tokens after them, which are always selected. The blocks
     are the same for all queries, so that one product scores all of them.
@@ -223,34 +363,39 @@ def select_blocks(indexer: Any, hidden_nWD: torch.Tensor, cos_nWH: torch.Tensor,
     Args:
         indexer: its projection, norms and sizes are used.
         hidden_nWD: hidden states of n samples, right-padded.
-        cos_nWH: cosines of the tokens' positions.
-        sin_nWH: sines of the same.
+        cos_nSH: cosines of the positions of the tokens and those before them.
+        sin_nSH: sines of the same.
+        path: the cache with the keys before these tokens; None: there are none.
     """
     ratio, kept, dim = indexer.compress_ratio, indexer.block_topk, indexer.index_head_dim
     rotate = inspect.unwrap(type(indexer).forward).__globals__["apply_rotary_pos_emb"]
-    (_, width, _), device = hidden_nWD.shape, hidden_nWD.device
-    q_nWF, key_nWH = indexer.index_qk_proj(hidden_nWD).split([indexer.index_n_heads * dim, dim], -1)
+    (_, width, _), device, total = hidden_nWD.shape, hidden_nWD.device, cos_nSH.shape[1]
+    before = total - width
+    q_nWF, key_nSH = indexer.index_qk_proj(hidden_nWD).split([indexer.index_n_heads * dim, dim], -1)
+    key_nSH = key_nSH if path is None else path.update_indexer(key_nSH, indexer.layer_idx)
     q_nWNH = indexer.q_layernorm(q_nWF.unflatten(-1, (-1, dim)))
-    q_nWNH = rotate(q_nWNH, cos=cos_nWH, sin=sin_nWH, unsqueeze_dim=2)
-    blocks, whole = width // ratio, width - width % ratio
-    pooled_nBH = key_nWH[:, :whole].unflatten(1, (blocks, ratio)).float().mean(2).to(key_nWH.dtype)
-    cos_nBH, sin_nBH = cos_nWH[:, :whole:ratio], sin_nWH[:, :whole:ratio]
+    q_nWNH = rotate(q_nWNH, cos=cos_nSH[:, before:], sin=sin_nSH[:, before:], unsqueeze_dim=2)
+    blocks, whole = total // ratio, total - total % ratio
+    pooled_nBH = key_nSH[:, :whole].unflatten(1, (blocks, ratio)).float().mean(2).to(key_nSH.dtype)
+    cos_nBH, sin_nBH = cos_nSH[:, :whole:ratio], sin_nSH[:, :whole:ratio]
     key_nB1H = rotate(indexer.k_layernorm(pooled_nBH)[:, :, None], cos=cos_nBH, sin=sin_nBH, unsqueeze_dim=2)
     scores_nWNB = (q_nWNH.flatten(1, 2).float() @ key_nB1H[:, :, 0].float().mT).unflatten(1, (width, -1))
     scores_nWB = scores_nWNB.relu().sum(2) / math.sqrt(dim)
-    seen_W1 = torch.arange(1, width + 1, device=device)[:, None] // ratio
+    seen_W1 = torch.arange(before + 1, total + 1, device=device)[:, None] // ratio
     complete_WB = torch.arange(blocks, device=device) < seen_W1
     chosen_nWB = complete_WB.expand(len(hidden_nWD), -1, -1).clone()
     # A CPU's topk chooses among equal scores by the number of all scores, so it gets exactly those of each query.
     # CUDA's takes the first of them.
-    numbers = range(kept + 1, blocks + 1) if device.type == "cpu" else [blocks] * (blocks > kept)
+    fewest = max(kept, (before + 1) // ratio - 1) + 1
+    numbers = range(fewest, blocks + 1) if device.type == "cpu" else [blocks] * (blocks > kept)
     for number in numbers:
-        queries = slice(number * ratio - 1, (number + 1) * ratio - 1) if device.type == "cpu" else slice(None)
+        first, stop = (max(n * ratio - 1 - before, 0) for n in (number, number + 1))
+        queries = slice(first, stop) if device.type == "cpu" else slice(None)
         visible_nwB = scores_nWB[:, queries, :number].masked_fill(~complete_WB[queries, :number], -math.inf)
         best_nwK = visible_nwB.topk(kept, sorted=False).indices
         chosen_nWB[:, queries, :number] &= torch.zeros_like(visible_nwB, dtype=torch.bool).scatter(-1, best_nwK, True)
-    selected_nWW = nn.functional.pad(chosen_nWB.repeat_interleave(ratio, -1), (0, width - whole))
-    return (selected_nWW | (torch.arange(width, device=device) >= seen_W1 * ratio))[:, None]
+    selected_nWS = nn.functional.pad(chosen_nWB.repeat_interleave(ratio, -1), (0, total - whole))
+    return (selected_nWS | (torch.arange(total, device=device) >= seen_W1 * ratio))[:, None]
 
 
 _ALIKE: dict[type[nn.Module], bool] = {}
@@ -286,12 +431,13 @@ def _is_alike(indexer_class: Any, text_config: Any) -> bool:
         return torch.equal(mask & indexer(hidden, places, mask, None), mask & select_blocks(indexer, hidden, *places))
 
 
-def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor) -> torch.Tensor:
-    """Return the mask that transformers makes for samples without padding, [n, 1, W, W], boolean or additive.
+def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor, total: int) -> torch.Tensor:
+    """Return the mask that transformers makes for the last W of S = `total` tokens of samples without padding, [n, 1,
+    W, S], boolean or additive.
 
     The mask is never replaced by a flag, because the indexer reads from it which tokens a query sees.
     """
-    padding = cache = None
-    mask = create_causal_mask(plain_config(attention), hidden_nWD, padding, cache, allow_is_causal_skip=False)
+    padding, cache, every = None, None, hidden_nWD[:, :1].expand(-1, total, -1)
+    mask = create_causal_mask(plain_config(attention), every, padding, cache, allow_is_causal_skip=False)
     assert isinstance(mask, torch.Tensor)
-    return mask
+    return mask[:, :, -hidden_nWD.shape[1] :]

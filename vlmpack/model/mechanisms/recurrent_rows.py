@@ -139,7 +139,7 @@ class Buckets:
     segments: Segments
     """The row, or the nodes of the tree."""
     levels: tuple[tuple[Bucket, ...], ...]
-    """The calls of each level, roots first."""
+    """The calls of each level, roots first; or of the children of each node."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
 
@@ -180,6 +180,15 @@ class Buckets:
             ended = [node for bucket in inner for node in bucket.members] or [0]  # nothing computed: the kept prefix
             numbers = {node: number for number, node in enumerate(ended)}
         return cls(segments=segments, levels=tuple(levels), tree=tree)
+
+    @classmethod
+    def of_siblings(cls, segments: Segments, tree: PrefixTree, *, call_cost: float) -> Buckets:
+        """Find the cheapest split of the children of each node, parents first. `segments`: as in `cheapest`."""
+        siblings: dict[int, list[int]] = {}
+        for node in (i for i, n in enumerate(segments.lengths) if n):
+            siblings.setdefault(tree.parents[node], []).append(node)
+        levels = tuple(_cheapest(segments, nodes, call_cost) for nodes in siblings.values())
+        return cls(segments=segments, levels=levels, tree=tree)
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
