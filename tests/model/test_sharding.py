@@ -86,6 +86,6 @@ def test_a_step_on_two_ranks_is_that_of_all_samples_alone(folder, case):
     """Gradients are the mean over the ranks; targets were counted over both."""
     family = case[0]
     model = fresh(family)
-    own = alone_through(model, samples_of(model))
+    own = alone_through(model, samples_of(model, case[2]))
     found = {name: 2 * gradient for name, gradient in torch.load(folder / f"{' '.join(case)}.pt").items()}
     check_gradients(own, {name: gradient for name, gradient in found.items() if gradient.any()}, limits_of(family))

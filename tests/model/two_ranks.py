@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trees
 from equality import VISION
 from ranks import save_cases, whole
 from torch import distributed as dist
@@ -28,6 +29,9 @@ CASES = (
     ("qwen3", "ddp", "row with gaps"),
     ("qwen3", "fsdp2", "left padded"),
     *((family, "ddp", "left padded") for family in ("qwen3_vl_moe", "gpt_oss")),
+    ("qwen3_vl", "ddp", "group"),
+    ("qwen3_vl", "fsdp2", "group"),
+    ("qwen3_5", "fsdp2 of layers' parts", "group"),
 )
 """(family, wrapper, how the samples are handed in)."""
 
@@ -37,8 +41,11 @@ def fresh(family: str) -> Any:
     return tiny_model(family, seed=3, layers=3, vision_depth=1)
 
 
-def samples_of(model: Any) -> list[Sample]:
-    """Five samples: two for the first rank and three for the second, images on both."""
+def samples_of(model: Any, layout: str = "") -> list[Sample]:
+    """Five samples: two for the first rank and three for the second, images on both. Of a group, the first rank has no
+    image and a row that fits."""
+    if layout == "group":
+        return trees.samples_of(model.config, trees.rollouts(3, 4, images=0), trees.rollouts(5, 1, 9), masked=(0, 6))
     kinds = ("image", "text", "images", "text", "text") if model.config.model_type in VISION else ("text",) * 5
     return mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2))
 
@@ -52,12 +59,18 @@ def gradients(family: str, wrapper: str, layout: str) -> dict[str, torch.Tensor]
     common."""
     model = enable_packing(fresh(family))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    samples = samples_of(model)
-    targets = padded(samples).metadata.num_targets
-    mine = samples[:2] if dist.get_rank() == 0 else samples[2:]
+    samples = samples_of(model, layout)
+    targets, rank = padded(samples).metadata.num_targets, dist.get_rank()
+    mine = samples[:2] if rank == 0 else samples[2:]
     batch = padded(mine, "left") if layout == "left padded" else pack(padded(mine), rule=SlotRule(multiple=8))
     step = PackedStep(DistributedDataParallel(model) if wrapper == "ddp" else sharded(model, wrapper))
-    step(batch, num_items_in_batch=targets).loss.backward()
+    if layout == "group":
+        group = step.group(trees.shared(mine), capacity=(40, 20)[rank], num_items_in_batch=targets)
+        assert (len(group) == 1) is (rank == 0)
+        group.forward()
+        group.backward()
+    else:
+        step(batch, num_items_in_batch=targets).loss.backward()
     return {name.removeprefix("module."): whole(p.grad).clone() for name, p in step.model.named_parameters()}
 
 

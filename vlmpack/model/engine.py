@@ -68,12 +68,16 @@ class StepConfig:
     """Factor by which the routers' z-loss is added to the loss. transformers has no z-loss, so the default is 0."""
     capacity: int | None = None
     """Maximum number of tokens that go through the backbone at a time. A larger row of several samples goes through in
-    pieces, shared prefixes once; gradients take a second forward pass through all pieces but the first. None: rows of
-    any size."""
+    pieces, shared prefixes once; gradients take a second forward pass through all pieces but the first and the
+    `kept_pieces`. None: rows of any size."""
+    kept_pieces: int = 1
+    """How many of a row's last pieces keep what their backward pass needs, so that they go forward once. With 1, the
+    most memory is that of one path from the first token of a sample to its last; each further one adds a piece's."""
 
     def __post_init__(self) -> None:
         if self.capacity is not None:
             check_whole_number("capacity", self.capacity)
+        check_whole_number("kept_pieces", self.kept_pieces, at_least=0)
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
         check_kind("distillation", self.distillation, Distillation, "Distillation(weight=0.5)")
         if self.attention not in (AUTO, *BACKENDS):
@@ -141,7 +145,7 @@ class PackingState:
         is_one = row.segments.num_samples == 1  # all of its pieces are kept until the backward pass: nothing is saved
         if capacity is None or tokens <= capacity or is_one or row.segments.total != row.segments.num_tokens:
             return None
-        if (problem := self.problem_of_pieces(core)) is not None:
+        if (problem := self.problem_of_pieces(core, under_one_loss=True)) is not None:
             if problem not in _logged:
                 _logged.add(problem)
                 _LOG.warning("a row of %d tokens goes through the model whole: %s", tokens, problem)
@@ -149,10 +153,17 @@ class PackingState:
         device = row.input_ids.device
         cut = cut_group(row.to("cpu"), capacity, read_media=self.family.media_reader(core.config))
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in core.parameters())
-        return RowInPieces(cut, lambda row, piece: run(row.to(device, non_blocking=True), piece), learns=learns)
+        return RowInPieces(
+            cut,
+            lambda row, piece: run(row.to(device, non_blocking=True), piece),
+            learns=learns,
+            kept_pieces=self.config.kept_pieces,
+        )
 
-    def problem_of_pieces(self, model: nn.Module) -> str | None:
+    def problem_of_pieces(self, model: nn.Module, *, under_one_loss: bool = False) -> str | None:
         """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""
+        if under_one_loss and any({x.__name__ for x in type(module).__mro__} & _SHARDED for module in model.modules()):
+            return "FSDP frees its parameters behind each backward pass: use PackedStep.group, or groups that fit a row"
         if self.parallel is not None and self.parallel.ranks > 1:
             return f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole: Parallel()"
         if self.parallel is not None and self.parallel.vision.host is not None:
@@ -161,8 +172,6 @@ class PackingState:
             )
         if self.rows_of_routers is not None:
             return 'routers count the tokens of all ranks in each pass: set aux_loss="row" or "sample"'
-        if any({base.__name__ for base in type(x).__mro__} & _SHARDED for x in model.modules()):
-            return "FSDP frees its parameters behind the first backward pass: give groups that fit a row"
         parts = self.parts_of(find_model(model))
         problems = (mechanism.problem_of_groups(parts) for mechanism in self.mechanisms)
         return next((problem for problem in problems if problem is not None), None)
@@ -411,7 +420,7 @@ def setup_row(
     if parallel is not None:
         fit_adapters(model.core)
         parallel.check_same_row(row)
-        if not parallel.same_calls and _trains_tower(model):
+        if piece is None and not parallel.same_calls and _trains_tower(model):
             has_images = media.pixel_values is not None or media.pixel_values_videos is not None
             parallel.check_same_towers(int(has_images), row.input_ids, family.model_type)
     family.check_floats(media)
@@ -426,6 +435,7 @@ def setup_row(
         _check_pixels(model, media.pixel_values_videos, computed.grids(VIDEO), "pixel_values_videos")
     if (
         parallel is not None
+        and piece is None  # ranks have other numbers of pieces, and exchange all gradients in a pass of its own
         and parallel.vision.host is None
         and family.audio is not None
         and family.audio.reads_padding

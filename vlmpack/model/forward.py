@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, final
@@ -31,6 +31,7 @@ from vlmpack.layout.batch import (
 from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
 from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
+from vlmpack.model.exchange import zero_loss
 from vlmpack.model.head import Scoring
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import CountsTargets, begin_batch
@@ -52,6 +53,7 @@ class StepCall:
         last_hidden: bool = False,
         scoring: Scoring | None = None,
         piece: PieceOfGroup | None = None,
+        exchanged: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.row = row
         """The row, on the model's device; None: the batch or row is in the model's other inputs."""
@@ -61,6 +63,8 @@ class StepCall:
         """What to compute for each target. The scores are then also among the model's outputs; None: they are not."""
         self.piece = piece
         """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
+        self.exchanged = exchanged
+        """The parameters of a pass that only exchanges gradients (`exchanged_once`); None: it is no such pass."""
         self.result: StepResult | None = None
         """The result; None: the model did not pack."""
 
@@ -137,10 +141,13 @@ def no_loss(model: nn.Module) -> ConfigError:
 
 def _forward_of(base: Any) -> Any:
     @functools.wraps(base.forward)  # keep signature and name: trainers and generation read them
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         plain, state = functools.partial(base.forward, self), stored_state(self)
         if state is None:  # accelerate's autocast wrapper still holds this function after disable_packing
             return plain(*args, **kwargs)
+        call: StepCall | None = kwargs.get(STEP)
+        if call is not None and call.exchanged is not None:
+            return PackedOutput(loss=zero_loss(call.exchanged, self.device))
         given = by_name(plain, args, kwargs)
         # OnlyPacked values in a row stop models without packing.
         given = {name: None if isinstance(value, OnlyPacked) else value for name, value in given.items()}

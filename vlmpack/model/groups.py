@@ -13,12 +13,13 @@ or any function of a piece's log-probabilities. A loss that needs those of all s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import to_device
@@ -89,11 +90,13 @@ class GroupStep:
         run: Run,
         *,
         check: Callable[[], None],
+        together: Callable[[], AbstractContextManager[None]],
         num_items_in_batch: torch.Tensor | int | None,
     ) -> None:
-        """`check` raises if the model cannot compute groups in pieces; it is called again before each iteration."""
+        """`check` raises if the model cannot compute groups in pieces; it is called again before each iteration.
+        `together`: makes the context in which all pieces run."""
         check()
-        self._check = check
+        self._check, self._together = check, together
         self.cut = cut
         """The pieces and their rows."""
         labels = cut.group.shift_labels
@@ -113,6 +116,10 @@ class GroupStep:
         """
         self._check()
         self._results = []
+        with self._together():
+            yield from self._run_all()
+
+    def _run_all(self) -> Iterator[Piece]:
         path, is_training = OpenPieces(), torch.is_grad_enabled()
         for number, cut in enumerate(self.cut.pieces):
             before = path.up_to(cut.parent)
@@ -236,12 +243,10 @@ def _problems(
     model: nn.Module, state: PackingState, parts: ModelParts, output_router_logits: bool | None
 ) -> Iterator[str]:
     """Yield the reasons why a group cannot go through the model piece by piece."""
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync:
-            yield (
-                "DistributedDataParallel would exchange gradients in the first of its backward passes: make the group "
-                "and iterate over it under model.no_sync(), and let another batch's backward pass exchange them"
-            )
+    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    around = any(isinstance(module, FSDPModule) and parts.core in module.modules() for module in model.modules())
+    if "FullyShardedDataParallel" in names or ("FSDPModule" in names and not around):
+        yield "FSDP2 has to shard it whole, so that one pass exchanges all gradients: fully_shard(model) too, at last"
     is_balanced = parts.family.has("experts") and has_balance(parts.family)
     if is_balanced and state.config.aux_loss != "sample" and wants_balance(parts, output_router_logits):
         yield (

@@ -2,19 +2,20 @@
 
     forward     P            with its graph: the first piece, which the caller runs
                 A B, C D     from the keys, values and states of P, without a graph
+                E F          with its graph: the last pieces, `StepConfig.kept_pieces` of them
                 ──────────▶  hidden states of the whole row, and one loss
-    backward    A B          computed again, from the gradient of their hidden states
-                C D
+    backward    E F          from the gradient of their hidden states
+                A B, C D     computed again first
                 P            once, with the gradients of all that starts from it
 
-So the branches go forward twice, as under gradient checkpointing, and a prefix once. `PackedStep.group` computes
-nothing twice, but needs a separate loss for each piece.
+So a prefix goes forward once, and all branches but the last twice, as under gradient checkpointing. `PackedStep.group`
+computes nothing twice, but needs a separate loss for each piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, final
 
@@ -39,8 +40,12 @@ RunPiece = Callable[[PackedRow, PieceOfGroup], Outputs]
 class RowInPieces:
     """A row's pieces. The caller runs the first one, and hands its outputs to `rest`."""
 
-    def __init__(self, cut: CutGroup, run: RunPiece, *, learns: bool) -> None:
+    def __init__(self, cut: CutGroup, run: RunPiece, *, learns: bool, kept_pieces: int) -> None:
         self._cut, self._run, self._learns = cut, run, learns
+        count, parents = len(cut.pieces), [piece.parent for piece in cut.pieces]
+        of_last = (n for n in range(max(count - kept_pieces, 1), count) if not {*parents[n:]} & {*range(1, n)})
+        self._last = next(of_last, count) if learns else count  # the first of the last pieces, which keep their graphs
+        self._kept: list[tuple[int, Outputs]] = []
         piece = cut.pieces[0]
         kept = KeptPrefix(None, is_training=torch.is_grad_enabled()) if piece.is_kept else None
         self.first_row = cut.row(piece)
@@ -58,12 +63,35 @@ class RowInPieces:
             of_first = of_first[0].detach().requires_grad_(), *of_first[1:]
         return _Rest.apply(self, *of_first)
 
-    def walk(self, use: Callable[[int, Outputs], Any]) -> None:
-        """Run all pieces but the first and call `use` with their outputs; a kept prefix is used after its branches."""
+    def forward(self, use: Callable[[int, Outputs], Any]) -> None:
+        """Run all pieces but the first and call `use` with their outputs. The last ones keep their graphs."""
+
+        def use_and_keep(number: int, outputs: Outputs) -> None:
+            use(number, outputs)
+            self._kept.append((number, outputs))
+
+        self._walk(range(1, self._last), use)
+        with torch.enable_grad():
+            self._walk(range(self._last, len(self._cut.pieces)), use_and_keep)
+
+    def backward(self, use: Callable[[int, Outputs], Any], again: AbstractContextManager[Any]) -> None:
+        """Call `use` with the outputs and graphs of all pieces but the first: first those that were kept, then those
+        of pieces that run again, inside `again`. After another backward pass, all of them run again."""
+        kept, self._kept = self._kept, []
+        for number, outputs in kept:
+            use(number, outputs)
+        if self.first.own is not None and not kept:
+            self.first.own.forget_gradients()
+        with again, torch.enable_grad():
+            self._walk(range(1, self._last if kept else len(self._cut.pieces)), use)
+
+    def _walk(self, numbers: range, use: Callable[[int, Outputs], Any]) -> None:
+        """Run these pieces and call `use` with their outputs; a kept prefix is used after its branches."""
         path, cut, nothing = OpenPieces(), self._cut, lambda: None
         if self.first.own is not None:
             path.add(0, self.first.own, nothing)
-        for number, piece in enumerate(cut.pieces[1:], 1):
+        for number in numbers:
+            piece = cut.pieces[number]
             before, row = path.up_to(piece.parent), cut.row(piece)
             own = KeptPrefix(before, is_training=torch.is_grad_enabled()) if piece.is_kept else None
             outputs = self._run(row, PieceOfGroup.of(cut, piece, row, before=before, own=own))
@@ -102,7 +130,7 @@ class _Rest(torch.autograd.Function):
                 rows.index_copy_(dim, index.to(rows.device), values.detach())
 
         use(0, of_first)
-        pieces.walk(use)
+        pieces.forward(use)
         return tuple(whole)
 
     @staticmethod
@@ -118,10 +146,7 @@ class _Rest(torch.autograd.Function):
             if pairs:
                 torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
 
-        if pieces.first.own is not None:
-            pieces.first.own.forget_gradients()
-        with ctx.again, torch.enable_grad():
-            pieces.walk(use)
+        pieces.backward(use, ctx.again)
         return None, *of_piece(0)
 
 

@@ -24,6 +24,7 @@ from vlmpack.model.engine import (
     packing_state,
     stored_state,
 )
+from vlmpack.model.exchange import exchanged_once
 from vlmpack.model.forward import COLUMNS, STEP, StepCall
 from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
@@ -66,7 +67,7 @@ class PackedStep:
         if packing_state(core).config.capacity is not None and isinstance(model, DistributedDataParallel):
             raise ConfigError(
                 "DistributedDataParallel would exchange gradients in the first of the backward passes of a row in "
-                "pieces: leave StepConfig(capacity=...) out, or use step.group(row, capacity=...) under model.no_sync()"
+                "pieces: leave StepConfig(capacity=...) out, and use step.group(row, capacity=...)"
             )
 
     def __call__(
@@ -143,6 +144,9 @@ class PackedStep:
             for piece in step.group(row, capacity=4096):
                 piece.backward()            # or of your own loss: piece.backward(loss(piece.result))
 
+        DDP and FSDP2 exchange gradients once, behind the last piece, so ranks may have different numbers of pieces.
+        With FSDP2 all ranks call `group` for each step, and keep parameters and gradients whole while they iterate.
+
         Args:
             row: a row of any size on the host, with its prefix tree.
             capacity: maximum number of tokens that go through the model at a time. A shared prefix stays in memory,
@@ -155,7 +159,7 @@ class PackedStep:
 
         Raises:
             ConfigError: the model has layers that cannot start from a kept prefix, the routers' loss is that of a whole
-                row, ranks share rows, or the model is wrapped for data parallelism.
+                row, ranks share rows, or FSDP shards the model in a way that does not fit.
             LayoutError: the row is on a device, or has a medium that is longer than `capacity`.
         """
         flags = {} if output_router_logits is None else {"output_router_logits": output_router_logits}
@@ -167,11 +171,18 @@ class PackedStep:
             assert call.result is not None
             return _with_hooks(call.result, output)
 
+        def exchange(parameters: list[nn.Parameter]) -> torch.Tensor:
+            return self.model(**{STEP: StepCall(None, exchanged=parameters)}).loss
+
         check = functools.partial(check_groups, self.model, output_router_logits)
         core = find_model(self.model)
         reader = family_of(core).media_reader(core.config)
         return GroupStep(
-            cut_group(row, capacity, read_media=reader), run, check=check, num_items_in_batch=num_items_in_batch
+            cut_group(row, capacity, read_media=reader),
+            run,
+            check=check,
+            together=functools.partial(exchanged_once, self.model, exchange),
+            num_items_in_batch=num_items_in_batch,
         )
 
 
