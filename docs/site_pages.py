@@ -71,7 +71,7 @@ _SOURCES = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
-    "overview.md": "README.md",
+    "index.md": "README.md",
 }
 _PAGES = {source: uri for uri, source in _SOURCES.items()}
 

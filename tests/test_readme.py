@@ -101,7 +101,7 @@ def test_the_examples_of_a_package_run(package: str, tmp_path: Path, monkeypatch
 
 def test_the_navigation_of_the_site_lists_every_page() -> None:
     listed = set(re.findall(r"(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
-    made = {"overview.md", "security.md", "changelog.md", "contributing.md"}
+    made = {"index.md", "security.md", "changelog.md", "contributing.md"}
     assert listed == {page.name for page in PAGES} | made
 
 
