@@ -1,5 +1,7 @@
 """Ways past the packed forward stay loud for gated delta layers too: samples that would run together are an error."""
 
+import copy
+import operator
 import types
 
 import pytest
@@ -68,6 +70,32 @@ def test_a_layer_that_was_changed_after_enabling_is_noticed(family, change):
     if change is hooked:  # accelerate leaves the forward that it found on the object
         vars(delta_layer(model)).pop("forward", None)
     assert torch.equal(model(**row).loss, loss)
+
+
+EXCHANGED = {
+    "attention": lambda text, tower, new: setattr(text.layers[1], "self_attn", new.layers[1].self_attn),
+    "a layer": lambda text, tower, new: operator.setitem(text.layers, 0, new.layers[0]),
+    "past setattr": lambda text, tower, new: text.layers[1]._modules.update(self_attn=new.layers[1].self_attn),
+    "all layers": lambda text, tower, new: setattr(text, "layers", new.layers),
+    "a layer more": lambda text, tower, new: text.layers.append(new.layers[0]),
+    "the dictionary": lambda text, tower, new: setattr(text.layers[0], "_modules", dict(new.layers[0]._modules)),
+    "a configuration": lambda text, tower, new: setattr(text.layers[0].self_attn, "config", new.config),
+    "one of another kind": lambda text, tower, new: setattr(text.layers[0].self_attn, "config", None),
+    "in the tower": lambda text, tower, new: setattr(tower.blocks[0].attn, "config", tower.config._vlmpack_plain),
+}
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+@pytest.mark.parametrize("change", EXCHANGED.values(), ids=EXCHANGED)
+def test_attention_that_was_exchanged_between_two_steps_is_noticed(change, is_copy):
+    model, plain = enable_packing(fresh("qwen3_vl")), fresh("qwen3_vl")
+    row = row_of(model)
+    loss = model(**row).loss
+    model = copy.deepcopy(model) if is_copy else model
+    assert torch.equal(model(**row).loss, loss)
+    change(model.model.language_model, model.model.visual, plain.model.language_model)
+    with pytest.raises(ConfigError, match="an attention layer was exchanged after enable_packing"):
+        model(**row)
 
 
 @pytest.mark.parametrize("change", [replaced, hooked])

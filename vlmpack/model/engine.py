@@ -34,7 +34,7 @@ from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target
 from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece
 from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import LossCount
-from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
+from vlmpack.model.mechanisms import Mechanism, Memo, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.mechanisms.tensor_parallel import DividedHead
 from vlmpack.model.mechanisms.vision import for_compiler
@@ -106,12 +106,14 @@ class PackingState:
     """Whether the model has a language-model head, and so a loss over tokens."""
     loss_count: LossCount | None = None
     """Set by `loss_metrics(model)`, which replaces Trainer's `eval_loss`; None: it is not replaced."""
+    memo: Memo = field(default_factory=Memo)
+    """What the mechanisms remember of the model."""
 
     def parts_of(self, core: nn.Module) -> ModelParts:
         """Return the enabled model and its parts."""
         parallel = self.parallel
         vision = None if parallel is None or not parallel.same_calls else parallel.vision
-        return ModelParts(family=self.family, core=core, vision=vision)
+        return ModelParts(family=self.family, core=core, vision=vision, memo=self.memo)
 
     @property
     def slots(self) -> SlotRule:

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import torch
@@ -39,6 +39,14 @@ from vlmpack.model.row import CONTEXT, RowContext, RowPart
 
 
 @final
+class Memo(dict[str, Any]):
+    """What mechanisms remember of a model from step to step. A copy of the model begins without it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memo, ()
+
+
+@final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelParts:
     """A model and its parts."""
@@ -49,6 +57,8 @@ class ModelParts:
     """The model with its head, inside wrappers."""
     vision: VisionRanks | None = None
     """The ranks that compute images together; None: each rank computes those of its row."""
+    memo: Memo = field(default_factory=Memo)
+    """What mechanisms remember of the model, by their names."""
 
     @property
     def text(self) -> Any:
