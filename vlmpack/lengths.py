@@ -175,17 +175,26 @@ def _table_of(samples: Sequence[_Measured], min_shared: int | None) -> LengthTab
     return LengthTable.from_rows(rows, refused, groups)
 
 
-def check_refused(table: LengthTable, collator: VLMCollator) -> None:
-    """Raise the first refused sample of a table, unless the collator skips such samples.
+def check_refused(table: LengthTable, collator: VLMCollator, *, of: str | None = None) -> None:
+    """Raise the first refused sample of a table, unless the collator skips such samples and others are left.
+
+    Args:
+        table: the lengths of a data set.
+        collator: its collator.
+        of: name of the data set.
 
     Raises:
         SampleError: a sample was refused, and the collator's `on_bad` is "raise".
+        ConfigError: no sample is left.
     """
-    bad = [each for each in table.refused if not collator.leaves_out(each.reason)]
+    bad, name = [each for each in table.refused if not collator.leaves_out(each.reason)], f" of {of}" if of else ""
     if bad and collator.on_bad == "raise":
-        one, count = bad[0], f"{len(bad):,} of {table.measured:,} samples cannot be used"
+        one, count = bad[0], f"{len(bad):,} of {table.measured:,} samples{name} cannot be used"
         detail = f"{one.detail}. {count}; on_bad='skip' (--on-bad skip) leaves them out and lists them"
         raise SampleError(detail, index=one.index, reason=one.reason, sample_id=one.sample_id)
+    if not len(table):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items()) or "there are none"
+        raise ConfigError(f"no sample{name} can be used ({reasons}); `vlmpack analyze` lists them")
 
 
 def _check_columns(table: LengthTable, collator: VLMCollator) -> None:

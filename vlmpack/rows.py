@@ -29,7 +29,6 @@ import io
 import json
 import os
 import shutil
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -39,17 +38,16 @@ from itertools import accumulate, pairwise
 from math import lcm
 from operator import index
 from pathlib import Path
-from typing import Any, SupportsIndex, cast, final
+from typing import Any, SupportsIndex, final
 
 import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset
 
+from vlmpack.collate import digests
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.digests import differences, digest_of, fingerprint, sample_digest
 from vlmpack.collate.encoded import Encoded, Visual
-from vlmpack.collate.skipped import SkipLog
 from vlmpack.collate.video import FrameSampling
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import DEFAULT_LIMITS, load_image, read_encoded
@@ -233,7 +231,7 @@ class Manifest:
     def save(self, folder: Path, *, unfinished: Path) -> None:
         """Write the manifest to `folder`, by way of a temporary file in `unfinished`."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        content["digest"] = digest_of(content)
+        content["digest"] = digests.digest_of(content)
         write_text(folder / NAME, json.dumps(content, indent=2) + "\n", folder=unfinished)
 
     @classmethod
@@ -251,7 +249,7 @@ class Manifest:
             content = json.loads(path.read_bytes())
             kind = f"{content['format']} of version {content['version']}"
             if kind == (own := f"{FORMAT} of version {VERSION}"):
-                if content.pop("digest") != digest_of(content):
+                if content.pop("digest") != digests.digest_of(content):
                     raise ValueError("it was changed since it was written: its digest is another one")
                 content |= {"counts": Counts(**content["counts"]), "sizes": FixedSizes(**content["sizes"])}
                 content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
@@ -318,10 +316,9 @@ def _describe(visual: Visual, kind: str, media: dict[tuple[bytes, ...], int], co
     else:
         with open_video(source, limits=collator.file_rules.limits) as file:
             content, about["is_file"] = (file.read(),), True
-    about["number"] = media.setdefault(content, len(media))
-    times = {"seconds": visual.seconds, "timestamps": visual.timestamps or None}
-    known = {"grid": visual.grid, "runs": visual.runs or None, **times}
-    return about | {name: value for name, value in known.items() if value is not None}
+    about |= {"number": media.setdefault(content, len(media)), "grid": visual.grid, "runs": visual.runs or None}
+    about |= {"seconds": visual.seconds, "timestamps": visual.timestamps or None}
+    return {name: value for name, value in about.items() if value is not None}
 
 
 def _encoded(source: Any, collator: VLMCollator) -> bytes:
@@ -331,10 +328,6 @@ def _encoded(source: Any, collator: VLMCollator) -> bytes:
     file = io.BytesIO()
     load_image(source, limits=collator.limits).save(file, "PNG", compress_level=PNG_EFFORT)
     return file.getvalue()
-
-
-def _stored(data: bytes) -> dict[str, Any]:
-    return {"bytes": data, "path": None}
 
 
 def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encoded]]:
@@ -349,15 +342,17 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     types = IMAGE * (ids == media_ids[0]) + VIDEO * (ids == media_ids[1])
     media = {kind: table[kind][0].as_py() if kind in table.column_names else None for kind in MEDIA}
     names, described = table["sample_ids"][0].as_py(), json.loads(table["samples"][0].as_py())
-    samples, arrays = [], {"input_ids": ids, "labels": labels, "types": types}
+    samples = []
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
-        columns: dict[str, Any] = {column: values[start:stop] for column, values in arrays.items()}
-        columns |= {
-            kind: tuple(_visual(x, media[kind], at) for at, x in enumerate(about.get(kind, ()))) for kind in MEDIA
-        }
-        weights = np.asarray(about["weights"], np.float32) if "weights" in about else None
-        columns |= {"weights": weights, "channel": about.get("channel")}
-        samples.append((about["index"], Encoded(**columns, sample_id=json.loads(name))))
+        images, videos = (
+            tuple(_visual(each, media[kind], at) for at, each in enumerate(about.get(kind, ()))) for kind in MEDIA
+        )
+        sample = Encoded(
+            input_ids=ids[start:stop], labels=labels[start:stop], types=types[start:stop], images=images, videos=videos,
+            weights=np.asarray(about["weights"], np.float32) if "weights" in about else None,
+            channel=about.get("channel"), sample_id=json.loads(name),
+        )  # fmt: skip
+        samples.append((about["index"], sample))
     return samples
 
 
@@ -367,9 +362,9 @@ def _visual(about: Mapping[str, Any], media: Sequence[Any] | None, index: int) -
         content = media[about["number"]]
         content = content[0] if "is_file" in about else content
         source = MediaRef(source=content, options=about["options"], index=index)
-    times = {"seconds": about.get("seconds"), "timestamps": tuple(about.get("timestamps", ()))}
-    grid, runs = tuple(about["grid"]) if "grid" in about else None, tuple(about.get("runs", ()))
-    return Visual(grid=grid, runs=runs, pixels=None, source=source, **times)
+    grid, runs, timestamps = (tuple(about.get(name, ())) for name in ("grid", "runs", "timestamps"))
+    seconds = about.get("seconds")
+    return Visual(grid=grid or None, runs=runs, seconds=seconds, timestamps=timestamps, pixels=None, source=source)
 
 
 def _opened(folder: Path, shard: Shard) -> Any:
@@ -580,18 +575,19 @@ class _Run:
             ConfigError: a sample cannot be stored, or the disk is full.
         """
         path, size, samples = paths[missing[part]], self.settings.shard_rows, hashlib.sha256()
+        rows = range(len(plan))[missing[part] * size :][:size]
         options = {"compression": COMPRESSION, "use_dictionary": False, "write_statistics": False}
         with atomic_file(path, folder=self.out / WORK / UNFINISHED) as temporary:
             with _pyarrow().parquet.ParquetWriter(temporary, columns, write_page_checksum=True, **options) as writer:
-                for row in range(len(plan))[missing[part] * size :][:size]:
+                for row in rows:
                     record = self._record(plan[row].tolist(), measured)
                     samples.update(record["samples"].encode())
                     table = _pyarrow().Table.from_pylist([{name: record[name] for name in columns.names}], columns)
                     with writing(path):
                         writer.write_table(table)
-                writer.add_key_value_metadata({SAMPLES: samples.hexdigest()})
-            shard = _finished_shard(temporary)
-        return replace(cast(Shard, shard), file=path.name)
+                digest = samples.hexdigest()
+                writer.add_key_value_metadata({SAMPLES: digest})
+            return Shard(file=path.name, rows=len(rows), bytes=temporary.stat().st_size, samples=digest)
 
     def _record(self, places: Sequence[int], measured: np.ndarray) -> dict[str, Any]:
         """Encode one row as Parquet columns, and check that its samples are still as measured.
@@ -610,11 +606,9 @@ class _Run:
                 detail = f"{fault}: the data set was changed meanwhile; pack into another folder"
                 raise SampleError(detail, index=place, reason="changed", sample_id=sample.sample_id)
             if sample.teacher:
-                fault = (
-                    f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, with which rows are not stored"
-                )
+                fault = f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, which stored rows do not keep"
                 raise ConfigError(f"{fault}; train on the data set itself, whose rows a plan or a stream makes")
-            about: dict[str, Any] = {"index": place, "digest": sample_digest(feature, self.collator)}
+            about: dict[str, Any] = {"index": place, "digest": digests.sample_digest(feature, self.collator)}
             about |= {"channel": sample.channel, "weights": [] if sample.weights is None else sample.weights.tolist()}
             try:
                 for kind in MEDIA:
@@ -630,25 +624,22 @@ class _Run:
             "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
             "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
             "samples": json.dumps(described, default=lambda number: number.item()),  # numpy scalars
-            "images": [_stored(data) for (data,) in media["images"]],
-            "videos": [list(map(_stored, frames)) for frames in media["videos"]],
+            "images": [{"bytes": data} for (data,) in media["images"]],
+            "videos": [[{"bytes": data} for data in frames] for frames in media["videos"]],
         }
 
     # ------------------------------------------------------------------ compare with an earlier call
 
     def _description(self) -> dict[str, Any]:
         """Return everything besides the samples that determines the bytes of the files, ready for JSON."""
-        names = ("slots", "share_prefixes", "max_length", "overlength", "train_on", "on_bad", "markers", "add_stop")
-        decided = {name: getattr(self.collator, name) for name in (*names, "ignored_keys", "limits")}
-        decided["sampling"] = self.collator.file_rules.sampling
-        settings = {**asdict(self.settings), "collator": decided, "samples": len(self.dataset)}
-        content = {"settings": settings, "processor": fingerprint(self.collator)}
-        return json.loads(json.dumps(content, default=_json_value))
+        collator = digests.collator_settings(self.collator)
+        settings = {**asdict(self.settings), "collator": collator, "samples": len(self.dataset)}
+        return digests.as_json({"settings": settings, "processor": digests.fingerprint(self.collator)})
 
     def _same(self, manifest: Manifest) -> Manifest:
         """Check that the existing rows were made with the same settings, and return their manifest."""
         stored = {"settings": manifest.settings, "processor": manifest.processor}
-        if lines := list(differences(stored, self._description())):
+        if lines := list(digests.differences(stored, self._description())):
             fault = f"{self.out} holds rows that were made otherwise: {'; '.join(lines)}"
             raise ConfigError(f"{fault}. Pack into another folder, or remove this one")
         return manifest
@@ -681,7 +672,7 @@ class _Run:
         return [at for at, digest in stored if at >= len(self.dataset) or self._digest(at) != digest]
 
     def _digest(self, place: int) -> str:
-        return sample_digest(sample_at(self.dataset, place), self.collator)
+        return digests.sample_digest(sample_at(self.dataset, place), self.collator)
 
     # ------------------------------------------------------------------ the plan
 
@@ -694,7 +685,8 @@ class _Run:
             where = {"workers": self.workers, "executor": self.executor, "cache": cache}
             options = {"min_shared": None if sharing is None else sharing.min_shared, **where}
             table = measure_lengths(self.dataset, self.collator, progress=partial(self.progress, "measure"), **options)
-        _check_refused(table, self.collator)
+        check_refused(table, self.collator)
+        self.collator.skip_log.limit.check(table.refused, intended=self.collator.leaves_out)
         plan = _plan_rows(table, self.settings, self.collator.slots, self.dataset)
         left_out = [{**each, "digest": self._digest(each["index"])} for each in _left_out(table, plan, self.dataset)]
         for path, content in ((self.out / LENGTHS, table), (self.out / PLAN, plan)):
@@ -709,12 +701,6 @@ class _Run:
         return manifest
 
 
-def _json_value(value: Any) -> Any:
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    return value.item() if isinstance(value, np.generic) else asdict(value)
-
-
 def _finished_shard(path: Path) -> Shard | None:
     """Describe a complete file; return None if there is none."""
     try:
@@ -726,24 +712,6 @@ def _finished_shard(path: Path) -> Shard | None:
 
 
 # ---------------------------------------------------------------------- the plan
-
-
-def _check_refused(table: LengthTable, collator: VLMCollator) -> None:
-    """Check that the collator's settings allow going on without the refused samples.
-
-    Raises:
-        SampleError: a sample was refused, and `on_bad` is "raise".
-        ConfigError: more samples were refused than the collator's skip limit allows, or all of them.
-    """
-    check_refused(table, collator)
-    skip_log = SkipLog(limit=collator.skip_log.limit)
-    with skip_log.at_once():
-        for before, error in zip([-1, *(each.index or 0 for each in table.refused)], table.refused, strict=False):
-            if used := (error.index or 0) - before - 1:
-                skip_log.use(used)
-            (skip_log.note if collator.leaves_out(error.reason) else skip_log.refuse)(error)
-    if not len(table):
-        raise ConfigError(f"none of {table.measured} samples can be packed: {table.reasons or 'the data set is empty'}")
 
 
 def _plan_rows(table: LengthTable, settings: StoreSettings, slots: SlotRule, dataset: MapStyle) -> Plan:
@@ -778,9 +746,7 @@ def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]
     place, groups = table.by_place, plan.groups
     tokens = plan.sums(place(table.tokens), getattr(groups, "tokens", None))  # per row, shared prefixes once
     patches = plan.sums(place(table.patches), getattr(groups, "patches", None))
-    media = plan.sums(place(table.images + table.videos), getattr(groups, "images", None))
-    names = ("tokens", "targets", "images", "videos")
-    packed = {name: place(getattr(table, name))[plan.sample_ids] for name in names}
+    packed = {name: place(getattr(table, name))[plan.sample_ids] for name in ("tokens", "targets", "images", "videos")}
     counts = Counts(
         total=table.measured,
         refused=len(table.refused),
@@ -794,7 +760,7 @@ def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]
         longest_row=int(round_up(plan.tokens, row_multiple).max()),
         longest_segment=int(packed["tokens"].max()),
         most_segments=int(np.diff(plan.bounds).max()),
-        most_images=int(media.max()),
+        most_images=int(plan.sums(place(table.images + table.videos), getattr(groups, "images", None)).max()),
         most_patches=int(patches.max()),
     )
     fill_ratio = round(float(tokens.sum() / np.maximum(plan.tree_tokens, plan.capacity).sum()), 6)
@@ -803,22 +769,16 @@ def _totals(table: LengthTable, plan: Plan, row_multiple: int) -> dict[str, Any]
 
 def _left_out(table: LengthTable, plan: Plan, dataset: MapStyle) -> list[dict[str, Any]]:
     """List the samples in no row, by index. The data set is read for the ids of samples that are too large."""
-    entries: dict[Any, dict[str, Any]] = {error.index: error.to_dict() for error in table.refused}
-    limits = [("tokens", plan.lengths, plan.capacity), *((b.name, b.costs, b.limit) for b in plan.budgets)]
-    for at in set(plan.dropped.tolist()) - entries.keys():
-        over = [f"{costs[at]} {name} (a row holds {most})" for name, costs, most in limits if costs[at] > most]
-        remedy = "raise the limit, or choose overlength='own_row'"
-        fault = {"reason": OVERLENGTH, "detail": f"it exceeds a row by itself: {', '.join(over)}; {remedy}"}
-        entries[at] = {"index": at, "sample_id": sample_id_of(sample_at(dataset, at)), **fault}
-    return [entries[at] for at in sorted(entries)]
+    errors: dict[Any, SampleError] = {error.index: error for error in table.refused}
+    for at in set(plan.dropped.tolist()) - errors.keys():
+        detail = f"it exceeds a row by itself: {plan.excess(at)}; raise the limit, or choose overlength='own_row'"
+        errors[at] = SampleError(detail, OVERLENGTH, index=at, sample_id=sample_id_of(sample_at(dataset, at)))
+    return [errors[at].to_dict() for at in sorted(errors)]
 
 
 # ---------------------------------------------------------------------- reading
 
-DECIDED = (
-    *("layout", "slots", "share_prefixes", "max_length", "overlength", "train_on", "markers"),
-    *("vocab_size", "sampling", "add_stop", "ignored_keys"),
-)
+DECIDED = ("layout", "vocab_size", *(name for name in digests.COLLATOR_SETTINGS if name not in ("on_bad", "limits")))
 """Collator settings that are fixed when the rows are packed."""
 MOST_OPEN = 64
 """Maximum number of open shards, so that the process does not run out of file descriptors."""
@@ -847,14 +807,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
             for packing (names the differences), or settings contradict each other.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        processor: Any = None,
-        *,
-        fixed_sizes: bool = False,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, path: str | Path, processor: Any = None, *, fixed_sizes: bool = False, **settings: Any) -> None:
         self.path = Path(path).absolute()
         self.manifest = Manifest.load(path)
         """The manifest, with counts and the fixed sizes that CUDA graphs need."""
@@ -868,7 +821,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
         """Collator that cuts images into patches and keeps the log of skipped samples; None: no processor was given."""
         self._files: dict[tuple[int, int], Any] = {}
         """Open shards by (process id, shard number), because a forked process opens its own; last used at the end."""
-        self._starts = [0, *accumulate(shard.rows for shard in self.manifest.shards)]
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -970,7 +922,7 @@ class PackedDataset(Dataset[dict[str, Any]]):
         decided["vocab_size"] = self.manifest.processor["tokens"]["vocab_size"]
         decided["sampling"] = FrameSampling(**self.manifest.settings["collator"]["sampling"])
         collator = VLMCollator(processor, **decided, **settings)
-        if lines := list(differences(self.manifest.processor, fingerprint(collator))):
+        if lines := list(digests.differences(self.manifest.processor, digests.fingerprint(collator))):
             fault = f"{self.path} was packed with another processor: {'; '.join(lines)}"
             raise ConfigError(f"{fault}. Give that one, or pack again")
         return collator
@@ -981,20 +933,17 @@ class PackedDataset(Dataset[dict[str, Any]]):
         Raises:
             ConfigError: the rows cannot have fixed sizes.
         """
-        sizes, capacity, slots = (
-            self.manifest.sizes,
-            self.manifest.capacity,
-            self.manifest.settings["collator"]["slots"],
-        )
+        sizes, capacity = self.manifest.sizes, self.manifest.capacity
+        slots = SlotRule(**self.manifest.settings["collator"]["slots"])
         if not fixed_sizes:
-            return SlotRule(**slots)
+            return slots
         if self.share_prefixes is not None:
             fault = "the rows share prefixes: what they compute is shorter than they are, and has no fixed size"
             raise ConfigError(f"{fault}: leave fixed_sizes out, or pack without sharing")
         if sizes.longest_row > capacity:
             fault = f"fixed_sizes=True pads rows to {capacity} tokens, but the longest has {sizes.longest_row}"
             raise ConfigError(f"{fault} (overlength='own_row'). Pack again with overlength='drop' or more capacity")
-        return SlotRule(**{**slots, "pad_to": capacity, "max_segments": sizes.most_segments})
+        return replace(slots, pad_to=capacity, max_segments=sizes.most_segments)
 
     def _read(self, row: SupportsIndex, *, without: Sequence[str] = ()) -> list[tuple[int, Encoded]]:
         """Return (index in the data set, sample) for each sample of a row."""
@@ -1014,5 +963,4 @@ class PackedDataset(Dataset[dict[str, Any]]):
         at = index(row)
         if not -len(self) <= at < len(self):
             raise IndexError(f"row {at} of {len(self)}")
-        shard = bisect_right(self._starts, at % len(self)) - 1
-        return shard, at % len(self) - self._starts[shard]
+        return divmod(at % len(self), self.manifest.settings["shard_rows"])

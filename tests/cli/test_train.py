@@ -67,23 +67,26 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
         ("model=nowhere", "nowhere"),
         ("lora_targets=nothing", "lora_targets nothing: No modules were targeted"),
         ("num=-1", "num=-1: input should be greater than or equal to 1"),
-        ("val_size=32", "32 samples cannot be held out of 32, of which at least one is trained on"),
+        ("val_size=30", "30 samples cannot be held out of 30, of which at least one is trained on"),
         ("data=[a, b]", "data=['a', 'b']: input should be a valid string"),
         ("mix=[synthetic=0]", "--mix synthetic=0: the weight must be a number above 0"),
         ("resume_from_checkpoint=nowhere", "nowhere cannot be resumed from: there is no such folder"),
-        ("on_bad=raise", "cannot be used; on_bad='skip'"),
-        ("capacity=20", "no sample can be used (overlength"),
-        ("max_patches=1", "too large for a row"),
+        ("on_bad=raise", "2 of 32 samples of chats.jsonl cannot be used; on_bad='skip'"),
+        ("capacity=20", "no sample of chats.jsonl can be used (overlength"),
         ("max_length=301", "max_length is above capacity=300"),
-        ("val_size=.inf", "inf samples cannot be held out"),
+        ("val_size=.inf", "val_size=inf: input should be a finite number"),
+        ("eval_data=bad.jsonl", "no sample of bad.jsonl can be used (image_missing 1)"),
+        ("processor=tiny:qwen3", "the processor is of a text model, and tiny takes images"),
+        ("lora_dropout=1", "lora_dropout=1: input should be less than or equal to 0.99"),
         ("lora_targets='(*'", "lora_targets (*: nothing to repeat"),
         ("lora_alpha=0", "lora_alpha=0: input should be greater than or equal to 1"),
-        ("samples_per_update=99", "samples_per_update=99: there are only 2"),
-        ("max_steps=0", "no step would be trained"),
-        ("num_train_epochs=-1", "no step would be trained"),
+        ("samples_per_update=99", "samples_per_update=99: there are only 28"),
+        ("max_steps=0", "nothing would be trained"),
+        ("learning_rate=0", "nothing would be trained"),
     ],
 )
 def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, chats: Path) -> None:
+    Path("bad.jsonl").write_text(Path("chats.jsonl").read_text().splitlines()[-1])
     done = CliRunner().invoke(app, ["train", *CHATS, "--dry-run", setting])
     assert done.exit_code == 2, done.output
     assert said in " ".join(done.stderr.split()) and len(done.stderr.splitlines()) == 1
@@ -101,6 +104,8 @@ def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, ch
             "Trainer refuses these keys: ",
         ),
         ("{model: tiny, data: synthetic, num: 3, learning_rate: -1}", "Trainer refuses these keys: Invalid learning"),
+        ("{model: tiny, data: synthetic, num: 3, max_patches: 1}", "synthetic: no sample can be used (2 are too large"),
+        ("{model: tiny, data: synthetic, num: 3, lr_scheduler_kwargs: {a: 1e-4}}", "Trainer refuses these keys: "),
         ("{model: tiny, data: synthetic, neftune_noise_alpha: 5}", "neftune_noise_alpha scales noise"),
     ],
 )
@@ -229,11 +234,20 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
     assert resumed["ignored"].keys() == {"learning_rate"}  # that of the checkpoint
     assert resumed["result"]["after"] == whole["result"]["after"] != whole["result"]["before"]
     run(*settings, "max_steps=2", "output_dir=adapters", "method=lora", "lora_targets=[q_proj, v_proj]")
+    Path("other.jsonl").write_text(Path("chats.jsonl").read_text().replace("Rp 2", "Rp 4"))
     for folder, other, said in (
         ("halves", ("method=lora",), "of all weights, and this one is of adapters"),
         ("halves", ("capacity=299",), "plan"),
-        ("adapters", ("method=lora", "lora_targets=[q_proj]"), "adapters of other layers (['q_proj', 'v_proj'])"),
+        ("halves", ("train_on=all",), 'train_on was "assistant" and is "all"'),
+        ("halves", ("freeze_vision=false",), "trained_tensors was "),
+        ("halves", ("data=other.jsonl",), "samples was "),  # of the same lengths
+        (
+            "adapters",
+            ("method=lora", "lora_targets=[q_proj]"),
+            'target_modules was ["q_proj", "v_proj"] and is ["q_proj"]',
+        ),
+        ("adapters", ("method=lora", "lora_targets=[q_proj, v_proj]", "lora_alpha=8"), "lora_alpha was 32 and is 8"),
     ):
         resumed = ("resume_from_checkpoint=true", f"output_dir={folder}", *other)
         done = CliRunner().invoke(app, ["train", *settings, *resumed])
-        assert done.exit_code == 2 and said in done.stderr
+        assert done.exit_code == 2 and said in done.stderr, (said, done.output)

@@ -45,11 +45,11 @@ def stopped(stopped_run, tmp_path):
     return tmp_path / f"checkpoint-{STOP}"
 
 
-def resume(checkpoint, *, plan=plan_of, costs=None, remainder="split", **settings):
+def resume(checkpoint, *, plan=plan_of, costs=None, remainder="split", loss="token", **settings):
     """That run with other rows, gone on with."""
     model, samples = scene()
     args = arguments(checkpoint.parent, **{"max_steps": -1, "num_train_epochs": 2, **settings})
-    rows = {"plan": plan(samples), "costs": costs, "remainder": remainder}
+    rows = {"plan": plan(samples), "costs": costs, "remainder": remainder, "loss": loss}
     run = PackedTrainer(model, args, Noting(), Samples(samples), **rows)
     run.train(resume_from_checkpoint=str(checkpoint))
     return run
@@ -80,7 +80,9 @@ def test_other_rows_are_refused_and_what_differs_is_said(stopped, other, what):
         resume(stopped, **other)
 
 
-def test_settings_that_change_no_row_may_change(stopped):
+def test_settings_that_change_no_row_may_change_but_the_loss_may_not(stopped):
+    with pytest.raises(ConfigError, match='checkpoint-3 was trained otherwise: loss was "token" and is "sample"'):
+        resume(stopped, loss="sample")
     assert resume(stopped, num_train_epochs=3, dataloader_num_workers=1).state.epoch == 3
 
 
@@ -230,8 +232,10 @@ def counted(more=None):
 def test_the_state_of_a_source_comes_back_as_it_was(tmp_path):
     whole, stopped, resumed = list(islice(counted(), 60)), counted(), counted()
     list(islice(stopped, 35))
-    save_stream(tmp_path / "state", stopped)
-    load_stream(tmp_path / "state", resumed)
+    save_stream(tmp_path / "state", stopped, {"loss": "token"})
+    with pytest.raises(ConfigError, match=r'was trained otherwise: loss was "token" and is "sample". Train as before'):
+        load_stream(tmp_path / "state", resumed, {"loss": "sample"})
+    load_stream(tmp_path / "state", resumed, {"loss": "token"})
     assert list(islice(resumed, 25)) == whole[35:]
 
 
@@ -239,22 +243,22 @@ def test_what_only_pickle_could_hold_is_refused_before_it_is_written(tmp_path):
     loader = counted(more=Samples([]))
     list(islice(loader, 2))
     with pytest.raises(ConfigError, match=r"source is not plain data.*let its state_dict\(\) return numbers"):
-        save_stream(tmp_path / "state", loader)
+        save_stream(tmp_path / "state", loader, {})
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_state_that_ends_anywhere_or_is_of_something_else_is_refused(tmp_path):
     loader, file = counted(), tmp_path / "state"
     list(islice(loader, 2))
-    save_stream(file, loader)
+    save_stream(file, loader, {})
     whole = file.read_bytes()
     for data in (*(whole[:end] for end in range(0, len(whole), 61)), pickle.dumps({"turn": 0}, 2), b"{}", b"\0" * 99):
         file.write_bytes(data)
         with pytest.raises(ConfigError, match=r"is damaged, or was not written by vlmpack.*resume from another"):
-            load_stream(file, counted())
-    torch.save({"turn": 0}, file)
+            load_stream(file, counted(), {})
+    torch.save({"stream": {"turn": 0}, "run": {}}, file)
     with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
-        load_stream(file, counted())
+        load_stream(file, counted(), {})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -28,7 +28,7 @@ from vlmpack.cli.inputs import (
     print_refused,
     quiet_transformers,
 )
-from vlmpack.cli.options import DataOptions, of_memory, of_rows
+from vlmpack.cli.options import DataOptions, ModelOptions, of_memory, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import number_columns, print_table, print_text, text_column
@@ -230,16 +230,15 @@ def _proposal(
     method: Literal["lora", "full"],
 ) -> dict[str, Any]:
     """Propose how to train the model of --processor, for JSON. Rows have at most the patches of the densest sample."""
-    from vlmpack.cli.config import TrainKeys
     from vlmpack.cli.memory import COMPUTED_IN, model_sizes, propose, total
     from vlmpack.model.plain import find_model
 
     if data.processor is None:
         raise ConfigError("--memory needs the model: give its name with --processor")
     dtype = "bfloat16" if method == "lora" else "float32"
-    keys = TrainKeys(model=data.processor, data=data.dataset, method=method, dtype=dtype)
+    named = ModelOptions(model=data.processor, method=method, dtype=dtype)
     with quiet_transformers():
-        model = make_model(keys, inputs.collator.processor, only_shapes=True)
+        model = make_model(named, inputs.collator.processor, only_shapes=True)
     density = float((table.patches / table.tokens).max())
     longest = int(table.tokens.max()) if data.rows_overlength == "own_row" else 0
     found = propose(

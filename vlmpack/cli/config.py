@@ -8,21 +8,20 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, final, get_args, get_type_hints
 
-import yaml
 from rich.console import Console
 from rich.text import Text
 
-from vlmpack.cli.options import DataOptions, Dtype
+from vlmpack.cli.inputs import read_yaml
+from vlmpack.cli.options import DataOptions, ModelOptions
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import print_table, text_column
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TrainKeys:
+class TrainKeys(ModelOptions):
     """Keys besides those of the data options and of TrainingArguments."""
 
-    model: Annotated[str, 'Hub id or folder of the model; or "tiny", "tiny:FAMILY": a small random one.']
     data: Annotated[str, "JSON, JSONL or parquet file, folder, hub id, or synthetic (generated receipts)."]
     eval_data: Annotated[str | None, "Data set to evaluate on; by default a part of data."] = None
     val_size: Annotated[float, "Samples of data to hold out for evaluation: a share below 1, or a number."] = 0.05
@@ -30,17 +29,7 @@ class TrainKeys:
     samples_per_update: Annotated[
         int | None, "Minimum samples of an optimizer step; sets gradient_accumulation_steps."
     ] = None
-    method: Annotated[Literal["lora", "full"], "Train LoRA adapters, or all weights."] = "lora"
-    freeze_vision: Annotated[bool, "Freeze the vision tower; false: train it, or adapters in it, too."] = True
-    lora_rank: Annotated[int, "Rank of the adapters."] = 16
-    lora_alpha: Annotated[int | None, "Scale of the adapters, times their rank; by default twice the rank."] = None
-    lora_dropout: Annotated[float, "Dropout before the adapters."] = 0.0
-    lora_targets: Annotated[
-        str | list[str],
-        "Layers to adapt: a list of names, or a regular expression; all-linear: every one of the language model.",
-    ] = "all-linear"
     merge: Annotated[bool, "Also save the model with merged adapters, in OUTPUT_DIR/merged."] = True
-    dtype: Annotated[Dtype | None, "Weights; by default bfloat16 for LoRA on cuda, else float32."] = None
     on_bad: Annotated[Literal["raise", "skip"], "Stop at samples that cannot be used, or skip and list them."] = "raise"
     max_new_tokens: Annotated[
         int, "Maximum tokens of the answer to a held-out sample, generated before and after training; 0: none."
@@ -49,10 +38,11 @@ class TrainKeys:
 
 OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
 MINIMA: dict[str, float] = {
-    **dict.fromkeys(("val_size", "lora_dropout", "max_new_tokens"), 0),
-    **dict.fromkeys(("samples_per_update", "lora_rank", "lora_alpha"), 1),
+    **dict.fromkeys(("val_size", "max_new_tokens"), 0),
+    **dict.fromkeys(("samples_per_update", "gradient_accumulation_steps"), 1),
     "capacity": 2,
 }
+"""Minima of keys that are no options of other verbs."""
 OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name != "dataset")
 DEFAULTS: dict[str, Any] = {
     "output_dir": "results",
@@ -69,11 +59,9 @@ CHOSEN = {
     "max_length": "capacity",
     "cache": "OUTPUT_DIR/lengths.sqlite",
     "learning_rate": "1e-4; full: 1e-5",
-    "bf16": "on cuda",
-    **dict.fromkeys(("activation_checkpointing", "gradient_checkpointing"), "on cuda"),
+    **dict.fromkeys(("bf16", "dataloader_pin_memory", "activation_checkpointing", "gradient_checkpointing"), "on cuda"),
     "use_cpu": "without cuda",
     "dataloader_num_workers": "workers",
-    "dataloader_pin_memory": "on cuda",
     "resume_from_checkpoint": "none; true: the newest",
 }
 """Defaults that depend on other keys or on the machine, as shown in the help."""
@@ -112,17 +100,16 @@ class Key(NamedTuple):
     """A key of the configuration."""
 
     kind: Any
-    """Type annotation of its values."""
+    """Type annotation of its values, with their bounds."""
     default: str
     """Its default, as shown."""
     help: str
     """Its meaning."""
-    least: float | None = None
-    """Its minimum, if it is a number."""
 
 
 def all_keys() -> dict[str, Key]:
     """Return all keys by name."""
+    from pydantic import Field
     from transformers import TrainingArguments
 
     keys: dict[str, Key] = {}
@@ -130,13 +117,14 @@ def all_keys() -> dict[str, Key]:
         kinds = get_type_hints(owner, include_extras=True)
         for name, default in ((each.name, each.default) for each in fields(owner) if each.name in names):
             kind, said = get_args(kinds[name])
-            least = MINIMA.get(name, getattr(said, "min", None))
-            keys[name] = Key(kind, CHOSEN.get(name, _shown(default)), getattr(said, "help", said), least)
+            bounds = Field(ge=MINIMA.get(name, getattr(said, "min", None)), le=getattr(said, "max", None))
+            shown = CHOSEN.get(name, _shown(default))
+            keys[name] = Key(Annotated[kind, bounds], shown, getattr(said, "help", said))
     for each in fields(TrainingArguments):
         default = CHOSEN.get(each.name) or _shown(DEFAULTS.get(each.name, each.default))
         meaning = " ".join(str(each.metadata.get("help", "")).split()).partition(". ")[0].rstrip(".") + "."
         said = f"Has no effect: {UNUSED[each.name]}." if each.name in UNUSED else meaning
-        keys.setdefault(each.name, Key(each.type, default, said))
+        keys.setdefault(each.name, Key(Annotated[each.type, Field(ge=MINIMA.get(each.name))], default, said))
     for name, kind in (("columns", str | list[str] | dict | None), ("resume_from_checkpoint", str | bool | None)):
         keys[name] = keys[name]._replace(kind=kind)
     return keys
@@ -166,14 +154,14 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     if file is not None:
-        given = _yaml(f"--config {file}", file.read_bytes())
+        given = read_yaml(f"--config {file}", file.read_bytes())
         if not isinstance(given, dict):
             raise ConfigError(f"--config {file} has no keys; write lines such as `data: chats.jsonl`")
     for text in settings:
         key, _, value = text.partition("=")
         if not key or key == text:
             raise ConfigError(f"{text} is not a setting KEY=VALUE; to read settings from a file: --config {text}")
-        given[key] = _yaml(text, value)
+        given[key] = read_yaml(text, value)
     keys = all_keys()
     for key in map(str, given):
         if key not in keys:
@@ -184,35 +172,18 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             )
     if missing := [name for name in ("model", "data") if name not in given]:
         raise ConfigError(f"{' and '.join(missing)} must be set: vlmpack train model=HUB_ID data=FILE, or in --config")
-    return {key: _value(key, value, keys[key]) for key, value in given.items()}
+    return {key: _value(key, value, keys[key].kind) for key, value in given.items()}
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """A loader that refuses a key that is written twice, of which YAML keeps the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [name for at, name in enumerate(names) if name in names[:at]]:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is written twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def _yaml(name: str, text: str | bytes) -> Any:
-    try:
-        return yaml.load(text, Loader=UniqueKeys)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _value(name: str, value: Any, key: Key) -> Any:
-    """Convert and check the value of a key. YAML reads 1e-4 as text, and no as False.
+def _value(name: str, value: Any, kind: Any) -> Any:
+    """Convert and check the value of a key. YAML reads no as False.
 
     Raises:
-        ConfigError: it has another type, or is too small.
+        ConfigError: it has another type, or is out of bounds.
     """
-    from pydantic import Field, ValidationError, create_model
+    from pydantic import ConfigDict, ValidationError, create_model
 
-    checked: Any = create_model("Key", value=(key.kind, Field(ge=key.least)))
+    checked: Any = create_model("Key", __config__=ConfigDict(allow_inf_nan=False), value=kind)
     try:
         return checked.model_validate({"value": value}, strict=True).value
     except ValidationError:

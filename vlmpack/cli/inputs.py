@@ -1,4 +1,4 @@
-"""Open what the command line names: data sets and mixes, processors, models of transformers."""
+"""Open what the command line names: settings, data sets and mixes, processors, models of transformers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from vlmpack.cli.options import DataOptions, refuse_file
+from vlmpack.cli.options import DataOptions, ModelOptions, refuse_file
 from vlmpack.errors import ConfigError, check_extra, skipped_are_reported
 from vlmpack.terminal import print_text, progress_lines
 
 if TYPE_CHECKING:
     import torch
 
-    from vlmpack.cli.config import TrainKeys
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import MixedDataset
     from vlmpack.data.open import OpenDataset
@@ -33,6 +33,32 @@ SYNTHETIC = "synthetic"
 TINY = "tiny"
 LISTED = 5
 """Number of unusable samples that are printed with details."""
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Reads 1e-4 as a number, and refuses a key that is written twice, of which YAML keeps the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [name for at, name in enumerate(names) if name in names[:at]]:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is written twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+UniqueKeys.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, [*"-+0123456789"])
+
+
+def read_yaml(name: str, text: str | bytes) -> Any:
+    """Read YAML; an error begins with `name`.
+
+    Raises:
+        ConfigError: it is no YAML, or has a key twice.
+    """
+    try:
+        return yaml.load(text, Loader=UniqueKeys)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
 
 
 class Inputs(NamedTuple):
@@ -172,13 +198,13 @@ def plan_rows(table: LengthTable, data: DataOptions, capacity: int) -> Plan:
     )  # fmt: skip
 
 
-def print_refused(table: LengthTable, console: Console) -> None:
-    """Print how many samples cannot be used, why, and the first ones."""
+def print_refused(table: LengthTable, console: Console, *, of: str = "") -> None:
+    """Print how many samples (of a data set with this name) cannot be used, why, and the first ones."""
     if not table.refused:
         return
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in table.reasons.items())
-    count = f"{len(table.refused):,} of {table.measured:,}"
-    console.print(f"[yellow]{count} samples cannot be used[/]: {escape(reasons)}", highlight=False)
+    count = f"{len(table.refused):,} of {table.measured:,} samples{f' of {escape(of)}' if of else ''}"
+    console.print(f"[yellow]{count} cannot be used[/]: {escape(reasons)}", highlight=False)
     for each in table.refused[:LISTED]:
         print_text(console, Text(f"{each} ({each.reason})"), indent=2)
     more = len(table.refused) - LISTED
@@ -343,6 +369,8 @@ def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bo
 
     if tiny := tiny_family(name):
         has_vision = family_named(tiny).has_vision
+        if has_vision and not hasattr(processor, "tokenizer"):
+            raise ConfigError(f"the processor is of a text model, and {name} takes images; leave the processor out")
         sizes: dict[str, Any] = {"processor": processor} if has_vision else {"vocab_size": len(processor)}
         return tiny_model(tiny, dtype=dtype, **sizes)
     config = read_config(name)
@@ -351,7 +379,7 @@ def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bo
         return auto.from_config(config, dtype=dtype) if only_shapes else auto.from_pretrained(name, dtype=dtype)
 
 
-def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) -> Any:
+def make_model(options: ModelOptions, processor: Any, *, only_shapes: bool = False) -> Any:
     """Load the model and add adapters; `only_shapes` makes it on the meta device, without weights.
 
     Raises:
@@ -361,28 +389,30 @@ def make_model(keys: TrainKeys, processor: Any, *, only_shapes: bool = False) ->
 
     from vlmpack.families.registry import family_of
 
-    low = keys.dtype == "bfloat16" or (keys.dtype is None and keys.method == "lora" and torch.cuda.is_available())
+    low = options.dtype == "bfloat16" or (
+        options.dtype is None and options.method == "lora" and torch.cuda.is_available()
+    )
     dtype = torch.bfloat16 if low else torch.float32
-    model = open_model(keys.model, processor, dtype, only_shapes=only_shapes)
+    model = open_model(options.model, processor, dtype, only_shapes=only_shapes)
     family = family_of(model)
-    frozen = family.vision_path if keys.freeze_vision else None
-    if keys.method == "full":
+    frozen = family.vision_path if options.freeze_vision else None
+    if options.method == "full":
         if frozen:
             model.get_submodule(frozen).requires_grad_(False)
         return model
     check_extra("peft", "peft", needed_by="method=lora")
     from peft import LoraConfig, get_peft_model
 
-    targets: Any = keys.lora_targets
+    targets: Any = options.lora_targets
     if targets == "all-linear":  # PEFT's own also adapts experts and routers
         parts = tuple(f"{path}." for path in {family.text_path, None if frozen else family.vision_path} if path)
         layers = (name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear))
         targets = [name for name in layers if name.startswith(parts)]
     outside = rf"{frozen}\..*" if frozen else None
-    rank, alpha = keys.lora_rank, 2 * keys.lora_rank if keys.lora_alpha is None else keys.lora_alpha
+    rank, alpha = options.lora_rank, 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
     settings: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "exclude_modules": outside}
-    with refused_as(f"lora_targets {keys.lora_targets}"):
-        return get_peft_model(model, LoraConfig(r=rank, lora_dropout=keys.lora_dropout, **settings))
+    with refused_as(f"lora_targets {options.lora_targets}"):
+        return get_peft_model(model, LoraConfig(r=rank, lora_dropout=options.lora_dropout, **settings))
 
 
 def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
@@ -455,7 +485,7 @@ def refused_as(what: str) -> Iterator[None]:
     """Turn errors of other libraries about settings into a ConfigError that begins with `what`."""
     from huggingface_hub.errors import HfHubHTTPError  # derived from the errors of the hub's client
 
-    refusals: Any = (ValueError, ImportError, RuntimeError, re.error, *HfHubHTTPError.__bases__)
+    refusals: Any = (ValueError, TypeError, KeyError, ImportError, RuntimeError, re.error, *HfHubHTTPError.__bases__)
     try:
         yield
     except refusals as error:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, final
 
 from torch import nn
+from transformers import TrainingArguments
 
 from vlmpack.context_parallel.plans import plan_for
 from vlmpack.errors import ConfigError
@@ -28,6 +29,8 @@ from vlmpack.terminal import format_bytes
 
 COMPUTED_IN = 2
 """Bytes of a number in the dtype of computation on a GPU, bfloat16."""
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Names in TrainingArguments since transformers 5.23, and before."""
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Names of the number of experts that each token is sent to."""
 
@@ -170,6 +173,16 @@ def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> di
         ),
     }  # fmt: skip
     return {name: Part(size=int(size), formula=formula) for name, (size, formula) in found.items()}
+
+
+def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, Part]:
+    """Return the memory of a rank that trains a model with Trainer, see `memory_of`."""
+    mesh = Mesh(
+        **{"fsdp" if args.fsdp else "replicate": args.world_size},
+        checkpointing=any(getattr(args, name, False) for name in CHECKPOINTING),
+    )
+    size = COMPUTED_IN if args.bf16 else next(model.parameters()).element_size()
+    return memory_of(model_sizes(model, size=size), mesh, tokens=tokens, patches=patches)
 
 
 def total(parts: Mapping[str, Part]) -> int:

@@ -67,7 +67,9 @@ class DataOptions:
             help="Mix in another data set, with WEIGHT samples for each sample of DATASET. Repeatable.",
         ),
     ] = None
-    seed: Annotated[int, of_samples(min=0, help="Seed for the order of a mix and for synthetic receipts.")] = 0
+    seed: Annotated[
+        int, of_samples(min=0, max=2**32 - 1, help="Seed for the order of a mix and for synthetic receipts.")
+    ] = 0
     max_length: Annotated[int | None, of_samples(min=2, metavar="N", help="Maximum tokens of a sample.")] = None
     overlength: Annotated[
         Overlength, of_samples(help="What to do with a sample longer than --max-length, or than a row.")
@@ -105,6 +107,34 @@ class DataOptions:
     def rows_overlength(self) -> Literal["drop", "own_row"]:
         """What a plan that is only looked at, or trained on, does with a sample that is too large for a row."""
         return "own_row" if self.overlength == "own_row" else "drop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """A model, and what of it is trained."""
+
+    model: Annotated[
+        str, typer.Option(help='Hub id or folder of the model; or "tiny", "tiny:FAMILY": a small random one.')
+    ]
+    method: Annotated[Literal["lora", "full"], typer.Option(help="Train LoRA adapters, or all weights.")] = "lora"
+    freeze_vision: Annotated[
+        bool, typer.Option(help="Freeze the vision tower; false: train it, or adapters in it, too.")
+    ] = True
+    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16
+    lora_alpha: Annotated[
+        int | None, typer.Option(min=1, help="Scale of the adapters, times their rank; by default twice the rank.")
+    ] = None
+    lora_dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout before the adapters.")] = 0.0
+    lora_targets: Annotated[
+        str | list[str],
+        typer.Option(
+            help="Layers to adapt: a list of names, or a regular expression; all-linear: every one of the language "
+            "model."
+        ),
+    ] = "all-linear"
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Weights; by default bfloat16 for LoRA on cuda, else float32.")
+    ] = None
 
 
 def with_options(shared: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -57,7 +57,8 @@ def train(
         run = TrainRun(given, quiet=quiet)
         console = Console(quiet=as_json or run.args.process_index > 0)
         numbers = run.to_dict()
-        print_refused(run.table, console)
+        for name, table in run.measured.items():
+            print_refused(table, console, of=name)
         print_plan(numbers, console)
         with redirect_stdout(sys.stderr):  # Trainer's own lines
             result = None if dry_run else run.train()

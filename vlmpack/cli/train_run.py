@@ -17,7 +17,7 @@ from transformers import TrainingArguments, set_seed
 
 from vlmpack.cli import inputs
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys
-from vlmpack.cli.memory import Mesh, memory_of, model_sizes, total
+from vlmpack.cli.memory import CHECKPOINTING, memory_of_training, total
 from vlmpack.cli.options import DataOptions, make_folder
 from vlmpack.cli.weights import free_bytes
 from vlmpack.context_parallel.mesh import Parallel
@@ -32,10 +32,6 @@ from vlmpack.trainer.check import check_arguments, check_trainer
 from vlmpack.trainer.checkpoints import PLAN_FILE, checkpoint_to_resume
 from vlmpack.trainer.evaluation import generate_answer
 from vlmpack.trainer.packed_trainer import PackedTrainer
-
-LENGTHS, MERGED = "lengths.sqlite", "merged"
-CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-"""Names in TrainingArguments since transformers 5.23, and before."""
 
 
 @final
@@ -57,37 +53,41 @@ class TrainRun:
         self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
         self.folder = Path(str(args.output_dir))
         self.resume = checkpoint_to_resume(given.get("resume_from_checkpoint"), self.folder, PLAN_FILE)
-        self.data = data_options(given, keys, keys.data, self.folder)
-        self.train_set, self.collator = inputs.open_inputs(self.data, on_bad=keys.on_bad)
-        if keys.eval_data is None:
-            self.train_set, self.eval_set = hold_out(self.train_set, keys.val_size, seed=self.data.seed)
-        else:
-            held_out = data_options({**given, "num": None, "mix": None}, keys, keys.eval_data, self.folder)
-            self.eval_set = inputs.open_inputs(held_out).dataset
+        if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0) or not args.learning_rate:
+            raise ConfigError("nothing would be trained; set max_steps or num_train_epochs, and learning_rate, above 0")
+        data = data_options(given, keys, keys.data, self.folder)
+        dataset, self.collator = inputs.open_inputs(data, on_bad=keys.on_bad)
         with args.main_process_first(desc="measuring"):  # the other ranks read its cache
             make_folder("output_dir", self.folder)
-            self.table, self.plan = self._planned(self.train_set, quiet=quiet)
-            self.eval_plan = self._planned(self.eval_set, quiet=quiet)[1] if len(self.eval_set) else None
-        if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-            raise ConfigError("no step would be trained; set max_steps or num_train_epochs above 0")
+            table = self._measured(dataset, data, quiet=quiet)
+            self.measured, self.refused = {data.title: table}, table.refused
+            if keys.eval_data is None:
+                parts = hold_out(dataset, keys.val_size, seed=data.seed, usable=table.sample_ids.tolist())
+                (self.train_set, self.table), (self.eval_set, of_eval) = (
+                    (part, table.of_subset(part.indices)) for part in parts
+                )
+            else:
+                held_out = data_options({**given, "num": None, "mix": None}, keys, keys.eval_data, self.folder)
+                self.train_set, self.table = dataset, table
+                self.eval_set = inputs.open_inputs(held_out).dataset
+                of_eval = self.measured[held_out.title] = self._measured(self.eval_set, held_out, quiet=quiet)
+        self.plan = self._planned(self.table, data)
+        self.eval_plan = self._planned(of_eval, data) if len(of_eval) else None
         if keys.samples_per_update is not None:
-            if keys.samples_per_update > (samples := len(self.plan.sample_ids)):
-                raise ConfigError(f"samples_per_update={keys.samples_per_update}: there are only {samples:,} samples")
-            a_step = len(self.plan.sample_ids) / len(self.plan) * args.world_size
-            args.gradient_accumulation_steps = max(1, ceil(keys.samples_per_update / a_step))
+            args.gradient_accumulation_steps = self.plan.accumulation(keys.samples_per_update, ranks=args.world_size)
         self.is_sharded = bool(args.fsdp or args.deepspeed)
 
-    def _planned(self, samples: Any, *, quiet: bool) -> tuple[LengthTable, Plan]:
-        """Measure samples and plan their rows."""
-        data, found = self.data, inputs.Inputs(samples, self.collator)
+    def _measured(self, samples: Any, data: DataOptions, *, quiet: bool) -> LengthTable:
+        found = inputs.Inputs(samples, self.collator)
         table = inputs.measure(found, data, quiet=quiet, min_shared=data.min_shared or None)
-        check_refused(table, self.collator)
-        plan = inputs.plan_rows(table, data, self.keys.capacity) if len(table) else None
-        if plan is None or not len(plan.sample_ids):
-            counts = {**table.reasons, "too large for a row": len(table)}
-            reasons = ", ".join(f"{reason} {count:,}" for reason, count in counts.items() if count) or "there are none"
-            raise ConfigError(f"{data.title}: no sample can be used ({reasons}); `vlmpack analyze` lists them")
-        return table, plan
+        check_refused(table, self.collator, of=data.title)
+        return table
+
+    def _planned(self, table: LengthTable, data: DataOptions) -> Plan:
+        plan = inputs.plan_rows(table, data, self.keys.capacity)
+        if not len(plan.sample_ids):
+            raise ConfigError(f"{data.title}: no sample can be used ({len(table):,} are too large for a row)")
+        return plan
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan, for JSON."""
@@ -96,13 +96,8 @@ class TrainRun:
         accumulation, ranks = args.gradient_accumulation_steps, args.world_size
         rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
         model = inputs.make_model(self.keys, self.collator.processor, only_shapes=True)
-        recomputes = any(getattr(args, name, False) for name in CHECKPOINTING)
-        memory = memory_of(
-            model_sizes(model, size=2 if args.bf16 else next(model.parameters()).element_size()),
-            Mesh(**{"fsdp" if args.fsdp else "replicate": ranks}, checkpointing=recomputes),
-            tokens=int(plan.tree_tokens.max()),
-            patches=int(plan.sums(table.by_place(table.patches)).max()),
-        )
+        patches = int(plan.sums(table.by_place(table.patches)).max())
+        memory = memory_of_training(model, args, tokens=int(plan.tree_tokens.max()), patches=patches)
         return {
             "model": self.keys.model,
             "method": self.keys.method,
@@ -110,7 +105,7 @@ class TrainRun:
             "trained_weights": sum(each.numel() for each in model.parameters() if each.requires_grad),
             "samples": len(plan.sample_ids),
             "held_out": 0 if self.eval_plan is None else len(self.eval_plan.sample_ids),
-            "left_out": table.measured - len(plan.sample_ids),
+            "left_out": len(self.refused) + len(table) - len(plan.sample_ids),
             "tokens": int(plan.tokens.sum()),
             "targets": int(table.targets.sum()),
             "capacity": plan.capacity,
@@ -144,6 +139,7 @@ class TrainRun:
             (self.resume is not None, of_optimizer, "the optimizer continues with that of the checkpoint"),
             (self.is_sharded, "merge max_new_tokens", "no rank has the whole model"),
             (args.save_strategy != "steps", "save_steps", f"save_strategy is {saves.value}"),
+            (not args.dataloader_num_workers, "dataloader_persistent_workers", "there are no workers"),
         )
         why = {**UNUSED, **{name: reason for holds, names, reason in cases if holds for name in names.split()}}
         return {name: why[name] for name in self.given if name in why}
@@ -152,7 +148,7 @@ class TrainRun:
         """Train, evaluate before and after, save, and merge the adapters.
 
         Returns:
-            Losses and answers before and after, and the folders of the weights, for JSON.
+            Losses and answers before (unless the run is resumed) and after, and the folders of the weights, for JSON.
         """
         set_seed(self.args.seed)  # for the adapters' initial weights
         processor, merged = self.collator.processor, None
@@ -166,12 +162,12 @@ class TrainRun:
                 trainer.create_scheduler(1, trainer.create_optimizer())
                 trainer.optimizer = trainer.lr_scheduler = None
         check_trainer(trainer)
-        before = self._state(trainer)
+        before = None if self.resume else self._state(trainer)
         trainer.train(self.resume)
         after = self._state(trainer)
         trainer.save_model()
         if self.keys.method == "lora" and self.keys.merge and not self.is_sharded:
-            merged = str(self.folder / MERGED)
+            merged = str(self.folder / "merged")
             if self.args.should_save:
                 model.merge_and_unload().save_pretrained(merged)
                 processor.save_pretrained(merged)
@@ -199,7 +195,7 @@ def data_options(given: Mapping[str, Any], keys: TrainKeys, source: str, folder:
     if not isinstance(columns := settings.get("columns", []), list):
         settings["columns"] = [columns if isinstance(columns, str) else json.dumps(columns)]
     whole = None if settings.get("overlength") == "own_row" else keys.capacity
-    ours = {"processor": keys.model, "max_length": whole, "cache": str(folder / LENGTHS)}
+    ours = {"processor": keys.model, "max_length": whole, "cache": str(folder / "lengths.sqlite")}
     return DataOptions(dataset=source, **{**ours, **settings})
 
 

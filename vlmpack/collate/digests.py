@@ -192,6 +192,30 @@ PROBE = "The total is 75,000 Rp.\n\n  Größe 3½\u3000合計：１２３円 �
 """A text for which tokenizers with the same vocabulary may still differ: merges, numbers, spaces, normalization."""
 
 
+COLLATOR_SETTINGS = (
+    *("slots", "share_prefixes", "max_length", "overlength", "train_on", "on_bad", "markers", "add_stop"),
+    *("ignored_keys", "limits", "sampling"),
+)
+"""Settings of a collator, besides the processor, that determine which samples are used, their tokens and targets."""
+
+
+def collator_settings(collator: VLMCollator) -> dict[str, Any]:
+    """Return the values of `COLLATOR_SETTINGS`."""
+    values = {"sampling": collator.file_rules.sampling}
+    return {name: values.get(name, getattr(collator, name, None)) for name in COLLATOR_SETTINGS}
+
+
+def as_json(content: Any) -> Any:
+    """Return content as it is read back from JSON: sets as sorted lists, dataclasses as dictionaries."""
+    return json.loads(json.dumps(content, default=_json_value))
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return value.item() if isinstance(value, np.generic) else asdict(value)
+
+
 def fingerprint(collator: VLMCollator) -> dict[str, Any]:
     """Describe the parts of a collator's processor that determine tokens and patches, as JSON. Texts become digests.
 

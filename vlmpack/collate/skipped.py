@@ -7,7 +7,7 @@ import os
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -117,6 +117,23 @@ class SkipLimit:
             raise ConfigError(f"max_bad_fraction must lie between 0 and 1, got {self.max_bad_fraction}")
         check_whole_number("min_samples", self.min_samples)
         check_whole_number("max_consecutive_bad", self.max_consecutive_bad)
+
+    def check(self, refused: Sequence[SampleError], *, intended: Callable[[str], bool]) -> None:
+        """Check the refused samples of a data set, in its order.
+
+        Args:
+            refused: them all, ordered by index.
+            intended: whether samples with this reason are left out on purpose, see `VLMCollator.leaves_out`.
+
+        Raises:
+            ConfigError: there are more bad ones than allowed.
+        """
+        log = SkipLog(limit=self)
+        with log.at_once():
+            for before, error in zip([-1, *(each.index or 0 for each in refused)], refused, strict=False):
+                if used := (error.index or 0) - before - 1:
+                    log.use(used)
+                (log.note if intended(error.reason) else log.refuse)(error)
 
 
 class SkipLog:

@@ -11,7 +11,7 @@ dataset is traversed in shuffled order, and each of its samples appears once per
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, random_split
+from torch.utils.data import Subset
 
 from vlmpack.data.open import SampleDataset
 from vlmpack.errors import ConfigError, SampleError, check_choice
@@ -61,13 +61,16 @@ def mix_datasets(
     return MixedDataset(datasets=tuple(datasets.items()), weights=shares, num=num, seed=seed)
 
 
-def hold_out(dataset: Any, size: float, *, seed: int = 0) -> tuple[Any, Any]:
+def hold_out(
+    dataset: Any, size: float, *, seed: int = 0, usable: Sequence[int] | None = None
+) -> tuple[Subset[Any], Subset[Any]]:
     """Hold out random samples to evaluate on.
 
     Args:
         dataset: map-style dataset.
         size: share of the samples, if it is below 1, rounded up; else their number.
         seed: seed for the choice.
+        usable: indices of the samples to choose from, `LengthTable.sample_ids`; None: all.
 
     Returns:
         The samples to train on, without repeats of the held-out ones in a mix, and the held-out ones.
@@ -75,18 +78,20 @@ def hold_out(dataset: Any, size: float, *, seed: int = 0) -> tuple[Any, Any]:
     Raises:
         ConfigError: `size` is negative, or leaves nothing to train on.
     """
-    total = len(dataset)
+    places = np.arange(len(dataset)) if usable is None else np.asarray(usable)
+    total = len(places)
     num = min(ceil(size * total), total - 1) if 0 <= size < 1 else ceil(size) if 1 <= size < total else -1
     if not 0 <= num < total:
         raise ConfigError(f"{size:g} samples cannot be held out of {total:,}, of which at least one is trained on")
-    train, held_out = random_split(dataset, [total - num, num], torch.Generator().manual_seed(seed))
+    order = places[torch.randperm(total, generator=torch.Generator().manual_seed(seed)).numpy()]
+    train, held_out = order[: total - num], order[total - num :]
     if isinstance(dataset, MixedDataset):
-        which, places = dataset._places
-        same = which + len(dataset.datasets) * places  # one number per sample, in every pass
-        train = Subset(dataset, np.flatnonzero(~np.isin(same, same[held_out.indices])).tolist())
+        which, within = dataset._places
+        same = which + len(dataset.datasets) * within  # one number per sample, in every pass
+        train = places[~np.isin(same[places], same[held_out])]
         if not len(train):
             raise ConfigError(f"the {num:,} held-out samples and their repeats are the whole mix; hold out fewer")
-    return train, held_out
+    return Subset(dataset, train.tolist()), Subset(dataset, held_out.tolist())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ N usable samples.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count, pairwise
 from pathlib import Path
@@ -168,6 +168,14 @@ class LengthTable:
         of_samples = np.full(self._places, ALONE)
         of_samples[self.sample_ids] = groups.of_samples
         return replace(groups, of_samples=of_samples)
+
+    def of_subset(self, places: Sequence[int]) -> LengthTable:
+        """Return the table of `torch.utils.data.Subset(dataset, places)`, all of whose samples are usable."""
+        rows = np.searchsorted(self.sample_ids, places)
+        assert np.array_equal(self.sample_ids[rows], places), "the samples of a subset are usable"
+        columns = {name: column[rows] for name, column in self._columns().items()}
+        groups = None if self.groups is None else replace(self.groups, of_samples=self.groups.of_samples[rows])
+        return LengthTable(**{**columns, "sample_ids": np.arange(len(rows))}, groups=groups)
 
     @property
     def _places(self) -> int:

@@ -31,7 +31,7 @@ import numpy as np
 from vlmpack.errors import ConfigError, LayoutError, VlmpackError
 from vlmpack.files import atomic_file, unreadable, writing
 from vlmpack.plan.exact_fill import lower_bound
-from vlmpack.plan.lengths import Budget, Overlength, too_large
+from vlmpack.plan.lengths import Budget, Overlength, divided_up, too_large
 from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs, group_bound
 
 NO_SAMPLES = np.zeros(0, np.int64)
@@ -103,6 +103,21 @@ class Plan:
             stand_in: int64 [N]: a permutation; entry i is the sample that replaces sample i.
         """
         return replace(self, sample_ids=stand_in[self.sample_ids])
+
+    def excess(self, sample: int) -> str:
+        """Say by what a sample exceeds a row on its own; "": by nothing."""
+        limits = [("tokens", self.lengths, self.capacity), *((b.name, b.costs, b.limit) for b in self.budgets)]
+        return ", ".join(f"{of[sample]} {name} (a row holds {most})" for name, of, most in limits if of[sample] > most)
+
+    def accumulation(self, samples_per_update: int, *, ranks: int = 1) -> int:
+        """Return the rows that each rank accumulates for at least this many samples in an optimizer step, on average.
+
+        Raises:
+            ConfigError: the plan has fewer samples.
+        """
+        if samples_per_update > (samples := len(self.sample_ids)):
+            raise ConfigError(f"samples_per_update={samples_per_update}: there are only {samples:,} samples")
+        return divided_up(samples_per_update * len(self), samples * ranks)
 
     # ------------------------------------------------------------------ rows
 

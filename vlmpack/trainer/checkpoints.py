@@ -3,8 +3,8 @@
     checkpoint-3/  model.safetensors  ...  trainer_state.json  packed_plan.json or packed_stream_0.pt
 
 vlmpack writes the last file of a checkpoint, atomically, so a checkpoint lacks that file if the run was killed while
-saving. `packed_plan.json` names the plan of the steps. `packed_stream_RANK.pt` is the state of a stream, as plain data
-that `torch.load(weights_only=True)` reads without running code.
+saving. `packed_plan.json` names the plan of the steps, `packed_stream_RANK.pt` is the state of a stream, as plain data
+that `torch.load(weights_only=True)` reads without running code. Both describe what is trained on, see `described`.
 
 Weights: for many families, `save_pretrained` writes weights under the names of the first release, and `from_pretrained`
 maps them back:
@@ -20,24 +20,31 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.utils.data import Subset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from vlmpack.collate import digests
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.context_parallel.mesh import mesh_of
+from vlmpack.data.open import SampleDataset
 from vlmpack.errors import ConfigError
 from vlmpack.files import atomic_file, write_text, writing
+from vlmpack.loading.resumable import sample_at
 from vlmpack.loading.stream import StreamLoader
+from vlmpack.rows import PackedDataset
 from vlmpack.trainer.loss import gathered
 
 PLAN_FILE = "packed_plan.json"
@@ -124,36 +131,78 @@ def _lack(checkpoint: Path, last_file: str | None) -> str:
     return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
 
 
-# ---------------------------------------------------------------------- the plan of the steps
+# ---------------------------------------------------------------------- what a checkpoint was trained on
+
+OF_TARGETS = ("train_on", "markers", "add_stop", "ignored_keys")
+"""Settings of a collator that change targets, and are not seen in the lengths of samples."""
+COMPARED = 16
+"""How many samples of a data set are compared, spread over it."""
 
 
-def save_plan(file: Path, dealt: str) -> None:
+def described(trainer: Any) -> dict[str, Any]:
+    """Describe what a training learns from its rows, as JSON: it must be the same in a resumed run.
+
+    Samples are read only from data sets that vlmpack opened: others may draw a sample anew each time.
+    """
+    data, model = trainer.train_dataset, trainer.model
+    trained = sum(each.requires_grad for each in model.parameters())
+    found = {"loss": trainer.loss, "trained_tensors": trained, "dtype": str(getattr(model, "dtype", None))}
+    collator = data.collator if isinstance(data, PackedDataset) else trainer.data_collator
+    if isinstance(collator, VLMCollator):
+        settings = digests.collator_settings(collator)
+        found |= {name: settings[name] for name in OF_TARGETS} | {"processor": digests.fingerprint(collator)}
+        opened = data
+        while isinstance(opened, Subset):
+            opened = opened.dataset
+        if isinstance(opened, SampleDataset):
+            places = dict.fromkeys(np.linspace(0, len(data) - 1, COMPARED).astype(int).tolist())
+            samples = [digests.sample_digest(sample_at(data, place), collator) for place in places]
+            found["samples"] = digests.digest_of(samples)[:16]
+    if isinstance(data, PackedDataset):
+        found["samples"] = digests.digest_of([shard.samples for shard in data.manifest.shards])[:16]
+    return digests.as_json(found)
+
+
+def check_described(checkpoint: str | Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was trained as this run is.
+
+    Raises:
+        ConfigError: something differs; names it.
+    """
+    if differing := "; ".join(digests.differences(was, now)):
+        raise ConfigError(f"{checkpoint} was trained otherwise: {differing}. Train as before, or {_NEW_RUN}")
+
+
+def save_plan(file: Path, dealt: str, run: Mapping[str, Any]) -> None:
     """Write the plan of a checkpoint's steps, see `check_plan`."""
-    write_text(file, json.dumps({"of": dealt}))
+    write_text(file, json.dumps({"of": dealt, "run": run}))
 
 
-def check_plan(checkpoint: str | Path, dealt: str) -> None:
+def check_plan(checkpoint: str | Path, dealt: str, run: Mapping[str, Any]) -> None:
     """Check that a checkpoint was trained on these rows. Trainer skips as many rows as there were steps.
 
     Args:
         checkpoint: the folder.
         dealt: the plan and how its rows are distributed, from `PackedBatchSampler.state_dict()["of"]`.
+        run: result of `described`.
 
     Raises:
-        ConfigError: the steps belong to another plan, or rows were distributed in another way.
+        ConfigError: the steps belong to another plan, or rows were distributed or trained on in another way.
     """
     file = Path(checkpoint) / PLAN_FILE
     try:
-        saved = str(json.loads(file.read_text(encoding="utf-8"))["of"])
+        content = json.loads(file.read_text(encoding="utf-8"))
+        saved, was = str(content["of"]), dict(content.get("run", run))  # earlier versions wrote none
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error}); resume from another one") from error
     if saved == dealt:
+        check_described(checkpoint, was, run)
         return
     pairs = zip(saved.split(", "), dealt.split(", "), strict=False)
     differing = [pair for pair in pairs if pair[0] != pair[1]] or [(saved, dealt)]
-    was, now = (", ".join(part) for part in zip(*differing, strict=True))
+    before, now = (", ".join(part) for part in zip(*differing, strict=True))
     raise ConfigError(
-        f"{checkpoint} was trained on rows of {was}, but these are of {now}: some samples would be trained on twice "
+        f"{checkpoint} was trained on rows of {before}, but these are of {now}: some samples would be trained on twice "
         f"and others never. Plan and distribute rows as before, or {_NEW_RUN}"
     )
 
@@ -166,14 +215,14 @@ def stream_file(rank: int) -> str:
     return f"packed_stream_{rank}.pt"
 
 
-def save_stream(file: Path, loader: StreamLoader) -> None:
-    """Write the state of a stream.
+def save_stream(file: Path, loader: StreamLoader, run: Mapping[str, Any]) -> None:
+    """Write the state of a stream, and the result of `described`.
 
     Raises:
         ConfigError: the source's own state is not plain data.
     """
     data = BytesIO()
-    torch.save(loader.state_dict(), data)
+    torch.save({"stream": loader.state_dict(), "run": run}, data)
     try:
         torch.load(BytesIO(data.getvalue()), weights_only=True)
     except UnpicklingError as error:
@@ -185,20 +234,22 @@ def save_stream(file: Path, loader: StreamLoader) -> None:
         temporary.write_bytes(data.getvalue())
 
 
-def load_stream(file: Path, loader: StreamLoader) -> None:
+def load_stream(file: Path, loader: StreamLoader, run: Mapping[str, Any]) -> None:
     """Restore a loader from a file that `save_stream` wrote.
 
     Raises:
-        ConfigError: the file is damaged, or belongs to a loader with another number of workers (each worker packs a
-            part of the source).
+        ConfigError: the file is damaged, belongs to a run that trained otherwise, or to a loader with another number of
+            workers (each worker packs a part of the source).
     """
     try:
-        state = torch.load(file, weights_only=True)
-    except (UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as error:
+        content = torch.load(file, weights_only=True)
+        state, was = content["stream"], dict(content["run"])
+    except (UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{file} is damaged, or was not written by vlmpack ({type(error).__name__}: {error!s:.200}); resume "
             f"from another checkpoint, or {_NEW_RUN}"
         ) from error
+    check_described(file.parent, was, run)
     loader.load_state_dict(state)
 
 
@@ -271,8 +322,38 @@ def _innermost(optimizer: Any) -> Any:
 # ---------------------------------------------------------------------- weights under other names
 
 
-def _layers(target_modules: Any) -> Any:
-    return target_modules if isinstance(target_modules, str | None) else sorted(target_modules)
+_OF_NO_EFFECT = {
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "peft_version",
+    "revision",
+    "task_type",
+}
+"""Entries of an adapter's configuration that may differ when a run is resumed."""
+
+
+def _check_adapter(file: Path, configs: Mapping[str, Any]) -> None:
+    """Check that an adapter of a checkpoint is one of the model's.
+
+    Raises:
+        ConfigError: its settings differ, or its base model has another name (folders may have been moved).
+    """
+    stored, own = (
+        json.loads(file.read_text(encoding="utf-8")),
+        configs.get(file.parent.name, next(iter(configs.values()))),
+    )
+    both = [
+        {**each, "base_model": Path(each.get("base_model_name_or_path") or "").name} for each in (stored, own.to_dict())
+    ]
+    compared = (both[0].keys() & both[1].keys()) - _OF_NO_EFFECT
+    was, now = (digests.as_json({name: each[name] for name in compared}) for each in both)
+    for each in (was, now):
+        each |= {name: sorted(value, key=str) for name, value in each.items() if isinstance(value, list)}
+    if differing := "; ".join(digests.differences(was, now)):
+        raise ConfigError(
+            f"{file.parent} has adapters of other settings than this training: {differing:.300}: train as before"
+        )
 
 
 class RenamedWeights(Trainer):
@@ -317,13 +398,8 @@ class RenamedWeights(Trainer):
             raise ConfigError(
                 f"{folder} is of a training of {parts[0]}, and this one is of {parts[1]}: train as before"
             )
-        configs = cast(Any, target).peft_config.values() if adapts else ()
         for file in folder.rglob("adapter_config.json") if adapts else ():
-            stored = _layers(json.loads(file.read_text()).get("target_modules"))
-            if stored not in [_layers(getattr(each, "target_modules", None)) for each in configs]:
-                raise ConfigError(
-                    f"{folder} has adapters of other layers ({stored!s:.200}) than this training: train as before"
-                )
+            _check_adapter(file, cast(Any, target).peft_config)
         try:
             if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))

@@ -216,9 +216,7 @@ class EvaluationRows:
             raise ConfigError(f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=")
         with skipped_are_reported():  # by an error, or in `Evaluation.refused`
             table = measure_lengths(dataset, collator, workers=workers)
-        check_refused(table, collator)
-        if not len(table):
-            raise ConfigError(f"no sample of the evaluation set can be used: {table.reasons or 'it is empty'}")
+        check_refused(table, collator, of="the evaluation set")
         planned = plan_bins(table, capacity, overlength="own_row")
         return cls(rows=planned.bins, tokens=planned.tokens, refused=table.refused)
 
@@ -248,10 +246,14 @@ def check_sharing(plan: Plan, collator: object) -> None:
 
 def _dropped(plan: Plan) -> tuple[SampleError, ...]:
     """Return the samples in no row; those with length 0 were refused when lengths were measured."""
-    too_long = (OVERLENGTH, f"the plan left it out: it exceeds a row of {plan.capacity} tokens")
-    refused = ("refused_before", "it was refused when its length was measured: LengthTable.refused has the reason")
-    reasons = {at: too_long if plan.lengths[at] else refused for at in plan.dropped.tolist()}
-    return tuple(SampleError(detail, reason, index=at) for at, (reason, detail) in reasons.items())
+
+    def reason(at: int) -> SampleError:
+        if not plan.lengths[at]:
+            detail = "it was refused when its length was measured: LengthTable.refused has the reason"
+            return SampleError(detail, "refused_before", index=at)
+        return SampleError(f"the plan left it out, for on its own it has {plan.excess(at)}", OVERLENGTH, index=at)
+
+    return tuple(map(reason, plan.dropped.tolist()))
 
 
 @final

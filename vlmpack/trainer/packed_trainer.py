@@ -151,6 +151,10 @@ class PackedTrainer(RenamedWeights):
             vars(self.model).pop("_is_accelerate_prepared", None)
         return super().train(self._resumes_from, *args, **kwargs)
 
+    @cached_property
+    def _described(self) -> dict[str, Any]:
+        return checkpoints.described(self)
+
     @property
     def _last_file(self) -> str | None:
         """Last file of a checkpoint from which the rows can be continued; None: it is Trainer's own last file."""
@@ -173,11 +177,11 @@ class PackedTrainer(RenamedWeights):
         super()._save_checkpoint(*args, **kwargs)
         loader: Any = self.callback_handler.train_dataloader
         if files and isinstance(self.train_dataset, PackedStream):
-            checkpoints.save_stream(files[1], loader)
+            checkpoints.save_stream(files[1], loader, self._described)
         elif files and isinstance(loader, RowLoader):
             self.accelerator.wait_for_everyone()  # every rank has written its files
             if self.args.should_save:
-                checkpoints.save_plan(files[0], loader.batch_sampler.state_dict()["of"])
+                checkpoints.save_plan(files[0], loader.batch_sampler.state_dict()["of"], self._described)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's rows.
@@ -201,7 +205,7 @@ class PackedTrainer(RenamedWeights):
             return self._stream_loader(dataset)
         sampler = self._sampler(dataset)
         if self._resumes_from is not None and not self.args.ignore_data_skip:
-            checkpoints.check_plan(self._resumes_from, sampler.state_dict()["of"])
+            checkpoints.check_plan(self._resumes_from, sampler.state_dict()["of"], self._described)
         return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -309,7 +313,7 @@ class PackedTrainer(RenamedWeights):
         generator, collate = torch.Generator().manual_seed(self.args.seed), self.data_collator
         loader = StreamLoader(stream, collate_fn=collate, generator=generator, **self._loading)
         if self._resumes_from is not None:
-            checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader)
+            checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader, self._described)
         return loader
 
     @property
@@ -336,7 +340,7 @@ class PackedTrainer(RenamedWeights):
         return {
             "num_workers": self.args.dataloader_num_workers,
             "prefetch_factor": self.args.dataloader_prefetch_factor,
-            "persistent_workers": self.args.dataloader_persistent_workers,
+            "persistent_workers": self.args.dataloader_persistent_workers and self.args.dataloader_num_workers > 0,
             "pin_memory": self.args.dataloader_pin_memory,
         }
 
