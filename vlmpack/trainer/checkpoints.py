@@ -323,11 +323,7 @@ def _innermost(optimizer: Any) -> Any:
 
 
 _OF_NO_EFFECT = {
-    "base_model_name_or_path",
-    "inference_mode",
-    "init_lora_weights",
-    "peft_version",
-    "revision",
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "peft_version", "revision"),
     "task_type",
 }
 """Entries of an adapter's configuration that may differ when a run is resumed."""
