@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from step_service import plain_inputs
 
+from vlmpack.collate.encoded import Visual
 from vlmpack.families import family_named
-from vlmpack.service.engine.datums import EncodedImage, EncodedSequence
+from vlmpack.service.engine.datums import EncodedSequence
 from vlmpack.service.engine.engine import Engine
 from vlmpack.service.sampling.batched import BatchedSampling, Finished, SamplingSettings
 from vlmpack.service.wire.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
@@ -41,11 +43,12 @@ def prompt_of(
         config = model.config
         run = [config.image_token_id] * (rows * columns // family.merge(config) ** 2)
         ids += [np.array([config.vision_start_token_id, *run, config.vision_end_token_id]), rng.integers(20, 500, 3)]
-        shape = (3, *[config.vision_config.patch_size] * 2) if family.model_type == "paddleocr_vl" else (-1,)
-        pixels = rng.normal(size=(rows * columns, family.patch_channels(config))).astype(np.float32)
-        pixels = pixels.reshape(rows * columns, *shape)
-        pictures.append(EncodedImage(pixel_values=torch.from_numpy(pixels), grid=(1, rows, columns), tokens=len(run)))
-    return EncodedSequence(input_ids=np.concatenate(ids).astype(np.int64), images=tuple(pictures))
+        pixels = rng.normal(size=(rows * columns, *family.patch_shape(config))).astype(np.float32)
+        pictures.append(Visual(pixels=torch.from_numpy(pixels), grid=(1, rows, columns)))
+    patches = tuple(rows * columns for rows, columns in images[: len(pictures)])
+    return EncodedSequence(
+        input_ids=np.concatenate(ids).astype(np.int64), images=tuple(pictures), patches_of_images=patches
+    )
 
 
 def model_of(engine: Engine) -> Any:
@@ -113,18 +116,6 @@ def tokens_of(result: SampleResult | Failure) -> list[list[int]]:
 
 
 # ---------------------------------------------------------------------- the unmodified model
-
-
-def plain_inputs(prompt: EncodedSequence, config: Any, *, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([*prompt.input_ids.tolist(), *more])[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if hasattr(config, "image_token_id"):
-        inputs |= family_named(config.model_type).expert_types_of(ids, config)
-    if prompt.images:
-        inputs["mm_token_type_ids"] = (ids == config.image_token_id).long()
-        inputs["pixel_values"] = torch.cat([image.pixel_values for image in prompt.images])
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in prompt.images])
-    return inputs
 
 
 @torch.no_grad()

@@ -12,8 +12,10 @@ from cases import one_of_each, slow
 from fixtures.processors import tiny_model, tiny_processor
 from PIL import Image
 
-from vlmpack.families.registry import FAMILIES
-from vlmpack.service.engine.datums import not_served
+from vlmpack.collate.assemble import join_media
+from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.families.registry import FAMILIES, family_named
+from vlmpack.service.engine.datums import EncodedSequence, not_served
 from vlmpack.service.engine.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.ranks.group import Ranks
@@ -76,9 +78,10 @@ def text(*tokens: int) -> TextChunk:
     return TextChunk(tokens=np.array(tokens, np.int32))
 
 
-def vision_ids(processor: Any) -> tuple[int, int]:
-    start, end = processor.tokenizer.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-    return start, end
+def vision_ids(processor: Any) -> list[list[int]]:
+    """What a chat template writes before and behind an image; for many families nothing."""
+    found, tokenizer = read_processor(processor), processor.tokenizer
+    return [tokenizer.encode(each, add_special_tokens=False) for each in (found.vision_start, found.vision_end)]
 
 
 def chunks_with_images(rng: np.random.Generator, processor: Any, *, length: int, images: Sequence[tuple[int, int]]):
@@ -87,7 +90,7 @@ def chunks_with_images(rng: np.random.Generator, processor: Any, *, length: int,
     words = rng.integers(20, 500, length).tolist()
     chunks: list[Chunk] = [text(*words[:1])]
     for at, size in enumerate(images):
-        chunks += [text(start), ImageChunk(data=png(*size, seed=at), format="png"), text(end)]
+        chunks += [text(*start), ImageChunk(data=png(*size, seed=at), format="png"), text(*end, words[0])]
     return (*chunks, text(*words[1:]))
 
 
@@ -172,22 +175,33 @@ def largest_difference(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tens
     return max(((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-12)).item() for n in a)
 
 
+def plain_inputs(sequence: EncodedSequence, config: Any, *, more: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+    """What the unmodified model takes of a sequence, and of ids after it."""
+    ids, family = torch.tensor([*sequence.input_ids.tolist(), *more])[None], family_named(config.model_type)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if family.has_vision:
+        inputs |= {family.token_types: (ids == config.image_token_id).long()} if family.token_types else {}
+        inputs |= family.expert_types_of(ids, config)
+        inputs |= join_media([sequence.sample(config.image_token_id)], family).to_hf()
+    return inputs
+
+
 def plain_logprobs(model: Any, engine: Engine, datum: Datum) -> torch.Tensor:
     """float32 [N] of a datum's targets by the unmodified model, the datum alone."""
     sequence = engine.encode_chunks(datum.chunks)
-    ids = torch.from_numpy(sequence.input_ids)[None]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if engine.base.is_vision:
-        inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).long()
-        inputs |= engine.family.expert_types_of(ids, model.config)
-    if sequence.images:
-        inputs["pixel_values"] = torch.cat([image.pixel_values for image in sequence.images])
-        inputs["image_grid_thw"] = torch.tensor([image.grid for image in sequence.images])
-    logits = model(**inputs, use_cache=False).logits[0].float()
+    logits = model(**plain_inputs(sequence, model.config), use_cache=False).logits[0].float()
     return logits.log_softmax(-1).gather(1, torch.from_numpy(datum.inputs["target_tokens"])[:, None])[:, 0]
 
 
-FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if not_served(family) is None)
+FAMILY_NAMES = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if not_served(family) is None and family.has_vision is family.has_grids and not family.has_audio
+)
+"""Text models, and vision models whose images are patches with grids."""
+TILED = ("internvl", "llava_next", "llava_onevision", "idefics3", "gemma3", "gemma4", "qwen2_5_omni_thinker")
+"""One of each other kind of images: in tiles, of one size, processed together, attended to in both directions, beside
+audio."""
 DISTINCT_NAMES = [name for each in one_of_each() for name in each.values if name in FAMILY_NAMES]
 """One of each combination of mechanisms and media."""
 

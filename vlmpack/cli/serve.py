@@ -32,7 +32,7 @@ KEY_VARIABLE = "VLMPACK_API_KEY"
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or folder of a Qwen-VL or Qwen model.", show_default=False)
+        str | None, typer.Argument(help="Hub id or folder of a supported model.", show_default=False)
     ] = None,
     demo: Annotated[bool, typer.Option("--demo", help="Serve a tiny random Qwen3-VL, ready in seconds.")] = False,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all, behind a TLS proxy.")] = "127.0.0.1",

@@ -96,25 +96,11 @@ def to_packed(
         NotFinite: the pixels of a sample are not finite.
     """
     used = rule if sharing is None else SlotRule()
-    segments = Segments.from_lengths([sample.num_tokens for sample in samples], used)
-    starts = segments.stride[: len(samples)]
     visuals: Visuals = _media_of(samples)
-
-    def row(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
-        return _write(arrays, starts, segments.total, fill).unsqueeze(-2)
-
-    packed = PackedRow(
-        **_columns(samples, row, pad_token_id),
-        segments=segments,
-        shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
-        shift_weights=None
-        if (weights := _weights_of(samples)) is None
-        else roll_left(row(weights, 0), segments, fill=0),
-    )
+    packed = _row(samples, used, pad_token_id)
     if sharing is None:
         return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
-    table = packed.known_metadata.media or MediaTable()
-    table = table if family is None else family.with_contexts(table)
+    table = _table_of(packed, family)
     tree = _tree(packed, table, visuals, sharing, family)
     if tree is None and rule != used:
         of_media: Any = {"pixel_dtype": pixel_dtype, "buffers": buffers, "family": family}
@@ -127,6 +113,44 @@ def to_packed(
             "audio": [visuals["audio"][at] for at in tree.audios],
         }
     return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
+
+
+def prefix_tree(samples: Sequence[Encoded], *, sharing: SharePrefixes, family: Family | None) -> PrefixTree | None:
+    """Return the tree of the row that `to_packed` makes of these samples, without joining their pixels."""
+    row = _row(samples, SlotRule(), 0)
+    return _tree(row, _table_of(row, family), _media_of(samples), sharing, family)
+
+
+def join_media(samples: Sequence[Encoded], family: Family | None) -> Media:
+    """Join the media of some samples.
+
+    Raises:
+        NotFinite: the pixels of a sample are not finite.
+    """
+    return _media(_media_of(samples), None, NO_BUFFERS, family)
+
+
+def _row(samples: Sequence[Encoded], rule: SlotRule, pad_token_id: int) -> PackedRow:
+    """Pack samples into a row without pixels."""
+    segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
+    starts = segments.stride[: len(samples)]
+
+    def row(arrays: Sequence[np.ndarray], fill: float) -> torch.Tensor:
+        return _write(arrays, starts, segments.total, fill).unsqueeze(-2)
+
+    return PackedRow(
+        **_columns(samples, row, pad_token_id),
+        segments=segments,
+        shift_labels=shift_labels(row([s.labels for s in samples], IGNORE), segments),
+        shift_weights=None
+        if (weights := _weights_of(samples)) is None
+        else roll_left(row(weights, 0), segments, fill=0),
+    )
+
+
+def _table_of(row: PackedRow, family: Family | None) -> MediaTable:
+    table = row.known_metadata.media or MediaTable()
+    return table if family is None else family.with_contexts(table)
 
 
 def _columns(samples: Sequence[Encoded], write: Callable[..., torch.Tensor], pad_token_id: int) -> dict[str, Any]:

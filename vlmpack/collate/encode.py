@@ -51,6 +51,7 @@ from vlmpack.data.messages import (
     SPEAKING,
     Conversation,
     Markers,
+    MediaRef,
     Weights,
     check_unread,
     is_trained,
@@ -162,6 +163,29 @@ class Encoder:
             ConfigError: this processor cannot be used at all, or cannot measure images.
         """
         return self._encode(feature, self.media.measure_each)
+
+    def images(self, refs: Sequence[MediaRef], *, is_measured: bool = False) -> tuple[tuple[Visual, np.ndarray], ...]:
+        """Read the images of a sample whose text is already ids.
+
+        Args:
+            refs: the images.
+            is_measured: only measure them, from their headers.
+
+        Returns:
+            Each image, and the ids that the processor writes in place of its placeholder, int64 [n].
+
+        Raises:
+            SampleError: an image cannot be used.
+            FamilyError, ConfigError: no sample can be used with this processor.
+        """
+        visuals = (self.media.measure_each if is_measured else self.media.load_each)(refs, kind="image")
+        assert not visuals or self._is_confirmed
+        token, tokenizer = self.metadata.image_token, self.media.parts.tokenizer
+        found = []
+        for visual, text in zip(visuals, self.media.texts_of(visuals, token * len(visuals), token), strict=True):
+            ids = np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+            found.append((visual, np.repeat(ids, self._repeats(ids, {"image": (visual,)}))))
+        return tuple(found)
 
     @cached_property
     def media(self) -> MediaReader:

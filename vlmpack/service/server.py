@@ -226,8 +226,7 @@ class Service:
             key=self.settings.key,
             is_draining=self._draining.is_set,
         )
-        token = self.engine.model.config.image_token_id if self.engine.base.is_vision else None
-        openai = OpenAI(endpoints, self._processor, image_token_id=token, measure=self.engine.measure)
+        openai = OpenAI(endpoints, self._processor, measure=self.engine.measure)
         routes: list[BaseRoute] = [*endpoints.routes(), *openai.routes(), *status.routes(self._snapshot, self.history)]
         return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)
 

@@ -73,30 +73,30 @@ def test_images_become_what_the_processor_of_transformers_makes(
 ) -> None:
     chunks: list[Chunk] = [text(*PROCESSOR.tokenizer("before")["input_ids"])]
     for at, size in enumerate(sizes):
-        chunks += [text(START), image(png(*size, seed=at)), text(END)]
+        chunks += [text(*START), image(png(*size, seed=at)), text(*END)]
     chunks.append(text(*PROCESSOR.tokenizer("after")["input_ids"]))
     ours = engine.encode_chunks(chunks)
     pictures = [Image.open(io.BytesIO(png(*size, seed=at))) for at, size in enumerate(sizes)]
     prompt = "before" + "<|vision_start|><|image_pad|><|vision_end|>" * len(sizes) + "after"
     theirs = PROCESSOR(text=[prompt], images=pictures, return_tensors="pt")
     assert ours.input_ids.tolist() == theirs["input_ids"][0].tolist()
-    assert torch.equal(torch.cat([i.pixel_values for i in ours.images]), theirs["pixel_values"])
-    assert [list(i.grid) for i in ours.images] == theirs["image_grid_thw"].tolist()
+    assert torch.equal(torch.cat([i.values[0] for i in ours.images]), theirs["pixel_values"])
+    assert [list(i.patch_grid) for i in ours.images] == theirs["image_grid_thw"].tolist()
     assert ours.patches == len(theirs["pixel_values"])
 
 
 def test_a_right_count_is_accepted_and_jpeg_too(engine: Engine) -> None:
     jpeg = saved((64, 64), "JPEG")  # the format is that of the bytes
     for chunk in (image(expected_tokens=4), image(jpeg, format="jpeg"), image(jpeg, format="png")):
-        assert engine.encode_chunks([text(START), chunk, text(END)]).length == 6
+        assert engine.encode_chunks([text(*START), chunk, text(*END)]).length == 6
 
 
 def test_an_image_may_come_first_and_last(engine: Engine) -> None:
     """Two datums whose images meet in the row stay two."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 500, 6)
-    ends = Datum(chunks=(text(7, START), image()), inputs={"target_tokens": targets})
-    begins = Datum(chunks=(image(png(64, 64, seed=3)), text(END, 9)), inputs={"target_tokens": targets})
+    ends = Datum(chunks=(text(7, *START), image()), inputs={"target_tokens": targets})
+    begins = Datum(chunks=(image(png(64, 64, seed=3)), text(*END, 9)), inputs={"target_tokens": targets})
     together = run_one(engine, [ends, begins], forward_only=True).logprobs
     for ours, alone in zip(together, (ends, begins), strict=True):
         np.testing.assert_allclose(ours, run_one(engine, [alone], forward_only=True).logprobs[0], atol=1e-5)
@@ -110,7 +110,7 @@ def test_threads_encode_at_a_time(engine: Engine) -> None:
             for a, b in zip(one.data, other.data, strict=True):
                 assert np.array_equal(a.sequence.input_ids, b.sequence.input_ids)
                 pairs = zip(a.sequence.images, b.sequence.images, strict=True)
-                assert all(torch.equal(x.pixel_values, y.pixel_values) for x, y in pairs)
+                assert all(torch.equal(x.values[0], y.values[0]) for x, y in pairs)
 
 
 # ---------------------------------------------------------------------- bad ones
@@ -124,9 +124,9 @@ BAD = {
     "the placeholder of a video in text": (datum(text(5, VIDEO_ID)), "the placeholder of a video, in its text"),
     "targets of the text alone": (datum(text(5), image(), tokens=1), "has shape [1], but the datum has 5"),
     "another count": (datum(text(5), image(expected_tokens=5), tokens=5), "4 tokens by the model's own processor"),
-    "no image": (datum(text(5), image(b"hello"), tokens=5), "chunk 1: 5 bytes starting with b'hello'"),
+    "no image": (datum(text(5), image(b"hello"), tokens=5), "image 0: 5 bytes starting with b'hello'"),
     "an empty image": (datum(text(5), image(b""), tokens=5), "the image is empty"),
-    "half an image": (datum(text(5), image(png(64, 64)[:800]), tokens=5), "chunk 1: "),
+    "half an image": (datum(text(5), image(png(64, 64)[:800]), tokens=5), "image 0: "),
     "a bomb": (datum(text(5), image(header_of(60_000, 60_000)), tokens=5), "the image is too large for Pillow"),
     "a large image": (datum(text(5), image(saved((400, 400), "PNG")), tokens=5), "400 x 400 = 160000 pixels"),
     "a large file": (datum(text(5), image(bytes(200_001)), tokens=5), "200001 bytes"),
@@ -162,7 +162,7 @@ def test_images_of_a_request_are_measured_before_one_is_decoded() -> None:
     headers = [datum(text(5), image(header_of(64, 64)), tokens=5)] * 3  # 16 patches each, and no pixels at all
     with pytest.raises(RequestError, match=r"the images take 294912 bytes as patches, more than 245760"):
         engine.encode(request(headers))
-    with pytest.raises(RequestError, match=r"datum 0: chunk 1: .*damaged or cut short"):
+    with pytest.raises(RequestError, match=r"datum 0: image 0: .*damaged or cut short"):
         engine.encode(request(headers[:2]))
 
 

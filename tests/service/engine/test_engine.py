@@ -337,7 +337,7 @@ def test_full_fine_tuning_can_be_switched_off() -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("llava", "llava: the service does not encode its images"),
+        ("paligemma", "paligemma: its prompts attend in both directions"),
         ("llama4_text", "llama4_text: it scales queries by places"),
     ],
 )

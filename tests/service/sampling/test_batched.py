@@ -237,12 +237,12 @@ def test_prompts_are_kept_as_long_as_there_is_room_and_their_weights_are_open(
 def test_prompts_that_differ_in_a_token_or_a_pixel_are_others(base: Engine) -> None:
     prompt = prompt_of(base, np.random.default_rng(0), length=10, images=((4, 6),))
     (image,) = prompt.images
-    pixels = image.pixel_values.clone()
+    pixels = image.values[0].clone()
     pixels[3, 3] += 1
     ids = prompt.input_ids.copy()
     ids[2] += 1
     others = (
-        replace(prompt, images=(replace(image, pixel_values=pixels),)),
+        replace(prompt, images=(replace(image, pixels=pixels),)),
         replace(prompt, images=(replace(image, grid=(1, 6, 4)),)),
         replace(prompt, images=()),
         replace(prompt, input_ids=ids),

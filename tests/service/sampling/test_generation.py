@@ -18,15 +18,28 @@ from sampled import (
     sampler_of,
     tokens_of,
 )
-from step_service import FAMILY_NAMES, TEXT_FAMILIES, plain_model, processor_for, served, tiny_engine
+from step_service import (
+    FAMILY_NAMES,
+    TILED,
+    gradients,
+    largest_difference,
+    plain_model,
+    processor_for,
+    served,
+    some_data,
+    tiny_engine,
+)
+from step_service import plain_logprobs as logprobs_of_datum
+from step_service import run_one as train_on
 from transformers import DynamicCache, StaticCache
 
 from vlmpack.errors import FamilyError
 from vlmpack.families import family_named
+from vlmpack.service.engine.datums import placeholders_of
 from vlmpack.service.engine.engine import Engine
 from vlmpack.service.sampling import caches
 from vlmpack.service.sampling.generation import Ending, Growing, Reader
-from vlmpack.service.wire.messages import SampleResult, SparseMatrix
+from vlmpack.service.wire.messages import LoraConfig, SampleResult, SparseMatrix
 
 DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
 """Families without experts."""
@@ -46,7 +59,7 @@ def test_a_batch_of_prompts_gives_each_what_generate_gives_it_alone(family: str)
     # Joins and leavings at every length: each has its own number of tokens.
     requests = {str(i): (prompt, sample(temperature=0.0, max_tokens=3 + 4 * i)) for i, prompt in enumerate(prompts)}
     results = run(sampler_of(engine, prefill_tokens=60, decode_steps=2), requests)
-    placeholders = () if family in TEXT_FAMILIES else (plain.config.image_token_id, plain.config.video_token_id)
+    placeholders = placeholders_of(engine.family, plain.config)
     for i, prompt in enumerate(prompts):
         (tokens,) = tokens_of(results[str(i)])
         assert tokens == plain_greedy(plain, prompt, count=3 + 4 * i, suppressed=placeholders)
@@ -54,6 +67,29 @@ def test_a_batch_of_prompts_gives_each_what_generate_gives_it_alone(family: str)
         assert isinstance(result, SampleResult)
         expected = plain_logprobs(plain, prompt, result.sequences[0])[prompt.length - 1 :]
         np.testing.assert_allclose(result.sequences[0].logprobs, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", served("llava_next", "gemma3", among=TILED))
+def test_images_of_every_family_are_trained_on_and_sampled_from_as_by_the_unmodified_model(family: str) -> None:
+    engine, plain = tiny_engine(family), plain_model(family)
+    engine.create("a", LoraConfig(rank=2, seed=1))
+    data = some_data(engine)
+    together = train_on(engine, data)
+    batch = gradients(engine)
+    engine.client("a").gradients = None
+    for datum, logprobs in zip(data, together.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs, train_on(engine, [datum]).logprobs[0], atol=1e-5)
+        np.testing.assert_allclose(logprobs, logprobs_of_datum(plain, engine, datum).detach(), atol=1e-5)
+    assert largest_difference(batch, gradients(engine)) < 1e-5
+    prompts = [engine.encode_chunks(datum.chunks) for datum in data]
+    assert [prompt.patches > 0 for prompt in prompts] == [False, True, False, True, False]
+    wanted = {str(i): (p, sample(max_tokens=3 + 2 * i, prompt_logprobs=True)) for i, p in enumerate(prompts)}
+    results = run(sampler_of(engine), wanted)
+    for i, prompt in enumerate(prompts):
+        result = results[str(i)]
+        assert isinstance(result, SampleResult) and result.scores is not None
+        found = np.concatenate((result.scores.logprobs[1:], result.sequences[0].logprobs))
+        np.testing.assert_allclose(found, plain_logprobs(plain, prompt, result.sequences[0]), atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

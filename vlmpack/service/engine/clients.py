@@ -104,9 +104,14 @@ def find_targets(model: nn.Module, family: Family) -> Targets:
         attention=tuple(attention),
         mlp=tuple(mlp),
         experts=tuple(experts),
-        experts_of_token=family.text_config(model.config).num_experts_per_tok if experts else 1,
+        experts_of_token=_experts_of_token(family.text_config(model.config)) if experts else 1,
         unembed=family.head_path,
     )
+
+
+def _experts_of_token(text_config: Any) -> int:
+    """Return the number of experts of each token, which Gemma 4 names differently."""
+    return next(n for name in ("num_experts_per_tok", "top_k_experts") if (n := getattr(text_config, name, None)))
 
 
 # ---------------------------------------------------------------------- one adapter

@@ -3,8 +3,8 @@
     chunks   [text 20 21 809] [image] [text 810 22]        as a client sends them
     ids       20 21 809  4 4 4 4      810 22               4: the image placeholder, once per image token
 
-The model's own image processor cuts images into patches. Nothing here touches the model, so several threads may encode
-at the same time. All datums of a request are checked before any of it is computed.
+The model's own processor cuts images into patches and writes what stands for them. Nothing here touches the model, so
+several threads may encode at the same time. All datums of a request are checked before any of it is computed.
 """
 
 from __future__ import annotations
@@ -18,49 +18,47 @@ from math import prod
 from typing import Any, final
 
 import numpy as np
-import torch
 
-from vlmpack.data.images import load_image, read_size
+from vlmpack.collate.encode import Encoder as SampleEncoder
+from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.data.messages import MediaRef
 from vlmpack.errors import RequestError, SampleError
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import Grid
+from vlmpack.layout.batch import Media
+from vlmpack.layout.media import IMAGE, TEXT
+from vlmpack.layout.row import IGNORE
 from vlmpack.service.engine.losses import TARGETS, BoundLoss, LossInputs, bind_loss, check_inputs
 from vlmpack.service.limits import FORMATS, ServiceLimits
 from vlmpack.service.wire.messages import Chunk, ForwardBackward, ImageChunk, Sample, TextChunk
 
-WITH_IMAGES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
-    *("glm4v", "glm46v", "glm4v_moe", "glm_ocr", "paddleocr_vl", "ernie4_5_vl_moe"),
-)
-"""Families whose images can be encoded: each image is one grid of patches and one run of placeholders."""
-
 
 def not_served(family: Family) -> str | None:
-    """Return why requests for a family cannot be served; None: they can.
-
-    Text models can be served, and the vision models of `WITH_IMAGES`.
-    """
+    """Return why requests for a family cannot be served; None: they can."""
     if family.has("query_scale"):
         return (
             "it scales queries by places that its own code counts from the padding of sequences decoded together; "
             "serve another model"
         )
-    if family.has_vision and family.model_type not in WITH_IMAGES:
-        return f"the service does not encode its images; serve one of {', '.join(WITH_IMAGES)}, or a text model"
+    if family.token_columns:
+        return (
+            "its prompts attend in both directions, and a datum does not say where its prompt ends; serve another model"
+        )
     return None
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EncodedImage:
-    """An image as patches."""
+def image_token_of(family: Family, config: Any) -> int | None:
+    """Return the image placeholder id; None: the family takes no images."""
+    return config.image_token_id if family.has_vision else None
 
-    pixel_values: torch.Tensor
-    """float32 [P, C] or [P, 3, side, side]: P patches of C numbers."""
-    grid: Grid
-    """Frames, rows and columns of patches."""
-    tokens: int
-    """Number of placeholders of the image."""
+
+def placeholders_of(family: Family, config: Any) -> dict[int, str]:
+    """Return the ids that stand for media, which are never text and never sampled, and what each stands for."""
+    if not family.has_vision:
+        return {}
+    names = {"image_token_id": "an image", "video_token_id": "a video", "audio_token_id": "audio"}
+    ids = {getattr(config, name, None): kind for name, kind in names.items()}
+    return {i: kind for i, kind in ids.items() if i is not None and i < family.text_config(config).vocab_size}
 
 
 @final
@@ -70,8 +68,10 @@ class EncodedSequence:
 
     input_ids: np.ndarray
     """int64 [N]. Each image has as many placeholders as it has tokens."""
-    images: tuple[EncodedImage, ...] = ()
+    images: tuple[Visual, ...] = ()
     """Images, in order."""
+    patches_of_images: tuple[int, ...] = ()
+    """Number of patches of each image."""
 
     @property
     def length(self) -> int:
@@ -83,14 +83,25 @@ class EncodedSequence:
         """Hash of the tokens and images: equal sequences have equal digests."""
         hashed = blake2b(self.input_ids.tobytes(), digest_size=32)
         for image in self.images:
-            hashed.update(repr(image.grid).encode())
-            hashed.update(image.pixel_values.contiguous().numpy().tobytes())
+            hashed.update(repr((image.grid, image.runs)).encode())
+            for tensor in (image.pixels, *image.tensors.values()):
+                assert tensor is not None, "an image that was only measured"
+                hashed.update(repr(tensor.shape).encode() + tensor.contiguous().numpy().tobytes())
         return hashed.digest()
 
-    @cached_property
+    @property
     def patches(self) -> int:
         """Number of patches of all images."""
-        return sum(prod(image.grid) for image in self.images)
+        return sum(self.patches_of_images)
+
+    def sample(self, image_token: int | None) -> Encoded:
+        """Return the sequence as a sample without targets; `image_token` is the image placeholder."""
+        return Encoded(
+            input_ids=self.input_ids,
+            labels=np.full_like(self.input_ids, IGNORE),
+            types=np.where(self.input_ids == image_token, IMAGE, TEXT),
+            images=self.images,
+        )
 
 
 @final
@@ -148,26 +159,24 @@ class MeasuredSize:
 class Encoder:
     """Checks and encodes requests for one model. Threads may share one encoder."""
 
-    def __init__(
-        self, family: Family, config: Any, image_processor: Any, *, context: int, limits: ServiceLimits
-    ) -> None:
+    def __init__(self, family: Family, config: Any, processor: Any, *, context: int, limits: ServiceLimits) -> None:
         """Set what requests are checked against.
 
         Args:
             family: family of the model.
             config: configuration of the model.
-            image_processor: the model's image processor; None: a text model.
+            processor: the model's processor; for a text model, its tokenizer.
             context: maximum number of tokens of a datum.
             limits: limits of the service.
         """
         self.family, self.config, self.context, self.limits = family, config, context, limits
         self.vocabulary: int = family.text_config(config).vocab_size
         """Size of the vocabulary: valid ids are below it."""
-        self.placeholders: dict[int, str] = {}
+        self.placeholders = placeholders_of(family, config)
         """Placeholder ids, which text must not contain, and what each stands for."""
-        if family.has_vision:
-            self.placeholders = {config.image_token_id: "an image", config.video_token_id: "a video"}
-        self._image_processor = image_processor
+        self._reader = SampleEncoder(
+            processor=processor, metadata=read_processor(processor), limits=limits.image_limits, train_on="all"
+        )
 
     def encode(self, request: ForwardBackward) -> EncodedRequest:
         """Check and encode a training request.
@@ -242,19 +251,19 @@ class Encoder:
             RequestError: the chunks cannot be used.
         """
         size, after_image = MeasuredSize(), False
+        measured = iter(self._images(chunks, is_measured=True))
         for at, chunk in enumerate(chunks):
             if isinstance(chunk, TextChunk):
                 self._check_text(at, chunk)
                 size += MeasuredSize(tokens=len(chunk.tokens))
                 after_image = after_image and not len(chunk.tokens)
                 continue
-            if after_image:
+            if after_image and self.family.has_grids:
                 raise RequestError(
                     f"chunk {at} is an image right after another one, and the model would take both for one; put text "
                     "between them, such as <|vision_end|><|vision_start|>"
                 )
-            size, after_image = size + self._measure(at, chunk), True
-            self._check_length(size.tokens)
+            size, after_image = size + self._measure(at, chunk, *next(measured)), True
         self._check_length(size.tokens)
         return size
 
@@ -274,48 +283,52 @@ class Encoder:
                     f"placeholder of {meaning}, in its text; leave it out and send the image as a chunk in its place"
                 )
 
-    def _measure(self, at: int, chunk: ImageChunk) -> MeasuredSize:
-        """Return the size of an image as patches, from its header."""
-        if not self.family.has_vision:
-            raise RequestError(f"chunk {at} is an image, but {self.family.model_type} is a text model")
-        if chunk.format not in FORMATS:
+    def _images(self, chunks: Sequence[Chunk], *, is_measured: bool = False) -> Sequence[tuple[Visual, np.ndarray]]:
+        """Read the images among some chunks, or only their headers, each with the ids that stand for it."""
+        images = [(at, chunk) for at, chunk in enumerate(chunks) if isinstance(chunk, ImageChunk)]
+        for at, chunk in images:
+            if not self.family.has_vision:
+                raise RequestError(f"chunk {at} is an image, but {self.family.model_type} is a text model")
+            if chunk.format not in FORMATS:
+                raise RequestError(
+                    f"chunk {at} is an image of format {chunk.format!r:.40}; send {' or '.join(FORMATS)} bytes"
+                )
+        refs = [MediaRef(source=chunk.data, index=number) for number, (_, chunk) in enumerate(images)]
+        try:
+            return self._reader.images(refs, is_measured=is_measured)
+        except SampleError as error:
+            raise RequestError(str(error)) from error
+
+    def _measure(self, at: int, chunk: ImageChunk, visual: Visual, ids: np.ndarray) -> MeasuredSize:
+        """Return the size of a measured image. Patches of an image without a grid are counted once it is decoded."""
+        if chunk.expected_tokens is not None and chunk.expected_tokens != len(ids):
             raise RequestError(
-                f"chunk {at} is an image of format {chunk.format!r:.40}; send {' or '.join(FORMATS)} bytes"
-            )
-        with _named_chunk(at):
-            height, width = read_size(chunk.data, limits=self.limits.image_limits)
-            patches = self._image_processor.get_number_of_image_patches(height, width)
-        tokens = patches // self.family.merge(self.config) ** 2
-        if chunk.expected_tokens is not None and chunk.expected_tokens != tokens:
-            raise RequestError(
-                f"chunk {at} is an image of {tokens} tokens by the model's own processor, but expected_tokens is "
+                f"chunk {at} is an image of {len(ids)} tokens by the model's own processor, but expected_tokens is "
                 f"{chunk.expected_tokens}; count with the processor of the model, or leave expected_tokens out"
             )
-        return MeasuredSize(tokens=tokens, patches=patches)
+        return MeasuredSize(tokens=len(ids), patches=0 if visual.grid is None else prod(visual.grid))
 
     def _encode_chunks(self, chunks: Sequence[Chunk], size: MeasuredSize) -> EncodedSequence:
         """Decode images and cut them into patches. `size` is the size that the headers give."""
-        family, config = self.family, self.config
-        ids: list[np.ndarray] = []
-        images: list[EncodedImage] = []
-        for at, chunk in enumerate(chunks):
-            if isinstance(chunk, TextChunk):
-                ids.append(chunk.tokens.astype(np.int64))
-                continue
-            with _named_chunk(at):
-                image = load_image(chunk.data, limits=self.limits.image_limits)
-                patches = self._image_processor(images=[image], return_tensors="pt")
-            t, h, w = (int(n) for n in patches["image_grid_thw"][0])
-            tokens = family.media_tokens([(t, h, w)], config)
-            images.append(EncodedImage(pixel_values=patches["pixel_values"], grid=(t, h, w), tokens=tokens))
-            ids.append(np.full(tokens, config.image_token_id, np.int64))
-        sequence = EncodedSequence(input_ids=np.concatenate(ids), images=tuple(images))
+        images = self._images(chunks)
+        read = iter(images)
+        ids = [chunk.tokens.astype(np.int64) if isinstance(chunk, TextChunk) else next(read)[1] for chunk in chunks]
+        sequence = EncodedSequence(
+            input_ids=np.concatenate(ids),
+            images=tuple(visual for visual, _ in images),
+            patches_of_images=tuple(self._patches(visual) for visual, _ in images),
+        )
         if sequence.length != size.tokens:
             raise RequestError(
                 f"its images decode to {sequence.length} tokens with the text, but their headers say {size.tokens}; "
                 "save them again"
             )
         return sequence
+
+    def _patches(self, visual: Visual) -> int:
+        if visual.grid is not None:
+            return prod(visual.grid)
+        return self.family.tile_patches(Media(pixel_values=visual.pixels, tensors=visual.tensors), self.config)
 
 
 @contextmanager
@@ -325,14 +338,3 @@ def _named(name: str) -> Iterator[None]:
         yield
     except RequestError as error:
         raise RequestError(f"{name}: {error}") from error
-
-
-@contextmanager
-def _named_chunk(at: int) -> Iterator[None]:
-    """Turn errors about an image into a `RequestError` that names its chunk."""
-    try:
-        yield
-    except SampleError as error:
-        raise RequestError(f"chunk {at}: {error}") from error
-    except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        raise RequestError(f"chunk {at}: the model's image processor refused it: {error}") from error

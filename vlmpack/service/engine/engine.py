@@ -27,7 +27,7 @@ from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.service.engine.batch_invariant import BatchInvariant, check
 from vlmpack.service.engine.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
-from vlmpack.service.engine.datums import EncodedRequest, Encoder, not_served
+from vlmpack.service.engine.datums import EncodedRequest, Encoder, image_token_of, not_served
 from vlmpack.service.engine.rows import RowContext, RowSettings, RowWork
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.ranks.group import Ranks, Sharding
@@ -162,7 +162,8 @@ class Engine:
             tokens=self.config.limits.row_tokens,
             patches=self.config.limits.patches,
             min_shared=self.config.min_shared if self.sharding is None else None,
-            image_token=self.model.config.image_token_id if self.family.has_vision else None,
+            image_token=image_token_of(self.family, self.model.config),
+            family=self.family,
             has_pieces=has_pieces,
             recomputes=self.config.gradient_checkpointing,
         )
@@ -171,18 +172,18 @@ class Engine:
         )
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
-        parts = parts_of(processor)
+        tokenizer = parts_of(processor).tokenizer
         self.base = BaseModel(
             name=name,
             arch=self.family.model_type,
             tokenizer_id=tokenizer_id,
             max_context=context,
             is_vision=self.family.has_vision,
-            eos=_eos(self.model, parts.tokenizer),
-            decode=partial(parts.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            eos=_eos(self.model, tokenizer),
+            decode=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
         """The base model as clients and sampling engines see it."""
-        encoder = Encoder(self.family, self.model.config, parts.image_processor, context=context, limits=limits)
+        encoder = Encoder(self.family, self.model.config, processor, context=context, limits=limits)
         self.encode, self.encode_prompt = encoder.encode, encoder.encode_prompt
         self.encode_chunks, self.measure = encoder.encode_chunks, encoder.check_chunks
         """Check the chunks that clients send and cut images into patches. Safe to call from any thread."""

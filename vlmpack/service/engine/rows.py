@@ -30,13 +30,11 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from vlmpack.collate.assemble import SharePrefixes, media_table, prefix_tree, to_packed
 from vlmpack.families.family import Family
-from vlmpack.layout.batch import HostMetadata, Media
-from vlmpack.layout.media import IMAGE, TEXT, Expected, Medium, content_numbers, place
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import IGNORE, PackedRow
-from vlmpack.layout.segments import Segments
-from vlmpack.layout.sharing import find_prefix_tree, share
+from vlmpack.layout.row import PackedRow
+from vlmpack.layout.segments import SlotRule
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.step import PackedStep
@@ -44,7 +42,7 @@ from vlmpack.plan.lengths import Budget
 from vlmpack.plan.planner import plan_bins
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.engine.clients import Adapters, ClientModel
-from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence
+from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of
 from vlmpack.service.engine.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind_loss
 from vlmpack.service.ranks.group import Gradients, Ranks, Sharding
 from vlmpack.service.wire.messages import Failure, ForwardBackwardResult
@@ -68,6 +66,8 @@ class RowSettings:
     """Minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not shared."""
     image_token: int | None = None
     """Image placeholder id; None: the model takes no images."""
+    family: Family | None = None
+    """Family of the model; needed if it takes images."""
     has_pieces: bool = False
     """Whether the model computes a larger row in pieces. Large groups that share a long prefix then get one row."""
     recomputes: bool = False
@@ -109,9 +109,8 @@ def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ra
     patches = np.array([sequence.patches for sequence in sequences])
     tree = None
     if settings.min_shared is not None:  # of all sequences, as if they were one row
-        images = content_numbers([image.pixel_values for sequence in sequences for image in sequence.images])
-        row = tokens_row(sequences, settings.image_token)
-        tree = find_prefix_tree(row, images=images, min_shared=settings.min_shared)
+        samples = [sequence.sample(settings.image_token) for sequence in sequences]
+        tree = prefix_tree(samples, sharing=SharePrefixes(min_shared=settings.min_shared), family=settings.family)
     groups = None if tree is None else _groups_of(tree)
     shared = None if groups is None else _patches_of(sequences, groups, settings.image_token)
     limits = [Budget(name="patches", costs=patches, limit=settings.patches, shared=shared)] if patches.any() else []
@@ -155,11 +154,11 @@ def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, imag
     found = np.zeros(len(groups), np.int64)
     for sequence, innermost in zip(sequences, groups.of_samples, strict=True):
         if sequence.images:
-            is_image = sequence.input_ids == image_token
-            patches_a_token = sequence.patches // np.count_nonzero(is_image)
+            ends = [image.runs[-1][1] for image in media_table([sequence.sample(image_token)]).images]
             group = int(innermost)
             while group != ALONE:
-                found[group] = patches_a_token * np.count_nonzero(is_image[: groups.tokens[group]])
+                whole = zip(ends, sequence.patches_of_images, strict=True)
+                found[group] = sum(patches for end, patches in whole if end <= groups.tokens[group])
                 group = int(groups.parents[group])
     return found
 
@@ -167,35 +166,16 @@ def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, imag
 # ---------------------------------------------------------------------- one row
 
 
-def tokens_row(sequences: Sequence[EncodedSequence], image_token: int | None) -> PackedRow:
-    """Pack sequences into a row without gaps. The row has the grids of the images, but not their pixels."""
-    ids = torch.from_numpy(np.concatenate([sequence.input_ids for sequence in sequences]))[None]
-    lengths = tuple(sequence.length for sequence in sequences)
-    segments = Segments.from_lengths(lengths)
-    types = torch.zeros_like(ids) if image_token is None else torch.where(ids == image_token, IMAGE, TEXT)
-    expected = [
-        Expected(medium=Medium(kind=IMAGE, grid=image.grid), tokens=(image.tokens,))
-        for sequence in sequences
-        for image in sequence.images
-    ]
-    return PackedRow(
-        input_ids=ids,
-        segments=segments,
-        mm_token_type_ids=None if image_token is None else types,
-        metadata=HostMetadata(lengths=lengths, media=place(expected, types[0].numpy(), segments)),
-    )
+def row_of(
+    sequences: Sequence[EncodedSequence], family: Family, config: Any, *, min_shared: int | None = None
+) -> PackedRow:
+    """Pack sequences into a row without gaps, for a model of this family and configuration. No token has a label.
 
-
-def row_of(sequences: Sequence[EncodedSequence], family: Family, config: Any) -> PackedRow:
-    """Pack sequences into a row with pixels for a model of this family and configuration. No token has a label."""
-    row = tokens_row(sequences, config.image_token_id if family.has_vision else None)
-    assert row.metadata is not None
-    images, media = [image for sequence in sequences for image in sequence.images], Media()
-    if images:
-        pixel_values = torch.cat([image.pixel_values for image in images])
-        media = Media(pixel_values=pixel_values, image_grid_thw=torch.tensor([image.grid for image in images]))
-    labels, metadata = torch.full_like(row.input_ids, IGNORE), replace(row.metadata, num_targets=0)
-    return replace(row, shift_labels=labels, media=media, metadata=metadata)
+    With `min_shared`, the row is a tree of shared prefixes of at least so many tokens.
+    """
+    samples = [sequence.sample(image_token_of(family, config)) for sequence in sequences]
+    sharing = None if min_shared is None else SharePrefixes(min_shared=min_shared)
+    return to_packed(samples, rule=SlotRule(), pad_token_id=0, family=family, sharing=sharing)
 
 
 @final
@@ -265,9 +245,8 @@ def compute_row(
     model, items, settings = client.model, row.items, context.settings
     if settings.recomputes:
         _set_recomputing(model, recomputes=row.backward)
-    packed = row_of([item.datum.sequence for item in items], packing_state(model).family, model.config)
-    if settings.min_shared is not None:
-        packed = share(packed, min_shared=settings.min_shared)
+    sequences = [item.datum.sequence for item in items]
+    packed = row_of(sequences, packing_state(model).family, model.config, min_shared=settings.min_shared)
     with torch.set_grad_enabled(row.backward), context.adapters.applied(client.adapter):
         logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
         leaf = logprobs.detach().requires_grad_(row.backward)

@@ -31,12 +31,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vlmpack.collate.assemble import join_media, media_table
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of
+from vlmpack.layout.media import IMAGE, TEXT
+from vlmpack.layout.segments import Segments
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.plain import cache_name, find_model
-from vlmpack.service.engine.datums import EncodedSequence
-from vlmpack.service.engine.rows import last_hidden, tokens_row
+from vlmpack.service.engine.datums import EncodedSequence, image_token_of, placeholders_of
+from vlmpack.service.engine.rows import last_hidden
 from vlmpack.service.sampling import caches
 from vlmpack.service.sampling.choice import Choice, Draw, choose
 from vlmpack.service.wire.messages import PromptScores, Sample, SampledSequence, SamplingParams, StopReason, TopTokens
@@ -211,8 +214,7 @@ class Reader:
     @property
     def placeholders(self) -> tuple[int, ...]:
         """Ids of image and video placeholders, which are never sampled."""
-        config = self.core.config
-        return (config.image_token_id, config.video_token_id) if self.family.has_vision else ()
+        return tuple(placeholders_of(self.family, self.core.config))
 
     def choose(self, logits_BV: torch.Tensor, draws: Sequence[Draw], *, is_canonical: bool = False) -> list[Choice]:
         """Choose a token for each sequence. Logits of the canonical computation count as exact."""
@@ -222,10 +224,9 @@ class Reader:
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Return the rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
         config = self.core.config
-        row = tokens_row([prompt], config.image_token_id if self.family.has_vision else None)
-        table = row.known_metadata.media
-        assert table is not None, "the row has it"
-        return self.family.rotary_ids(self.family.positions(table, row.segments, config=config))
+        table = media_table([prompt.sample(image_token_of(self.family, config))])
+        segments = Segments.from_lengths([prompt.length])
+        return self.family.rotary_ids(self.family.positions(table, segments, config=config))
 
     def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
         """Return the logits [B, V] after each prompt, and a cache of the prompts, padded on the left."""
@@ -256,7 +257,7 @@ class Reader:
         ids_B1 = torch.tensor(tokens, device=self.device)[:, None]
         output = self.core(
             input_ids=ids_B1,
-            position_ids=place_B1.expand(3, -1, -1) if self.family.has_vision else place_B1,
+            position_ids=place_B1.expand(3, -1, -1) if self.family.positions_rule.axes == 3 else place_B1,
             attention_mask=None if mask_BS is None else mask_BS.to(self.device),
             use_cache=True,
             logits_to_keep=1,
@@ -343,11 +344,12 @@ class Reader:
         mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self.family.has_vision:
-            tensors["mm_token_type_ids"] = self.family.media_types(ids, self.core.config)
+            token = image_token_of(self.family, self.core.config)
+            if self.family.token_types is not None:
+                tensors[self.family.token_types] = torch.where(ids == token, IMAGE, TEXT)
             tensors |= self.family.expert_types_of(ids, self.core.config)
-        if images := [image for prompt in prompts for image in prompt.images]:
-            tensors["pixel_values"] = torch.cat([image.pixel_values for image in images])
-            tensors["image_grid_thw"] = torch.tensor([image.grid for image in images])
+            images = join_media([prompt.sample(token) for prompt in prompts], self.family).to_hf()
+            tensors |= {name: x.to(self.core.dtype) if x.is_floating_point() else x for name, x in images.items()}
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
 

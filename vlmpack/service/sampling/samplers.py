@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
-import torch
+from PIL import Image
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.service.engine.datums import EncodedDatum, EncodedImage, EncodedRequest, EncodedSequence
+from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of, placeholders_of
 from vlmpack.service.engine.engine import Engine
 from vlmpack.service.engine.losses import TARGETS, LossInputs, bind_loss
 from vlmpack.service.sampling.batched import BatchedSampling, new_sampling
 from vlmpack.service.sampling.vllm import VllmSampling, open_vllm
-from vlmpack.service.wire.messages import Failure, LoraConfig, Sample, SamplingParams
+from vlmpack.service.wire.messages import Failure, ImageChunk, LoraConfig, Sample, SamplingParams, TextChunk
 
 SAMPLERS = ("exact", "fast", "vllm")
 """The samplers: "exact" and "fast" use the built-in engine, and "vllm" uses vLLM. "exact" samples the same tokens
@@ -40,13 +41,13 @@ def open_sampler(engine: Engine, kind: str = "exact", *, source: str = "") -> Ba
         return new_sampling(engine, rounding=None if kind == "exact" else 0.0)
     if engine.config.batch_invariant:
         raise ConfigError("--batch-invariant: vLLM has other kernels than training; leave out --sampler vllm")
-    config, limits, is_vision = engine.model.config, engine.config.limits, engine.base.is_vision
+    config, limits = engine.model.config, engine.config.limits
     return VllmSampling(
         open_vllm(source, max_context=engine.base.max_context, limits=limits),
         engine.base,
-        image_token_id=config.image_token_id if is_vision else None,
+        image_token_id=image_token_of(engine.family, config),
         image_limits=limits.image_limits,
-        forbidden=(config.image_token_id, config.video_token_id) if is_vision else (),
+        forbidden=tuple(placeholders_of(engine.family, config)),
     )
 
 
@@ -100,14 +101,10 @@ def check_batch_invariance(engine: Engine) -> None:
 
 
 def _prompt(engine: Engine, length: int) -> EncodedSequence:
-    """Return a prompt of random text, with an image if the model takes images."""
-    config, family = engine.model.config, engine.family
-    ids, images = torch.arange(20, 20 + length).numpy(), ()
-    if family.has_vision:
-        side = 2 * family.merge(config)
-        grid = (1, side, side)
-        pixels = torch.randn(side * side, *family.patch_shape(config), generator=torch.Generator().manual_seed(0))
-        run = [config.image_token_id] * 4
-        images = (EncodedImage(pixel_values=pixels, grid=grid, tokens=len(run)),)
-        ids = np.concatenate((ids[:3], [config.vision_start_token_id, *run, config.vision_end_token_id], ids[3:]))
-    return EncodedSequence(input_ids=ids, images=images)
+    """Return a prompt of text, with an image if the model takes images."""
+    first, rest = (TextChunk(tokens=np.arange(*ids, dtype=np.int32)) for ids in ((20, 23), (23, 20 + length)))
+    if not engine.base.is_vision:
+        return engine.encode_chunks([first, rest])
+    file = BytesIO()
+    Image.effect_noise((64, 64), 64).save(file, "PNG")
+    return engine.encode_chunks([first, ImageChunk(data=file.getvalue(), format="png"), rest])

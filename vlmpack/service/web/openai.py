@@ -29,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from vlmpack.collate.processor_metadata import parts_of
+from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.errors import RequestError
 from vlmpack.service.engine.datums import MeasuredSize
 from vlmpack.service.limits import check as check_limits
@@ -165,14 +165,13 @@ class OpenAI:
     Args:
         endpoints: the endpoints of the service.
         processor: the model's processor; for a text model, its tokenizer.
-        image_token_id: the image placeholder; None: a text model.
         measure: checks the chunks of a prompt and counts their tokens, without decoding images.
     """
 
-    def __init__(self, endpoints: Endpoints, processor: Any, *, image_token_id: int | None, measure: Measure) -> None:
+    def __init__(self, endpoints: Endpoints, processor: Any, *, measure: Measure) -> None:
         self._endpoints, self._queue, self._base = endpoints, endpoints.queue, endpoints.base
         self._processor, self._tokenizer = processor, parts_of(processor).tokenizer
-        self._image = None if image_token_id is None else self._tokenizer.convert_ids_to_tokens(image_token_id)
+        self._image = read_processor(processor).image_token or None
         self._measure = measure
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._session, self._samplers = "", {}
@@ -275,8 +274,10 @@ class OpenAI:
         pieces = [text] if self._image is None else text.split(self._image)
         if len(pieces) != len(images) + 1:
             raise RequestError(f"messages: {len(images)} images, but {len(pieces) - 1} times {self._image} in the text")
-        tokens = [self._tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        texts = [{"type": "encoded_text", "tokens": ids} for ids in tokens]
+        begins = self._tokenizer.bos_token is not None and text.startswith(self._tokenizer.bos_token)
+        adds = [self._image is not None and not begins, *[False] * len(images)]  # as transformers' processors do
+        tokens = [self._tokenizer(each, add_special_tokens=add) for each, add in zip(pieces, adds, strict=True)]
+        texts = [{"type": "encoded_text", "tokens": each["input_ids"]} for each in tokens]
         return [chunk for pair in zip(texts, [*images, {}], strict=True) for chunk in pair if chunk]
 
     # ------------------------------------------------------------------ answers
