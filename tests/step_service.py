@@ -108,7 +108,7 @@ def random_datum(
     total = engine.encode_chunks(chunks).length
     floats = {name: rng.normal(size=total).astype(np.float32) for name in inputs}
     if "logprobs" in floats:
-        floats["logprobs"] = floats["logprobs"] / 4 - 6
+        floats["logprobs"] = (floats["logprobs"] / 4 - 6).astype(np.float32)
     return Datum(chunks=chunks, inputs={"target_tokens": rng.integers(0, 500, total), **floats})
 
 

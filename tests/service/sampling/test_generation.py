@@ -59,7 +59,7 @@ def test_a_batch_of_prompts_gives_each_what_generate_gives_it_alone(family: str)
     # Joins and leavings at every length: each has its own number of tokens.
     requests = {str(i): (prompt, sample(temperature=0.0, max_tokens=3 + 4 * i)) for i, prompt in enumerate(prompts)}
     results = run(sampler_of(engine, prefill_tokens=60, decode_steps=2), requests)
-    placeholders = placeholders_of(engine.family, plain.config)
+    placeholders = tuple(placeholders_of(engine.family, plain.config))
     for i, prompt in enumerate(prompts):
         (tokens,) = tokens_of(results[str(i)])
         assert tokens == plain_greedy(plain, prompt, count=3 + 4 * i, suppressed=placeholders)
