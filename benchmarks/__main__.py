@@ -60,29 +60,11 @@ CASES: Mapping[str, Case] = {
     "plan": Case(about="rows from lengths, planned ahead and from a stream", run=measure_plan, shapes=PlanShapes()),
     "lengths": Case(about="lengths by headers, against the processor", run=measure_headers, shapes=LengthShapes()),
     "peers": Case(about="other projects on the same tokenized samples", run=measure_peers, shapes=PeerShapes()),
-    "compile": Case(
-        about="how often layers are compiled again", run=measure_compiled, shapes=CompileShapes(), by_family=True
-    ),
-    "step": Case(
-        about="a training step, packed against padded",
-        run=measure_step,
-        shapes=ReceiptShapes(),
-        by_family=True,
-        weight=3.0,
-    ),
-    "tree": Case(
-        about="a step on shared prefixes, against the row without sharing",
-        run=measure_tree,
-        shapes=TreeShapes(),
-        by_family=True,
-        weight=4.0,
-    ),
+    "compile": Case(about="layers compiled again", run=measure_compiled, shapes=CompileShapes(), by_family=True),
+    "step": Case(about="packed against padded", run=measure_step, shapes=ReceiptShapes(), by_family=True, weight=3.0),
+    "tree": Case(about="prefixes computed once", run=measure_tree, shapes=TreeShapes(), by_family=True, weight=4.0),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
-    "sampling": Case(
-        about="32 requests through the service's sampler, against transformers' continuous batching",
-        run=measure_sampling,
-        shapes=SamplingShapes(),
-    ),
+    "sampling": Case(about="against continuous batching", run=measure_sampling, shapes=SamplingShapes()),
 }
 """The cases, in the order in which they run."""
 
@@ -170,12 +152,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_one_of([*MEASURED, "all"]),
         help=f"whose step to measure, may be repeated: {', '.join(MEASURED)}, or all (default: {BenchSettings.family})",
     )
-    parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="for everything (default: 60 a case and family)"
-    )
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu on a machine that others use (default: wall)"
-    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for everything (60 a case and family)")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu on a machine that others use (wall)")
     parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch (default: its own choice)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, ids and pixels (default: 0)")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a target is missed or skipped")

@@ -68,7 +68,8 @@ from vlmpack.attention.backends import AttentionCall, EagerMask, explain
 from vlmpack.errors import VlmpackError, check_whole_number
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
+from vlmpack.layout import PaddedBatch, SlotRule
+from vlmpack.layout.batch import IGNORE
 from vlmpack.machine import peak_bytes, version_of
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.probing.host_syncs import recorded_syncs

@@ -21,7 +21,9 @@ from benchmarks.measuring import BenchSettings, Figure, Skipped, Target, alterna
 from vlmpack.collate import VLMCollator
 from vlmpack.families import family_named
 from vlmpack.interop.seqpacker import RowCollator
-from vlmpack.layout import IGNORE, Grid, PackedRow
+from vlmpack.layout import PackedRow
+from vlmpack.layout.batch import IGNORE
+from vlmpack.layout.media import Grid
 from vlmpack.testing import tiny_config, tiny_processor
 
 FAMILY = family_named("qwen3_vl")
@@ -110,12 +112,7 @@ class Contest:
 # ---------------------------------------------------------------------- reading batches
 
 
-def read_row(
-    batch: Mapping[str, Any],
-    boundaries: Sequence[int],
-    *,
-    shifted: bool = False,
-) -> list[Sample]:
+def read_row(batch: Mapping[str, Any], boundaries: Sequence[int], *, shifted: bool = False) -> list[Sample]:
     """Split a row into its samples.
 
     Args:
@@ -192,27 +189,24 @@ def collated_images(work: PeerWork) -> Way:
 # ---------------------------------------------------------------------- theirs
 
 
+def flattened(collate: Callable[[Features], Any], features: Features, work: PeerWork, kind: str) -> Contest:
+    """Make a contest of text samples; the peer returns `cu_seq_lens_q`."""
+    peer = Way(call=lambda: collate(features), read=lambda row: read_row(row, row["cu_seq_lens_q"]))
+    ours = {"RowCollator": joined(features), "VLMCollator": collated(features, work)}
+    return Contest(peer=peer, ours=ours, work=kind)
+
+
 def hf_flattened(module: Any, work: PeerWork) -> Iterator[Contest]:
     """DataCollatorWithFlattening takes only text, and checks nothing."""
     collate = module.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    for kind, features in (("lists", work.lists), ("tensors", work.tensors)):
-        yield Contest(
-            peer=Way(
-                call=lambda features=features: collate(features), read=lambda row: read_row(row, row["cu_seq_lens_q"])
-            ),
-            ours={"RowCollator": joined(features), "VLMCollator": collated(features, work)},
-            work=kind,
-        )
+    yield flattened(collate, work.lists, work, "lists")
+    yield flattened(collate, work.tensors, work, "tensors")
 
 
 def trl_padding_free(module: Any, work: PeerWork) -> Iterator[Contest]:
     """TRL's collator takes only lists, as its trainer passes them. It also returns `seq_idx`."""
     collate = module.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    yield Contest(
-        peer=Way(call=lambda: collate(work.lists), read=lambda row: read_row(row, row["cu_seq_lens_q"])),
-        ours={"RowCollator": joined(work.lists), "VLMCollator": collated(work.lists, work)},
-        work="lists",
-    )
+    yield flattened(collate, work.lists, work, "lists")
 
 
 def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:
@@ -240,15 +234,11 @@ def automodel_row(module: Any, work: PeerWork) -> Iterator[Contest]:
 
 Contests = Callable[[Any, PeerWork], Iterator[Contest]]
 
+AUTOMODEL = "nemo_automodel.components.datasets.vlm.neat_packing_vlm"
 PEERS: tuple[tuple[str, str, str, Contests], ...] = (
     ("Hugging Face, DataCollatorWithFlattening", "transformers", "transformers.data.data_collator", hf_flattened),
     ("TRL, padding-free", "trl", "trl.trainer.sft_trainer", trl_padding_free),
-    (
-        "NeMo Automodel",
-        "nemo-automodel",
-        "nemo_automodel.components.datasets.vlm.neat_packing_vlm",
-        automodel_row,
-    ),
+    ("NeMo Automodel", "nemo-automodel", AUTOMODEL, automodel_row),
 )
 """(readable name, distribution, module, contests) of each peer, in the order of measurement."""
 

@@ -14,7 +14,8 @@ from typing import Any, final
 import torch
 
 from vlmpack.families import Family
-from vlmpack.layout import Grid, PaddedBatch
+from vlmpack.layout import PaddedBatch
+from vlmpack.layout.media import Grid
 from vlmpack.testing import Sample, build_sample, padded, tiny_config
 
 MEASURED = (

@@ -19,7 +19,8 @@ from benchmarks.measuring import BenchSettings, Figure, alternate
 from benchmarks.receipts import ReceiptShapes
 from vlmpack.attention.backends import BACKENDS
 from vlmpack.errors import VlmpackError
-from vlmpack.layout import IGNORE, Segments, unpack
+from vlmpack.layout import Segments, unpack
+from vlmpack.layout.batch import IGNORE
 from vlmpack.machine import peak_bytes
 from vlmpack.model import StepConfig, target_logprobs
 

@@ -20,8 +20,6 @@ class PlanShapes:
     """Numbers of samples to plan."""
 
     many: int = 1_000_000
-    few: int = 10_000
-    """Samples of the small plan, to compare the time of the large one with."""
     stream: int = 20_000
     """Samples of a stream."""
     waiting: int = 64
@@ -65,17 +63,13 @@ def measure_plan(settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure
 
 
 def _ahead(name: str, lengths: LengthSet, settings: BenchSettings, shapes: PlanShapes) -> Iterator[Figure]:
-    """Measure the time of the large plan, its growth from the small one (1: like n log n), and the number of rows."""
-    many, few = (lengths.lengths(samples, settings.seed) for samples in (shapes.many, shapes.few))
-    ways = {"many": lambda: plan_bins(many, lengths.capacity), "few": lambda: plan_bins(few, lengths.capacity)}
-    timings = alternate(ways, seconds=settings.seconds / 4)
-    scale = shapes.few * np.log2(shapes.few) / (shapes.many * np.log2(shapes.many))
-    words, growth = f"{name}: {shapes.many:,} lengths", f"{name}: growth from {shapes.few:,}, over n log n"
-    yield Figure.timed(CASE, words, timings, "many", settings, target=Target(limit=0.4, better="lower"))
-    target = Target(limit=1.1, better="lower")
-    yield Figure.compared(CASE, growth, timings, ("many", "few"), settings, scale=float(scale), target=target)
-    best_fit = len(plan_bins(many, lengths.capacity, strategy="best_fit_decreasing"))
-    ratio, target = len(plan_bins(many, lengths.capacity)) / best_fit, Target(limit=1.0, better="lower")
+    """Measure the time of the plan, and the number of its rows."""
+    sizes = lengths.lengths(shapes.many, settings.seed)
+    timings = alternate({"plan": lambda: plan_bins(sizes, lengths.capacity)}, seconds=settings.seconds / 4)
+    words, target = f"{name}: {shapes.many:,} lengths", Target(limit=0.4, better="lower")
+    yield Figure.timed(CASE, words, timings, "plan", settings, target=target)
+    best_fit = len(plan_bins(sizes, lengths.capacity, strategy="best_fit_decreasing"))
+    ratio, target = len(plan_bins(sizes, lengths.capacity)) / best_fit, Target(limit=1.0, better="lower")
     yield Figure(case=CASE, name=f"{name}: rows / best-fit-decreasing", value=ratio, unit="x", target=target)
 
 
@@ -86,21 +80,15 @@ def _stream(name: str, lengths: LengthSet, settings: BenchSettings, shapes: Plan
     ways = {"stream": lambda: stream(sizes, lengths.capacity, shapes.waiting)}
     timings = alternate(ways, seconds=settings.seconds / 20)
     empty = 100 * (1 - float(sizes.sum()) / (rows * lengths.capacity))
-    for words, value, unit, limit in (
-        ("left empty by a stream", empty, "%", 0.1),
-        ("longest stay", stay, "samples", 200),
-    ):
+    waste, wait = ("left empty by a stream", empty, "%", 0.1), ("longest stay", stay, "samples", 200)
+    for words, value, unit, limit in (waste, wait):
         target = Target(limit=limit, better="lower")
         yield Figure(case=CASE, name=f"{name}: {words}", value=value, unit=unit, target=target)
     yield Figure.rate(CASE, f"{name}: a stream", timings, "stream", shapes.stream, "samples/s", settings.clock)
 
 
 def stream(lengths: np.ndarray, capacity: int, waiting: int) -> tuple[int, int]:
-    """Pack a stream with a packing buffer of `waiting` samples.
-
-    Returns:
-        (number of rows, the most samples that arrived while one sample stayed in the buffer).
-    """
+    """Pack a stream; return its rows, and the most samples that arrived while one was among the `waiting`."""
     buffer, rows, stay = PackingBuffer(capacity), 0, 0
     for sample, length in enumerate(lengths.tolist()):
         buffer.add(sample, length)

@@ -25,7 +25,7 @@ import torch
 from torch._dynamo import config as compiler
 from torch._dynamo.utils import counters
 
-from benchmarks.flops import count_flops, matrix_product
+from benchmarks.flops import count_flops
 from benchmarks.measuring import BenchSettings, Figure, Target, alternate
 from benchmarks.receipts import (
     ReceiptShapes,
@@ -112,25 +112,18 @@ def measure_step(settings: BenchSettings, shapes: ReceiptShapes) -> list[Figure]
     flops = {name: count_flops(lambda n=name, s=step: losses.update({n: s()})) for name, step in pair.steps.items()}
     check_same_loss(losses)
     alone, peaks = count_flops(pair.alone), pair.peaks()
-    product, product_flops = matrix_product(pair.model, tokens=sum(shapes.lengths), hidden=shapes.hidden)
     left = settings.seconds - (time.perf_counter() - started)
-    timings = alternate({**pair.steps, "product": product}, seconds=left, device=settings.device)
-    of, ideal, real = ("padded", "packed"), flops["padded"] / alone, sum(shapes.lengths)
-    used = {
-        name: timings.ratio("product", name, settings.clock, alone / product_flops) for name in pair.steps
-    }  # as a fraction of this machine's speed of matrix products
+    timings = alternate(pair.steps, seconds=left, device=settings.device)
+    of, ideal = ("padded", "packed"), flops["padded"] / alone
     figures = [
         Figure.timed("step", "padded step", timings, "padded", settings),
         Figure.timed("step", "packed step", timings, "packed", settings),
-        Figure.rate("step", "packed, real tokens", timings, "packed", real, "tokens/s", settings.clock),
-        Figure.rate("step", "padded, real tokens", timings, "padded", real, "tokens/s", settings.clock),
         Figure.compared("step", "speed-up", timings, of, settings),
         Figure(case="step", name="ideal speed-up", value=ideal, unit="x"),
         Figure(case="step", name="FLOPs, packed / alone", value=flops["packed"] / alone, unit="x"),
         Figure.compared(
             "step", "share of ideal", timings, of, settings, scale=1 / ideal, target=share_of_ideal(pair.family)
         ),
-        *(Figure.measured("step", f"{name}, utilization on real FLOPs", used[name], "share") for name in used),
         Figure(
             case="step",
             name="memory, packed / padded",

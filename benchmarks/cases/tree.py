@@ -4,8 +4,6 @@ P/R x G          G samples of one prompt of P tokens, including an image, each f
 speed-up         time of the packed row / time of the tree
 ideal            FLOPs of the step on the packed row / FLOPs of the step on the tree, counted
 share of ideal   speed-up / ideal
-memory           peak of the packed row / peak of the tree, without weights and inputs; compared with the same ideal,
-                 because activations grow with the number of computed tokens and patches
 in pieces        a group larger than a row, by `PackedStep.group`, and under one loss (`StepConfig.capacity`), against a
                  row of each sample
 """
@@ -23,8 +21,8 @@ from benchmarks.flops import count_flops
 from benchmarks.measuring import BenchSettings, Figure, Target, alternate
 from benchmarks.receipts import ReceiptShapes, image_grid, receipt_model
 from vlmpack.families import Family, family_named
-from vlmpack.layout import IGNORE, PackedRow, pack, share
-from vlmpack.machine import peak_bytes
+from vlmpack.layout import PackedRow, pack, share
+from vlmpack.layout.batch import IGNORE
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import Sample, build_sample, joined, padded
 
@@ -86,16 +84,6 @@ class TreePair:
         loss.backward()
         return loss.detach()
 
-    def memory(self) -> float:
-        """Return peak activation memory of the packed row / peak activation memory of the tree."""
-        peaks = []
-        for name, row in self.rows.items():
-            self.step.model.zero_grad()
-            tensors = [x for x in row.to_hf().values() if isinstance(x, torch.Tensor)]
-            held = [*self.step.model.parameters(), *tensors]
-            peaks.append(peak_bytes(self.steps[name], held=held, device=self.device) - sum(x.nbytes for x in held))
-        return peaks[0] / peaks[1]
-
 
 def row_of(family: Family, config: Any, groups: Sequence[Rollouts], *, seed: int) -> PackedRow:
     """Pack groups of samples into a row on the host; every sample of a group has its own copy of the image's pixels."""
@@ -117,7 +105,7 @@ def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iter
 
 
 def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure]:
-    """Measure time and memory of rows with a tree against rows without one.
+    """Measure the time of rows with a tree against rows without one.
 
     Raises:
         VlmpackError: the two rows do not compute the same loss.
@@ -140,7 +128,7 @@ def _rollouts(step: PackedStep, family: Family, rollouts: Rollouts, settings: Be
     losses: dict[str, torch.Tensor] = {}
     flops = {name: count_flops(lambda n=name, s=one: losses.update({n: s()})) for name, one in pair.steps.items()}
     check_same_loss(losses)
-    ideal, memory = flops["packed"] / flops["tree"], pair.memory()
+    ideal = flops["packed"] / flops["tree"]
     timings = alternate(pair.steps, seconds=settings.seconds, device=settings.device)
     yield Figure.timed(CASE, f"{rollouts}: packed row", timings, "packed", settings)
     yield Figure.timed(CASE, f"{rollouts}: tree", timings, "tree", settings)
@@ -149,9 +137,6 @@ def _rollouts(step: PackedStep, family: Family, rollouts: Rollouts, settings: Be
     target = Target(limit=0.8 if is_delta else 0.9, better="higher")  # a recurrence runs one tree level after the other
     name = f"{rollouts}: share of ideal"
     yield Figure.compared(CASE, name, timings, of, settings, scale=1 / ideal, target=target)
-    yield Figure(case=CASE, name=f"{rollouts}: memory, packed / tree", value=memory, unit="x")
-    target = None if is_delta else Target(limit=0.85, better="higher")
-    yield Figure(case=CASE, name=f"{rollouts}: memory / ideal", value=memory / ideal, unit="x", target=target)
 
 
 def _in_pieces(step: PackedStep, family: Family, group: Rollouts, settings: BenchSettings) -> Iterator[Figure]:

@@ -23,7 +23,7 @@ from benchmarks.peers import PeerShapes
 from benchmarks.receipts import MEASURED, ReceiptShapes, receipt_batch, receipt_config
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
-from vlmpack.layout import lengths_from_mask
+from vlmpack.layout.batch import lengths_from_mask
 
 QUICK = BenchSettings(seconds=0.0)
 TINY = ReceiptShapes(
@@ -33,7 +33,7 @@ SHAPES = {
     "pack": PackShapes(batches=((2, 10), (3, 7))),
     "collate": CollateShapes(samples=2, max_image_tokens=9),
     "pixels": PixelShapes(images=2, grid=(1, 2, 4), patch_size=3, words=5, batches=2),
-    "plan": PlanShapes(many=300, few=100, stream=200),
+    "plan": PlanShapes(many=300, stream=200),
     "lengths": LengthShapes(images=5, files=2, size=(40, 56), part=2, processed=2),
     "peers": PeerShapes(lengths=(12, 9, 15), grid=(1, 4, 4)),
     "step": TINY,

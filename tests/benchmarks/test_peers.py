@@ -11,7 +11,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.measuring import BenchSettings, Skipped
 from benchmarks.peers import PEERS, Contest, PeerShapes, PeerWork, Sample, Way, difference
-from vlmpack.layout import IGNORE
+from vlmpack.layout.batch import IGNORE
 
 QUICK = BenchSettings(seconds=0.0)
 TINY = PeerShapes(lengths=(12, 9, 15), grid=(1, 4, 4))
