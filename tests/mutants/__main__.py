@@ -14,6 +14,7 @@ import argparse
 import importlib
 import inspect
 import os
+import pkgutil
 import resource
 import shlex
 import sys
@@ -35,25 +36,14 @@ HEAVY = ("torch.distributed", "transformers", "transformers.models.qwen3_vl.mode
 OPTIONS = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
 MOST_SECONDS = 600
 """Of processor time, for one run of tests: a mutant may loop forever."""
-KILLED, SURVIVED, HEALTHY, BROKEN = 0, 1, 2, 3
-"""Exit statuses of one run."""
 
 
 def function_at(target: str) -> FunctionType:
     """The plain function behind a dotted name: module, perhaps class, name; decorators and properties unwrapped."""
-    found: Any = importlib.import_module("vlmpack")
-    for name in target.split(".")[1:]:
-        if inspect.ismodule(found) and hasattr(found, "__path__") and name not in vars(found):
-            found = importlib.import_module(f"{found.__name__}.{name}")
-        else:
-            found = inspect.getattr_static(found, name)
+    found: Any = pkgutil.resolve_name(target)
     while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
-        for inner in ("fget", "func", "__func__", "__wrapped__", "_torchdynamo_orig_callable"):
-            if hasattr(found, inner):
-                found = getattr(found, inner)
-                break
-        else:
-            raise TypeError(f"{target} is {found!r}, no function")
+        inner = ("fget", "func", "__func__", "__wrapped__", "_torchdynamo_orig_callable")
+        found = getattr(found, next(name for name in inner if hasattr(found, name)))
     return found
 
 
@@ -86,13 +76,12 @@ class Breaking:
             self.test = f"{report.nodeid}: {str(getattr(report.longrepr, 'reprcrash', '')).partition(': ')[2]}"
 
 
-def run(tests: str, mutant: Mutant | None = None) -> int:
-    """Run tests in a fork of this process, with a mutant or without; print how it ended."""
+def run(tests: str, mutant: Mutant | None = None) -> bool:
+    """Run tests in a fork of this process: whether they pass, or whether a mutant makes one fail; print it."""
     sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    status, began = BROKEN, time.perf_counter()
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    fine, began = False, time.perf_counter()
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS))
         os.chdir(TESTS.parent)
@@ -102,32 +91,21 @@ def run(tests: str, mutant: Mutant | None = None) -> int:
         words = [f"tests/{word}" if (TESTS / word).exists() else word for word in shlex.split(tests)]
         code = pytest.main([*OPTIONS, *words], plugins=[first])
         os.dup2(shown, 1)
-        seconds = f"{time.perf_counter() - began:6.1f} s"
-        if not mutant:
-            status = HEALTHY if code == 0 else BROKEN
-            if code:
-                print(f"{seconds}  {tests!r} fails on the package as it is: {first.test or code}")
-        else:
-            status = KILLED if code == 1 and first.test else SURVIVED
-            print(
-                f"{seconds}  {mutant.name}: {f'killed by {first.test}' if first.test else f'SURVIVES ({code})'}"[:240]
-            )
-        sys.stdout.flush()
+        fine = code == 1 and bool(first.test) if mutant else code == 0
+        told = f"{tests!r} {'pass' if fine else f'fails on the package as it is: {first.test or code}'}"
+        if mutant:
+            told = f"{mutant.name}: {f'killed by {first.test}' if fine else f'SURVIVES ({code})'}"
+        print(f"{time.perf_counter() - began:6.1f} s  {told}"[:240], flush=True)
     except BaseException as error:
         print(f"{mutant.name if mutant else tests}: {error!r}", flush=True)
     finally:
-        os._exit(status)
+        os._exit(0 if fine else 1)
 
 
 def examine(mutants: Sequence[Mutant]) -> int:
     """Run these one after the other; how many were not killed."""
-    healthy: dict[str, bool] = {}
-    left = 0
-    for mutant in mutants:
-        if mutant.tests not in healthy:
-            healthy[mutant.tests] = run(mutant.tests) == HEALTHY
-        left += not healthy[mutant.tests] or run(mutant.tests, mutant) != KILLED
-    return left
+    passes = {tests: run(tests) for tests in dict.fromkeys(mutant.tests for mutant in mutants)}
+    return sum(not passes[mutant.tests] or not run(mutant.tests, mutant) for mutant in mutants)
 
 
 def main(arguments: Sequence[str]) -> int:
