@@ -8,8 +8,8 @@ import torch
 from hypothesis import strategies as st
 
 from vlmpack.context_parallel.partition import Layout, Partition
-from vlmpack.layout import Grid, HostMetadata, Media, PackedRow, Segments, SlotRule
-from vlmpack.layout.media import IMAGE, Expected, Medium, place
+from vlmpack.layout import HostMetadata, Media, PackedRow, Segments, SlotRule
+from vlmpack.layout.media import IMAGE, Expected, Grid, Medium, place
 
 ALL_LAYOUTS: tuple[Layout, ...] = ("mirrored", "contiguous")
 

@@ -9,7 +9,8 @@ import torch
 from equality import VISION
 
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import IGNORE, PackedRow, SlotRule, pack
+from vlmpack.layout import PackedRow, SlotRule, pack
+from vlmpack.layout.batch import IGNORE
 from vlmpack.model import StepConfig
 from vlmpack.model.mechanisms.experts import has_balance
 from vlmpack.testing import mixed_samples, padded, tiny_model

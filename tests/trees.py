@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from vlmpack.families import family_named
-from vlmpack.layout import IGNORE, PackedRow, pack, share
+from vlmpack.families.media import media_reader
+from vlmpack.layout import PackedRow, pack, share
+from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.sharing import ReadMedia
 from vlmpack.testing import Sample, build_sample, joined, padded, tiny_config
 from vlmpack.testing.samples import frames_of
@@ -63,7 +65,7 @@ def read_media_of(samples: Sequence[Sample]) -> ReadMedia:
     """Find the media of rows of these samples."""
     family = samples[0].family
     assert family is not None
-    return family.media_reader(tiny_config(family.model_type))
+    return media_reader(family, tiny_config(family.model_type))
 
 
 def rollouts(*branches: int, prefix: int = 12, images: int = 1) -> Piece:

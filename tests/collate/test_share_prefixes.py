@@ -15,6 +15,7 @@ from vlmpack.collate import SharePrefixes, VLMCollator
 from vlmpack.collate.media import MediaReader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.families import family_named
+from vlmpack.families.media import media_reader
 from vlmpack.layout import PackedRow, SlotRule, share, unshare
 
 LOW = SharePrefixes(min_shared=8)
@@ -78,7 +79,7 @@ def test_so_it_is_of_every_family(family):
     processor = tiny_processor(family)
     config = tiny_model(family, processor=processor).config
     row, plain = (VLMCollator(processor, layout="packed", share_prefixes=how).collate(samples) for how in (LOW, False))
-    read_media = family_named(family).media_reader(config)
+    read_media = media_reader(family_named(family), config)
     assert_equal_rows(row, share(plain, min_shared=8, read_media=read_media))
     assert len(row.tree.images) < 10
     assert row.tree.num_tokens < plain.segments.num_tokens

@@ -25,8 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
+from vlmpack.families.media import media_reader
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import IGNORE, SlotRule, pack, share
+from vlmpack.layout import SlotRule, pack, share
+from vlmpack.layout.batch import IGNORE
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.branching import joined
@@ -131,7 +133,7 @@ def step(case: Case) -> dict[str, Any]:
     rule = SlotRule(row_multiple=1 if is_tree else case.context)
     row = pack(padded(rows[parallel.data_rank]), rule=rule)
     if is_tree:
-        row = share(row, min_shared=1, read_media=family_named(case.family).media_reader(core.config))
+        row = share(row, min_shared=1, read_media=media_reader(family_named(case.family), core.config))
         assert (row.tree is None) == (len(rows[parallel.data_rank]) == 1)
     run = PackedStep(wrapped(case, model))  # kept until the backward pass: so are DDP's hooks
     result = run(row, num_items_in_batch=targets)

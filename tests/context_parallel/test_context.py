@@ -18,6 +18,7 @@ from shared_rows import CASES, DATA_CASES, SHORT_CASES, WAIT_CASES, Case
 
 from vlmpack.context_parallel.vision import deal
 from vlmpack.families import family_named
+from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule
 from vlmpack.layout.row import without_gaps
@@ -127,7 +128,7 @@ def expected_bytes(case: Case) -> Counter[str]:
 def moved_features(case: Case, model: Any, row: Any) -> int:
     """Image and video tokens whose features another rank computes."""
     family = FAMILIES[case.family]
-    table = family.media_of_row(row, model.config)
+    table = media_of_row(family, row, model.config)
     media = (*table.images, *table.videos)
     rank_of = deal([medium.patches for medium in media], [range(case.ranks)] * len(media), case.ranks)
     computing = [rank for rank, medium in zip(rank_of, media, strict=True) for _ in range(medium.tokens)]

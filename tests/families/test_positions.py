@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
-from vlmpack.families.media import timed_run, truncates_seconds
+from vlmpack.families.media import media_of_row
+from vlmpack.families.placement import timed_run, truncates_seconds
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Media, MediaTable, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import Media, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.media import MediaTable
 from vlmpack.testing import Sample, build_sample, padded, tiny_config, tiny_model
 from vlmpack.testing.samples import word_ids
 
@@ -35,7 +37,7 @@ def model_of(name: str, merge: int = 2) -> Any:
 
 
 def positions_of(row: PackedRow, family: Family, config: Any, restarts: Segments | None = None) -> torch.Tensor:
-    return family.positions(family.media_of_row(row, config), row.segments, config=config, restarts=restarts)
+    return family.positions(media_of_row(family, row, config), row.segments, config=config, restarts=restarts)
 
 
 def row_of(types: Sequence[int], lengths: Sequence[int], config: Any, **media: Any) -> PackedRow:
@@ -188,4 +190,4 @@ def test_what_the_host_can_see_to_be_wrong_is_refused(name: str, media: dict[str
     given = Media(**{key: torch.tensor(values) for key, values in media.items()})
     row = PackedRow(input_ids=torch.zeros(1, 8).long(), segments=Segments.from_lengths([8]), media=given)
     with pytest.raises(LayoutError, match=message):
-        family.media_of_row(row, config)
+        media_of_row(family, row, config)

@@ -15,9 +15,11 @@ import torch
 from families.grids import with_grids
 
 from vlmpack.errors import LayoutError
+from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import Grid, HostMetadata, Media, MediaTable, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import HostMetadata, Media, PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
+from vlmpack.layout.media import Grid, MediaTable
 from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, padded, tiny_config
 from vlmpack.testing.samples import word_ids
@@ -58,7 +60,7 @@ def config_of(name: str) -> Any:
 def refusal(types: list[int], lengths: list[int], name: str = "qwen3_vl", **row: Any) -> str | None:
     """What is raised; None: nothing is."""
     try:
-        FAMILIES[name].media_of_row(row_of(types, lengths, name, **row), config_of(name))
+        media_of_row(FAMILIES[name], row_of(types, lengths, name, **row), config_of(name))
     except LayoutError as error:
         return str(error)
     return None
@@ -69,7 +71,7 @@ def told(row: PackedRow, table: MediaTable, place: Any = nullcontext) -> str | N
     row = replace(row, metadata=HostMetadata(lengths=row.segments.lengths, media=table))
     with place():
         try:
-            assert FAMILIES["qwen3_vl"].media_of_row(row, config_of("qwen3_vl")) == table
+            assert media_of_row(FAMILIES["qwen3_vl"], row, config_of("qwen3_vl")) == table
         except (LayoutError, RuntimeError) as error:  # RuntimeError: the asynchronous assertion
             return str(error)
     return None
@@ -86,12 +88,12 @@ def test_what_processors_make_passes(name, rule, side):
         build_sample(config, stretches=[0, 0, 0], image_grids=[EIGHT], video_grids=[(2, 4, 8)], seconds=[1.0]),
     ]
     row = pack(padded(samples, side), rule=rule)
-    table = family.media_of_row(replace(row, metadata=None), config)
+    table = media_of_row(family, replace(row, metadata=None), config)
     assert [medium.sample for medium in table.media] == [0, 0, 2, 0, 2]
     assert np.array_equal(table.types(row.segments), row.mm_token_type_ids[0].numpy())
     assert table == row.metadata.media
     with nothing_on_host(), recorded_syncs(torch.device("cpu")) as waits:
-        assert family.media_of_row(row, config) == table
+        assert media_of_row(family, row, config) == table
     assert waits == []
 
 
@@ -123,7 +125,7 @@ def test_a_boundary_inside_an_image(name):
 def test_metadata_of_other_tokens_are_refused():
     types = IMAGE * 4 + X + IMAGE * 4 + X
     row, moved = row_of(types, [6, 6], images=[FOUR, FOUR]), row_of(types, [11, 1], images=[FOUR, FOUR])
-    table = FAMILIES["qwen3_vl"].media_of_row(row, config_of("qwen3_vl"))
+    table = media_of_row(FAMILIES["qwen3_vl"], row, config_of("qwen3_vl"))
     message = "image 1 of the row lies at tokens [(6, 10)] of sample 0, but the host metadata says that it lies at"
     assert message in told(moved, table)
     assert "has 1 media but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
@@ -141,7 +143,7 @@ def test_seconds_that_are_no_times(name, value):
         row = row_of([0, *VIDEO * 4, 0, *VIDEO * 4], [5, 5], name, **grids, seconds=(0.5, value))
         row.input_ids[0, [0, 5]] = config.vision_start_token_id
         with pytest.raises(LayoutError, match="sample 1: video 1: seconds_per_grid is"):
-            FAMILIES[name].media_of_row(row, config)
+            media_of_row(FAMILIES[name], row, config)
         return
     assert refusal(types, [6, 4], name, **grids, seconds=(0.0, 0.5)) is None
     message = refusal(types, [6, 4], name, **grids, seconds=(0.5, value))

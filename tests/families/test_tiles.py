@@ -9,8 +9,8 @@ from cases import families
 from vlmpack.errors import LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.tiles import Join
-from vlmpack.layout import Media, MediaTable, Medium, Segments
-from vlmpack.layout.media import IMAGE, Expected, place
+from vlmpack.layout import Media, Segments
+from vlmpack.layout.media import IMAGE, Expected, MediaTable, Medium, place
 
 
 def test_samples_follow_each_other_along_the_axis() -> None:

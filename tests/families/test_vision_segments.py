@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from vlmpack.families.family import frame_segments, window_segments
-from vlmpack.layout import Grid
+from vlmpack.layout.media import Grid
 
 
 @st.composite

@@ -20,7 +20,8 @@ from vlmpack.context_parallel.partition import Partition
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.interop import megatron
 from vlmpack.interop.megatron import from_megatron, packed_seq_fields, packed_seq_params, to_megatron, validate
-from vlmpack.layout import IGNORE, METADATA_KEY, HostMetadata, Media, PackedRow, Segments, SlotRule, roll_left
+from vlmpack.layout import METADATA_KEY, HostMetadata, Media, PackedRow, Segments, SlotRule, roll_left
+from vlmpack.layout.batch import IGNORE
 
 CUTS = json.loads((Path(__file__).parents[1] / "vectors" / "context_parallel.json").read_text())
 

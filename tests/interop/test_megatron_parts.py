@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from vlmpack.context_parallel.partition import Layout, Partition
 from vlmpack.errors import LayoutError
 from vlmpack.interop.megatron import Halo, LocalRow, shard, to_megatron, unshard
-from vlmpack.layout import IGNORE, Media, PackedRow, Segments, SlotRule, roll_left, share
+from vlmpack.layout import Media, PackedRow, Segments, SlotRule, roll_left, share
+from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.row import without_successor
 
 RANKS = 2

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch, lengths_from_mask
+from vlmpack.layout import HostMetadata, Media, PackedRow, PaddedBatch
+from vlmpack.layout.batch import lengths_from_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float32, torch.bfloat16])

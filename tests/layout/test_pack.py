@@ -10,17 +10,8 @@ from layout.naive import naive_pack
 from torch.torch_version import TorchVersion
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import (
-    HostMetadata,
-    MediaTable,
-    Medium,
-    PackedRow,
-    PaddedBatch,
-    Segments,
-    SlotRule,
-    pack,
-    unpack,
-)
+from vlmpack.layout import HostMetadata, PackedRow, PaddedBatch, Segments, SlotRule, pack, unpack
+from vlmpack.layout.media import MediaTable, Medium
 from vlmpack.layout.row import without_gaps
 
 samples_lists = st.lists(st.integers(1, 11), min_size=1, max_size=7).map(

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from layout.naive import naive_roll
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout import IGNORE, Segments, SlotRule, roll_left
+from vlmpack.layout import Segments, SlotRule, roll_left
+from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.row import shift_labels, unshift_labels
 
 OWN = Path(__file__).parents[1] / "vectors" / "roll.json"

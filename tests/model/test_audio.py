@@ -13,9 +13,11 @@ from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 import vlmpack
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
+from vlmpack.families.media import media_of_row, media_reader
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import MediaTable, SlotRule, pack, share
+from vlmpack.layout import SlotRule, pack, share
 from vlmpack.layout.device import nothing_on_host
+from vlmpack.layout.media import MediaTable
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention
 from vlmpack.probing.host_syncs import recorded_syncs
@@ -68,7 +70,7 @@ def test_positions_are_those_of_the_model_s_own_code(family: str) -> None:
         if "video_second_per_grid" in sample:
             sample["video_second_per_grid"] = torch.full_like(sample["video_second_per_grid"], 0.7)
     row = pack(padded(samples), rule=SlotRule(multiple=4))
-    table = FAMILIES[family].media_of_row(row, model.config)
+    table = media_of_row(FAMILIES[family], row, model.config)
     found = FAMILIES[family].positions(table, row.segments, config=model.config)
     for sample, (start, stop) in zip(samples, row.segments.spans, strict=True):
         mask = sample.get("feature_attention_mask")
@@ -212,8 +214,8 @@ def test_an_audio_is_shared_where_its_features_are_equal(family: str) -> None:
     (short,) = with_audio(config, (frames_of(config)[0],))
     (longer,) = with_audio(config, (frames_of(config)[1],))
     row = pack(padded([short, sample_like(short, dict(short)), joined([short, longer]), joined([short, short])]))
-    tree = share(row, min_shared=1, read_media=FAMILIES[family].media_reader(config)).tree
+    tree = share(row, min_shared=1, read_media=media_reader(FAMILIES[family], config)).tree
     assert tree is not None
     assert tree.audios == ((0, 3, 5) if family == POOLED else (0, 5, 2, 3))
-    with pytest.raises(LayoutError, match=r"the row has audio, so that .*media_reader\(model.config\)"):
+    with pytest.raises(LayoutError, match=r"the row has audio, so that .*media_reader\(family_of\(model\)"):
         share(row)

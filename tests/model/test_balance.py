@@ -29,7 +29,8 @@ from moe import (
 from training import distance, gradients
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout import IGNORE, SlotRule, pack
+from vlmpack.layout import SlotRule, pack
+from vlmpack.layout.batch import IGNORE
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import alone, padded, tiny_model
 

@@ -38,7 +38,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.errors import VlmpackError
-from vlmpack.families.media import run_of_pairs
+from vlmpack.families.placement import run_of_pairs
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing

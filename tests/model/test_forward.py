@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, MediaTable, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.batch import IGNORE
+from vlmpack.layout.media import MediaTable
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import mixed_samples, padded, tiny_model
 

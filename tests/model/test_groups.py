@@ -19,7 +19,8 @@ from trees import DEEP, STRANGER, VIDEOS, Piece, rollouts, samples_of, shared
 from benchmarks.flops import count_flops
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.layout import IGNORE, unshare
+from vlmpack.layout import unshare
+from vlmpack.layout.batch import IGNORE
 from vlmpack.machine import peak_bytes
 from vlmpack.model import PackedStep, StepConfig
 from vlmpack.model.plain import find_model

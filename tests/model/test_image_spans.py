@@ -13,7 +13,8 @@ from transformers.models.gemma3 import modeling_gemma3
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.spans import ImageSpans, Prefix, media_runs
-from vlmpack.layout import MediaTable, Medium, PackedRow, Segments, SlotRule, pack
+from vlmpack.layout import PackedRow, Segments, SlotRule, pack
+from vlmpack.layout.media import MediaTable, Medium
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
 from vlmpack.model.mechanisms.upstream import check_spans

@@ -20,6 +20,7 @@ from trees import DEEP, STRANGER, VIDEOS, read_media_of, rollouts, samples_of, s
 
 import vlmpack
 from vlmpack.attention.patterns import LayerMask
+from vlmpack.families.media import media_reader
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import unshare
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
@@ -141,7 +142,7 @@ def check_tree(family, name):
 
 
 def unshared_patches(row, family, config):
-    media = unshare(row, read_media=family.media_reader(config)).media
+    media = unshare(row, read_media=media_reader(family, config)).media
     if not family.has_grids:
         return family.tile_patches(media, config)
     return sum(len(x) for x in (media.pixel_values, media.pixel_values_videos) if x is not None)

@@ -14,7 +14,8 @@ from trees import DEEP, STRANGER, rollouts, samples_of, shared
 from vlmpack.context_parallel import Parallel
 from vlmpack.context_parallel.collectives import Collectives
 from vlmpack.errors import LayoutError
-from vlmpack.layout import MediaTable, unshare
+from vlmpack.layout import unshare
+from vlmpack.layout.media import MediaTable
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState

@@ -10,7 +10,8 @@ from fixtures.processors import tiny_model, tiny_processor
 from torch import nn
 
 from vlmpack.collate import VLMCollator
-from vlmpack.layout import IGNORE, SlotRule
+from vlmpack.layout import SlotRule
+from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import PackedStep, StepConfig, StepResult
 from vlmpack.testing import padded

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from megatron_models import VOCABULARY, gpt_model, on_a_cpu, one_process
 from ranks import on_ranks
 
-from vlmpack.layout import IGNORE, PaddedBatch, SlotRule
+from vlmpack.layout import PaddedBatch, SlotRule
+from vlmpack.layout.batch import IGNORE
 from vlmpack.model import ThdStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*tp_group is None:DeprecationWarning")  # Megatron-Core's own calls

@@ -16,7 +16,8 @@ from torch import nn
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout import IGNORE, PaddedBatch, Segments, SlotRule, pack, roll_left
+from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack, roll_left
+from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import ThdStep, masked_router_losses
 from vlmpack.probing.host_syncs import recorded_syncs

@@ -10,9 +10,9 @@ from fixtures.processors import tiny_model, tiny_processor
 from vlmpack.families import family_named
 from vlmpack.layout import pack
 from vlmpack.probing import probe
-from vlmpack.testing import Sample, padded, processed_samples, synthetic_samples
+from vlmpack.testing import Sample, padded
 from vlmpack.testing.comparison import run_alone, run_packed
-from vlmpack.testing.samples import sample_like
+from vlmpack.testing.samples import processed_samples, sample_like, synthetic_samples
 
 CAST_NOTHING = ("kimi_k25", "deepseek_ocr2", "llama4")
 

@@ -11,8 +11,9 @@ import torch
 from vlmpack.probing import probe
 from vlmpack.probing import reference as routing
 from vlmpack.probing.forward_passes import PlainPaddedPass, ProbedModel
-from vlmpack.testing import Sample, synthetic_samples, tiny_model
+from vlmpack.testing import Sample, tiny_model
 from vlmpack.testing.comparison import distance
+from vlmpack.testing.samples import synthetic_samples
 
 BY_ROUNDING = 1e-6
 """Part of a router's scores."""

@@ -8,7 +8,7 @@ import pytest
 
 from vlmpack.probing import Report, checks, probe, reference
 from vlmpack.probing.forward_passes import AUTOCAST, LEFT
-from vlmpack.probing.report import Check, Part
+from vlmpack.probing.report import Check, CheckPart
 from vlmpack.testing import tiny_model
 
 
@@ -16,7 +16,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
     raise TypeError("this transformers hands over something else")
 
 
-def failing(report: Report) -> dict[str, tuple[Part, str]]:
+def failing(report: Report) -> dict[str, tuple[CheckPart, str]]:
     """Names of the checks that raised, with their part of the report and what was raised."""
     assert {check.finding for check in report.checks if check.is_bad} == {"fails"}, report
     return {check.name: (check.part, check.detail) for check in report.checks if check.is_bad}
@@ -51,7 +51,7 @@ def test_a_circumstance_that_raises_leaves_the_others(monkeypatch: pytest.Monkey
     assert others == {"gaps", "row", "padded", "autocast"}
 
 
-RAISING: dict[str, tuple[Any, str, str, Part]] = {
+RAISING: dict[str, tuple[Any, str, str, CheckPart]] = {
     "mixed precision that the model alone cannot do": (reference, "_autocast_reference", AUTOCAST.name, "equality"),
     "samples that share prefixes and raise alone": (reference, "_tree_reference", "tree", "equality"),
     "results that cannot be checked": (checks, "result_checks", "mechanisms", "mechanism"),
@@ -62,7 +62,7 @@ RAISING: dict[str, tuple[Any, str, str, Part]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "function", "name", "part"), RAISING.values(), ids=RAISING)
 def test_what_raises_leaves_the_others(
-    module: Any, function: str, name: str, part: Part, monkeypatch: pytest.MonkeyPatch
+    module: Any, function: str, name: str, part: CheckPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, function, broken)
     report = probe(tiny_model("qwen3_moe", layers=1), plain=False, share_prefixes=name == "tree")

@@ -10,16 +10,12 @@ from equality import VISION
 
 from vlmpack.errors import ConfigError
 from vlmpack.families import family_named
-from vlmpack.testing import (
-    branches_of,
-    mixed_samples,
-    synthetic_samples,
-    tiny_config,
-)
+from vlmpack.testing import branches_of, mixed_samples, tiny_config
 from vlmpack.testing.samples import (
     grids_of,
     kind_of,
     num_targets,
+    synthetic_samples,
     with_adversarial_lengths,
 )
 

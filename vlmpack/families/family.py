@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import import_module
 from math import prod
 from typing import Any, Literal, final
@@ -16,17 +15,15 @@ from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AudioPart, PositionsOfSample, longest_of_samples, replace_videos
-from vlmpack.families.media import (
+from vlmpack.families.placement import (
     Placement,
     VideoPlacement,
     frames_as_images,
     kinds_between,
-    media_of_row,
     merged_grid,
     row_positions,
     single_run,
     token_offsets,
-    with_media_table,
 )
 from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.families.tiles import (
@@ -43,7 +40,6 @@ from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, MediaTable, M
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
-from vlmpack.layout.sharing import ReadMedia
 
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of the head's output and the text part's configuration; returns logits."""
@@ -305,23 +301,6 @@ class Family:
         """Return the number of tokens in each run of placeholders of these videos; a run is a video, or a frame."""
         return [n for each in self.placements([Medium(kind=VIDEO, grid=g) for g in grids], config) for n in each.tokens]
 
-    @outside_graph
-    def media_of_row(self, row: PackedRow, config: Any) -> MediaTable:
-        """Return the media of a row's samples, each with its placeholders.
-
-        If the host metadata has the media, it is compared with the tensors and token ids, on an accelerator without a
-        host–device sync. Otherwise the media are read from the tensors and token ids.
-
-        Args:
-            row: the row; with a prefix tree, its tensors hold the media that the tree computes.
-            config: the model's configuration.
-
-        Raises:
-            LayoutError: the family does not take such media, or they do not match their placeholders or the metadata.
-                On the host, the message names the sample.
-        """
-        return media_of_row(self, row, config)
-
     def check_takes(self, images: Sequence[Grid], videos: Sequence[Grid]) -> None:
         """Raise a `LayoutError` for images and videos that models of the family do not take."""
         count = len(images) + len(videos)
@@ -334,10 +313,6 @@ class Family:
             )
         if videos and not self.has_videos:
             raise LayoutError(f"{self.model_type} takes no videos, but the batch has {len(videos)}; leave them out")
-
-    def media_reader(self, config: Any) -> ReadMedia:
-        """Return the function that `share` needs to find a row's media and their entries in the tensors."""
-        return partial(with_media_table, self, config=config)
 
     def with_contexts(self, table: MediaTable) -> MediaTable:
         """Set `Medium.context`: the value that a medium's features depend on besides its own tensors."""

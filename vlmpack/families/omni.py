@@ -13,7 +13,7 @@ import torch
 
 from vlmpack.families.audio import AudioPart
 from vlmpack.families.family import Family, Rotary, pieces
-from vlmpack.families.media import media_starts
+from vlmpack.families.placement import media_starts
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 from vlmpack.layout.media import AUDIO, IMAGE, VIDEO, MediaTable
 from vlmpack.layout.segments import Segments

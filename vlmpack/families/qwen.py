@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from vlmpack.families.family import Family
-from vlmpack.families.media import run_per_frame, timed_run
+from vlmpack.families.placement import run_per_frame, timed_run
 from vlmpack.families.text import text_family
 
 _GATED_DELTA = {"layer": "linear_attn"}
@@ -35,6 +35,7 @@ QWEN = (
         **_QWEN3,
     ),
     text_family("qwen3"),
+    text_family("qwen3_5_text", mechanisms={"gated_delta": _GATED_DELTA}, text_type="qwen3_5"),
     text_family("qwen3_next", mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS}),
 )
 """The descriptors."""

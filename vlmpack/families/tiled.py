@@ -321,6 +321,13 @@ def blank_views(config: Any) -> Tensors:
 
 _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
 
+_PIXTRAL = {
+    "tile_tokens": merged_patches,
+    "blank": blank_with_size,
+    "tile_boundaries": patches_of_sizes,
+    "blocks_path": "transformer.layers",
+    "media": _SIZES,
+}
 _IDEFICS3 = {
     "text_path": "model.text_model",
     "vision_path": "model.vision_model",
@@ -354,14 +361,8 @@ TILED = (
     ),
     tiled_family("smolvlm", **_IDEFICS3),
     tiled_family("idefics3", **_IDEFICS3),
-    tiled_family(
-        "mistral3",
-        tile_tokens=merged_patches,
-        blank=blank_with_size,
-        tile_boundaries=patches_of_sizes,
-        blocks_path="transformer.layers",
-        media=_SIZES,
-    ),
+    tiled_family("mistral3", **_PIXTRAL),
+    tiled_family("lighton_ocr", vision_path="model.vision_encoder", **_PIXTRAL),
     tiled_family(
         "minicpmv4_6",
         mechanisms={"gated_delta": {"layer": "linear_attn"}},

@@ -51,7 +51,7 @@ def share(
             least this many tokens. Equal samples are always shared.
         groups: the group of each sample; samples of different groups share nothing. None: all are compared.
         tree: the tree, if it is known; it is checked against the samples. None: find it.
-        read_media: function that reads the media of the row: `Family.media_reader(model.config)`. None: images and
+        read_media: function that reads the media of the row: `families.media_reader(family, config)`. None: images and
             videos have grids, and the row's metadata has their positions.
 
     Returns:
@@ -209,8 +209,8 @@ def _read_grids(row: PackedRow) -> PackedRow:
     if seen is not None or not all(medium.grid for medium in table.media):
         raise LayoutError(
             f"the row has {seen or 'images without grids'}, so that those of one sample cannot be found without the "
-            "model's family: give read_media=family_named(model.config.model_type).media_reader(model.config) of "
-            "vlmpack.families; VLMCollator(share_prefixes=True) needs nothing"
+            "model's family: give read_media=media_reader(family_of(model), model.config), both of vlmpack.families; "
+            "VLMCollator(share_prefixes=True) needs nothing"
         )
     compare_media(table if row.tree is None else table.in_tree(row.tree), row.media)
     return with_entries(row, table)

@@ -118,8 +118,8 @@ def other_data(fault: str) -> ConfigError:
 def whole_source(source: Iterable[Any]) -> Iterator[Any]:
     """Yield all samples of a source.
 
-    In a worker process, data sets yield only their share, but a `Part` needs all samples. So `get_worker_info` hides
-    the worker from the source while it is read.
+    In a worker process, data sets yield only their share, but a `SourcePart` needs all samples. So `get_worker_info`
+    hides the worker from the source while it is read.
     """
     with _no_worker():
         samples = iter(source)
@@ -160,7 +160,7 @@ class Mark:
 
 
 @final
-class Part:
+class SourcePart:
     """The samples that one of several processes packs. Together, the parts contain every sample exactly once.
 
     If the source is a streaming data set of `datasets` whose number of shards is divisible by the number of parts, each

@@ -29,8 +29,8 @@ from vlmpack.loading.resumable import (
     END,
     LOAD_ANOTHER,
     Mark,
-    Part,
     Resumable,
+    SourcePart,
     check_samples,
     check_seal,
     other_data,
@@ -103,7 +103,7 @@ class PackedStream(IterableDataset[list[Any]]):
         self._packing: dict[str, Any] = {"length": length, "costs": costs, "prefix": prefix}
         self._packer: StreamPacker[Any] = StreamPacker(settings, **self._packing)
         self._loaded: Mapping[str, Any] | None = None
-        self._last_part: Part | None = None
+        self._last_part: SourcePart | None = None
         self._last: tuple[int, Any] | None = None
         """Position and sample read last."""
         self._next: Mark | None = None
@@ -165,18 +165,18 @@ class PackedStream(IterableDataset[list[Any]]):
         yield from self._packer.rest()
 
     @property
-    def _part(self) -> Part:
-        """Part of the source that this process packs."""
+    def _part(self) -> SourcePart:
+        """The part of the source that this process packs."""
         worker = get_worker_info()
         at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         index, parts = at * self.ranks + self.rank, workers * self.ranks
         part = self._last_part
         if part is None or (part.index, part.parts) != (index, parts):
-            self._last_part = part = Part(self.source, index, parts, key=self._packing["prefix"] and self._key)
+            self._last_part = part = SourcePart(self.source, index, parts, key=self._packing["prefix"] and self._key)
             self._begin(part)
         return part
 
-    def _begin(self, part: Part, since: Mark | None = None) -> Part:
+    def _begin(self, part: SourcePart, since: Mark | None = None) -> SourcePart:
         """Go to the start of a pass. `since` is the position of the source; None: the source is already there."""
         part.mark = Mark(0)
         self._packer = StreamPacker(self.settings, **self._packing)

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
+from vlmpack.families.media import media_reader
 from vlmpack.layout.batch import OnlyPacked
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.layout.row import Compact, PackedRow, unpack
@@ -154,7 +155,7 @@ class _BackboneHooks:
         offsets = None if handed_row else row.known_metadata.offsets
         real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
         if not handed_row and self._min_shared is not None:
-            row = _shared(row, self._min_shared, state.family.media_reader(model.core.config))
+            row = _shared(row, self._min_shared, media_reader(state.family, model.core.config))
         compact, works = state.compact(row), list[Work]()
         setup = setup_row(model, compact.row, parallel=state.parallel, backend=state.config.attention)
 

@@ -22,6 +22,7 @@ from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, check_whole_number
 from vlmpack.families.family import Family
+from vlmpack.families.media import media_of_row, media_reader
 from vlmpack.layout.batch import TEACHER, check_is_tensor
 from vlmpack.layout.device import Copies, around_graph, copied, copies_reused, on_host, outside_graph, require
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
@@ -153,7 +154,7 @@ class PackingState:
                 _LOG.warning("a row of %d tokens goes through the model whole: %s", tokens, problem)
             return None
         device = row.input_ids.device
-        cut = cut_group(row.to("cpu"), capacity, read_media=self.family.media_reader(core.config))
+        cut = cut_group(row.to("cpu"), capacity, read_media=media_reader(self.family, core.config))
         learns = torch.is_grad_enabled() and any(p.requires_grad for p in core.parameters())
         return RowInPieces(
             cut,
@@ -430,7 +431,7 @@ def setup_row(
         family.audio.check_features(media, config)
     _check_vocabulary(row, family.text_config(config).vocab_size)
     part = part_of(row, parallel, family, piece)
-    table = family.media_of_row(row, config)
+    table = media_of_row(family, row, config)
     computed = part.computed_media(table)
     if not family.has_vision or family.has_grids:
         _check_pixels(model, media.pixel_values, computed.grids(IMAGE), "pixel_values")

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
+from vlmpack.families.media import media_reader
 from vlmpack.families.registry import family_of
 from vlmpack.layout.batch import METADATA_KEY, TEACHER, PaddedBatch, check_is_batch
 from vlmpack.layout.device import copied
@@ -176,7 +177,7 @@ class PackedStep:
 
         check = functools.partial(check_groups, self.model, output_router_logits)
         core = find_model(self.model)
-        reader = family_of(core).media_reader(core.config)
+        reader = media_reader(family_of(core), core.config)
         return GroupStep(
             cut_group(row, capacity, read_media=reader),
             run,

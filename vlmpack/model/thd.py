@@ -25,6 +25,7 @@ from torch import nn
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.family import Family
+from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import family_named
 from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, TEACHER, Media, PaddedBatch, check_is_batch, check_is_tensor
@@ -48,7 +49,7 @@ Boundaries = Literal["real", "padded"]
 
 REAL = frozenset({"cu_seqlens_q", "cu_seqlens_kv"})
 PADDED = frozenset({"cu_seqlens_q_padded", "cu_seqlens_kv_padded"})
-BOUNDARIES = REAL | PADDED | {"packed_seq_params"}
+BOUNDARY_PARAMETERS = REAL | PADDED | {"packed_seq_params"}
 PADDING_MASKS = frozenset({"moe_padding_mask", "padding_mask"})
 POSITIONS = frozenset({"position_ids", "rope_cu_seqlens", "packed_seq_params"})
 """Arguments that tell a model where positions restart. Megatron's rotary embedding reads `packed_seq_params`."""
@@ -327,7 +328,7 @@ class ThdStep:
                     )
                 return None
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
-        table, types = family.media_of_row(row, self.config), family.types_of_row(row, self.config)
+        table, types = media_of_row(family, row, self.config), family.types_of_row(row, self.config)
         positions = positions_of_row(row, table, types, family, self.config, restarts=restarts)
         return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
 
@@ -492,15 +493,15 @@ def _parameters_of(model: nn.Module | Callable[..., Any]) -> Mapping[str, inspec
     inner: Any = model
     while inner is not None:
         parameters = inspect.signature(inner.forward if isinstance(inner, nn.Module) else inner).parameters
-        if parameters.keys() & BOUNDARIES:
+        if parameters.keys() & BOUNDARY_PARAMETERS:
             return parameters
         passes_on = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         held = [getattr(inner, name, None) for name in WRAPPED] if passes_on else []
         inner = next((module for module in held if isinstance(module, nn.Module)), None)
     raise ConfigError(
-        f"the forward of {type(model).__name__} names none of {', '.join(sorted(BOUNDARIES))}, so samples of a row "
-        "would attend to each other. Give it such parameters (**kwargs do not count: what they take may be ignored). "
-        "For a Hugging Face model use PackedStep"
+        f"the forward of {type(model).__name__} names none of {', '.join(sorted(BOUNDARY_PARAMETERS))}, so the samples "
+        "of a row would attend to each other. Give it such parameters (**kwargs do not count: what they take may be "
+        "ignored). For a Hugging Face model use PackedStep"
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from vlmpack.families.media import media_reader
 from vlmpack.layout.sharing import unshare
 from vlmpack.model.enable import disable_packing
 from vlmpack.model.engine import packing_state
@@ -33,7 +34,7 @@ from vlmpack.probing.reference import (
     held_to,
     record_references,
 )
-from vlmpack.probing.report import BAD, Check, Part
+from vlmpack.probing.report import BAD, Check, CheckPart
 from vlmpack.probing.work import check_pairs, check_syncs, tree_work
 from vlmpack.testing.comparison import compare, distance, of_all_ranks, rms_distance, to_host
 from vlmpack.testing.samples import Sample, build_sample, kind_of, media_of, perturbed, word_ids
@@ -63,7 +64,7 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
     return checks
 
 
-def caught(setup: ProbeSetup, part: Part, name: str, run: Callable[[], list[Check]]) -> list[Check]:
+def caught(setup: ProbeSetup, part: CheckPart, name: str, run: Callable[[], list[Check]]) -> list[Check]:
     """Run checks, and turn an error that they raise into a finding; on several ranks, return those of the worst."""
     try:
         checks = run()
@@ -76,7 +77,7 @@ def caught(setup: ProbeSetup, part: Part, name: str, run: Callable[[], list[Chec
 
 
 def _caught_packed(
-    part: Part, name: str, setup: ProbeSetup, circumstance: Circumstance, run: Callable[[PackedPass], list[Check]]
+    part: CheckPart, name: str, setup: ProbeSetup, circumstance: Circumstance, run: Callable[[PackedPass], list[Check]]
 ) -> list[Check]:
     """Run checks with packing enabled, and turn errors into a finding, also those of enabling it."""
 
@@ -322,7 +323,7 @@ def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
         if packed.circumstance.shares:
             if row.tree is None:
                 return Check.wrong("packing", "samples with a shared prefix share nothing")
-            row = unshare(row, read_media=setup.probed.family.media_reader(setup.probed.config))
+            row = unshare(row, read_media=media_reader(setup.probed.family, setup.probed.config))
         places, media = [torch.arange(*span) for span in segments.spans], media_of(samples).to_hf()
         checks.append(check_tokens(row.input_ids, row.media.to_hf(), media, samples, places, segments.total))
     return max(checks, key=lambda check: check.is_bad)

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from vlmpack.context_parallel.mesh import Parallel, mesh_of
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
+from vlmpack.families.media import media_of_row, media_reader
 from vlmpack.families.registry import family_of, has_lm_head
 from vlmpack.layout.batch import METADATA_KEY, PaddedBatch
 from vlmpack.layout.media import IMAGE
@@ -296,7 +297,7 @@ class PackedPass:
         row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
         if not self.circumstance.shares:
             return row
-        return share(row, min_shared=1, read_media=self.probed.family.media_reader(self.probed.config))
+        return share(row, min_shared=1, read_media=media_reader(self.probed.family, self.probed.config))
 
     def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
         return padded(samples, self.circumstance.padded or "right", metadata=metadata)
@@ -402,7 +403,7 @@ class PlainRowPass:
         inputs = {"input_ids": row.input_ids, "labels": labels, **row.extras, **row.media.to_hf()}
         if family.token_types is not None:
             inputs[family.token_types] = family.types_of_row(row, config)
-        positions = family.positions(family.media_of_row(row, config), row.segments, config=config)
+        positions = family.positions(media_of_row(family, row, config), row.segments, config=config)
         has_axes = family.positions_rule.axes == 3
         inputs["position_ids"] = positions[-self.rows :] if has_axes else family.rotary_ids(positions)
         output = plain_output(self.probed.model, inputs, use_cache=self.use_cache)

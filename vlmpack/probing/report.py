@@ -25,7 +25,7 @@ Cause = Literal[
 """The mechanism at fault. "not deterministic": packing is not at fault; the model alone returns different numbers when
 it runs again. "unknown": no single mechanism shows the error."""
 
-Part = Literal["isolation", "equality", "mechanism", "work"]
+CheckPart = Literal["isolation", "equality", "mechanism", "work"]
 Finding = Literal["ok", "leaks", "differs", "fails", "not deterministic", "syncs", "absent", "not counted"]
 Verdict = Literal["exact", "leaks", "differs", "fails", "not deterministic"]
 
@@ -38,7 +38,7 @@ BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
 class Check:
     """One line of the report."""
 
-    part: Part
+    part: CheckPart
     """isolation: change one sample and compare the others; equality: compare packed with alone; mechanism: check one
     mechanism by itself; work: count query-key pairs and host-device syncs."""
     name: str
@@ -58,7 +58,7 @@ class Check:
     @classmethod
     def measured(
         cls,
-        part: Part,
+        part: CheckPart,
         name: str,
         value: float,
         allowed: float,
@@ -84,7 +84,7 @@ class Check:
         return cls(part="mechanism", name=mechanism, finding="differs", **told)
 
     @classmethod
-    def raised(cls, part: Part, name: str, error: Exception) -> Check:
+    def raised(cls, part: CheckPart, name: str, error: Exception) -> Check:
         """Report the error that a check raised."""
         return cls(part=part, name=name, finding="fails", detail=one_line(error))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vlmpack.testing.branching import Branches, branches_of, joined
+from vlmpack.testing.branching import branches_of, joined
 from vlmpack.testing.models import tiny_config, tiny_model
 from vlmpack.testing.processors import tiny_processor
 from vlmpack.testing.receipts import SyntheticReceipts, receipt_conversations
@@ -13,12 +13,9 @@ from vlmpack.testing.samples import (
     build_sample,
     mixed_samples,
     padded,
-    processed_samples,
-    synthetic_samples,
 )
 
 __all__ = [
-    "Branches",
     "Sample",
     "SyntheticReceipts",
     "TinySizes",
@@ -28,9 +25,7 @@ __all__ = [
     "joined",
     "mixed_samples",
     "padded",
-    "processed_samples",
     "receipt_conversations",
-    "synthetic_samples",
     "tiny_config",
     "tiny_model",
     "tiny_processor",

@@ -21,7 +21,7 @@ from vlmpack.testing.recipes import (
     MEDIA_TOKENS,
     RECIPES,
     SETTINGS,
-    Part,
+    ConfigPart,
     Recipe,
     TinySizes,
     layer_types,
@@ -206,7 +206,7 @@ def _config(sizes: TinySizes, family: str) -> Any:
 
 
 @functools.cache
-def _defaults(family: str) -> dict[Part, dict[str, Any]]:
+def _defaults(family: str) -> dict[ConfigPart, dict[str, Any]]:
     """Return transformers' own settings of each part of a family's configuration."""
     from transformers import AutoConfig
 

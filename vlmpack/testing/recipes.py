@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 Settings = dict[str, Any]
-Part = Literal["text", "vision", "audio", "whole"]
+ConfigPart = Literal["text", "vision", "audio", "whole"]
 
 MEL_BINS = 6
 """Number of log-mel bins of tiny models."""
@@ -204,7 +204,7 @@ def whole_settings(s: TinySizes) -> Settings:
     }
 
 
-SETTINGS: dict[Part, Callable[[TinySizes], Settings]] = {
+SETTINGS: dict[ConfigPart, Callable[[TinySizes], Settings]] = {
     "text": text_settings,
     "vision": vision_settings,
     "audio": audio_settings,
@@ -366,6 +366,11 @@ GLM: dict[str, Any] = {"vision": lambda s: {"image_size": 4 * s.merge * s.patch_
 TILED: dict[str, Any] = {"any_width": False}
 CLIP: dict[str, Any] = {"vision_type": "clip_vision_model", "text_type": "llama", **TILED}
 SIGLIP = "siglip_vision_model"
+PIXTRAL: dict[str, Any] = {  # images of at most four tiles along each side
+    "vision_type": "pixtral",
+    "vision": lambda s: {"image_size": 4 * TILE_PATCHES * s.patch_size},
+    **TILED,
+}
 
 RECIPES = {
     "qwen2_vl": Recipe(vision=lambda s: {"hidden_size": s.hidden, "mlp_ratio": 2}, any_width=False),
@@ -399,13 +404,8 @@ RECIPES = {
     "llava_onevision": Recipe(vision_type=SIGLIP, text_type="qwen2", **TILED),
     "smolvlm": Recipe(text_type="llama", **TILED),
     "idefics3": Recipe(text_type="llama", **TILED),
-    "mistral3": Recipe(  # images of at most four tiles along each side
-        vision_type="pixtral",
-        text_type="mistral",
-        vision=lambda s: {"image_size": 4 * TILE_PATCHES * s.patch_size},
-        text=lambda _: {"sliding_window": 4096},
-        **TILED,
-    ),
+    "mistral3": Recipe(text_type="mistral", text=lambda _: {"sliding_window": 4096}, **PIXTRAL),
+    "lighton_ocr": Recipe(text_type="qwen3", text=lambda s: {"head_dim": s.head_width}, **PIXTRAL),
     "gemma3": Recipe(vision_type=SIGLIP, vision=lambda s: {"image_size": 6 * s.patch_size}, text=_two_ropes),
     "gemma4": Recipe(vision_type="gemma4_vision", text=_gemma4),
     "gemma4_unified": Recipe(vision_type="gemma4_unified_vision", text=_gemma4_unified),

@@ -31,7 +31,8 @@ from torch.nn.utils.rnn import pad_sequence
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
 from vlmpack.families.family import Family
-from vlmpack.families.media import run_of_pairs
+from vlmpack.families.media import media_of_row
+from vlmpack.families.placement import run_of_pairs
 from vlmpack.families.registry import family_named, family_of_processor
 from vlmpack.families.spans import prefix_length
 from vlmpack.families.tiles import Join, tiles_of_images
@@ -443,7 +444,7 @@ def _metadata_of(batch: PaddedBatch, samples: Sequence[Sample]) -> HostMetadata:
     table = MediaTable()
     if any(map(_media, samples)):
         is_known = all(isinstance(x, Sample) and x.config is not None for x in samples)
-        table = family.media_of_row(row, samples[0].config) if family is not None and is_known else None
+        table = media_of_row(family, row, samples[0].config) if family is not None and is_known else None
     if table is not None and any(IMAGE_TOKENS_KEY in sample for sample in samples):
         tokens = [int(n) for sample in samples for n in sample.get(IMAGE_TOKENS_KEY, ())]
         table = _whole_images(table, tokens, row.segments)
@@ -629,6 +630,7 @@ IMAGES: dict[str, tuple[Callable[..., Tensors], Written]] = {
     "smolvlm": (_tiles_with_mask, "ended"),
     "idefics3": (_tiles_with_mask, "ended"),
     "mistral3": (_image_of_any_size, "rows"),
+    "lighton_ocr": (_image_of_any_size, "bare"),
     "minicpmv4_6": (_row_of_patches, "joined"),
     "lfm2_vl": (_masked_patches, "ended"),
     "deepseek_ocr2": (_views, "bare"),

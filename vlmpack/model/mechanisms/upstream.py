@@ -30,6 +30,7 @@ from transformers import AttentionMaskInterface
 from vlmpack.attention.patterns import FULL_CAUSAL, LayerMask, Pattern, visible_keys
 from vlmpack.attention.spans import Spans
 from vlmpack.errors import FamilyError
+from vlmpack.families.media import media_of_row
 from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.layout.batch import Media
 from vlmpack.layout.device import outside_graph
@@ -382,7 +383,7 @@ def check_rope_index(model: ModelParts) -> None:
         media = Media(image_grid_thw=images, video_grid_thw=videos, tensors=tensors)
         segments = Segments.from_lengths([len(ids)])
         row = PackedRow(input_ids=input_ids, segments=segments, mm_token_type_ids=types, media=media)
-        expected = family.positions(family.media_of_row(row, config), segments, config=config)
+        expected = family.positions(media_of_row(family, row, config), segments, config=config)
         further: dict[str, Any] = {"mm_token_type_ids": types}
         if family.positions_rule.of_sample is not None:
             further = {"attention_mask": torch.ones_like(input_ids), "audio_seqlens": torch.tensor([frames])}

@@ -104,8 +104,8 @@ def _data_url(value: Any, place: str) -> tuple[str, str]:
     return "png" if match[1] == "png" else "jpeg", match[2]
 
 
-def _content(value: Any, place: str) -> tuple[Part, ...]:
-    return read(tuple[Part, ...], [{"type": "text", "text": value}] if isinstance(value, str) else value, place)
+def _content(value: Any, place: str) -> tuple[ContentPart, ...]:
+    return read(tuple[ContentPart, ...], [{"type": "text", "text": value}] if isinstance(value, str) else value, place)
 
 
 @final
@@ -119,7 +119,7 @@ class ImageUrl:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ContentPart:
     """A text or image part of a message."""
 
     type: Literal["text", "image_url"]
@@ -137,7 +137,7 @@ class Message:
     """A message of a chat."""
 
     role: str
-    content: Annotated[tuple[Part, ...], _content]
+    content: Annotated[tuple[ContentPart, ...], _content]
 
 
 @final
