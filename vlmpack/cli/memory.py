@@ -107,7 +107,7 @@ class Mesh:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MemoryPart:
+class Share:
     """A part of the memory of a rank."""
 
     size: int
@@ -119,7 +119,7 @@ class MemoryPart:
 # ---------------------------------------------------------------------- one rank
 
 
-def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> dict[str, MemoryPart]:
+def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> dict[str, Share]:
     """Return the memory of a rank in a training step with AdamW, by name.
 
     Args:
@@ -172,10 +172,10 @@ def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> di
             f"({logits / 2**30:.2f} GiB)",
         ),
     }  # fmt: skip
-    return {name: MemoryPart(size=int(size), formula=formula) for name, (size, formula) in found.items()}
+    return {name: Share(size=int(size), formula=formula) for name, (size, formula) in found.items()}
 
 
-def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, MemoryPart]:
+def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, Share]:
     """Return the memory of a rank that trains a model with Trainer, see `memory_of`."""
     mesh = Mesh(
         **{"fsdp" if args.fsdp else "replicate": args.world_size},
@@ -185,7 +185,7 @@ def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int
     return memory_of(model_sizes(model, size=size), mesh, tokens=tokens, patches=patches)
 
 
-def total(parts: Mapping[str, MemoryPart]) -> int:
+def total(parts: Mapping[str, Share]) -> int:
     """Return the sum of these parts, in bytes."""
     return sum(each.size for each in parts.values())
 
@@ -202,7 +202,7 @@ class Proposal:
     mesh: Mesh
     capacity: int
     """Tokens of a row."""
-    parts: Mapping[str, MemoryPart]
+    parts: Mapping[str, Share]
     """Memory of each rank."""
     rejected: Mapping[str, str]
     """Simpler ways, and why they do not fit."""
