@@ -1,5 +1,7 @@
 """Every back-end lets each segment attend to itself and to nothing else, and writes every row."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention.naive import DIM, HEADS, KV_HEADS, alone, assert_equal, install_kernels, poisoned_qkv, random_qkv
@@ -11,6 +13,7 @@ from waiting import Launches
 from vlmpack.attention import backends
 from vlmpack.attention.backends import BACKENDS, AttentionCall, EagerMask, FlashAttn, SdpaSegments, TorchVarlen
 from vlmpack.attention.patterns import CAUSAL, Pattern
+from vlmpack.attention.spans import Spans
 from vlmpack.layout import Segments, SlotRule
 
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=5).filter(sum)
@@ -163,16 +166,24 @@ def test_gpu_kernels_are_as_close_to_float32_as_low_precision_can_be(name, shape
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("more_keys", [0, 5])
+@pytest.mark.parametrize("span", [0, 6])
 @pytest.mark.parametrize(
     "pattern", [CAUSAL, Pattern(window=9), Pattern(softcap=5.0)], ids=["full", "window", "softcap"]
 )
-def test_what_is_left_to_pytorchs_own_attention_takes_few_calls_for_many_segments(pattern):
+def test_what_is_left_to_pytorchs_own_attention_takes_few_calls_for_many_segments(pattern, span, more_keys):
     counts = []
     for samples in (4, 64):
         segments = Segments.from_lengths([12 + at % 7 for at in range(samples)])
-        q, k, v = (torch.randn(segments.total, 4, 16, device="cuda", requires_grad=True) for _ in "qkv")
+        keys = Segments.from_lengths([n + more_keys for n in segments.lengths]) if more_keys else segments
+        q, k, v = (torch.randn(x.total, 4, 16, device="cuda", requires_grad=True) for x in (segments, keys, keys))
+        runs = tuple((stop - span - at % 3, stop) for at, (_, stop) in enumerate(segments.spans)) if span else ()
+        of_row = replace(pattern, spans=Spans(runs=runs)) if span else pattern
+        given = {"causal": True, "scale": 0.3, "pattern": of_row, **({"keys": keys} if more_keys else {})}
         with Launches() as launches:
-            SdpaSegments()(q, k, v, segments, causal=True, scale=0.3, pattern=pattern).sum().backward()
+            out = SdpaSegments()(q, k, v, segments, **given)
+            out.sum().backward()
+        assert torch.isclose(out, EagerMask()(q, k, v, segments, **given), atol=1e-5).all()
         counts.append(launches.seen.total())
     assert counts[1] <= 1.15 * counts[0]
 

@@ -33,6 +33,7 @@ FEW_OPERATIONS = (
     *("qwen3_5_moe", "qwen4_exp", "gemma3", "gpt_oss"),
     *slow("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_next", "glm4v_moe", "ernie4_5_vl_moe", "kimi_k25", "gemma4"),
     *slow("llama4_text", "mistral", "olmo3", "cohere2", "deepseek_v3", "lfm2_moe", "internvl", "phi3", "gemma2"),
+    *slow("deepseek_ocr2"),
 )
 """Windows, chunks, sinks, experts, recurrent layers, sparse attention, softcaps."""
 pytestmark = pytest.mark.gpu

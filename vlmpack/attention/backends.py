@@ -12,7 +12,7 @@ Shapes: T row tokens, T' key tokens, N query heads, K key-value heads (N a multi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -454,14 +454,16 @@ def _has_compiler() -> bool:
 
 # ---------------------------------------------------------------------- PyTorch's own attention
 
-AttendSegment = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of queries [n, L, N, H], keys and values [n, L', K, H] of n segments; returns [n, L, N, H]."""
+AttendSegment = Callable[..., Tensor]
+"""Function of queries [n, L, N, H], keys and values [n, L', K, H] of n segments, and if they are padded, of a mask,
+bool [n, 1, L, L']; returns [n, L, N, H]."""
 
 MANY = 256
 """Number of segments from which on segments of the same length are computed in one call."""
 
-PADDED_ON, MAX_PADDING = ("cuda",), 1.5
-"""Types of devices on which segments are padded, and how many times as long a padded segment is, at most."""
+PADDED_ON, MAX_PADDING, MAX_MASKED = ("cuda",), 1.5, 2048
+"""Types of devices on which segments are padded, and how many times as long a padded segment is, at most. Where padding
+needs a mask, no segment has more keys than the last number: masks grow with its square."""
 
 AT_ONCE = 1 << 15
 """Maximum number of segments in a call: a CUDA grid dimension is limited to 65,535."""
@@ -478,14 +480,15 @@ class SdpaSegments(Backend):
     def attend(
         self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments, softmax: Softmax
     ) -> Tensor:
-        """Call attention once per segment. If there are many segments, call it once per length; on a GPU, causal
-        segments of similar length are padded to the same."""
+        """Call attention once per segment. If there are many segments, call it once per length; on a GPU, segments of
+        similar length are padded to the same."""
 
-        def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor) -> Tensor:
-            """Compute n segments of the same length."""
+        def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None = None) -> Tensor:
+            """Compute n segments of the same length; `mask`: the keys of each, bool [n, 1, L, L']."""
             window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
+            if mask is not None:
+                return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
             if not softmax.causal:
-                mask = None
                 if window is not None and window < visible:
                     mask = within_window(queries, visible, window, q_nLNH.device)
                 return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
@@ -493,15 +496,17 @@ class SdpaSegments(Backend):
                 return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)
             return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
 
-        # Padding comes after all tokens that read it, if queries and keys are the same tokens.
-        pads = q_TNH.device.type in PADDED_ON and softmax.causal and keys is segments
+        # Padding comes after all tokens that read it, if queries and keys are the same tokens. Else it needs a mask.
+        is_hidden = softmax.causal and keys is segments
+        pads = q_TNH.device.type in PADDED_ON and (is_hidden or keys.max_length <= MAX_MASKED)
         if len(segments.lengths) < (2 if pads else MANY):
             return _one_by_one(attend, q_TNH, k_TKH, v_TKH, segments, keys)
-        return _by_length(attend, q_TNH, k_TKH, v_TKH, segments, keys, pads=pads)
+        limits = None if is_hidden else softmax
+        return _by_length(attend, q_TNH, k_TKH, v_TKH, segments, keys, pads=pads, limits=limits)
 
 
 def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
-    """Compute n segments [n, L, N, H] under one mask, bool [L, L'].
+    """Compute n segments [n, L, N, H] under one mask, bool [L, L'], or one mask each, bool [n, 1, L, L'].
 
     Without a mask: all keys, or causal attention with L' = L or L = 1.
     """
@@ -563,25 +568,33 @@ def _by_length(
     keys: Segments,
     *,
     pads: bool,
+    limits: Softmax | None,
 ) -> Tensor:
     """One call for all segments of the same length, on copies: for short segments, the calls cost more than copying.
-    `pads`: segments are padded by up to `MAX_PADDING`, so that there are few lengths."""
+    `pads`: segments are padded by up to `MAX_PADDING`, so that there are few lengths. `limits`: the settings of the
+    call, if padded keys have to be masked."""
     lengths_G2 = np.asarray([segments.lengths, keys.lengths[: len(segments.lengths)]], np.int64).T
-    order = np.lexsort(lengths_G2.T[::-1])
+    widths_G2 = padded_lengths(lengths_G2) if pads else lengths_G2
+    order = np.lexsort(widths_G2.T[::-1])
     order = order[lengths_G2[order, 0] > 0]
-    widths_R2 = lengths_G2[order]
-    if pads:
-        widths_R2[:] = padded_lengths(widths_R2[:, 0])[:, None]
+    widths_R2 = widths_G2[order]
     distinct, counts = np.unique(widths_R2, axis=0, return_counts=True)
 
-    def index(of: Segments, make: Callable[[], np.ndarray], what: str) -> Tensor:
-        return of.derived(("by length", what, pads, segments.lengths, keys.lengths), q_TNH.device, make)
+    def index(of: Segments, make: Callable[[], np.ndarray], what: str, *more: object) -> Tensor:
+        return of.derived(("by length", what, pads, segments.lengths, keys.lengths, *more), q_TNH.device, make)
 
     def joined() -> np.ndarray:
         """int64 [T]: the position of each query in the concatenated calls."""
         firsts_G = np.zeros(len(lengths_G2), np.int64)
         firsts_G[order] = widths_R2[:, 0].cumsum() - widths_R2[:, 0]
         return ranges(firsts_G, lengths_G2[:, 0])
+
+    def bounds(softmax: Softmax) -> np.ndarray:
+        """int32 [R, 2]: the first key of each query in the concatenated calls, and the end, from its segment's."""
+        bounds_2T = key_bounds(segments, keys, causal=softmax.causal, pattern=softmax.pattern)
+        starts = np.asarray(keys.spans, np.int32)[order, 0]
+        of_call = bounds_2T[:, _tokens(segments, order, widths_R2[:, 0])] - np.repeat(starts, widths_R2[:, 0])
+        return np.ascontiguousarray(of_call.T)
 
     calls = [
         (min(AT_ONCE, count - done), queries, visible)
@@ -593,20 +606,44 @@ def _by_length(
     key_places = index(keys, lambda: _tokens(keys, order, widths_R2[:, 1]), "keys")
     rows = ((q_TNH, places, sizes), (k_TKH, key_places, key_sizes), (v_TKH, key_places, key_sizes))
     pieces = zip(*(x.index_select(0, at).split_with_sizes(cut) for x, at, cut in rows), strict=True)
+    masks: Sequence[Tensor | None] = [None] * len(calls)
+    if limits is not None and (widths_G2 != lengths_G2).any():
+        settings = limits.causal, limits.pattern.window
+        bounds_R2 = index(segments, lambda: bounds(limits), "bounds", *settings)
+        masks = [
+            _between(bounds.unflatten(0, (n, 1, -1)), visible)
+            for bounds, (n, _, visible) in zip(bounds_R2.split_with_sizes(sizes), calls, strict=True)
+        ]
     out = [
-        attend(*(x.unflatten(0, (n, -1)) for x in piece)).flatten(0, 1)
-        for piece, (n, *_) in zip(pieces, calls, strict=True)
+        attend(*(x.unflatten(0, (n, -1)) for x in piece), mask).flatten(0, 1)
+        for piece, mask, (n, *_) in zip(pieces, masks, calls, strict=True)
     ]
     return torch.cat(out).index_select(0, index(segments, joined, "results"))
 
 
-def padded_lengths(lengths_R: np.ndarray) -> np.ndarray:
-    """Return the padded length of each segment for `SdpaSegments`; `lengths_R`: int64, in increasing order."""
-    widths_R, stop = lengths_R.copy(), len(lengths_R)
+def _between(bounds_2: Tensor, keys: int) -> Tensor:
+    """Return bool [..., L, L']: whether each of the keys is between a query's bounds, [..., L, 2]."""
+    key_L = torch.arange(keys, device=bounds_2.device)
+    return (key_L >= bounds_2[..., :1]) & (key_L < bounds_2[..., 1:])
+
+
+def padded_lengths(lengths_G2: np.ndarray) -> np.ndarray:
+    """Return the padded number of queries and keys of each segment for `SdpaSegments`, int64 [G, 2], as the lengths."""
+    widths_G2 = lengths_G2.copy()
+    widths_G2[:, 0] = _padded(lengths_G2[:, 0])
+    for queries in {*widths_G2[:, 0].tolist()}:
+        like = widths_G2[:, 0] == queries
+        widths_G2[like, 1] = _padded(lengths_G2[like, 1])
+    return widths_G2
+
+
+def _padded(lengths_G: np.ndarray) -> np.ndarray:
+    order = lengths_G.argsort()
+    lengths_R, widths_G, stop = lengths_G[order], lengths_G.copy(), len(order)
     while stop:
         start = int(np.searchsorted(lengths_R, lengths_R[stop - 1] / MAX_PADDING))
-        widths_R[start:stop], stop = lengths_R[stop - 1], start
-    return widths_R
+        widths_G[order[start:stop]], stop = lengths_R[stop - 1], start
+    return widths_G
 
 
 def _tokens(segments: Segments, order: np.ndarray, widths_R: np.ndarray) -> np.ndarray:

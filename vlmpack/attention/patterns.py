@@ -176,19 +176,19 @@ def key_bounds(segments: Segments, keys: Segments, *, causal: bool, pattern: Pat
     Args:
         segments: the boundaries of the queries.
         keys: the boundaries of the keys; the last query of each segment is at the position of its last key.
-        causal: False if tokens attend to their whole segment; `pattern` is ignored then.
+        causal: False if tokens also attend to later tokens of their segment; of `pattern` the window is left then.
         pattern: window, chunks and spans of the layer.
     """
     lengths_G = np.asarray(segments.lengths, np.int64)
     first_G, end_G = np.asarray(keys.spans[: len(lengths_G)], np.int64).T
     first_R, end_R = np.repeat(first_G, lengths_G), np.repeat(end_G, lengths_G)
+    place_R = ranges(end_G - lengths_G, lengths_G)
+    if causal and pattern.chunk is not None:
+        first_R += (place_R - first_R) // pattern.chunk * pattern.chunk
+    if pattern.window is not None:
+        first_R = np.maximum(first_R, place_R + 1 - pattern.window)
     if causal:
-        place_R = ranges(end_G - lengths_G, lengths_G)
         end_R = place_R + 1
-        if pattern.chunk is not None:
-            first_R += (place_R - first_R) // pattern.chunk * pattern.chunk
-        elif pattern.window is not None:
-            first_R = np.maximum(first_R, end_R - pattern.window)
     bounds_2T = np.stack([first_R, end_R]).astype(np.int32)
     spans = pattern.spans if causal and pattern.spans is not None else Spans(runs=())
     for start, stop in spans.runs:
@@ -305,7 +305,8 @@ def written_out(
 ) -> Tensor:
     """Compute attention with the score matrix in memory: [n, L, N, H].
 
-    `visible`: bool [L, L'], True if the query (row) attends to the key (column); at least one key per query.
+    `visible`: bool [L, L'], or [n, 1, L, L'], True if the query (row) attends to the key (column); at least one key per
+    query.
     """
     group = q_nLNH.shape[2] // k_nLKH.shape[2]
     q_nNLH = q_nLNH.transpose(1, 2)
@@ -317,6 +318,6 @@ def written_out(
     if pattern.sinks is not None:
         sink = pattern.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1)[..., : visible.shape[1]]
+    weights = scores.softmax(-1)[..., : visible.shape[-1]]
     weights = torch.dropout(weights, dropout, train=dropout > 0)
     return (weights.to(v_nNLH.dtype) @ v_nNLH).transpose(1, 2)

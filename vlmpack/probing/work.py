@@ -128,15 +128,15 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     probed, parts = setup.probed, ModelParts(family=setup.probed.family, core=setup.probed.core)
     computed, dense = count_pairs(lambda: packed(setup.samples), probed)
     row, tree = packed.computed(setup.samples), packed.row(setup.samples).tree
-    needed = sum(length**2 for length in row.lengths)  # includes padding after the samples
+    # queries and keys of each segment, padding after the samples included; a node's queries get all keys on its path
+    calls = [np.asarray([row.lengths] * 2 if tree is None else [tree.lengths, tree.keys.lengths]).T]
+    needed = int(calls[0].prod(1).sum())
     if probed.family.has("per_sample"):  # samples, or nodes, of similar length are padded
         device = next(probed.core.parameters()).device
         buckets = sample_buckets(row if tree is None else tree.nodes, device, tree).buckets
         before = {-1: 0} if tree is None else {-1: 0, **dict(enumerate(tree.keys.lengths))}
         parents = (-1,) * row.num_samples if tree is None else tree.parents
         needed = sum(x.tokens * (before[parents[x.members[0]]] + x.width) for x in buckets)
-    elif tree is not None:  # a node's queries get all keys on its path
-        needed = sum(n * k for n, k in zip(tree.lengths, tree.keys.lengths, strict=True))
     if packed.parallel is not None and packed.context_ranks > 1 and computed != needed:  # they do not divide the heads
         partition = Partition(segments=row, ranks=packed.context_ranks, layout="contiguous")
         keys = GatheredKV(partition, packed.parallel.collectives)
@@ -145,13 +145,14 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
         # a second call: queries of spans, all keys up to their ends
         types = [probed.family.media_types(sample["input_ids"], probed.config) for sample in setup.samples]
         runs = [run for pair in zip(setup.samples, types, strict=True) for run in spans.of_sample(*pair)]
-        needed += sum((stop - start) * stop for start, stop in runs)
+        calls.append(np.asarray([(stop - start, stop) for start, stop in runs]).reshape(-1, 2))
+        needed += int(calls[1].prod(1).sum())
     check = Check(part="work", name="attended pairs", finding="ok", value=computed, allowed=needed)
     if computed is None:
         return replace(check, finding="not counted", detail="no known kernel ran")
     padded = needed
     if next(probed.core.parameters()).device.type in PADDED_ON:  # PyTorch's own attention, where it serves
-        padded = max(needed, int((padded_lengths(np.sort(row.lengths)) ** 2).sum()))
+        padded = max(needed, sum(int(padded_lengths(call).prod(1).sum()) for call in calls))
     if computed in (needed, padded):
         return check
     if _is_local(parts) and computed < padded:
