@@ -460,8 +460,8 @@ def reading(option: str, name: str, *, remedy: str = "give a hub id or the folde
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Suppress warnings, progress bars and retry messages of transformers and the hub. Errors still come through."""
+def quiet_transformers(*shown: type[Warning]) -> Iterator[None]:
+    """Suppress progress bars and retry messages of transformers and the hub, and all warnings but those shown."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
@@ -472,6 +472,8 @@ def quiet_transformers() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            for kind in shown:
+                warnings.simplefilter("default", kind)
             yield
     finally:
         logging.set_verbosity(level)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -49,11 +48,9 @@ def train(
         print_keys(Console())
         return
     given = read_config(config, settings or ())
-    with quiet_transformers():
+    with quiet_transformers(SkippedWarning, UnpackedWarning):
         from vlmpack.cli.train_run import TrainRun
 
-        for kind in (SkippedWarning, UnpackedWarning):  # show ours
-            warnings.simplefilter("default", kind)
         run = TrainRun(given, quiet=quiet)
         console = Console(quiet=as_json or run.args.process_index > 0)
         numbers = run.to_dict()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from transformers import TrainingArguments, set_seed
+from transformers import IntervalStrategy, TrainingArguments, set_seed
 
 from vlmpack.cli import inputs
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys
@@ -75,6 +75,8 @@ class TrainRun:
         self.eval_plan = self._planned(of_eval, data) if len(of_eval) else None
         if keys.samples_per_update is not None:
             args.gradient_accumulation_steps = self.plan.accumulation(keys.samples_per_update, ranks=args.world_size)
+        if self.eval_plan is None:
+            args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
         self.is_sharded = bool(args.fsdp or args.deepspeed)
 
     def _measured(self, samples: Any, data: DataOptions, *, quiet: bool) -> LengthTable:
@@ -124,8 +126,8 @@ class TrainRun:
     def ignored(self) -> dict[str, str]:
         """Return the keys that were set and have no effect, with the reason."""
         keys, args = self.keys, self.args
-        saves: Any = args.save_strategy
         of_lora, of_images = "lora_rank lora_alpha lora_dropout lora_targets merge", "freeze_vision max_patches"
+        of_evaluation = "eval_strategy eval_steps eval_on_start load_best_model_at_end max_new_tokens"
         of_optimizer = "learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon"
         cases = (
             (keys.method == "full", of_lora, "method is full"),
@@ -135,10 +137,10 @@ class TrainRun:
             (keys.samples_per_update is not None, "gradient_accumulation_steps", "samples_per_update sets it"),
             (keys.eval_data is not None, "val_size", "eval_data is set"),
             (args.eval_strategy == "no", "eval_steps", "eval_strategy is no"),
-            (self.eval_plan is None, "eval_strategy eval_steps max_new_tokens", "no samples are held out"),
+            (self.eval_plan is None, of_evaluation, "no samples are held out"),
             (self.resume is not None, of_optimizer, "the optimizer continues with that of the checkpoint"),
             (self.is_sharded, "merge max_new_tokens", "no rank has the whole model"),
-            (args.save_strategy != "steps", "save_steps", f"save_strategy is {saves.value}"),
+            (args.save_strategy != "steps", "save_steps", "save_strategy is not steps"),
             (not args.dataloader_num_workers, "dataloader_persistent_workers", "there are no workers"),
         )
         why = {**UNUSED, **{name: reason for holds, names, reason in cases if holds for name in names.split()}}

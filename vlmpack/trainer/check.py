@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import fields
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -31,7 +32,7 @@ from vlmpack.model.enable import is_packing
 from vlmpack.model.engine import PackingState, packing_state
 from vlmpack.model.plain import find_model
 from vlmpack.rows import PackedDataset
-from vlmpack.trainer.evaluation import LossMetrics
+from vlmpack.trainer.evaluation import LossMetrics, losses_of_set
 from vlmpack.trainer.packed_trainer import PackedTrainer
 
 READ = (*READ_COLUMNS[1:], *PAIRS, *LABEL_COLUMNS[1:], "seq_lengths")
@@ -190,6 +191,11 @@ def _counted_samples(trainer: Trainer) -> Iterator[str]:
 def _evaluation(trainer: Trainer) -> Iterator[str]:
     """Yield an error if the model refuses Trainer's evaluation, or if `eval_loss` is not replaced by the exact one."""
     args, model, metrics = trainer.args, trainer.model, trainer.compute_metrics
+    if isinstance(trainer, PackedTrainer) and trainer.eval_packing and metrics is None:
+        known = {"loss", "num_refused", *losses_of_set(np.zeros(1), np.ones(1))}
+        best = str(args.metric_for_best_model or "loss").removeprefix("eval_")
+        if best not in known and not isinstance(trainer.eval_dataset, dict):
+            yield f"metric_for_best_model={best} is not in its evaluation: choose one of {', '.join(sorted(known))}"
     if trainer.eval_dataset is None or isinstance(trainer, PackedTrainer) or _state(trainer) is None:
         return
     if loss_of_trl(trainer) is not None:  # TRL's evaluation computes the same loss

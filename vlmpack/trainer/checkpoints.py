@@ -29,7 +29,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.utils.data import Subset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -126,9 +126,14 @@ def _lack(checkpoint: Path, last_file: str | None) -> str:
         json.loads(state.read_text(encoding="utf-8"))
     except ValueError:
         return f"{_STATE_FILE} ends too early: {stopped}"
-    if last_file is None or (checkpoint / last_file).is_file():
+    if last_file is None:
         return ""
-    return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
+    if not (checkpoint / last_file).is_file():
+        return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
+    files = [SCHEDULER_NAME, *(() if is_divided(checkpoint) else ("optimizer*",))]  # Trainer would begin both anew
+    of_deepspeed = any(checkpoint.glob("global_step*"))
+    lacking = [name for name in files if not of_deepspeed and not any(checkpoint.glob(name))]
+    return f"{lacking[0].replace('*', '.pt')} is missing" if lacking else ""
 
 
 # ---------------------------------------------------------------------- what a checkpoint was trained on
@@ -147,6 +152,7 @@ def described(trainer: Any) -> dict[str, Any]:
     data, model = trainer.train_dataset, trainer.model
     trained = sum(each.requires_grad for each in model.parameters())
     found = {"loss": trainer.loss, "trained_tensors": trained, "dtype": str(getattr(model, "dtype", None))}
+    found["optim"] = str(getattr(trainer.args.optim, "value", trainer.args.optim)).removesuffix("_fused")
     collator = data.collator if isinstance(data, PackedDataset) else trainer.data_collator
     if isinstance(collator, VLMCollator):
         settings = digests.collator_settings(collator)
@@ -322,6 +328,25 @@ def _innermost(optimizer: Any) -> Any:
 # ---------------------------------------------------------------------- weights under other names
 
 
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError, SafetensorError)
+"""Errors of torch, safetensors and PEFT for files that are truncated, or of another format or shape."""
+
+
+@contextmanager
+def _loading(checkpoint: str | Path | None) -> Iterator[None]:
+    """Turn errors of loading a checkpoint into a ConfigError that names it."""
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except _UNREADABLE as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise ConfigError(
+            f"{checkpoint} is damaged, or of another model or training ({reason}); train as before, resume from "
+            f"another checkpoint, or {_NEW_RUN}"
+        ) from error
+
+
 _OF_NO_EFFECT = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "peft_version", "revision"),
     "task_type",
@@ -374,7 +399,8 @@ class RenamedWeights(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_divided(checkpoint):
-            super()._load_optimizer_and_scheduler(checkpoint)
+            with _loading(checkpoint):
+                super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_divided_optimizer(self.model, self.optimizer, Path(checkpoint))
         scheduler: Any = self.lr_scheduler
@@ -384,6 +410,10 @@ class RenamedWeights(Trainer):
         scheduler.load_state_dict(stored | {name: own[name] for name in of_groups})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with _loading(resume_from_checkpoint):
+            self._load_weights(resume_from_checkpoint, model)
+
+    def _load_weights(self, resume_from_checkpoint: str, model: nn.Module | None) -> None:
         target = self.model if model is None else model
         if load_divided(target, resume_from_checkpoint):
             return
@@ -396,12 +426,12 @@ class RenamedWeights(Trainer):
             )
         for file in folder.rglob("adapter_config.json") if adapts else ():
             _check_adapter(file, cast(Any, target).peft_config)
-        try:
-            if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
-                super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
-        except RuntimeError as error:  # of load_state_dict: other shapes
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{folder} is of another model, or of adapters of another rank: {reason:.300}") from error
+        if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _loading(checkpoint):
+            super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
