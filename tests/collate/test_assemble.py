@@ -69,6 +69,18 @@ def assert_rows_equal(row: PackedRow, truth: PackedRow):
     assert {*row.extras} == {"topk_ids", "topk_logprobs"}
 
 
+def test_samples_with_and_without_a_teacher_share_a_row():
+    taught, other = sample(1, 5, [], []), replace(sample(2, 4, [], []), teacher={})
+    for samples in ([taught, other], [other, taught]):
+        ids = (
+            to_packed(samples, rule=SlotRule(), pad_token_id=3)
+            .extras["topk_ids"][:, 0]
+            .T.split([x.num_tokens for x in samples])
+        )
+        for one, found in zip(samples, ids, strict=True):
+            assert found.tolist() == (one.teacher["topk_ids"].tolist() if one is taught else [[-1, -1]] * 4)
+
+
 @given(samples=SAMPLES, rule=RULES)
 def test_packed_is_pack_of_padded(samples, rule):
     row = to_packed(samples, rule=rule, pad_token_id=3)

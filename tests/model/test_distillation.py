@@ -13,6 +13,7 @@ from trees import STRANGER, rollouts, samples_of, shared
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout import pack
+from vlmpack.layout.batch import NO_ENTRY
 from vlmpack.model import Distillation, PackedStep, StepConfig, ThdStep, enable_packing, topk_divergence
 from vlmpack.testing import alone, padded
 
@@ -23,7 +24,9 @@ TREE = rollouts(5, 1, 9, 12), STRANGER
 def drawn(family):
     samples = samples_of(fresh(family).config, *TREE, masked=MASKED)
     vocab = fresh(family).get_input_embeddings().num_embeddings
-    return samples, taught(padded(samples), samples, vocab)
+    batch = taught(padded(samples), samples, vocab)
+    batch.extras["topk_ids"][:, -1] = NO_ENTRY  # the last sample has no teacher
+    return samples, batch
 
 
 def truth_of(family, samples, settings):
@@ -31,7 +34,8 @@ def truth_of(family, samples, settings):
     model, total = fresh(family), 0
     for sample in samples:
         logits = model(**alone(sample, labels=False), use_cache=False).logits[0]
-        total = total + loss_of(logits, sample, weight=settings.weight, tail=settings.tail)
+        weight = 0 if sample is samples[-1] else settings.weight
+        total = total + loss_of(logits, sample, weight=weight, tail=settings.tail)
     loss = total / sum(int((sample["labels"][1:] != -100).sum()) for sample in samples)
     loss.backward()
     return loss.detach(), gradients(model)

@@ -17,7 +17,7 @@ from vlmpack.data.formats import KINDS, Kind
 from vlmpack.errors import LayoutError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
-from vlmpack.layout.batch import SIZES, TEACHER, HostMetadata, Media, PaddedBatch
+from vlmpack.layout.batch import NO_ENTRY, SIZES, TEACHER, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import Expected, Grid, MediaTable, Medium, content_numbers, image_counts, place
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
@@ -222,19 +222,27 @@ def _weights_of(samples: Sequence[Encoded]) -> list[np.ndarray] | None:
 
 
 def _teacher_of(samples: Sequence[Encoded]) -> dict[str, list[np.ndarray]]:
-    """Return each sample's entries of a teacher by name, [K, n]; empty: no sample has any.
+    """Return each sample's entries of a teacher by name, [K, n], `NO_ENTRY` if it has none; empty: no sample has any.
 
     Raises:
         LayoutError: samples have unequal numbers of entries; names two of them.
     """
-    counts = [next((column.shape[1] for column in sample.teacher.values()), 0) for sample in samples]
+    taught = [sample for sample in samples if sample.teacher]
+    if not taught:
+        return {}
+    counts = [sample.teacher[TEACHER[0]].shape[1] for sample in taught]
     if (at := next((at for at, count in enumerate(counts) if count != counts[0]), None)) is not None:
-        (first, other), names = (samples[0], samples[at]), " and ".join(TEACHER)
+        (first, other), names = (taught[0], taught[at]), " and ".join(TEACHER)
         raise LayoutError(
             f"sample {other.sample_id!r} has {counts[at]} entries of {names} for a token, and sample "
             f"{first.sample_id!r} has {counts[0]}: give all samples of a data set as many"
         )
-    return {name: [sample.teacher[name].T for sample in samples] for name in samples[0].teacher}
+
+    def of_sample(sample: Encoded, name: str) -> np.ndarray:
+        dtype = taught[0].teacher[name].dtype
+        return sample.teacher[name].T if sample.teacher else np.full((counts[0], sample.num_tokens), NO_ENTRY, dtype)
+
+    return {name: [of_sample(sample, name) for sample in samples] for name in TEACHER}
 
 
 def _write(arrays: Sequence[np.ndarray], starts: Sequence[int], total: int, fill: float) -> torch.Tensor:

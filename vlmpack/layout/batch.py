@@ -24,6 +24,9 @@ TEACHER = ("topk_ids", "topk_logprobs")
 """A teacher's K likeliest ids in place of each token and their log-probabilities, as labels not shifted: [n, K] in a
 sample; in `extras` of a batch [K, B, S], of a row [K, 1, T]."""
 
+NO_ENTRY = -1
+"""All K ids of a token that has no teacher: it is learned by cross-entropy."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -4,17 +4,21 @@ p is the teacher's distribution, q the model's. With a tail, all ids beyond the 
 K entries of p, and of q, are divided by their sum.
 
     divergence of a target    Σ p (log p - log q) over the entries
+
+A target whose K ids are all `NO_ENTRY` has no teacher: its loss is cross-entropy. So samples with and without a teacher
+share a row.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import TEACHER, check_is_tensor, whole_numbers
+from vlmpack.layout.batch import NO_ENTRY, TEACHER, check_is_tensor, whole_numbers
 from vlmpack.layout.device import on_host, require
 from vlmpack.layout.row import IGNORE, PackedRow, without_successor
 
@@ -78,7 +82,10 @@ class Teacher:
             seen = list(ids_K1T.shape)
             raise LayoutError(f"{TEACHER[0]} is {seen}; give K ids of each token, [K, 1, T], K below {vocab_size}")
         self._row, self._index = row, index_L
-        self._ids_TK, self._logprobs_TK = ids_K1T[:, 0].T, None
+        ids_TK = ids_K1T[:, 0].T
+        self._has_entries_T1 = (ids_TK != NO_ENTRY).any(1, keepdim=True)
+        anything_K = torch.arange(len(ids_K1T), device=ids_TK.device)  # scored, and not used
+        self._ids_TK, self._logprobs_TK = ids_TK.where(self._has_entries_T1, anything_K), None
         ends = without_successor(row.segments, 1, index_L.device)
         if row.shift_labels is not None:
             message = "the last token of a sample has a target, for which the row has no entries of the teacher"
@@ -93,7 +100,8 @@ class Teacher:
         if logprobs_K1T.shape != ids_K1T.shape or not logprobs_K1T.is_floating_point():
             seen = f"{logprobs_K1T.dtype} {list(logprobs_K1T.shape)}"
             raise LayoutError(f"{TEACHER[1]} is {seen}; it is floats {list(ids_K1T.shape)}, as {TEACHER[0]}")
-        self._logprobs_TK = logprobs_K1T[:, 0].T.float()
+        even = -math.log(1 + len(ids_K1T))
+        self._logprobs_TK = logprobs_K1T[:, 0].T.float().where(self._has_entries_T1, even)
         values_LK = self._of(self._logprobs_TK, index_L)
         sums_L = values_LK.exp().sum(1)
         fault = f"the probabilities of {TEACHER[1]} add up to nothing, or to more than 1: give log-probabilities"
@@ -103,6 +111,11 @@ class Teacher:
     def logprobs(self) -> torch.Tensor | None:
         """float32 [L, K]: the teacher's log-probabilities; None: the row has only ids."""
         return None if self._logprobs_TK is None else self._of(self._logprobs_TK, self._index)
+
+    @property
+    def has_entries(self) -> torch.Tensor:
+        """bool [L]: whether each target has a teacher."""
+        return self._of(self._has_entries_T1, self._index)[:, 0]
 
     def ids(self, index_l: torch.Tensor) -> torch.Tensor:
         """Return int64 [l, K]: the teacher's ids for the targets that these positions of the row predict."""

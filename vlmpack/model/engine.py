@@ -812,7 +812,8 @@ def _result(
     logprobs, *others = (part.gather_targets(score, targets_of_part) for score in scores)
     topk, losses = None if teacher is None else others[0], -logprobs
     if teacher is not None and teacher.logprobs is not None:
-        losses = config.distillation.losses(others[0], teacher.logprobs, losses)
+        divergences = config.distillation.losses(others[0], teacher.logprobs, losses)
+        losses = divergences.where(teacher.has_entries, losses)
     sums = target_sums(logprobs, row, index, losses_L=losses)
     loss_sum, targets = sums["loss_sum"], sums["num_targets"]
     items = divisor(num_items_in_batch, targets)
