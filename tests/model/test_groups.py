@@ -188,11 +188,15 @@ PREFIX, BRANCH, CAPACITY = 256, 32, 256
 def test_a_group_costs_what_its_tree_costs_and_takes_the_memory_of_one_path():
     """64 samples of 256 + 32 tokens in rows of 256: against the whole tree, and against the tree of one piece."""
     model = fresh("qwen3", hidden=96)
-    step = PackedStep(model)
+    step = PackedStep(model, StepConfig(head_chunk=CAPACITY))
     whole, one_piece = (
         shared(samples_of(model.config, rollouts(*[BRANCH] * samples, prefix=PREFIX, images=0), masked=(PREFIX,)))
         for samples in (64, CAPACITY // BRANCH)
     )
+
+    def one_loss():
+        PackedStep(model, StepConfig(capacity=CAPACITY, head_chunk=CAPACITY))(whole).loss.backward()
+
     runs = {
         "group": lambda: step.group(whole, capacity=CAPACITY).backward(),
         "tree": lambda: step(whole).loss.backward(),
@@ -200,10 +204,13 @@ def test_a_group_costs_what_its_tree_costs_and_takes_the_memory_of_one_path():
     }
     assert count_flops(runs["group"]) <= 1.01 * count_flops(runs["tree"])
     held = [x for p in model.parameters() for x in (p, p.grad)] + [whole.input_ids, whole.shift_labels]
-    peaks = {name: peak_bytes(runs[name], held=held) - sum(x.nbytes for x in held) for name in ("group", "path")}
+    runs["row"] = one_loss
+    peaks = {name: peak_bytes(runs[name], held=held) - sum(x.nbytes for x in held) for name in ("group", "path", "row")}
     config = model.config
     kept = config.num_hidden_layers * PREFIX * 2 * config.num_key_value_heads * config.head_dim * 4
     assert peaks["group"] <= 1.1 * peaks["path"] + kept
+    last_hidden = 4 * whole.tree.num_tokens * config.hidden_size
+    assert peaks["row"] <= 1.1 * peaks["path"] + kept + 2 * last_hidden, "what one loss needs, and its gradient"
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe", *slow("qwen3_moe", "qwen3_5_moe", "gpt_oss")])
