@@ -119,7 +119,7 @@ def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, in_pieces, tmp_p
     assert apart(gradients(plain), seen.steps[0]) < 2e-5
     assert max(given) <= CAPACITY
     branches = 4 + 6 + 3 + 5 + 7
-    once = 20 + 2 * branches if in_pieces else 2 * 20 + branches
+    once = 20 + branches if in_pieces else 2 * 20 + branches
     assert sum(given) == once + sum(lengths_of(samples[5:]))
     assert in_pieces or "each part computes the prefix again: " in caplog.text
 
