@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 from vlmpack.context_parallel import Parallel, plan_for
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.registry import FAMILIES
+from vlmpack.layout import SlotRule
 from vlmpack.model import Distillation, PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.head import Scoring, score_targets
@@ -71,10 +72,12 @@ class Case:
 
     @property
     def config(self) -> StepConfig:
-        """The settings. Of two FSDP ranks, one has one chunk of targets and one has two."""
+        """The settings. Of two FSDP ranks, one has one chunk of targets and one has two; rows of expert ranks end with
+        padding."""
         of_routers = {"aux_loss": "step", "z_loss_coef": Z_LOSS} if self.aux_loss == "step" else {}
         settings = {"head_chunk": 50 if "fsdp_size" in self.sizes else 2048, "distillation": DISTILLATION}
-        return StepConfig(**settings, **of_routers)
+        slots = SlotRule(row_multiple=WIDTH if "ep_size" in self.sizes else 1)
+        return StepConfig(slots=slots, **settings, **of_routers)
 
     def shares(self, samples: list[Sample]) -> list[list[Sample]]:
         """The samples of each data rank. Of two data ranks, the second has no image."""
@@ -88,6 +91,8 @@ def _on(sizes: dict[str, Any], *families: str, **settings: Any) -> list[Case]:
 TEXT, MOE, VL, DELTA = "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_5"
 DISTILLATION = Distillation(weight=0.5)
 """Half of the loss is cross-entropy."""
+WIDTH = 64
+"""Of rows with padding, a multiple."""
 Z_LOSS = 0.01
 """Factor of the z-loss."""
 CASES = [

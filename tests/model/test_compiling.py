@@ -14,6 +14,7 @@ from training import distance, gradients
 from vlmpack.families import family_named
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, compile_layers, disable_packing, enable_packing
+from vlmpack.model.mechanisms.tensor_parallel import sum_over
 from vlmpack.testing import padded, tiny_model
 
 pytestmark = [
@@ -66,12 +67,17 @@ def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compil
 
 @pytest.mark.slow
 @config.patch(fail_on_recompile_limit_hit=True)
-def test_layers_with_experts_share_what_is_compiled_however_many_they_are():
+@pytest.mark.parametrize("divided", [False, True])
+def test_layers_share_what_is_compiled_however_many_they_are(divided):
+    """With experts, and with norms of heads whose gradients tensor ranks sum."""
     graphs = []
     for model in (small("qwen3_moe", layers=layers) for layers in (2, DEEP)):
         torch.compiler.reset()
         counters.clear()
-        PackedStep(compile_layers(model, backend="eager"))(row_of(model, kinds=("text", "text")))
+        for layer in model.model.layers if divided else ():
+            sum_over(layer.self_attn.q_norm, group=None)
+        with torch.no_grad():
+            PackedStep(compile_layers(model, backend="eager"))(row_of(model, kinds=("text", "text")))
         graphs.append(graphs_so_far())
     assert graphs[0] == graphs[1] > 0
 

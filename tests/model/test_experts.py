@@ -69,8 +69,9 @@ def test_only_real_tokens_go_to_experts_and_everything_is_exact(family, implemen
 
 
 @few
-def test_padding_behind_the_samples_goes_through_experts_and_counts_nowhere(family):
+def test_padding_behind_the_samples_does_not_go_to_experts_and_counts_nowhere(family):
     model, found = fresh(family), []
+    calls = dispatched(model)
     for rule in (SlotRule(), SlotRule(row_multiple=64)):
         row = pack(padded(samples_of(model)), rule=rule)
         result = PackedStep(model, StepConfig(z_loss_coef=0.1))(row, output_router_logits=True)
@@ -79,6 +80,7 @@ def test_padding_behind_the_samples_goes_through_experts_and_counts_nowhere(fami
         model.zero_grad()
     (tight, expected), (tail, actual) = found
     assert tail.work.physical_tokens > tail.work.real_tokens == tight.work.physical_tokens
+    assert calls == [tight.work.real_tokens * TOP_K] * LAYERS * 2
     for name in ("loss", "aux_loss", "z_loss", "router_logits"):
         torch.testing.assert_close(getattr(tail, name), getattr(tight, name), rtol=1e-5, atol=1e-6)
     assert torch.equal(tail.expert_counts, tight.expert_counts)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from equality import VISION, limits_of, without_zeros
-from model.mesh_ranks import ADAPTERS, CASES, DISTILLATION, WHERE, Z_LOSS, Case
+from model.mesh_ranks import ADAPTERS, CASES, DISTILLATION, WHERE, WIDTH, Z_LOSS, Case
 from model.two_ranks import samples_of
 from peft import get_peft_model
 from ranks import on_ranks
@@ -118,9 +118,11 @@ def test_tensor_ranks_exchange_no_logits(case: Case, seen: Any) -> None:
 
 @cases([case for case in CASES if "ep_size" in case.sizes and case.ranks == 2])
 def test_expert_ranks_exchange_the_tokens_that_routers_chose(case: Case, seen: Any) -> None:
-    """Each token once for each of its experts, there and back; or, on the same row, the sums of what experts give."""
+    """Each token once for each of its experts, there and back; or, on the same row, the sums of what experts give. The
+    padding of the row is not among them."""
     model = model_of(case.family)
     tokens = int(padded(case.shares(samples_of(model))[0]).attention_mask.sum())
+    assert tokens % WIDTH > 0
     layers, width, top_k = model.config.num_hidden_layers, model.config.hidden_size, model.config.num_experts_per_tok
     exchanged = Counter(seen(case)["exchanged"])
     rows = [shape for name, shape in exchanged.elements() if name == "all_to_all_single"]

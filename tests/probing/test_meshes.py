@@ -24,7 +24,7 @@ from vlmpack.cli.weights import placed
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing
-from vlmpack.model.mechanisms.tensor_parallel import SummedNorm
+from vlmpack.model.mechanisms.tensor_parallel import NormSums
 from vlmpack.model.row import ContextParallelRow
 from vlmpack.testing import tiny_model
 
@@ -42,8 +42,8 @@ EXACT: dict[str, tuple[str, dict[str, int]]] = {
 
 def one_rank_counts_twice(patch: pytest.MonkeyPatch) -> None:
     """The gradients of norms of heads are twice as large on rank 1, and right on rank 0."""
-    summed = SummedNorm._sum
-    patch.setattr(SummedNorm, "_sum", lambda self, grad: summed(self, grad) * (1 + dist.get_rank()))
+    summed = NormSums._sum
+    patch.setattr(NormSums, "_sum", lambda self, grad: summed(self, grad) * (1 + dist.get_rank()))
 
 
 def labels_of_the_other_rank(patch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.audio import Audio
+from vlmpack.model.mechanisms.experts import Experts
 from vlmpack.model.mechanisms.gated_delta import GatedDelta
 from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
@@ -40,7 +41,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 MECHANISMS: tuple[Mechanism, ...] = (
     *(GatedDelta(), ShortConv(), PerSample(), QueryScale()),
-    *(Audio(), Vision(), Attention(), InnerHead()),
+    *(Audio(), Vision(), Experts(), Attention(), InnerHead()),
 )
 """The mechanisms that depend on the family. Its descriptor names the ones that its layers have."""
 

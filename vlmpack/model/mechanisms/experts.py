@@ -1,7 +1,13 @@
-"""Experts: router losses and counts over the real tokens of a row.
+"""Experts get the real tokens of a row, and router losses and counts are over these tokens.
 
-A row has no padding between its samples (`Segments.without_gaps`), so blocks of experts run unchanged. Padding after
-the samples, which some widths require, goes through the experts but is left out of losses and counts.
+A row has no padding between its samples (`Segments.without_gaps`). Some widths require padding after them: a block of
+experts gets the tokens before it, and returns zeros for it.
+
+    part of the row   a a a b b . .
+    router, experts   a a a b b
+    output            A A A B B 0 0
+
+A layer does not pass its row on to the block, so it hands it on (`handing_class`).
 """
 
 from __future__ import annotations
@@ -11,20 +17,49 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
-from vlmpack.layout.device import outside_graph, to_device
+from vlmpack.layout.device import around_graph, outside_graph, to_device
 from vlmpack.layout.segments import Segments
 from vlmpack.model.kept import PieceOfGroup
-from vlmpack.model.mechanisms import ModelParts, RowSetup
+from vlmpack.model.mechanisms import (
+    ClassMechanism,
+    Maker,
+    ModelParts,
+    RowSetup,
+    handed_row,
+    handing_class,
+    subclass,
+)
 from vlmpack.model.row import RowPart
+
+
+@final
+class Experts(ClassMechanism):
+    """Blocks of experts, which do not get the padding after a row's samples. A row has no entry for them."""
+
+    name: ClassVar[str] = "experts"
+
+    def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
+        """Return the blocks, and the layers that they are in."""
+        changed: list[tuple[nn.Module, Maker]] = []
+        for layer, block in _layers_and_blocks(model):
+            changed += [(layer, handing_class), (block, real_tokens_class)]
+        return changed
+
+    def problem(self, model: ModelParts, *, attached: bool) -> None:
+        """Return None: where forwards were replaced, padding goes through experts, which changes no result."""
+
+    def prepare(self, setup: RowSetup) -> None:
+        """Prepare nothing."""
 
 
 def expert_blocks(model: ModelParts) -> list[Any]:
@@ -32,11 +67,40 @@ def expert_blocks(model: ModelParts) -> list[Any]:
 
     Other layers (`mlp_only_layers`) are dense. A block maps hidden states [1, T, D] to [1, T, D], token by token.
     """
+    return [block for _, block in _layers_and_blocks(model)]
+
+
+def _layers_and_blocks(model: ModelParts) -> list[tuple[nn.Module, Any]]:
     parts = model.family.mechanisms.get("experts")
     if parts is None:
         return []
-    blocks = [layer.get_submodule(parts["layer"]) for layer in model.text.layers.children()]
-    return [block for block in blocks if hasattr(block, parts.get("experts", "experts"))]
+    pairs = [(layer, layer.get_submodule(parts["layer"])) for layer in model.text.layers.children()]
+    return [(layer, block) for layer, block in pairs if hasattr(block, parts.get("experts", "experts"))]
+
+
+def num_dispatched(part: RowPart) -> int:
+    """Return the number of tokens of a part that experts get: the real ones, and at least one, so that the experts of
+    all ranks take part in each exchange."""
+    segments = part.segments
+    return max(segments.num_tokens, 1) if segments.total > segments.num_tokens else segments.total
+
+
+@functools.cache
+def real_tokens_class(base: Any) -> type[nn.Module]:
+    """Return a subclass of a block's class that leaves out the padding after a row's samples. One per base class."""
+
+    def call(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        row, t = handed_row(), hidden_states.shape[1]
+        real = t if row is None or row.part.segments.total != t else num_dispatched(row.part)
+        if real == t:
+            return base.__call__(self, hidden_states, *args, **kwargs)
+        others = [x[:, :real] if torch.is_tensor(x) else x for x in args]  # types of tokens, [1, t]
+        output = base.__call__(self, hidden_states[:, :real], *others, **kwargs)
+        is_pair = isinstance(output, tuple)  # with router logits
+        padded = F.pad(output[0] if is_pair else output, (0, 0, 0, t - real))
+        return (padded, *output[1:]) if is_pair else padded
+
+    return subclass(base, {"__call__": around_graph(call)}, real_tokens_class)
 
 
 # ---------------------------------------------------------------------- the load-balancing loss
@@ -215,7 +279,7 @@ def router_statistics(
         ConfigError: the recorded logits do not belong to the row's tokens, or have lost their gradient.
     """
     segments, part, text_config = setup.row.segments, setup.part, setup.text_config
-    _check_recorded(logits, part.segments)
+    _check_recorded(logits, part)
     if hidden.requires_grad and not any(logits_tE.requires_grad for logits_tE in logits):
         _check_not_cut_off(setup.model.text)
     with_balance, of_tokens = with_balance and has_balance(setup.model.family), None
@@ -342,12 +406,12 @@ def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:
     return tuple(choice_of(block, parts, setup.text_config, is_vision_R) for block in blocks)
 
 
-def _check_recorded(logits: tuple[torch.Tensor, ...], segments: Segments) -> None:
+def _check_recorded(logits: tuple[torch.Tensor, ...], part: RowPart) -> None:
     """Check that router logits were recorded for every token. A kernel that replaces a block may record none."""
-    sizes = sorted({len(logits_tE) for logits_tE in logits})
-    if sizes != [segments.total]:
+    sizes = {len(logits_tE) for logits_tE in logits}
+    if len(sizes) != 1 or not sizes <= {num_dispatched(part), part.segments.total}:
         raise ConfigError(
-            f"routers saw {sizes} tokens of a row of {segments.total}, so losses would be wrong: "
+            f"routers saw {sorted(sizes)} tokens of a row of {part.segments.total}, so losses would be wrong: "
             "the forward of blocks of experts or routers was replaced (use_kernels does that); undo that, or leave "
             "output_router_logits and z_loss_coef out"
         )

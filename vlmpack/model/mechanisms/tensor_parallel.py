@@ -10,6 +10,7 @@ are ranks. Here a gradient is summed before it is accumulated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Set
 from typing import Any, ClassVar, final
 
@@ -22,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from vlmpack.context_parallel.mesh import tensor_group
 from vlmpack.context_parallel.plans import SUMMED, pattern_of
 from vlmpack.families.registry import has_lm_head
-from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup
+from vlmpack.layout.device import around_graph
+from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, base_of, subclass
 
 
 @final
@@ -33,30 +35,38 @@ class TensorParallel(Mechanism):
 
     def find(self, model: ModelParts) -> list[nn.Module]:
         """Return the head if it is divided over the vocabulary, and the norms."""
+        return [] if tensor_group(model.core) is None else [*self._heads(model), *self._norms(model)]
+
+    def _heads(self, model: ModelParts) -> list[Any]:
+        head = model.family.head(model.core) if has_lm_head(model.core) else None
+        return [head] if isinstance(getattr(head, "weight", None), DTensor) and "forward" in vars(head) else []
+
+    def _norms(self, model: ModelParts) -> list[Any]:
         rules = {rule for rule, style in (getattr(model.core, "tp_plan", None) or {}).items() if style == SUMMED}
-        if tensor_group(model.core) is None:
-            return []
-        found = [part for name, part in model.core.named_modules() if rules and pattern_of(name) in rules]
-        if has_lm_head(model.core) and isinstance(
-            getattr(head := model.family.head(model.core), "weight", None), DTensor
-        ):
-            found.append(head)
-        return [part for part in found if "forward" in vars(part)]
+        parts = [part for name, part in model.core.named_modules() if rules and pattern_of(name) in rules]
+        return [part for part in parts if "forward" in vars(part) or _SUMS in vars(part)]
 
     def attach(self, model: ModelParts) -> None:
         """Replace the forwards that transformers put on these modules."""
         group = tensor_group(model.core)
-        for part in self.find(model):
-            if not isinstance(plain := vars(part)["forward"], _Forward):
-                is_head = has_lm_head(model.core) and part is model.family.head(model.core)
-                part.forward = DividedHead(part, plain) if is_head else SummedNorm(part, plain, group)
+        if group is None:
+            return
+        for head in self._heads(model):
+            if not isinstance(plain := vars(head)["forward"], DividedHead):
+                head.forward = DividedHead(head, plain)
+        for norm in self._norms(model):
+            if _SUMS not in vars(norm):
+                sum_over(norm, group)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Put the forwards of transformers back."""
         for part in self.find(model):
-            if id(part) not in kept and isinstance(ours := vars(part)["forward"], _Forward):
+            if id(part) in kept:
+                continue
+            if isinstance(ours := vars(part).get("forward"), DividedHead):
                 part.forward = ours.plain
-                ours.leave()
+            elif _SUMS in vars(part):
+                vars(part).pop(_SUMS).leave(part)
 
     def problem(self, model: ModelParts, *, attached: bool) -> None:
         """Return None: a head whose forward was replaced gathers its logits, which changes no value."""
@@ -65,21 +75,12 @@ class TensorParallel(Mechanism):
         """Prepare nothing."""
 
 
-class _Forward:
-    """The forward of a module, in place of the one that transformers put on it."""
+@final
+class DividedHead:
+    """Returns all logits, or on request those of this rank's part of the vocabulary."""
 
     def __init__(self, module: Any, plain: Callable[..., torch.Tensor]) -> None:
-        self.module = module
-        self.plain = plain
-        """The forward of transformers."""
-
-    def leave(self) -> None:
-        """Remove what was left on the module's weights."""
-
-
-@final
-class DividedHead(_Forward):
-    """Returns all logits, or on request those of this rank's part of the vocabulary."""
+        self.module, self.plain = module, plain  # plain: the forward that transformers put on the module
 
     def __call__(self, hidden: torch.Tensor, *, divided: bool = False) -> torch.Tensor:
         """Map hidden states [..., D] to logits [..., V]; `divided`: to a `DTensor`."""
@@ -90,31 +91,52 @@ class DividedHead(_Forward):
         return F.linear(hidden, weight, self.module.bias)
 
 
+_SUMS = "_vlmpack_sums"
+"""The attribute of a norm that has its `NormSums`."""
+
+
+def sum_over(norm: Any, group: Any) -> None:
+    """Sum the gradients of a norm's weights over the ranks of a group, instead of the forward put on the norm.
+
+    The norm changes its class, because a compiled layer would be compiled anew for each forward put on an object.
+    """
+    setattr(norm, _SUMS, NormSums(vars(norm).pop("forward", None), group))
+    norm.__class__ = summed_class(type(norm))
+    vars(norm)[_SUMS].hook(norm)
+
+
+@functools.cache
+def summed_class(base: Any) -> type[nn.Module]:
+    """Return a subclass of a norm's class that sums the gradients of its weights. There is one per base class."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        vars(self)[_SUMS].hook(self)
+        return base.__call__(self, *args, **kwargs)
+
+    return subclass(base, {"__call__": around_graph(call)}, summed_class)
+
+
 @final
-class SummedNorm(_Forward):
-    """The module's own forward, with gradients summed over ranks."""
+class NormSums:
+    """The hooks on a norm's weights, and what they stand in for."""
 
-    def __init__(self, module: Any, plain: Callable[..., torch.Tensor], group: Any) -> None:
-        super().__init__(module, plain)
-        self._group = group
+    def __init__(self, plain: Callable[..., torch.Tensor] | None, group: Any) -> None:
+        self._plain, self._group = plain, group
         self._hooked: dict[str, tuple[Any, Any, dict[int, Any]]] = {}
-        self._hook()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Call the forward of the module's class."""
-        self._hook()
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def leave(self) -> None:
-        """Give the weights the hooks that they had."""
+    def leave(self, norm: Any) -> None:
+        """Give the norm the class and the forward that it had, and its weights their hooks."""
+        norm.__class__ = base_of(norm)
+        if self._plain is not None:
+            norm.forward = self._plain
         for weight, hook, of_plan in self._hooked.values():
             hook.remove()
             if of_plan:
                 weight._post_accumulate_grad_hooks.update(of_plan)
 
-    def _hook(self) -> None:
+    def hook(self, norm: nn.Module) -> None:
         """Hook each weight once. FSDP2 puts another weight in its place while the module runs."""
-        for name, weight in self.module.named_parameters(recurse=False):
+        for name, weight in norm.named_parameters(recurse=False):
             known = name in self._hooked and self._hooked[name][0] is weight
             if weight.requires_grad and not isinstance(weight, DTensor) and not known:
                 hooks = weight._post_accumulate_grad_hooks or {}
