@@ -122,18 +122,46 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
     assert len(rows) > 20
 
 
-def test_the_state_of_another_plan_or_of_other_shuffles_is_refused():
-    state = sampler().state_dict()
-    sampler().load_state_dict(state)
-    others = ({"ranks": 2, "rank": 0}, {"seed": 1}, {"accumulation": 3}, {"remainder": "drop"})
-    costs = {"costs": np.ones(len(LENGTHS))}
-    for other in (*others, costs, {"rank": "all"}):  # rows of one rank are counted otherwise than those of all in turn
-        with pytest.raises(
-            ConfigError, match=r"the state is of plan \w+, costs \w+, seed 0, 1 ranks, .* but this is plan"
-        ):
-            sampler(**other).load_state_dict(state)
+@pytest.mark.parametrize("remainder", ["split", "empty", "drop"])
+@pytest.mark.parametrize("later", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("before", [(1, 4), (2, 2), (4, 1)])
+def test_other_ranks_continue_with_the_same_rows_in_each_step(before, later, remainder):
+    """Ranks times accumulation is 4: of this epoch, stopped after two steps, and of the next one."""
+
+    def of_ranks(ranks, accumulation):
+        settings = {"ranks": ranks, "accumulation": accumulation, "remainder": remainder, "seed": 3}
+        return [sampler(rank=rank, **settings) for rank in range(ranks)]
+
+    def steps(samplers, accumulation):
+        rows = [[tuple(row) for row in each] for each in samplers]
+        starts = range(0, len(rows[0]), accumulation)
+        return [sorted(row for rank in rows for row in rank[at : at + accumulation]) for at in starts]
+
+    stopped, epochs = of_ranks(*before), of_ranks(*before)
+    whole = [*steps(epochs, before[1]), *steps(epochs, before[1])]
+    state = {**stopped[0].state_dict(), "rows": 2 * before[1]}
+    resumed = of_ranks(*later)
+    for each in resumed:
+        each.load_state_dict(state)
+    assert [*steps(resumed, later[1]), *steps(resumed, later[1])] == whole[2:]
+    assert len({len(step) for step in whole}) == 1
+
+
+def test_the_state_of_other_rows_or_of_other_shuffles_is_refused():
+    state = sampler(accumulation=4).state_dict()
+    for other, told in [
+        ({"seed": 1}, "seed 0, but these are of seed 1: .* plan and distribute rows as before"),
+        ({"remainder": "drop"}, "rows of remainder 'split', but these are of remainder 'drop'"),
+        ({"costs": np.ones(len(LENGTHS))}, r"costs '\w+', but these are of costs '\w+'"),
+        ({"ranks": 2, "rank": 0, "accumulation": 1}, "rows a step 4, .* on 2 ranks, set accumulation .* to 2$"),
+        ({"ranks": 3, "rank": 0, "accumulation": 1}, "a step of 4 rows continues on 1, 2, 4 ranks with rows of their"),
+    ]:
+        with pytest.raises(ConfigError, match=told):
+            sampler(**{"accumulation": 4, **other}).load_state_dict(state)
+    with pytest.raises(ConfigError, match="from the middle of a step, after 3 of its 4 rows"):
+        sampler(ranks=4, rank=0).load_state_dict({**state, "rows": 7})
     with pytest.raises(ConfigError, match="plan and distribute rows as before"):
-        PackedBatchSampler(plan_bins(LENGTHS, CAPACITY + 1)).load_state_dict(state)
+        PackedBatchSampler(plan_bins(LENGTHS, CAPACITY + 1), accumulation=4).load_state_dict(state)
 
 
 @pytest.mark.parametrize(

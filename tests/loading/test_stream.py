@@ -88,6 +88,10 @@ def hub_stream_in_three():
     return hub_stream(3)
 
 
+def short_samples():
+    return Samples(SHORT)
+
+
 def short_hub_stream():
     return hub_stream(12, SHORT)
 
@@ -324,28 +328,81 @@ def test_set_epoch_reaches_the_shards_of_ranks_and_workers(workers, persistent):
     assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("workers", [0, *slow(2)])
-def test_the_state_of_other_ranks_or_workers_is_refused(workers):
-    def stream(rank=0, settings=SETTINGS):
-        return PackedStream(Samples(), settings, ranks=2, rank=rank)
+FEW, MANY = [(2, 0), (3, 0), (2, 0), (1, 0), (4, 0)], [(2, 2), (1, 0), (3, 2), (2, 0)]
 
-    loader = StreamLoader(stream(), num_workers=workers)
-    list(islice(loader, 3))
-    state = loader.state_dict()
-    with pytest.raises(
-        ConfigError, match=r"is of a stream in [12] workers, but now there are [21]\. .* as many as before"
-    ):
-        StreamLoader(stream(), num_workers=2 - workers).load_state_dict(state)
-    with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
-        loader.load_state_dict({"states": []})
-    others = (stream(rank=1), "part 0 .* this is part 1"), (stream(settings=RowSettings(capacity=5000)), "RowSettings")
-    for other, message in others:
-        resumed = StreamLoader(other, num_workers=workers)
-        resumed.load_state_dict(state)
-        with pytest.raises(ConfigError, match=f"the state is of .?{message}"):
-            next(iter(resumed))
+
+def loaders(source, ranks, workers, **settings):
+    streams = [PackedStream(source(), SETTINGS, ranks=ranks, rank=rank, **settings) for rank in range(ranks)]
+    return [StreamLoader(stream, num_workers=workers) for stream in streams]
+
+
+@pytest.mark.parametrize(
+    ("source", "processes"),
+    [(short_samples, FEW), (CountsAtTheStart, FEW), *slow_cases((short_samples, MANY), (short_hub_stream, FEW))],
+)
+def test_other_ranks_and_workers_continue_with_the_same_rows(source, processes):
+    """Each continues after six rows a rank what the one before began, into the next passes."""
+
+    def in_turn(of_ranks, each):
+        return [row for rows in zip(*(ids(islice(one, each)) for one in of_ranks), strict=True) for row in rows]
+
+    whole, seen, states = in_turn(loaders(source, *processes[0], repeat=True), 60), [], None
+    for ranks, workers in processes:
+        run = loaders(source, ranks, workers, repeat=True)
+        for loader in run if states else ():
+            loader.load_state_dict(pickle.loads(pickle.dumps(states)))
+        seen += in_turn(run, 6)
+        states = [loader.state_dict() for loader in run]
+    assert seen == whole[: len(seen)]
+    assert len(seen) > 35
+
+
+@pytest.mark.parametrize(("before", "later"), [((2, 0), (3, 0)), ((3, 0), (1, 0)), *slow_cases(((1, 2), (2, 2)))])
+@pytest.mark.parametrize("done", [3, None])
+def test_other_ranks_share_out_what_is_left_of_an_epoch_and_the_next_one(before, later, done):
+    run = loaders(Samples, *before)
+    seen = numbers(row for loader in run for row in islice(loader, done))
+    resumed = loaders(Samples, *later)
+    for loader in resumed:
+        loader.load_state_dict([loader.state_dict() for loader in run])
+    epochs = [numbers(row for loader in resumed for row in loader) for _ in range(2)]
+    assert sorted([*seen, *epochs[0]] if done else epochs[0]) == list(range(len(LENGTHS)))
+    assert epochs[1] == list(range(len(LENGTHS)))
+
+
+def test_states_that_other_ranks_cannot_continue_are_refused():
+    run = loaders(Samples, 2, 0)
+    list(islice(run[0], 3))
+    states = [loader.state_dict() for loader in run]
+    (alone,) = loaders(Samples, 1, 0)
+    for state in (states[0], states, [states[0]] * 2):
+        with pytest.raises(
+            ConfigError, match=r"rank 0 of 2 with 1 workers .* this is rank 0 of 1 .* states of all ranks"
+        ):
+            alone.load_state_dict(state)
+    for state in ({"states": []}, []):
+        with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
+            alone.load_state_dict(state)
+    (other,) = loaders(Samples, 1, 0)
+    other.stream.settings = RowSettings(capacity=5000)
+    list(islice(run[1], 3))
+    other.load_state_dict([loader.state_dict() for loader in run])
+    with pytest.raises(ConfigError, match=r"the state is of .?RowSettings"):
+        next(iter(other))
     with pytest.raises(ConfigError, match=r"the state is of part 0 of a source in 2 .* this is part 0 of 1"):
-        PackedStream(Samples(), SETTINGS).load_state_dict(stream().state_dict())
+        PackedStream(Samples(), SETTINGS).load_state_dict(
+            PackedStream(Samples(), SETTINGS, ranks=2, rank=0).state_dict()
+        )
+
+
+def test_an_epoch_in_which_a_part_has_ended_is_not_dealt_anew():
+    """One of two workers has many rows, the other one row."""
+    (run,), (later,) = loaders(lambda: Samples([3000, 1] * 9), 1, 2), loaders(Samples, 1, 0)
+    list(islice(run, 5))
+    with pytest.raises(
+        ConfigError, match="part 1 of the source in 2 has no rows left: continue with 1 ranks and 2 wor"
+    ):
+        later.load_state_dict(run.state_dict())
 
 
 # ---------------------------------------------------------------------- ranks that compute together

@@ -17,7 +17,7 @@ from accelerate import ParallelismConfig
 from ranks import on_ranks, save_cases, whole
 from torch.distributed.device_mesh import init_device_mesh
 from trainer.packed_runs import fresh, plan_of
-from training import KINDS, Samples, arguments, distance, logged, receipts
+from training import KINDS, Samples, apart, arguments, logged, receipts
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
@@ -32,8 +32,15 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS, STOP = 10, 6
 WHOLE = {"tp": 2, "tp accumulated": 2, "fsdp": 2, "context": 2, "fsdp tp": 4}
 """Meshes under which a run goes through, and their ranks."""
-CONTINUED = {"tp from tp": 2, "fsdp from fsdp": 2, "fsdp from fsdp tp": 2, "ddp from fsdp": 2, "alone from tp": 1}
-"""Runs that go on from the checkpoint of another, and their ranks."""
+CONTINUED = {
+    "fsdp from fsdp tp": 2,
+    "fsdp from tp accumulated": 2,
+    "tp accumulated from fsdp": 2,
+    "fsdp4 shared from tp accumulated": 4,
+    "ddp from fsdp": 2,
+    "alone from tp": 1,
+}
+"""Runs that go on from the checkpoint of another with as many rows a step, and their ranks."""
 
 
 def trained(folder: Path, name: str) -> dict[str, Any]:
@@ -96,11 +103,12 @@ def rows_of_even_width(samples: list[Any]) -> dict[str, Any]:
 
 def model_on(model_folder: Path, mesh: str) -> Any:
     sizes: dict[str, Any] = {f"{name}_size": 2 for name in ("tp", "fsdp") if name in mesh.split()}
+    sizes |= {"fsdp_size": 4} if "fsdp4" in mesh else {}
     if "tp_size" in sizes:
         sizes["tp_plan"] = plan_for(AutoConfig.from_pretrained(model_folder), tp_size=2)
     divided = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     model = AutoModelForImageTextToText.from_pretrained(model_folder, **divided)
-    parallel = None
+    parallel = Parallel(context=2) if "shared" in mesh else None
     if mesh == "context":
         parallel = Parallel(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")))
     return enable_packing(model, parallel=parallel)
@@ -108,11 +116,12 @@ def model_on(model_folder: Path, mesh: str) -> Any:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the runs left what they came to; four ranks first, whose checkpoint two ranks continue."""
+    """Where the runs left what they came to; four ranks before and after the two whose checkpoints they exchange."""
     folder = tmp_path_factory.mktemp("meshes")
     fresh().save_pretrained(folder / "model")
-    for ranks in (4, 2):
-        on_ranks(Path(__file__), folder, ranks=ranks)
+    for ranks, runs in ((4, WHOLE), (2, WHOLE | CONTINUED), (4, CONTINUED)):
+        chosen = [name for name, number in runs.items() if number == ranks]
+        on_ranks(Path(__file__), folder, *chosen, ranks=ranks)
     torch.save(trained(folder, "alone from tp"), folder / "alone from tp.pt")
     return folder
 
@@ -136,7 +145,7 @@ def test_steps_losses_and_evaluation_are_those_of_one_process(folder: Path, alon
     assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert len(seen["losses"]) == STEPS
-    assert distance(seen["weights"], expected["weights"]) <= 1e-6
+    assert apart(seen["weights"], expected["weights"]) <= 1e-6
     for metric in ("eval_loss", "eval_sample_loss", "eval_num_samples"):
         assert seen["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-6)
 
@@ -150,13 +159,12 @@ def test_what_trainer_cannot_do_on_ranks_that_share_rows_is_refused(folder: Path
     assert "4 processes would compute each batch together, but the rows are for 2" in of_accelerate
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *names: str) -> None:
     ParallelismConfig._validate_accelerator = lambda *_: None  # accelerate allows tensor ranks on accelerators alone
-    ranks = int(os.environ["WORLD_SIZE"])
-    runs = {name: partial(trained, folder, name) for name, number in (WHOLE | CONTINUED).items() if number == ranks}
-    save_cases(folder, runs | ({"refused": partial(refused, folder)} if ranks == 2 else {}))
+    runs = {name: partial(trained, folder, name) for name in names}
+    save_cases(folder, runs | ({"refused": partial(refused, folder)} if os.environ["WORLD_SIZE"] == "2" else {}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
     os._exit(0)  # threads of gloo and of DDP sometimes abort a process that takes itself apart

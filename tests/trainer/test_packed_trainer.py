@@ -190,14 +190,22 @@ def test_the_last_checkpoint_is_found_and_a_finished_run_stays_as_it_is(tmp_path
     assert len(longer.data_collator.rows) == 2
 
 
-def test_a_checkpoint_without_the_state_of_this_stream_is_refused(tmp_path):
-    streamed(tmp_path, save_strategy="steps", save_steps=4).train()
-    with pytest.raises(ConfigError, match=r"is of a stream in 1 workers, but now there are 2\. .* as many as before"):
-        streamed(tmp_path, dataloader_num_workers=2, max_steps=11).train(resume_from_checkpoint=True)
-    state = tmp_path / "checkpoint-8" / "packed_stream_0.pt"
-    state.unlink()
-    with pytest.raises(ConfigError, match=r"packed_stream_0.pt is missing: .*resume from .*checkpoint-9$"):
-        streamed(tmp_path).train(resume_from_checkpoint=str(state.parent))
+def test_a_stream_continues_in_other_workers_and_is_refused_without_its_state(tmp_path):
+    whole, resumed = (
+        streamed(tmp_path, save_strategy="steps", save_steps=4),
+        streamed(tmp_path, dataloader_num_workers=2),
+    )
+    whole.train()
+    checkpoint = tmp_path / "checkpoint-4"
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert fingerprint(resumed) == fingerprint(whole)
+    larger = streamed(tmp_path, gradient_accumulation_steps=2, max_steps=5)
+    with pytest.warns(UserWarning, match=r"checkpoint-4 had 1 rows, and each step to come has 2: every row .* once"):
+        larger.train(resume_from_checkpoint=str(checkpoint))
+    assert larger.data_collator.rows == whole.data_collator.rows[4:6]
+    (checkpoint / "packed_stream_0_of_1.pt").unlink()
+    with pytest.raises(ConfigError, match=r"packed_stream_0_of_1.pt is missing: .*resume from .*checkpoint-9$"):
+        streamed(tmp_path).train(resume_from_checkpoint=str(checkpoint))
 
 
 @pytest.mark.parametrize("newest", [True, False])
@@ -207,9 +215,9 @@ def test_a_pickled_place_is_not_read(newest, tmp_path):
             return Path.touch, (tmp_path / "it ran",)
 
     streamed(tmp_path, save_strategy="steps", save_steps=4, max_steps=4).train()
-    place = tmp_path / "checkpoint-4" / "packed_stream_0.pt"
+    place = tmp_path / "checkpoint-4" / "packed_stream_0_of_1.pt"
     torch.save(Running(), place)
-    with pytest.raises(ConfigError, match=r"packed_stream_0.pt is damaged, or was not written by vlmpack"):
+    with pytest.raises(ConfigError, match=r"packed_stream_0_of_1.pt is damaged, or was not written by vlmpack"):
         streamed(tmp_path).train(resume_from_checkpoint=newest or str(place.parent))
     assert not (tmp_path / "it ran").exists()
 

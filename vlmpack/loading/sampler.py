@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from vlmpack.errors import ConfigError, check_choice, check_kind, check_whole_number
 from vlmpack.loading.resumable import LOAD_ANOTHER
-from vlmpack.plan.balance import EMPTY, Schedule, balance_rows
+from vlmpack.plan.balance import EMPTY, ROWS_EXCHANGED, Schedule, balance_rows
 from vlmpack.plan.lengths import check_seed, checked_capacity
 from vlmpack.plan.plan import Plan
 from vlmpack.plan.planner import split_rows
@@ -74,6 +74,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.ranks, self.accumulation, self.seed = ranks, accumulation, seed
         self.rank: int | Literal["all"] = "all" if rank == "all" else checked_rank(rank, ranks)
         self.remainder: Remainder = remainder
+        self._given = plan
         self.plan = split_rows(plan, ranks * accumulation) if remainder == "split" else plan
         """The plan whose rows are distributed, with rows split if necessary."""
         self._costs = np.asarray(plan.lengths if costs is None else costs, np.float64)
@@ -88,6 +89,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         """The current epoch, or the next one between epochs."""
         self._done = self._start = 0
+        self._window = max(1, ROWS_EXCHANGED // accumulation)
+        """Number of steps that exchange rows; after `load_state_dict`, that of the ranks that began the run."""
         self._rows_an_epoch = self._order(self.schedule(0)).size
         if not self._rows_an_epoch:
             raise ConfigError(
@@ -138,6 +141,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             self.plan.sums(self._costs, self._group_costs),
             ranks=self.ranks,
             accumulation=self.accumulation,
+            window=self._window,
             remainder="drop" if self.remainder == "drop" else "empty",
             seed=seed,
         )
@@ -149,39 +153,75 @@ class PackedBatchSampler(Sampler[list[int]]):
         return schedule.rows.transpose(0, 2, 1).reshape(-1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and the number of its rows yielded so far.
+        """Return the epoch, the number of its rows yielded so far, and how rows are distributed, as plain data.
 
         A DataLoader with workers prefetches rows before it hands them out. `StatefulDataLoader` accounts for that; with
         another loader, set `rows` to the number of rows trained on.
         """
-        return {"epoch": self.epoch, "rows": self._done, "of": self._identity}
+        dealt = {"window": self._window, "per_step": self._per_step}
+        return {"epoch": self.epoch, "rows": self._done, "of": self._identity, "dealt": dealt}
+
+    @property
+    def _per_step(self) -> int:
+        """Number of rows that this sampler yields for an optimizer step."""
+        return self.accumulation * (self.ranks if self.rank == "all" else 1)
 
     @cached_property
-    def _identity(self) -> str:
-        """Settings that must be equal to continue; the rank is not among them."""
-        ranks = f"{self.ranks} ranks" + (" in turn" if self.rank == "all" else "")
-        deal = f"seed {self.seed}, {ranks}, accumulation {self.accumulation}, remainder {self.remainder!r}"
+    def _identity(self) -> dict[str, Any]:
+        """What must be equal to continue: with as many rows a step, the same rows share a step on any ranks."""
         priced = self._costs if self._group_costs is None else np.append(self._costs, self._group_costs)
-        costs = hashlib.sha256(priced.astype("<f8").tobytes()).hexdigest()
-        return f"plan {self.plan.digest[:16]}, costs {costs[:16]}, {deal}"
+        costs = hashlib.sha256(priced.astype("<f8").tobytes()).hexdigest()[:16]
+        plan, rows = self._given.digest[:16], self.ranks * self.accumulation
+        seed = None if self.seed is None else int(self.seed)
+        return {"rows a step": rows, "plan": plan, "costs": costs, "seed": seed, "remainder": self.remainder}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state. Skipped rows are not loaded.
 
+        The state may be from another number of ranks, if ranks x accumulation is the same. After an optimizer step, the
+        rows of each step to come are distributed over the ranks that there are now.
+
         Raises:
-            ConfigError: the state belongs to another plan or to other settings, or it is damaged.
+            ConfigError: the state belongs to another plan, to other settings or to another number of rows a step, it is
+                from the middle of a step that other ranks began, or it is damaged.
         """
-        if not isinstance(state, Mapping) or state.keys() != {"epoch", "rows", "of"}:
-            raise ConfigError(f"this is no state of a PackedBatchSampler, a dict of epoch, rows and of; {LOAD_ANOTHER}")
-        if state["of"] != self._identity:
+        if not isinstance(state, Mapping) or state.keys() != {"epoch", "rows", "of", "dealt"}:
+            raise ConfigError(f"this is no state of a PackedBatchSampler, from its state_dict(); {LOAD_ANOTHER}")
+        self._check_same(state["of"])
+        window, per_step = (_state_number(state["dealt"], name, at_least=1) for name in ("window", "per_step"))
+        epoch = _state_number(state, "epoch")
+        rows = _state_number(state, "rows", at_most=len(self) // self._per_step * per_step)
+        if per_step != self._per_step and rows % per_step:
             raise ConfigError(
-                f"the state is of {state['of']}, but this is {self._identity}; plan and distribute rows as before"
+                f"the state is from the middle of a step, after {rows % per_step} of its {per_step} rows: continue it "
+                "on as many ranks, or take one from after an optimizer step"
             )
-        epoch, rows = (
-            check_whole_number(f"the state's {name}", state[name], at_least=0, at_most=most, remedy=LOAD_ANOTHER)
-            for name, most in (("epoch", None), ("rows", len(self)))
+        rows = rows if per_step == self._per_step else rows // per_step * self._per_step
+        self.epoch, self._done, self._start, self._window = epoch, rows, rows, window
+
+    def _check_same(self, of: Any) -> None:
+        """Check that a state is of this plan and of these settings; name those that differ."""
+        own, saved = self._identity, of if isinstance(of, Mapping) else {}
+        differing = [name for name in own if saved.get(name) != own[name]]
+        if not differing:
+            return
+        was, now = (", ".join(f"{name} {of.get(name)!r}" for name in differing) for of in (saved, own))
+        before, remedy = saved.get("rows a step"), "plan and distribute rows as before"
+        if "rows a step" in differing and isinstance(before, int):
+            fitting = [str(ranks) for ranks in range(1, before + 1) if before % ranks == 0]
+            remedy = f"a step of {before} rows continues on {', '.join(fitting)} ranks with rows of their own"
+            if str(self.ranks) in fitting:
+                number = before // self.ranks
+                remedy = f"on {self.ranks} ranks, set accumulation (gradient_accumulation_steps) to {number}"
+        raise ConfigError(
+            f"the state is of rows of {was}, but these are of {now}: some samples would be trained on twice and others "
+            f"never; {remedy}"
         )
-        self.epoch, self._done, self._start = epoch, rows, rows
+
+
+def _state_number(state: Any, name: str, *, at_least: int = 0, at_most: int | None = None) -> int:
+    number = state.get(name) if isinstance(state, Mapping) else None
+    return check_whole_number(f"the state's {name}", number, at_least=at_least, at_most=at_most, remedy=LOAD_ANOTHER)
 
 
 def checked_rank(rank: int | None, ranks: int) -> int:

@@ -8,14 +8,24 @@ Each rank and each of its workers reads, measures and packs its own part of the 
 
 The number of rows of a part is only known at its end. So a rank that has run out of rows trains on empty ones until all
 ranks have ended.
+
+Rows are numbered over all ranks: row g is the next one of part g mod (number of parts), so it is the same whoever packs
+it. Other ranks and workers continue with the same parts:
+
+    row                   0  1  2  3  4  5  6 ...
+    begun on 2 ranks      0  1  0  1  0  1  0       the part, and the rank
+    part of the row       0  1  0  1  0  1  0
+    continued on 3 from row 2:  0  1  2  0  1       the rank: rank 0 packs both parts, and leaves some rows to others
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
 from dataclasses import astuple
 from functools import partial
 from itertools import islice
+from math import gcd
 from typing import Any, final
 from warnings import warn
 
@@ -109,6 +119,9 @@ class PackedStream(IterableDataset[list[Any]]):
         self._next: Mark | None = None
         """Where the next pass begins, set when the loaded state belongs to a finished pass."""
         self._iteration: object = None
+        self._fixed: tuple[int, int] | None = None
+        self.dealt: list[PackedStream] = []
+        """The parts that this process packs for a run that other ranks or workers began."""
 
     def __repr__(self) -> str:
         rows = f"a {type(self.source).__name__} in rows of {self.settings.capacity} tokens"
@@ -119,7 +132,16 @@ class PackedStream(IterableDataset[list[Any]]):
     @property
     def dropped(self) -> int:
         """Samples of this pass that were too large for a row and dropped."""
-        return self._packer.dropped
+        return self._packer.dropped + sum(part.dropped for part in self.dealt)
+
+    def of_part(self, index: int, parts: int) -> PackedStream:
+        """Return a stream of this part of the source, whichever process packs it."""
+        part = copy(self)
+        if isinstance(self.source, Resumable):  # which can be at one position at a time
+            part.source = deepcopy(self.source)
+        part._fixed, part._last_part, part._loaded, part._next, part.dealt = (index, parts), None, None, None, []
+        part._begin(part._part)
+        return part
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Yield the rows of this rank and worker, from the loaded state on, or from the start.
@@ -169,7 +191,7 @@ class PackedStream(IterableDataset[list[Any]]):
         """The part of the source that this process packs."""
         worker = get_worker_info()
         at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        index, parts = at * self.ranks + self.rank, workers * self.ranks
+        index, parts = self._fixed or (at * self.ranks + self.rank, workers * self.ranks)
         part = self._last_part
         if part is None or (part.index, part.parts) != (index, parts):
             self._last_part = part = SourcePart(self.source, index, parts, key=self._packing["prefix"] and self._key)
@@ -238,7 +260,7 @@ class PackedStream(IterableDataset[list[Any]]):
         if (index, parts) != (part.index, part.parts):
             raise ConfigError(
                 f"the state is of part {index} of a source in {parts} (one for each rank and worker), and this is part "
-                f"{part.index} of {part.parts}; continue each rank by its own state, with as many ranks and workers"
+                f"{part.index} of {part.parts}; a StreamLoader continues on other ranks and workers"
             )
         self._packer.check_state(state["packer"])
         if part.size != state["size"]:
@@ -313,9 +335,12 @@ class StreamLoader(DataLoader[Any]):
         stream.agrees = True
         collate: Any = partial(_collated, collate_fn)
         super().__init__(_Worker(stream), batch_size=None, collate_fn=collate, **settings)
-        self._parts = max(1, self.num_workers)
-        self._states: list[Any] = [None] * self._parts
-        self._turn = 0
+        self._workers = max(1, self.num_workers)
+        self._parts = self._workers * stream.ranks
+        self._states: list[Any] = [None] * self._workers
+        """For each worker, the states of its parts, see `_Worker`."""
+        self._first = self._turns = 0
+        """The number of the first row of the pass on these ranks, and how often workers have had their turn since."""
         self._goes_on = False
         """Whether the next iteration begins from stored states: after loading a state, and after an epoch."""
         self._ended = False
@@ -327,26 +352,26 @@ class StreamLoader(DataLoader[Any]):
             ConfigError: a stream that repeats has no sample for this rank.
         """
         if not self._goes_on:
-            self._states, self._turn, self._ended = [None] * self._parts, 0, False
+            self._states, self._turns, self._ended = [None] * self._workers, 0, False
         worker: Any = self.dataset
         worker.start = self.state_dict()
         self._goes_on = self._ended = False
         batches = self._own_batches()
         together = not self.stream.repeat and self.stream.ranks > 1 and distributed.is_initialized()
         yield from self._in_step(batches) if together else batches
-        self._turn, self._ended, self._goes_on = 0, True, True
+        self._turns, self._ended, self._goes_on = 0, True, True
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield the batches of this rank's rows. Workers take turns, even those that have run out of rows."""
-        ended: set[int] = set()
+        ended, before = set[int](), self._turns // self._workers * self._workers
         for at, (batch, state, has_ended) in enumerate(super().__iter__()):
-            part = at % self._parts
-            self._states[part], self._turn = state, (part + 1) % self._parts
+            worker = at % self._workers
+            self._states[worker], self._turns = state, max(self._turns, before + at + 1)
             if has_ended:
-                ended.add(part)
+                ended.add(worker)
             elif batch is not None:
                 yield batch
-            if len(ended) == self._parts:
+            if len(ended) == self._workers:
                 break
         if self.stream.repeat:
             raise ConfigError(f"the source has no sample for rank {self.stream.rank} of {self.stream.ranks} to repeat")
@@ -367,51 +392,125 @@ class StreamLoader(DataLoader[Any]):
                 distributed.destroy_process_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything needed to continue after the last batch, as plain data."""
-        return {"states": list(self._states), "turn": self._turn, "ended": self._ended}
+        """Return everything needed to continue this rank after its last batch, as plain data."""
+        process = {"rank": self.stream.rank, "ranks": self.stream.ranks, "workers": self._workers}
+        rows = {"parts": self._parts, "first": self._first, "turns": self._turns, "ended": self._ended}
+        return {**process, **rows, "states": list(self._states)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state at the next iteration.
 
+        With other ranks or workers, rows go on as before, one after another to the ranks that there are now. A process
+        then packs parts of several, and if there are more processes than parts, several pack the same one.
+
+        Args:
+            state: the state of this rank; or those of all ranks, of any number of them.
+
         Raises:
-            ConfigError: this is not a state of a loader, or it has another number of workers (each worker packs a part
-                of the source). Workers refuse the state of another stream.
+            ConfigError: this is not a state of a loader; there are other ranks or workers now, and a state of a rank is
+                missing, or a part of the source has ended. Workers refuse the state of another stream.
         """
-        if not isinstance(state, Mapping) or state.keys() != self.state_dict().keys():
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if not states or any(
+            not isinstance(each, Mapping) or each.keys() != self.state_dict().keys() for each in states
+        ):
             raise ConfigError(f"this is not the state of a StreamLoader; {LOAD_ANOTHER}")
-        if (workers := len(state["states"])) != self._parts:
-            raise ConfigError(
-                f"the state is of a stream in {workers} workers, but now there are {self._parts}. Each packs a part of "
-                "the source: continue with as many as before"
-            )
-        self._states, self._turn, self._ended = list(state["states"]), state["turn"], state["ended"]
+        own = [each for each in states if _process(each) == _process(self.state_dict())]
+        known = own[0] if own else _dealt_anew(states, self.stream, self._workers)
+        self._states, self._parts, self._ended = list(known["states"]), known["parts"], known["ended"]
+        self._first, self._turns = known["first"], known["turns"]
         self._goes_on, self._iterator = True, None  # restart persistent workers
 
 
+def _process(state: Mapping[str, Any]) -> tuple[int, int, int]:
+    return state["rank"], state["ranks"], state["workers"]
+
+
+def _dealt_anew(states: Sequence[Mapping[str, Any]], stream: PackedStream, workers: int) -> dict[str, Any]:
+    """Return the state of a loader of this stream, from those of all ranks that trained before."""
+    before, parts = states[0], states[0]["parts"]
+    shared = [name for name in before if name not in ("rank", "states")]
+    is_whole = sorted(each["rank"] for each in states) == list(range(before["ranks"]))
+    if not is_whole or any(each[name] != before[name] for each in states for name in shared):
+        raise ConfigError(
+            f"the state is of rank {before['rank']} of {before['ranks']} with {before['workers']} workers each, and "
+            f"this is rank {stream.rank} of {stream.ranks} with {workers}: give the states of all ranks, taken after "
+            "the same step, load_state_dict([state_of_rank_0, ...])"
+        )
+    first = before["first"] + before["turns"] * before["ranks"]
+    known: dict[int, Any] = {}
+    for of_parts in (of_parts for each in states for of_parts in each["states"] if of_parts is not None):
+        for part, (following, state) in of_parts.items():
+            if following is None and not before["ended"]:
+                raise ConfigError(
+                    f"part {part} of the source in {parts} has no rows left: continue with {before['ranks']} ranks and "
+                    f"{before['workers']} workers to the end of the epoch"
+                )
+            if part not in known or (known[part][0] or 0) < (following or 0):
+                known[part] = following, state
+    processes = [(stream.rank + at * stream.ranks, workers * stream.ranks) for at in range(workers)]
+    of_workers = [{part: known[part] for part in _hosted(*at, parts, first) if part in known} for at in processes]
+    return {"states": of_workers, "parts": parts, "first": first, "turns": 0, "ended": before["ended"]}
+
+
+def _hosted(process: int, processes: int, parts: int, first: int) -> list[int]:
+    """Return the parts of which this process yields rows: those of rows first + process + n x processes."""
+    return sorted((first + process + turn * processes) % parts for turn in range(parts // gcd(parts, processes)))
+
+
 class _Worker(IterableDataset[Any]):
-    """Yields (row, state of the stream after it, False) in a worker, and after the end (None, state, True) forever."""
+    """Yields (row, states of its parts after it, False) in a worker, and after the end (None, states, True) forever.
+
+    The states are a dictionary from part to (number of the part's next row, None if it has none; state of its stream).
+    """
 
     def __init__(self, stream: PackedStream) -> None:
         self.stream = stream
         self.start: dict[str, Any] | None = None
-        """State of the loader; None: the worker persists, and the stream goes on to its next pass."""
+        """State of the loader; None: the worker persists, and its streams go on to their next pass."""
+        self._parts: dict[int, PackedStream] = {}
+        self._count = self._first = 0
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, Any, bool]]:
         start, self.start = self.start, None
+        worker = get_worker_info()
+        at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        process, processes = self.stream.rank + at * self.stream.ranks, workers * self.stream.ranks
+        number, states = 0, dict[int, Any]()
         if start is not None:
-            worker = get_worker_info()
-            part = worker.id if worker else 0
-            state = start["states"][part]
-            if state is not None:
-                self.stream.load_state_dict(state)
-                if start["ended"]:
-                    list(self.stream)  # no rows are left; this moves on to the next pass
-            if part < start["turn"]:
-                yield None, state, False  # this worker had its turn before the state was saved
-        for row in self.stream:
-            yield row, self.stream.state_dict(), False
+            self._count, self._first, turns = start["parts"], start["first"], start["turns"]
+            states = dict(start["states"][at] or {})
+            parts = _hosted(process, processes, self._count, self._first)
+            self._open(parts, states, is_own=(self._count, parts) == (processes, [process]), has_ended=start["ended"])
+            number = (turns - at + workers - 1) // workers
+            if at < turns % workers:
+                yield None, dict(states), False  # this worker had its turn before the state was saved
+        first = self._first
+        following = {part: first + (part - first) % self._count for part in self._parts}
+        if start is not None and not start["ended"]:
+            following |= {part: known for part, (known, _) in states.items()}
+        rows = {part: iter(stream) for part, stream in self._parts.items()}
+        while any(known is not None for known in following.values()):
+            row_number = first + process + number * processes
+            number, part = number + 1, row_number % self._count
+            row = None
+            while (known := following[part]) is not None and known <= row_number:  # the last one is this process's
+                row = next(rows[part], None)
+                following[part] = None if row is None else known + self._count
+            states[part] = following[part], self._parts[part].state_dict()
+            if row is not None:
+                yield row, dict(states), False
         while True:
-            yield None, self.stream.state_dict(), True
+            yield None, dict(states), True
+
+    def _open(self, parts: list[int], states: Mapping[int, Any], *, is_own: bool, has_ended: bool) -> None:
+        """Open the stream of each part, and load its state. `has_ended`: the states are of the end of a pass."""
+        self._parts = {part: self.stream if is_own else self.stream.of_part(part, self._count) for part in parts}
+        self.stream.dealt = [] if is_own else list(self._parts.values())
+        for part, (_, state) in states.items():
+            self._parts[part].load_state_dict(state)
+            if has_ended:
+                list(self._parts[part])  # no rows are left; this moves on to the next pass
 
 
 def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any] | None, Any, bool]) -> tuple[Any, Any, bool]:

@@ -1,10 +1,11 @@
 """Checkpoints of PackedTrainer: which are complete, and from which row to resume.
 
-    checkpoint-3/  model.safetensors  ...  trainer_state.json  packed_plan.json or packed_stream_0.pt
+    checkpoint-3/  model.safetensors  ...  trainer_state.json  packed_plan.json or packed_stream_0_of_1.pt
 
 vlmpack writes the last file of a checkpoint, atomically, so a checkpoint lacks that file if the run was killed while
-saving. `packed_plan.json` names the plan of the steps, `packed_stream_RANK.pt` is the state of a stream, as plain data
-that `torch.load(weights_only=True)` reads without running code. Both describe what is trained on, see `described`.
+saving. `packed_plan.json` names the plan of the steps. `packed_stream_RANK_of_RANKS.pt` is the state of a rank's
+stream, as plain data that `torch.load(weights_only=True)` reads without running code. Both describe what is trained on,
+see `described`. Other ranks continue with the same rows.
 
 Weights: for many families, `save_pretrained` writes weights under the names of the first release, and `from_pretrained`
 maps them back:
@@ -43,6 +44,7 @@ from vlmpack.data.open import SampleDataset
 from vlmpack.errors import ConfigError
 from vlmpack.files import atomic_file, write_text, writing
 from vlmpack.loading.resumable import sample_at
+from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.loading.stream import StreamLoader
 from vlmpack.rows import PackedDataset
 from vlmpack.trainer.loss import gathered
@@ -128,12 +130,22 @@ def _lack(checkpoint: Path, last_file: str | None) -> str:
         return f"{_STATE_FILE} ends too early: {stopped}"
     if last_file is None:
         return ""
-    if not (checkpoint / last_file).is_file():
+    of_other_ranks = last_file.startswith("packed_stream") and stream_files(checkpoint)
+    if not (checkpoint / last_file).is_file() and not of_other_ranks:
         return f"{last_file} is missing: {stopped}, it has weights alone (save_only_model), or another Trainer wrote it"
     files = [SCHEDULER_NAME, *(() if is_divided(checkpoint) else ("optimizer*",))]  # Trainer would begin both anew
     of_deepspeed = any(checkpoint.glob("global_step*"))
     lacking = [name for name in files if not of_deepspeed and not any(checkpoint.glob(name))]
     return f"{lacking[0].replace('*', '.pt')} is missing" if lacking else ""
+
+
+def remove_last_files(checkpoint: Path, rank: int, ranks: int, *, of_others: bool) -> None:
+    """Remove the files that complete an older checkpoint; `of_others`: those that other numbers of ranks wrote, too."""
+    files = [PLAN_FILE, stream_file(rank, ranks)]
+    if of_others:
+        files += [file.name for file in checkpoint.glob("packed_stream_*.pt") if not file.match(f"*_of_{ranks}.pt")]
+    for file in files:
+        (checkpoint / file).unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------- what a checkpoint was trained on
@@ -179,56 +191,72 @@ def check_described(checkpoint: str | Path, was: Mapping[str, Any], now: Mapping
         raise ConfigError(f"{checkpoint} was trained otherwise: {differing}. Train as before, or {_NEW_RUN}")
 
 
-def save_plan(file: Path, dealt: str, run: Mapping[str, Any]) -> None:
-    """Write the plan of a checkpoint's steps, see `check_plan`."""
-    write_text(file, json.dumps({"of": dealt, "run": run}))
+# ---------------------------------------------------------------------- the plan of the steps
 
 
-def check_plan(checkpoint: str | Path, dealt: str, run: Mapping[str, Any]) -> None:
-    """Check that a checkpoint was trained on these rows. Trainer skips as many rows as there were steps.
+def save_plan(file: Path, sampler: PackedBatchSampler, run: Mapping[str, Any]) -> None:
+    """Write the plan of a checkpoint's steps, how its rows are distributed over them, and the result of `described`."""
+    state = {name: value for name, value in sampler.state_dict().items() if name not in _DONE}
+    write_text(file, json.dumps({**state, "run": run}))
+
+
+def load_plan(checkpoint: str | Path, sampler: PackedBatchSampler, run: Mapping[str, Any]) -> None:
+    """Distribute rows as in the run of a checkpoint. Trainer skips as many rows as there were steps.
 
     Args:
         checkpoint: the folder.
-        dealt: the plan and how its rows are distributed, from `PackedBatchSampler.state_dict()["of"]`.
+        sampler: the rows of this run, on any number of ranks.
         run: result of `described`.
 
     Raises:
-        ConfigError: the steps belong to another plan, or rows were distributed or trained on in another way.
+        ConfigError: the steps belong to another plan, have another number of rows, or were trained in another way.
     """
     file = Path(checkpoint) / PLAN_FILE
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        saved, was = str(content["of"]), dict(content.get("run", run))  # earlier versions wrote none
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        state, was = {**_DONE, **{name: saved[name] for name in ("of", "dealt")}}, dict(saved["run"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error}); resume from another one") from error
-    if saved == dealt:
-        check_described(checkpoint, was, run)
-        return
-    pairs = zip(saved.split(", "), dealt.split(", "), strict=False)
-    differing = [pair for pair in pairs if pair[0] != pair[1]] or [(saved, dealt)]
-    before, now = (", ".join(part) for part in zip(*differing, strict=True))
-    raise ConfigError(
-        f"{checkpoint} was trained on rows of {before}, but these are of {now}: some samples would be trained on twice "
-        f"and others never. Plan and distribute rows as before, or {_NEW_RUN}"
-    )
+    try:
+        sampler.load_state_dict(state)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint} cannot be continued: {error}; or {_NEW_RUN}") from error
+    check_described(checkpoint, was, run)
+
+
+_DONE = {"epoch": 0, "rows": 0}
+"""The part of a sampler's state that Trainer counts itself."""
 
 
 # ---------------------------------------------------------------------- the state of a stream
 
 
-def stream_file(rank: int) -> str:
+def stream_file(rank: int, ranks: int) -> str:
     """Return the file name for the state of one rank's stream."""
-    return f"packed_stream_{rank}.pt"
+    return f"packed_stream_{rank}_of_{ranks}.pt"
 
 
-def save_stream(file: Path, loader: StreamLoader, run: Mapping[str, Any]) -> None:
-    """Write the state of a stream, and the result of `described`.
+def stream_files(checkpoint: Path) -> list[list[Path]]:
+    """Return the files that the ranks of a run have written, for each number of ranks from which all are there."""
+    numbers = {file.stem.rpartition("_")[2] for file in checkpoint.glob("packed_stream_0_of_*.pt")}
+    sets = [[checkpoint / stream_file(rank, int(ranks)) for rank in range(int(ranks))] for ranks in sorted(numbers)]
+    return [files for files in sets if all(file.is_file() for file in files)]
+
+
+def save_stream(checkpoint: Path, loader: StreamLoader, run: Mapping[str, Any], *, accumulation: int) -> None:
+    """Write the state of this rank's stream.
+
+    Args:
+        checkpoint: the folder.
+        loader: the stream's loader.
+        run: result of `described`.
+        accumulation: rows of each rank in a step.
 
     Raises:
         ConfigError: the source's own state is not plain data.
     """
     data = BytesIO()
-    torch.save({"stream": loader.state_dict(), "run": run}, data)
+    torch.save({"stream": loader.state_dict(), "accumulation": accumulation, "run": run}, data)
     try:
         torch.load(BytesIO(data.getvalue()), weights_only=True)
     except UnpicklingError as error:
@@ -236,27 +264,42 @@ def save_stream(file: Path, loader: StreamLoader, run: Mapping[str, Any]) -> Non
             "the state of the stream's source is not plain data, and reading a checkpoint must not run code: let its "
             f"state_dict() return numbers, text, bytes, lists, tuples, dictionaries and tensors ({error!s:.200})"
         ) from error
+    file = checkpoint / stream_file(loader.stream.rank, loader.stream.ranks)
     with atomic_file(file) as temporary, writing(file):
         temporary.write_bytes(data.getvalue())
 
 
-def load_stream(file: Path, loader: StreamLoader, run: Mapping[str, Any]) -> None:
-    """Restore a loader from a file that `save_stream` wrote.
+def load_stream(checkpoint: Path, loader: StreamLoader, run: Mapping[str, Any], *, accumulation: int) -> None:
+    """Restore a loader from the files that `save_stream` wrote on any number of ranks; warn if steps have other sizes.
 
     Raises:
-        ConfigError: the file is damaged, belongs to a run that trained otherwise, or to a loader with another number of
-            workers (each worker packs a part of the source).
+        ConfigError: a file is damaged or missing, or belongs to another stream or to a run that trained otherwise.
     """
-    try:
-        content = torch.load(file, weights_only=True)
-        state, was = content["stream"], dict(content["run"])
-    except (UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{file} is damaged, or was not written by vlmpack ({type(error).__name__}: {error!s:.200}); resume "
-            f"from another checkpoint, or {_NEW_RUN}"
-        ) from error
-    check_described(file.parent, was, run)
-    loader.load_state_dict(state)
+    own = checkpoint / stream_file(loader.stream.rank, loader.stream.ranks)
+    complete = stream_files(checkpoint)
+    here = [own] if own.is_file() or not complete else complete[0]
+    files = next((files for files in complete if own in files), here)
+    states, before, was = [], accumulation, run
+    for file in files:
+        try:
+            content = torch.load(file, weights_only=True)
+            before, was = int(content["accumulation"]), dict(content["run"])
+            states.append(content["stream"])
+        except (UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{file} is damaged, or was not written by vlmpack ({type(error).__name__}: {error!s:.200}); resume "
+                f"from another checkpoint, or {_NEW_RUN}"
+            ) from error
+    check_described(checkpoint, was, run)
+    loader.load_state_dict(states)
+    rows, ranks = before * states[0]["ranks"], loader.stream.ranks
+    if rows != accumulation * ranks:
+        remedy = "" if rows % ranks else f". With gradient_accumulation_steps={rows // ranks} they would be"
+        warnings.warn(
+            f"each step of {checkpoint.name} had {rows} rows, and each step to come has {accumulation * ranks}: every "
+            f"row is still trained on once, but steps are not those of an uninterrupted run{remedy}",
+            stacklevel=4,
+        )
 
 
 # ---------------------------------------------------------------------- models that transformers has divided

@@ -159,7 +159,7 @@ class PackedTrainer(RenamedWeights):
     def _last_file(self) -> str | None:
         """Last file of a checkpoint from which the rows can be continued; None: it is Trainer's own last file."""
         if isinstance(self.train_dataset, PackedStream):
-            return stream_file(self._place[0])
+            return stream_file(*self._place)
         return None if self.plan is None or self.args.ignore_data_skip else PLAN_FILE
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -168,20 +168,19 @@ class PackedTrainer(RenamedWeights):
         The last file of an older checkpoint of the same step is removed first, so that a mix of both never looks
         complete.
         """
-        files: list[Path] = []
+        folder = None
         if self.args.output_dir is not None and not self.args.save_only_model:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            files = [folder / PLAN_FILE, folder / stream_file(self._place[0])]
-        for last_file in files:
-            last_file.unlink(missing_ok=True)
+            checkpoints.remove_last_files(folder, *self._place, of_others=self.args.should_save)
         super()._save_checkpoint(*args, **kwargs)
         loader: Any = self.callback_handler.train_dataloader
-        if files and isinstance(self.train_dataset, PackedStream):
-            checkpoints.save_stream(files[1], loader, self._described)
-        elif files and isinstance(loader, RowLoader):
+        if folder is not None and isinstance(self.train_dataset, PackedStream):
+            accumulation = self.args.gradient_accumulation_steps
+            checkpoints.save_stream(folder, loader, self._described, accumulation=accumulation)
+        elif folder is not None and isinstance(loader, RowLoader):
             self.accelerator.wait_for_everyone()  # every rank has written its files
             if self.args.should_save:
-                checkpoints.save_plan(files[0], loader.batch_sampler.state_dict()["of"], self._described)
+                checkpoints.save_plan(folder / PLAN_FILE, loader.batch_sampler, self._described)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's rows.
@@ -205,7 +204,7 @@ class PackedTrainer(RenamedWeights):
             return self._stream_loader(dataset)
         sampler = self._sampler(dataset)
         if self._resumes_from is not None and not self.args.ignore_data_skip:
-            checkpoints.check_plan(self._resumes_from, sampler.state_dict()["of"], self._described)
+            checkpoints.load_plan(self._resumes_from, sampler, self._described)
         return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
@@ -313,7 +312,8 @@ class PackedTrainer(RenamedWeights):
         generator, collate = torch.Generator().manual_seed(self.args.seed), self.data_collator
         loader = StreamLoader(stream, collate_fn=collate, generator=generator, **self._loading)
         if self._resumes_from is not None:
-            checkpoints.load_stream(Path(self._resumes_from) / stream_file(rank), loader, self._described)
+            accumulation = self.args.gradient_accumulation_steps
+            checkpoints.load_stream(Path(self._resumes_from), loader, self._described, accumulation=accumulation)
         return loader
 
     @property
