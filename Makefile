@@ -15,6 +15,9 @@ WHEEL  := .venv-wheel
 FRESH  := .venv-fresh
 PINS   := constraints.txt
 BUILD  := pip hatchling editables build
+# What the recipes of tinker-cookbook import, beside what tests need.
+COOKBOOK := tml-renderers chz blobfile lxml pycryptodomex pyrage cloudpickle tiktoken termcolor math-verify pylatexenc \
+  latex2sympy2_extended antlr4-python3-runtime==4.13.2
 # No bytecode at installation: most modules are never imported, and Python compiles the others on first import.
 PIP    := -m pip --disable-pip-version-check --quiet install --no-compile
 # Tests in one file share expensive fixtures (processes, models, results), so one worker runs the whole file.
@@ -142,8 +145,11 @@ $(VENV)/.demo $(VENV)/.test $(VENV)/.docs $(VENV)/.dev: $(VENV)/.%: $(VENV)/cons
 	$(VENV)/bin/python $(PIP) -c $< --no-build-isolation -e '.[$*]'
 	@touch $@ $(if $(filter dev,$*),$(addprefix $(VENV)/.,demo test docs))
 
-# The service is also tested with the oldest client it supports. The newest is in .venv itself.
-$(VENV)/.test: | $(VENV)/tinker-0.25.0
+# The service is also tested with the oldest client it supports, and with recipes of tinker-cookbook. The newest client is
+# in .venv itself.
+$(VENV)/.test: | $(VENV)/tinker-0.25.0 $(VENV)/cookbook-0.6.1
+$(VENV)/cookbook-0.6.1: | $(VENV)/.torch
+	$(VENV)/bin/python $(PIP) --no-deps --ignore-requires-python --target $@ tinker-cookbook==0.6.1 $(COOKBOOK)
 $(VENV)/tinker-0.25.0: | $(VENV)/.torch
 	$(VENV)/bin/python $(PIP) --no-deps --ignore-requires-python --target $@ tinker==0.25.0
 

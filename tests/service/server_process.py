@@ -1,4 +1,4 @@
-"""`vlmpack serve --demo` as a process, or as several, and the processes that belong to it."""
+"""`vlmpack serve` as a process, or as several, and the processes that belong to it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ KEY = "tml-acceptance"
 
 
 class Server:
-    """`vlmpack serve --demo` on a port and a state folder of its own.
+    """`vlmpack serve` on a port and a state folder of its own.
 
     Args:
         state: its state folder.
         options: further ones of the command.
+        model: what it serves.
         launcher: what runs the module `vlmpack.cli`.
     """
 
     started_within = 90.0
 
-    def __init__(self, state: Path, *options: str, launcher: Sequence[str] = (sys.executable,)) -> None:
+    def __init__(
+        self, state: Path, *options: str, model: str = "--demo", launcher: Sequence[str] = (sys.executable,)
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.state = state
-        self.command = self.command_of(*options, launcher=launcher)
+        self.command = self.command_of(model, *options, launcher=launcher)
         self.log = (state.parent / "server.log").open("ab")
         try:
             self.start()
@@ -43,7 +46,7 @@ class Server:
 
     def command_of(self, *options: str, launcher: Sequence[str]) -> list[str]:
         where = ["--port", str(self.port), "--state", str(self.state)]
-        return [*launcher, "-m", "vlmpack.cli", "serve", "--demo", *where, *options]
+        return [*launcher, "-m", "vlmpack.cli", "serve", *where, *options]
 
     @property
     def url(self) -> str:

@@ -104,7 +104,7 @@ BAD_SETTINGS = [
     ("mine", {}, "loss_fn 'mine' is not known"),
     ("custom", {}, "call forward_backward_custom"),
     ("stable_reinforce", {}, "its formula is not published; use importance_sampling"),
-    ("gspo", {"clip_low_threshold": 0.9}, "gspo needs clip_high_threshold"),
+    ("gspo", {"clip_low_threshold": 1.1}, "thresholds are 1.1 and 1.0004"),
     ("cross_entropy", {"beta": 1.0}, "cross_entropy has no setting 'beta'; it has no settings"),
     ("ppo", {"clip": 0.2}, "ppo has no setting 'clip'; it has clip_low_threshold"),
     ("ppo", {"clip_low_threshold": float("nan")}, "clip_low_threshold is nan"),

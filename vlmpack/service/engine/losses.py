@@ -99,8 +99,8 @@ class Loss:
     """The loss of each token."""
     needs: tuple[str, ...] = ()
     """Inputs that every datum needs, besides the targets."""
-    settings: Mapping[str, float | None] = field(default_factory=dict)
-    """Settings and their defaults; None: the client has to send the setting."""
+    settings: Mapping[str, float] = field(default_factory=dict)
+    """Settings and their defaults."""
 
 
 _RATED = ("logprobs", "advantages")
@@ -112,9 +112,13 @@ LOSSES: Mapping[str, Loss] = {
     "ppo": Loss(token_losses=ppo, needs=_RATED, settings=dict(zip(_CLIP, (0.8, 1.2), strict=True))),
     "cispo": Loss(token_losses=cispo, needs=_RATED, settings=dict(zip(_CLIP, (0.0, 4.0), strict=True))),
     "dro": Loss(token_losses=dro, needs=_RATED, settings={"beta": 0.05}),
-    "gspo": Loss(token_losses=gspo, needs=(*_RATED, "sequence_ratio_mask"), settings=dict.fromkeys(_CLIP)),
+    "gspo": Loss(
+        token_losses=gspo,
+        needs=(*_RATED, "sequence_ratio_mask"),
+        settings=dict(zip(_CLIP, (0.9997, 1.0004), strict=True)),
+    ),
 }
-"""The losses, by the name that clients send."""
+"""The losses, by the name that clients send. GSPO's thresholds are those of its paper."""
 REFUSED = {
     "stable_reinforce": "its formula is not published; use importance_sampling, ppo, cispo or gspo",
     "custom": "the client computes it; call forward_backward_custom",
@@ -146,7 +150,7 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
     """Check the name and the settings of a loss.
 
     Raises:
-        RequestError: the loss or a setting is unknown, or a setting is missing, not a finite number or out of range.
+        RequestError: the loss or a setting is unknown, or a setting is not a finite number or out of range.
     """
     if name in REFUSED:
         raise RequestError(f"loss_fn {name}: {REFUSED[name]}")
@@ -160,8 +164,6 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
         if isinstance(value, str) or not math.isfinite(value):
             raise RequestError(f"loss_fn_config: {key} is {value!r:.80}; it has to be a finite number")
         settings[key] = float(value)
-    if missing := [key for key, value in settings.items() if value is None]:
-        raise RequestError(f"loss_fn_config: {name} needs {', '.join(missing)}, such as the paper's 0.9997 and 1.0004")
     if _CLIP[0] in settings:
         _check_thresholds("loss_fn_config", *(settings[key] for key in _CLIP))
     if settings.get("beta", 0.0) < 0:
