@@ -303,7 +303,7 @@ def _fill_rows_of_longest(stock: Stock, placements: Placements, capacity: int) -
         if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
             stock.use(chosen, placements)
             return
-        if not len(company):
+        if stock.drew_all:
             break
     stock.skip_longest()
 
@@ -328,6 +328,8 @@ class Stock:
         self._top = 0
         self.draws = 0
         """Number of draws so far."""
+        self.drew_all = False
+        """Whether the last draw gave all samples that fit."""
         self._random = np.random.default_rng(0)
 
     @property
@@ -352,14 +354,19 @@ class Stock:
         self._top += 1
 
     def draw(self, room: int) -> np.ndarray:
-        """Draw samples of at most `room` tokens, in proportion to their number; return indices into `sizes`, rising."""
+        """Draw samples of at most `room` tokens, in proportion to their number; return indices into `sizes`, rising.
+
+        If there are no more than `CANDIDATES`, all of them are drawn.
+        """
         self.draws += 1
         if self._used >= CANDIDATES // 8:  # refresh the cumulative counts only now and then
             self._shares, self._used = self._left.cumsum(), 0
         fitting = int(self._negated.searchsorted(-room))
         below = int(self._shares[fitting - 1]) if fitting else 0
-        if below == self._shares[-1]:
-            return np.zeros(0, np.int64)
+        self.drew_all = bool(self._shares[-1] - below <= CANDIDATES)
+        if self.drew_all:
+            left = self._left[fitting:] - (np.arange(fitting, len(self.sizes)) == self._top)
+            return np.repeat(np.arange(fitting, len(self.sizes)), left)
         drawn = self._random.integers(below, self._shares[-1], CANDIDATES)
         drawn.sort()
         kinds = self._shares.searchsorted(drawn, side="right")

@@ -100,11 +100,6 @@ class PrefixGroups:
                 )
 
     @classmethod
-    def none(cls, samples: int) -> PrefixGroups:
-        """Make empty groups for this number of samples."""
-        return cls(of_samples=np.full(samples, ALONE), parents=NOTHING, tokens=NOTHING)
-
-    @classmethod
     def of_keys(cls, keys: Sequence[Hashable | None], shared_tokens: Sequence[int] | np.ndarray) -> PrefixGroups:
         """Make groups without nesting from one key per sample, such as the number of its prompt in GRPO.
 
