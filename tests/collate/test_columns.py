@@ -100,11 +100,13 @@ def test_grounding_rows_of_ms_swift_do_not_train_on_the_names_of_their_places(pl
 
 def test_other_columns_are_named_once() -> None:
     collator = VLMCollator(processor_of(), on_bad="skip")
-    rows = [chat(topic="a", note="b", source="c", id=7), chat(topic="d"), chat(mood=None)]
-    with pytest.warns(UserWarning, match="samples have columns that nothing reads: topic, note"):
+    rows = [chat(topic="a", note="b", source="c", id=7), chat(topic="d", prompt="What?"), chat(mood=None)]
+    rows.append(chat("<image>?", "5", {"image": picture(), "caption": "a cat", "text": None, "min_pixels": 4096}))
+    with pytest.warns(UserWarning) as warned:
         collator(rows)
+    assert "nothing reads: topic, note" in str(warned[0].message)
     collator(rows)
-    assert collator.skip_log.unread == ("topic", "note")
+    assert collator.skip_log.unread == ("topic", "note", "prompt", "caption beside images")
     assert collator.skip_log.refused == 0
 
 

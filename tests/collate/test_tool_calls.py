@@ -136,10 +136,20 @@ def test_a_call_joins_what_was_said_before_it() -> None:
     assert PROCESSOR.tokenizer.decode(ids) == PROCESSOR.apply_chat_template(plain, tokenize=False)
 
 
-def test_a_null_that_json_text_holds_is_kept() -> None:
-    arguments = '{"item": null}'
-    message = says("", tool_calls=[{"function": {"name": "price", "arguments": arguments}}])
-    text = PROCESSOR.tokenizer.decode(COLLATOR.collate([{"messages": [ASK, message]}]).input_ids[0])
+NULL = '{"name": "price", "arguments": {"item": null}}'
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [says("", tool_calls=[{"function": {"name": "price", "arguments": '{"item": null}'}}])],
+        [{"role": "tool_call", "content": NULL}, {"role": "tool_call", "content": TEXTS[1]}],
+        [says([{"type": "tool_call", "value": NULL}])],
+    ],
+    ids=["arguments", "turns", "a part"],
+)
+def test_a_null_that_json_text_holds_is_kept(said: list[dict[str, Any]]) -> None:
+    text = PROCESSOR.tokenizer.decode(COLLATOR.collate([{"messages": [ASK, *said]}]).input_ids[0])
     assert '"arguments": {"item": null}' in text
 
 

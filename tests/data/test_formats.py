@@ -60,6 +60,7 @@ ALPACA = {"instruction": "human instruction", "input": "human input", "output": 
 
 CALL = {"name": "sum", "arguments": {"a": 1}}
 CALLED = {"type": "function", "function": CALL}
+CALLED_IN_TEXT = {"type": "function", "function": {"name": "sum", "arguments": '{"a": 1}'}}
 IMAGE_PART = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 V1_QUESTION = [{"type": "image_url", "value": "0.png"}, {"type": "text", "value": "What is it?"}]
 PAIRS = [{"human": f"<query{at}>", "assistant": f"<response{at}>"} for at in (1, 2)]
@@ -169,7 +170,7 @@ TURNS = {
                 loss_weight=0.5,
             )
         ],
-        [says("", weight=0.5, tool_calls=[CALLED], reasoning_content="Add.")],
+        [says("", weight=0.5, tool_calls=[CALLED_IN_TEXT], reasoning_content="Add.")],
     ),
     "OpenAI: audio": (
         [user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])],

@@ -89,7 +89,7 @@ from torch.nn.functional import interpolate
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits, load_image, read_size
-from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, VIDEO_KEYS
+from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, TIMES, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
 from vlmpack.layout.batch import Grid
@@ -690,8 +690,6 @@ def _resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:
 
 IMAGE_KEYS = VIDEO_KEYS[:4]
 """Keys of an image element that set its size."""
-TIMES = ("frame_indices", "total_num_frames", "duration", "video_metadata")
-"""Further keys with which other libraries give the times of frames."""
 
 MAX_ASPECT_RATIO = 200
 IMAGE_TOKENS = (4, 16384)

@@ -715,13 +715,15 @@ def read_tools(value: Any) -> list[Any]:
 def calls_in(text: str) -> list[dict[str, Any]]:
     """Read the tool calls in the text of a turn: JSON of a name and its arguments, or a list of these.
 
+    The arguments stay JSON text, because nulls count in a text, and not in a mapping (`without_nulls`).
+
     Raises:
         ValueError: the text is something else.
     """
     try:
         calls = json.loads(text)
         calls = calls if isinstance(calls, list) else [calls]
-        functions = [{"name": call["name"], "arguments": _arguments(call["arguments"])} for call in calls]
+        functions = [{"name": call["name"], "arguments": json.dumps(_arguments(call["arguments"]))} for call in calls]
         if not functions:
             raise ValueError("no call")
     except (ValueError, TypeError, KeyError) as error:

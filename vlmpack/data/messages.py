@@ -119,6 +119,8 @@ FILE_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video
 """Keys that choose the frames of a video file."""
 FRAME_KEYS = ("timestamps", "frames_indices")
 """Keys beside a list of frames: each frame's time in seconds, or its index in a video of `fps` frames per second."""
+TIMES = ("frame_indices", "total_num_frames", "duration", "video_metadata")
+"""Further keys with which other libraries give the times of frames. Beside a video they are refused."""
 KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *FILE_KEYS, *FRAME_KEYS)
 """All keys that are read beside a medium, from qwen-vl-utils and transformers' `VideoMetadata`."""
 _SOURCE_KEYS: dict[str, tuple[str, ...]] = {
@@ -168,7 +170,7 @@ class Conversation:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template: tools, and the contents of `chat_template_kwargs`."""
     unread: tuple[str, ...] = ()
-    """Columns of the sample that nothing reads."""
+    """Columns of the sample, and keys beside its media, that nothing reads."""
     unplaced: Kind | None = None
     """A kind of medium whose marker is in a user's text although the sample has no such media; None: there is none."""
 
@@ -257,8 +259,18 @@ def read_conversation(
         _refuse_marker(placed, said.count(f"<{placed}>"), row)
     has_media = any(conversation.media.values()) or not has_vision
     unread = check_unread(row, has_media=has_media, texts=[*conversation.contents(), *conversation.other_texts()])
+    pair = [name for name in TURNS[3:] if name in present]
+    beside = [
+        f"{name} beside {kind}s"
+        for kind, media in conversation.media.items()
+        for ref in media
+        for name, value in ref.options.items()
+        if name not in (*KNOWN_KEYS, *TIMES, "sampling_rate") and not is_empty(value)
+    ]
     warned = [kind for kind in lost if reads_media and markers == "auto"]
-    return replace(conversation, unread=unread, unplaced=next(iter(warned), None))
+    return replace(
+        conversation, unread=(*unread, *(pair if len(pair) == 1 else ()), *beside), unplaced=next(iter(warned), None)
+    )
 
 
 def _without(turns: Any, keys: Collection[str]) -> Any:
@@ -529,7 +541,7 @@ def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dic
     try:
         calls = calls_in(text_of(message))
         if before is not None and is_more and message.keys() == {"role", "content", "weight"}:
-            return [*turns[:-1], {**before, "tool_calls": [*with_arguments(before.get("tool_calls") or []), *calls]}]
+            return [*turns[:-1], {**before, "tool_calls": [*read_tools(before.get("tool_calls")), *calls]}]
     except ValueError as error:
         raise SampleError(f"it has {error}; a turn of the role assistant may say anything", "bad_row") from error
     return [*turns, {**message, "content": "", "tool_calls": calls}]
@@ -776,7 +788,7 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
 
 def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that set a medium's size or frames."""
-    known = {"type", "text", "index", *_SOURCES}
+    known = {"type", "index", *_SOURCES}
     options = {name: value for name, value in item.items() if name not in known and value is not None}
     for name in options:
         if key := misspelt_key(str(name)):
