@@ -105,6 +105,10 @@ def test_what_a_key_cannot_be_is_refused_in_one_line(setting: str, said: str, ch
         ),
         ("{model: tiny, data: synthetic, num: 3, learning_rate: -1}", "Trainer refuses these keys: Invalid learning"),
         ("{model: tiny, data: synthetic, num: 3, max_patches: 1}", "synthetic: no sample can be used (2 are too large"),
+        (
+            "{model: tiny, data: synthetic, num: 9, capacity: 999, eval_strategy: epoch, metric_for_best_model: f1}",
+            "metric_for_best_model=f1 is not in its evaluation: choose one of loss, num_refused,",
+        ),
         ("{model: tiny, data: synthetic, num: 3, lr_scheduler_kwargs: {a: 1e-4}}", "Trainer refuses these keys: "),
         ("{model: tiny, data: synthetic, neftune_noise_alpha: 5}", "neftune_noise_alpha scales noise"),
     ],

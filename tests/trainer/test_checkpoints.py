@@ -101,6 +101,20 @@ def test_a_damaged_word_on_the_plan_is_refused(stopped):
             resume(stopped)
 
 
+def test_damaged_files_and_a_missing_optimizer_are_refused(stopped):
+    for name in ("model.safetensors", "optimizer.pt", "rng_state.pth"):
+        whole = (stopped / name).read_bytes()
+        (stopped / name).write_bytes(whole[:-99])
+        with pytest.raises(ConfigError, match="checkpoint-3 is damaged, or of another model or training"):
+            resume(stopped)
+        (stopped / name).write_bytes(whole)
+    for name in ("scheduler.pt", "optimizer.pt"):  # Trainer would begin both anew
+        (stopped / name).rename(stopped / "elsewhere")
+        with pytest.raises(ConfigError, match=f"cannot be resumed from: {name} is missing"):
+            resume(stopped)
+        (stopped / "elsewhere").rename(stopped / name)
+
+
 def test_checkpoints_without_rows_to_continue_have_no_file_of_ours(tmp_path):
     """Those of the model alone, and those of a trainer without a plan."""
     for make in (planned, streamed):

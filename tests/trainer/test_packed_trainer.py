@@ -28,7 +28,7 @@ from transformers import Trainer
 from trees import rollouts, samples_of
 
 from vlmpack.collate import SharePrefixes, VLMCollator
-from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning
+from vlmpack.errors import ConfigError, SampleError, SkippedWarning, UnpackedWarning
 from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import disable_packing, enable_packing
@@ -51,6 +51,19 @@ def test_every_epoch_is_every_sample_once_in_another_order(tmp_path):
     assert rows[:half] != rows[half:]
     for epoch in (rows[:half], rows[half:]):
         assert sorted(n for row in epoch for n in row) == sorted(lengths_of(run.train_dataset.samples))
+
+
+def test_a_bad_sample_is_named_by_its_index_in_the_data_set(tmp_path):
+    model, samples = scene()
+
+    def refuse(features):
+        if (at := [sample is samples[9] for sample in features]) and any(at):
+            raise SampleError("it is broken", index=at.index(True))
+        return collator("packed")(features)
+
+    run = PackedTrainer(model, arguments(tmp_path, max_steps=9), refuse, Samples(samples), plan=plan_of(samples))
+    with pytest.raises(SampleError, match=r"^sample 9: it is broken$"):
+        run.train()
 
 
 @pytest.mark.parametrize("stop_at", ["in the middle of an epoch", *slow("between two")])

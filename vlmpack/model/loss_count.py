@@ -4,7 +4,8 @@ Trainer asks an enabled model for `accepts_loss_kwargs` before each batch: with 
 them in its own evaluation. That evaluation takes the mean loss of each batch and averages these means over samples
 (over rows, if the batches are packed rows). On several ranks it also multiplies each rank's share of the loss by the
 number of ranks, and drops some losses with the last batch. We therefore refuse such an evaluation, unless
-`loss_metrics(model)` replaces its loss.
+`loss_metrics(model)` replaces its loss. This has to hold for plain Trainers, in programs that never import
+`vlmpack.trainer`, so it belongs to the model and not there.
 """
 
 from __future__ import annotations

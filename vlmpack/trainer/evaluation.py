@@ -258,10 +258,16 @@ def _dropped(plan: Plan) -> tuple[SampleError, ...]:
 
 @final
 class NumberedCollator:
-    """Collates samples of a data set by their indices, which become the sample ids of the batch."""
+    """Collates samples of a data set by their indices, which errors name.
 
-    def __init__(self, dataset: MapStyle, collator: Collator) -> None:
-        self._dataset, self._collator = dataset, collator
+    Args:
+        dataset: map-style data set.
+        collator: collates samples.
+        as_ids: replace the samples' ids by their indices.
+    """
+
+    def __init__(self, dataset: MapStyle, collator: Collator, *, as_ids: bool = False) -> None:
+        self.dataset, self.collator, self._as_ids = dataset, collator, as_ids
 
     def __call__(self, places: Sequence[int]) -> Mapping[str, Any]:
         """Return the batch.
@@ -270,11 +276,12 @@ class NumberedCollator:
             SampleError: a sample cannot be used; names its index in the data set and its own id. This happens in the
                 worker, because only the text of an error leaves a worker.
         """
-        samples = [self._dataset[place] for place in places]
+        at_once = getattr(self.dataset, "__getitems__", None)  # PyTorch asks for it, too
+        samples = found = at_once(list(places)) if at_once and places else [self.dataset[place] for place in places]
+        if self._as_ids:
+            found = [{**s, "id": at} if isinstance(s, Mapping) else s for at, s in zip(places, samples, strict=True)]
         try:
-            return self._collator(
-                [{**s, "id": at} if isinstance(s, Mapping) else s for at, s in zip(places, samples, strict=True)]
-            )
+            return self.collator(found)
         except SampleError as error:
             if error.index is None or error.index not in range(len(places)):
                 raise
@@ -292,7 +299,7 @@ class EvaluationLoader(DataLoader[Any]):
         dealt = balance_rows(rows.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
         counted = [at for at in dealt if at != EMPTY]
         repeated = (counted[:1] or [0]) * (len(dealt) - len(counted))
-        settings |= {"collate_fn": NumberedCollator(dataset, collator), "generator": torch.Generator()}
+        settings |= {"collate_fn": NumberedCollator(dataset, collator, as_ids=True), "generator": torch.Generator()}
         places: Any = range(len(dataset))  # a data set of indices
         super().__init__(places, batch_sampler=[list(rows.rows[at]) for at in counted + repeated], **settings)
         self.rows, self.rank = rows, rank

@@ -38,6 +38,7 @@ from vlmpack.trainer.evaluation import (
     Evaluation,
     EvaluationLoader,
     EvaluationRows,
+    NumberedCollator,
     RowLosses,
     check_sharing,
 )
@@ -205,7 +206,9 @@ class PackedTrainer(RenamedWeights):
         sampler = self._sampler(dataset)
         if self._resumes_from is not None and not self.args.ignore_data_skip:
             checkpoints.load_plan(self._resumes_from, sampler, self._described)
-        return RowLoader(dataset, batch_sampler=sampler, collate_fn=self.data_collator, **self._loading)
+        collate = NumberedCollator(dataset, cast(Any, self.data_collator))
+        places: Any = range(len(dataset))  # a data set of indices
+        return RowLoader(places, batch_sampler=sampler, collate_fn=collate, **self._loading)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Return the batches of a step and the divisor of its loss; no batches once all steps are done.
@@ -518,10 +521,10 @@ class RowLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the rows; warn of the first row whose sample lengths match no row of the plan."""
-        plan, collator, batches = self.batch_sampler.plan, cast(Any, self.collate_fn), super().__iter__()
-        if isinstance(self.dataset, PackedDataset) or (
-            isinstance(collator, VLMCollator) and collator.on_bad != "raise"
-        ):
+        plan, batches = self.batch_sampler.plan, super().__iter__()
+        numbered: NumberedCollator = cast(Any, self.collate_fn)
+        dataset, collator = numbered.dataset, numbered.collator
+        if isinstance(dataset, PackedDataset) or (isinstance(collator, VLMCollator) and collator.on_bad != "raise"):
             yield from batches  # rows may lack planned samples
             return
         has_warned = False
