@@ -47,10 +47,13 @@ def families(where: Callable[[Family], bool] = lambda family: True, always: Iter
 
 
 def one_of_each(where: Callable[[Family], bool] = lambda family: True, always: Iterable[str] = ()) -> list[Any]:
-    """As `families`, but of those beyond the eight one of each combination of mechanisms and media."""
+    """As `families`, but of those beyond the eight one of each combination of mechanisms and media.
+
+    A text model with the layers of a family with vision (`qwen3_5_text`, `llama4_text`) is no combination of its own.
+    """
     chosen: dict[Any, str] = {}
     for name in (*EIGHT, *FAMILIES):
-        if family := FAMILIES.get(name):
+        if (family := FAMILIES.get(name)) and (family.has_vision or family.text_type not in FAMILIES):
             media = (family.has_vision, family.has_grids, family.has_audio)
             chosen.setdefault((frozenset(family.mechanisms), *media, family.bidirectional is None), name)
     names = {*EIGHT, *always, *chosen.values()}
