@@ -27,6 +27,7 @@ ENDS = {
     "kimi_k25": "<|im_end|>",
     "lfm2_vl": "<|im_end|>",
     "mistral3": "</s>",
+    "lighton_ocr": "<|im_end|>",
     "minicpmv4_6": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
 }

@@ -59,7 +59,12 @@ def test_all_tensors_go_through_the_same_index_and_keep_their_dtype():
         samples,
         position_ids=torch.stack([ids * 10, ids * 100, ids * 1000]).int(),
         mm_token_type_ids=(ids % 3).to(torch.uint8),
-        extras={"advantages": ids.double(), "both": torch.stack([ids, ids]).half()},
+        extras={
+            "advantages": ids.double(),
+            "both": torch.stack([ids, ids]).half(),
+            "low": ids.bfloat16(),  # numpy has no such dtype
+            "trained": ids.double().requires_grad_(),
+        },
     )
     row = pack(batch, rule=SlotRule(multiple=4))
     real = ~row.moe_padding_mask[0]
@@ -70,7 +75,10 @@ def test_all_tensors_go_through_the_same_index_and_keep_their_dtype():
     assert torch.equal(row.position_ids[:, :, real], torch.stack([kept * 10, kept * 100, kept * 1000]).int())
     assert row.mm_token_type_ids is not None
     assert row.mm_token_type_ids.dtype == torch.uint8
-    assert torch.equal(row.extras["advantages"][:, real], kept.double())
+    for name in ("advantages", "low", "trained"):
+        assert row.extras[name].dtype == batch.extras[name].dtype
+        assert torch.equal(row.extras[name][:, real].double(), kept.double())
+        assert row.extras[name].requires_grad == (name == "trained")
     assert row.extras["both"].shape == (2, 1, 8)
     assert row.extras["both"].dtype == torch.float16
 
