@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.families import family_of
 from vlmpack.layout import SlotRule, pack
-from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
 
 CASES = (
@@ -32,6 +32,7 @@ CASES = (
     ("qwen3_vl", "ddp", "group"),
     ("qwen3_vl", "fsdp2", "group"),
     ("qwen3_5", "fsdp2 of layers' parts", "group"),
+    ("qwen3_5", "ddp", "group, one loss"),
 )
 """(family, wrapper, how the samples are handed in)."""
 
@@ -44,7 +45,7 @@ def fresh(family: str) -> Any:
 def samples_of(model: Any, layout: str = "") -> list[Sample]:
     """Five samples: two for the first rank and three for the second, images on both. Of a group, the first rank has no
     image and a row that fits."""
-    if layout == "group":
+    if layout.startswith("group"):
         return trees.samples_of(model.config, trees.rollouts(3, 4, images=0), trees.rollouts(5, 1, 9), masked=(0, 6))
     kinds = ("image", "text", "images", "text", "text") if model.config.model_type in VISION else ("text",) * 5
     return mixed_samples(model.config, seed=4, kinds=kinds, side=(1, 2))
@@ -63,13 +64,16 @@ def gradients(family: str, wrapper: str, layout: str) -> dict[str, torch.Tensor]
     targets, rank = padded(samples).metadata.num_targets, dist.get_rank()
     mine = samples[:2] if rank == 0 else samples[2:]
     batch = padded(mine, "left") if layout == "left padded" else pack(padded(mine), rule=SlotRule(multiple=8))
-    step = PackedStep(DistributedDataParallel(model) if wrapper == "ddp" else sharded(model, wrapper))
+    finds = {"find_unused_parameters": "one loss" in layout}  # of a step, the first rank has no image
+    step = PackedStep(DistributedDataParallel(model, **finds) if wrapper == "ddp" else sharded(model, wrapper))
     if layout == "group":
         group = step.group(trees.shared(mine), capacity=(40, 20)[rank], num_items_in_batch=targets)
         assert (len(group) == 1) is (rank == 0)
         group.forward()
         group.backward()
     else:
+        if layout.startswith("group"):
+            batch, step = trees.shared(mine), PackedStep(step.model, StepConfig(capacity=(40, 12)[rank]))
         step(batch, num_items_in_batch=targets).loss.backward()
     return {name.removeprefix("module."): whole(p.grad).clone() for name, p in step.model.named_parameters()}
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
@@ -155,18 +156,21 @@ class PackingState:
             return None
         device = row.input_ids.device
         cut = cut_group(row.to("cpu"), capacity, read_media=media_reader(self.family, core.config))
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in core.parameters())
+        learning = [p for p in core.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
         return RowInPieces(
             cut,
             lambda row, piece: run(row.to(device, non_blocking=True), piece),
-            learns=learns,
+            learns=bool(learning),
             kept_pieces=self.config.kept_pieces,
+            parameters=learning if DistributedDataParallel._get_active_ddp_module() is not None else (),
         )
 
     def problem_of_pieces(self, model: nn.Module, *, under_one_loss: bool = False) -> str | None:
         """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""
         if under_one_loss and any({x.__name__ for x in type(module).__mro__} & _SHARDED for module in model.modules()):
             return "FSDP frees its parameters behind each backward pass: use PackedStep.group, or groups that fit a row"
+        if under_one_loss and DistributedDataParallel._get_active_ddp_module() is not None and _is_reentrant(model):
+            return "reentrant checkpointing gives DDP several gradients of a parameter: set use_reentrant=False"
         if self.parallel is not None and self.parallel.ranks > 1:
             return f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole: Parallel()"
         if self.parallel is not None and self.parallel.vision.host is not None:
@@ -200,6 +204,12 @@ _COPIES: WeakKeyDictionary[nn.Module, Copies] = WeakKeyDictionary()
 """The host arrays that the last pass of a model copied to its device."""
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 _LOG, _logged = logging.getLogger(__name__), set[str]()
+
+
+def _is_reentrant(core: nn.Module) -> bool:
+    """Return whether gradient checkpointing of this kind is on."""
+    calls = [getattr(x, "_gradient_checkpointing_func", None) for x in core.modules()]
+    return any(getattr(call, "keywords", {}).get("use_reentrant") for call in calls)
 
 
 def check_unchanged(core: Any, family: Family, *, has_head: bool) -> None:

@@ -10,11 +10,14 @@
 
 So a prefix goes forward once, and all branches but the last twice, as under gradient checkpointing. `PackedStep.group`
 computes nothing twice, but needs a separate loss for each piece.
+
+DDP exchanges a parameter's gradient when it arrives, so it has to arrive once: under DDP, `_Rest` takes the parameters
+as inputs, and returns the sum of the gradients from all of its pieces.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, final
@@ -35,17 +38,29 @@ Outputs = tuple[torch.Tensor, ...]
 RunPiece = Callable[[PackedRow, PieceOfGroup], Outputs]
 """Runs the row of a piece, which is on the host, through the backbone."""
 
+UsePiece = Callable[[int, Outputs, KeptPrefix | None], Any]
+"""Called with a piece's number, its outputs, and what the pieces before it kept."""
+
 
 @final
 class RowInPieces:
     """A row's pieces. The caller runs the first one, and hands its outputs to `rest`."""
 
-    def __init__(self, cut: CutGroup, run: RunPiece, *, learns: bool, kept_pieces: int) -> None:
-        self._cut, self._run, self._learns = cut, run, learns
+    def __init__(
+        self,
+        cut: CutGroup,
+        run: RunPiece,
+        *,
+        learns: bool,
+        kept_pieces: int,
+        parameters: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """`parameters`: those that get one gradient from all pieces but the first; (): each piece adds to them."""
+        self._cut, self._run, self._learns, self.parameters = cut, run, learns, parameters
         count, parents = len(cut.pieces), [piece.parent for piece in cut.pieces]
         of_last = (n for n in range(max(count - kept_pieces, 1), count) if not {*parents[n:]} & {*range(1, n)})
         self._last = next(of_last, count) if learns else count  # the first of the last pieces, which keep their graphs
-        self._kept: list[tuple[int, Outputs]] = []
+        self._kept: list[tuple[int, Outputs, KeptPrefix | None]] = []
         piece = cut.pieces[0]
         kept = KeptPrefix(None, is_training=torch.is_grad_enabled()) if piece.is_kept else None
         self.first_row = cut.row(piece)
@@ -61,31 +76,31 @@ class RowInPieces:
         """Return the outputs of the whole row, in the order of its tree, from those of the first piece."""
         if self._learns and not of_first[0].requires_grad:  # of a tower that is trained alone, without an image here
             of_first = of_first[0].detach().requires_grad_(), *of_first[1:]
-        return _Rest.apply(self, *of_first)
+        return _Rest.apply(self, *of_first, *self.parameters)
 
-    def forward(self, use: Callable[[int, Outputs], Any]) -> None:
+    def forward(self, use: UsePiece) -> None:
         """Run all pieces but the first and call `use` with their outputs. The last ones keep their graphs."""
 
-        def use_and_keep(number: int, outputs: Outputs) -> None:
-            use(number, outputs)
-            self._kept.append((number, outputs))
+        def use_and_keep(number: int, outputs: Outputs, before: KeptPrefix | None) -> None:
+            use(number, outputs, before)
+            self._kept.append((number, outputs, before))
 
         self._walk(range(1, self._last), use)
         with torch.enable_grad():
             self._walk(range(self._last, len(self._cut.pieces)), use_and_keep)
 
-    def backward(self, use: Callable[[int, Outputs], Any], again: AbstractContextManager[Any]) -> None:
+    def backward(self, use: UsePiece, again: AbstractContextManager[Any]) -> None:
         """Call `use` with the outputs and graphs of all pieces but the first: first those that were kept, then those
         of pieces that run again, inside `again`. After another backward pass, all of them run again."""
         kept, self._kept = self._kept, []
-        for number, outputs in kept:
-            use(number, outputs)
+        for each in kept:
+            use(*each)
         if self.first.own is not None and not kept:
             self.first.own.forget_gradients()
         with again, torch.enable_grad():
             self._walk(range(1, self._last if kept else len(self._cut.pieces)), use)
 
-    def _walk(self, numbers: range, use: Callable[[int, Outputs], Any]) -> None:
+    def _walk(self, numbers: range, use: UsePiece) -> None:
         """Run these pieces and call `use` with their outputs; a kept prefix is used after its branches."""
         path, cut, nothing = OpenPieces(), self._cut, lambda: None
         if self.first.own is not None:
@@ -95,7 +110,7 @@ class RowInPieces:
             before, row = path.up_to(piece.parent), cut.row(piece)
             own = KeptPrefix(before, is_training=torch.is_grad_enabled()) if piece.is_kept else None
             outputs = self._run(row, PieceOfGroup.of(cut, piece, row, before=before, own=own))
-            done = partial(use, number, outputs)
+            done = partial(use, number, outputs, before)
             if own is None:
                 done()
             else:
@@ -116,7 +131,8 @@ class RowInPieces:
 
 class _Rest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pieces: RowInPieces, *of_first: torch.Tensor) -> Outputs:
+    def forward(ctx: Any, pieces: RowInPieces, *inputs: torch.Tensor) -> Outputs:
+        of_first = inputs[: len(inputs) - len(pieces.parameters)]
         ctx.pieces, ctx.again = pieces, _AsNow(of_first[0])
         at = [x.ndim - 2 for x in of_first]  # hidden states have a batch of one row
         whole = [
@@ -124,7 +140,7 @@ class _Rest(torch.autograd.Function):
             for x, dim in zip(of_first, at, strict=True)
         ]
 
-        def use(number: int, outputs: Outputs) -> None:
+        def use(number: int, outputs: Outputs, before: KeptPrefix | None = None) -> None:
             index = pieces.index(number, outputs[0].device)
             for rows, values, dim in zip(whole, outputs, at, strict=True):
                 rows.index_copy_(dim, index.to(rows.device), values.detach())
@@ -136,18 +152,26 @@ class _Rest(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         pieces: RowInPieces = ctx.pieces
+        sums: list[torch.Tensor | None] = [None] * len(pieces.parameters)
 
         def of_piece(number: int) -> list[torch.Tensor]:
             index = pieces.index(number, grads[0].device)
             return [grad.index_select(grad.ndim - 2, index.to(grad.device)) for grad in grads]
 
-        def use(number: int, outputs: Outputs) -> None:
+        def use(number: int, outputs: Outputs, before: KeptPrefix | None) -> None:
             pairs = [(x, grad) for x, grad in zip(outputs, of_piece(number), strict=True) if x.requires_grad]
-            if pairs:
-                torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+            tensors, of_tensors = [x for x, _ in pairs], [grad for _, grad in pairs]
+            if pairs and not sums:
+                torch.autograd.backward(tensors, of_tensors)
+            elif pairs:
+                read = [] if before is None else before.learned  # whose gradients are added up on the way
+                inputs = [*pieces.parameters, *read]
+                found = torch.autograd.grad(tensors, inputs, of_tensors, allow_unused=True)
+                for place, (total, grad) in enumerate(zip(sums, found, strict=False)):
+                    sums[place] = total if grad is None else grad if total is None else total + grad
 
         pieces.backward(use, ctx.again)
-        return None, *of_piece(0)
+        return None, *of_piece(0), *sums
 
 
 class _AsNow(ExitStack):

@@ -95,6 +95,12 @@ class KeptPrefix:
         """The kept pieces from the first token of the samples to the end of this one."""
         return [*([] if self.before is None else self.before.path), self]
 
+    @property
+    def learned(self) -> list[torch.Tensor]:
+        """All kept tensors on the path that get gradients."""
+        every = [x for kept in self.path for layer in kept.of_layers.values() for x in layer.tensors]
+        return [x for x in every if x.requires_grad]
+
     def keep(self, name: Hashable, out: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         """Keep tensors under a name; return `out`, see `KeptTensors.keep`. Gradient checkpointing calls this twice."""
         if name not in self.of_layers:

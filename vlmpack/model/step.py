@@ -9,7 +9,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
@@ -20,11 +19,7 @@ from vlmpack.layout.device import copied
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import PackedRow
 from vlmpack.model.enable import enable_packing
-from vlmpack.model.engine import (
-    StepConfig,
-    packing_state,
-    stored_state,
-)
+from vlmpack.model.engine import StepConfig, stored_state
 from vlmpack.model.exchange import exchanged_once
 from vlmpack.model.forward import COLUMNS, STEP, StepCall
 from vlmpack.model.groups import GroupStep, check_groups
@@ -50,8 +45,7 @@ class PackedStep:
 
         Raises:
             FamilyError: the model's family cannot be packed exactly.
-            ConfigError: rows would go in pieces through a model that is wrapped for data parallelism; or PEFT puts
-                learned embeddings in place of token ids.
+            ConfigError: PEFT puts learned embeddings in place of token ids.
         """
         self.model, core = model, find_model(model)
         peft_configs = [getattr(module, "active_peft_config", None) for module in model.modules()]
@@ -65,11 +59,6 @@ class PackedStep:
             enable_packing(core, config, parallel=parallel)
         elif config is not None or parallel is not None:
             enable_packing(core, config or state.config, parallel=parallel or state.parallel)
-        if packing_state(core).config.capacity is not None and isinstance(model, DistributedDataParallel):
-            raise ConfigError(
-                "DistributedDataParallel would exchange gradients in the first of the backward passes of a row in "
-                "pieces: leave StepConfig(capacity=...) out, and use step.group(row, capacity=...)"
-            )
 
     def __call__(
         self,

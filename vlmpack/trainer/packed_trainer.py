@@ -487,8 +487,8 @@ def _with_whole_groups(trainer: Any, plan: Plan) -> Plan:
 
 def problem_of_pieces(trainer: Any) -> str | None:
     """Return why this trainer cannot compute rows in pieces; None: it can."""
-    if trainer.args.world_size > 1 or trainer.is_deepspeed_enabled:
-        return "several ranks exchange gradients in the first of its backward passes"
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return "DeepSpeed and FSDP exchange gradients in the first of its backward passes"
     return packing_state(find_model(trainer.model)).problem_of_pieces(trainer.model)
 
 
