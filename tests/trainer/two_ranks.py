@@ -14,11 +14,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from trainer.packed_runs import fingerprint, fresh, plan_of, planned, streamed
+from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
 from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 
 from vlmpack.errors import ConfigError
-from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
@@ -108,8 +108,9 @@ def gathered(mine):
 
 
 def on_a_plan(folder):
-    """An odd number of rows for two epochs, weighed by samples, and the evaluation of as many."""
+    """An odd number of rows for two epochs, in pieces, weighed by samples, and the evaluation of as many."""
     run = planned(folder, dropout=0.0, loss="square")
+    enable_packing(run.model, StepConfig(capacity=max(lengths_of(scene()[1])) // 2))
     metrics = run.evaluate()
     before = len(run.data_collator.rows)
     run.train()
