@@ -14,7 +14,6 @@ from test_example import write_chats
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vlmpack import VLMCollator
-from vlmpack.families import family_of
 from vlmpack.testing import tiny_model, tiny_processor
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +88,7 @@ def given(package: str) -> dict[str, Any]:
     if package == "collate":
         return {"processor": processor, "tokenizer": processor.tokenizer, "feature": feature}
     row = VLMCollator(processor, layout="packed").collate([feature])
-    return {"processor": processor, "model": tiny_model(processor=processor), "row": row, "family_of": family_of}
+    return {"processor": processor, "model": tiny_model(processor=processor), "row": row}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # PyTorch imports its compiler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from vlmpack.data import load_processor, open_dataset
 from vlmpack.lengths import measure_lengths
 from vlmpack.testing import tiny_model, tiny_processor
 
+ROOT = Path(__file__).parents[2]
 CHATS = ("model=tiny", "data=chats.jsonl", "capacity=300", "on_bad=skip", "--quiet")
 
 
@@ -48,6 +50,10 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
     assert ELSEWHERE.keys() <= all_keys().keys() and UNUSED.keys() <= set(TrainingArguments.__dataclass_fields__)
     assert not {name for names in ELSEWHERE.values() for name in names.split()} & all_keys().keys()
     assert all(key.help for key in all_keys().values())
+    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert {"model", "data", "method", "capacity"} == set(re.findall(r"^\+(\w+): ", page, re.MULTILINE))
+    theirs = set(re.findall(r"^-(\w+): ", page, re.MULTILINE))
+    assert len(theirs) == 10 and theirs <= {name for names in ELSEWHERE.values() for name in names.split()}
 
 
 @pytest.mark.parametrize(
