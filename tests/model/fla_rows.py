@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from equality import Alone, alone_through, by_sample, check_step, limits_of, poisoned
+from equality import Alone, alone_through, by_sample, check_gradients, check_step, limits_of, poisoned
 from fla.ops.gated_delta_rule import CALLS  # pyright: ignore[reportMissingImports]
 from parts import gated_delta_layers
 from trees import DEEP, STRANGER, samples_of, shared
@@ -160,6 +160,17 @@ def test_a_prefix_tree_is_computed_in_one_call_a_level_each_node_from_its_parent
         result.work.delta_tokens == row.tree.num_tokens + TAPS * (len(row.tree.lengths) - 1) < row.segments.num_tokens
     )
     check(branches, model, result)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_group_in_pieces_starts_each_piece_from_the_kept_state(model: Any, branches: Alone) -> None:
+    group = PackedStep(model).group(shared(branches.samples), capacity=40 if "image" in kinds_of(model.config) else 16)
+    result = group.backward()
+    assert {piece.kept > 0 for piece in group.cut.pieces if piece.is_kept} == {False, True}, "pieces nest"
+    assert torch.isclose(result.loss, branches.loss, rtol=1e-5)
+    limits = replace(limits_of(model.config.model_type), gradient=1e-3, cosine=1e-5)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    check_gradients(branches, found, limits)
 
 
 @pytest.mark.usefixtures("gpu")

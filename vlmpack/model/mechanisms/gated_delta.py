@@ -43,7 +43,7 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls, tail_of, with_tail
 from vlmpack.model.plain import cache_name, check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -66,11 +66,11 @@ class GatedDelta(ClassMechanism):
         """Report layers that cannot start from a kept state."""
         if not (layers := self.find(model)):
             return None
+        text_config, device = model.family.text_config(model.core.config), torch.device("cpu")
+        cut: Callable[..., Buckets | VarlenCalls] = partial(Buckets.cheapest, call_cost=CALL_COST["cpu"])
         if uses_fla(model.family):
-            return "flash-linear-attention computes its gated delta layers: give groups that fit a row"
-        cut = partial(Buckets.cheapest, call_cost=CALL_COST["cpu"])
-        text_config = model.family.text_config(model.core.config)
-        if supports_initial_state(plain_class(layers[0]), text_config, cut=cut, device=torch.device("cpu")):
+            cut, device = partial(VarlenCalls.of, taps=conv_taps(text_config)), next(layers[0].parameters()).device
+        if supports_initial_state(plain_class(layers[0]), text_config, cut=cut, device=device):
             return None
         return "its gated delta layers take no initial state in this transformers: give groups that fit a row"
 
@@ -83,7 +83,13 @@ class GatedDelta(ClassMechanism):
         """
         device, tree, layers = setup.row.input_ids.device, setup.row.tree, self.find(setup.model)
         call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
-        if (piece := setup.part.piece) is not None:
+        piece = setup.part.piece
+        if piece is not None and tree is not None and uses_fla(setup.model.family):
+            check_fla(device, training=torch.is_grad_enabled())
+            taps, first = conv_taps(setup.text_config), int(piece.kept_tokens > 0)
+            tree = with_tail(tree, piece.kept_tokens, taps) if first else tree
+            return VarlenCalls.of(tree.nodes, taps=taps, tree=tree, first=first)
+        if piece is not None:
             nodes = Segments.from_lengths([0] * (piece.kept_tokens > 0) + [*setup.part.segments.lengths])
             return Buckets.cheapest(nodes, call_cost=call_cost, tree=tree, keeps_last=piece.own is not None)
         cut: Callable[..., Buckets | VarlenCalls]
@@ -133,10 +139,15 @@ def packed_gated_delta(
 
     def on_samples(rank_layer: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
         run, piece = with_state(partial(plain_forward, rank_layer, **kwargs)), row.part.piece
-        if piece is None or isinstance(delta, VarlenCalls):
+        if piece is None:
             return delta.run(run, row_1TD)
-        kept = LayerState(*(piece.read_last(layer) or ()))
-        return piece.keep(layer, delta.run(run, row_1TD, kept), kept.tail, kept.state)
+        tail, state = piece.read_last(layer) or (None, None)
+        if isinstance(delta, Buckets):
+            kept = LayerState(tail, state)
+            return piece.keep(layer, delta.run(run, row_1TD, kept), kept.tail, kept.state)
+        kept, taps = LayerState(state_nHDD=state), delta.levels[0].taps
+        row_1TD = row_1TD if tail is None else torch.cat([tail, row_1TD], 1)
+        return piece.keep(layer, delta.run(run, row_1TD, kept), tail_of(row_1TD, taps), kept.state)
 
     if row.part.is_whole or delta.tree is not None:
         return on_samples(layer, hidden_1tD)

@@ -31,6 +31,18 @@ from vlmpack.layout.device import to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, ranges
 
+
+def with_tail(tree: PrefixTree, kept: int, taps: int) -> PrefixTree:
+    """Return the tree of a piece whose first node, a kept prefix of `kept` tokens, has only its last `taps` tokens."""
+    samples = Segments.from_lengths([length - kept + taps for length in tree.segments.lengths])
+    return PrefixTree(segments=samples, parents=tree.parents, lengths=(taps, *tree.lengths[1:]), leaves=tree.leaves)
+
+
+def tail_of(row_1TD: torch.Tensor, taps: int) -> torch.Tensor:
+    """Return the last tokens of a row, [1, taps, D], with zeros before its first one."""
+    return torch.cat([row_1TD.new_zeros(1, taps, row_1TD.shape[-1]), row_1TD], 1)[:, -taps:]
+
+
 MAX_OVERHEAD = 1.25
 """Maximum number of tokens that a bucket may compute per real token in it."""
 
@@ -445,9 +457,11 @@ class VarlenCalls:
     """The call of each level, roots first. In a call, nodes without children come first, which needs fewer pieces."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
+    first: int = 0
+    """The first level that is computed: 1 behind a kept prefix, of which level 0 has the tail (`with_tail`)."""
 
     @classmethod
-    def of(cls, segments: Segments, *, taps: int, tree: PrefixTree | None = None) -> VarlenCalls:
+    def of(cls, segments: Segments, *, taps: int, tree: PrefixTree | None = None, first: int = 0) -> VarlenCalls:
         """Lay out a row, or `tree.nodes`, for a convolution that reads `taps` tokens before each token."""
         if tree is None:
             return cls(segments=segments, levels=(ConvLayout.every(segments, taps),))
@@ -456,25 +470,29 @@ class VarlenCalls:
         for node in sorted(range(len(tree.lengths)), key=have_children.__contains__):
             levels[tree.depths[node]].append(node)
         calls = [ConvLayout(segments=segments, taps=taps, nodes=tuple(level), tree=tree) for level in levels]
-        return cls(segments=segments, levels=tuple(calls), tree=tree)
+        return cls(segments=segments, levels=tuple(calls), tree=tree, first=first)
 
     @property
     def tokens(self) -> int:
         """Number of tokens that all calls compute, including the tokens before each segment."""
-        return sum(level.tokens for level in self.levels)
+        return sum(level.tokens for level in self.levels[self.first :])
 
-    def run(self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor) -> torch.Tensor:
+    def run(
+        self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor, kept: LayerState | None = None
+    ) -> torch.Tensor:
         """Run [1, T, D] through a layer, level by level. The layer is a function of [1, W, D], a `LayerState` (None if
-        no state is passed) and the pieces of the call."""
+        no state is passed) and the pieces of the call. `kept`: as in `Buckets.run`."""
         outputs: list[torch.Tensor] = []
-        ended: torch.Tensor | None = None
-        for depth, level in enumerate(self.levels):
+        ended = None if kept is None else kept.state
+        for depth, level in enumerate(self.levels[self.first :], self.first):
             state = None
-            if len(self.levels) > 1:
+            if len(self.levels) > 1 or kept is not None:
                 starts = None if ended is None else self._starts(depth, ended)
                 state = LayerState(state_nHDD=starts, reads_row=True)
             outputs.append(level.join([layer(*level.split(row_1TD), state, level.pieces)]))
             ended = None if state is None else state.state
+            if kept is not None and ended is not None:
+                kept.state = ended[level.numbers[-1], None]
         if self.tree is None:
             return outputs[0]
         return torch.cat(outputs, 1).index_select(1, self._derived("order", row_1TD.device, self._order))
@@ -495,7 +513,7 @@ class VarlenCalls:
 
     def _order(self) -> np.ndarray:
         """Return int64 [t]: the position of each token of the tree among the outputs of all levels."""
-        spans = [self.segments.spans[node] for level in self.levels for node in level.nodes]
+        spans = [self.segments.spans[node] for level in self.levels[self.first :] for node in level.nodes]
         return np.argsort(np.concatenate([np.arange(*span) for span in spans]))
 
     def _derived(self, what: Hashable, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:

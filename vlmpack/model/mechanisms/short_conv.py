@@ -29,11 +29,9 @@ import torch
 from torch import nn
 
 from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.gated_delta import CALL_COST
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout, tail_of, with_tail
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -62,10 +60,8 @@ class ShortConv(ClassMechanism):
         taps, piece = setup.text_config.conv_L_cache - 1, setup.part.piece
         if tree is None or piece is None or not piece.kept_tokens:
             return ConvLayout.every(segments if tree is None else tree.nodes, taps, tree)
-        samples = Segments.from_lengths([length - piece.kept_tokens + taps for length in segments.lengths])
-        lengths = (taps, *setup.part.segments.lengths)
-        short = PrefixTree(segments=samples, parents=tree.parents, lengths=lengths, leaves=tree.leaves)
-        return ConvLayout(segments=short.nodes, taps=taps, nodes=(*range(1, len(lengths)),), tree=short)
+        short = with_tail(tree, piece.kept_tokens, taps)
+        return ConvLayout(segments=short.nodes, taps=taps, nodes=(*range(1, len(short.lengths)),), tree=short)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the tokens that each layer computes."""
@@ -107,6 +103,5 @@ def packed_short_conv(
         assert isinstance(conv, ConvLayout), "a bias is refused"
         before = piece.read_last(module) or ()
         row_1TD = torch.cat([*before, hidden_1tD], 1)
-        zeros_1KD = hidden_1tD.new_zeros(1, conv.taps, hidden_1tD.shape[-1])
-        return piece.keep(module, on_samples(row_1TD), torch.cat([zeros_1KD, row_1TD], 1)[:, -conv.taps :])
+        return piece.keep(module, on_samples(row_1TD), tail_of(row_1TD, conv.taps))
     return on_samples(hidden_1tD) if conv.tree is not None else row.part.on_whole_row(on_samples, hidden_1tD)
