@@ -30,7 +30,7 @@ from benchmarks.cases.collating import (
 )
 from benchmarks.cases.planning import PlanShapes, measure_plan
 from benchmarks.cases.sampling import SamplingShapes, measure_sampling
-from benchmarks.cases.step import CompileShapes, measure_compiled, measure_step
+from benchmarks.cases.step import CompileShapes, measure_compiled, measure_host, measure_step
 from benchmarks.cases.tree import TreeShapes, measure_tree
 from benchmarks.measuring import CLOCKS, BenchSettings, Figure, Report, Skipped, environment
 from benchmarks.peers import PeerShapes, measure_peers
@@ -53,6 +53,7 @@ class Case:
     """Relative share of a run's time. Cases with long rounds need more time for an equally stable median."""
 
 
+_DEEP = ReceiptShapes(hidden=64, layers=28, kv_heads=1, vision_hidden=64, vision_depth=2, longest=64)
 CASES: Mapping[str, Case] = {
     "pack": Case(about="pack a padded batch, against copying its bytes", run=measure_pack, shapes=PackShapes()),
     "collate": Case(about="collate receipts, packed against padded", run=measure_collate, shapes=CollateShapes()),
@@ -62,6 +63,7 @@ CASES: Mapping[str, Case] = {
     "peers": Case(about="other projects on the same tokenized samples", run=measure_peers, shapes=PeerShapes()),
     "compile": Case(about="layers compiled again", run=measure_compiled, shapes=CompileShapes(), by_family=True),
     "step": Case(about="packed against padded", run=measure_step, shapes=ReceiptShapes(), by_family=True, weight=3.0),
+    "host": Case(about="the host's own time", run=measure_host, shapes=_DEEP, by_family=True),
     "tree": Case(about="prefixes computed once", run=measure_tree, shapes=TreeShapes(), by_family=True, weight=4.0),
     "head": Case(about="the head on labelled rows, against all rows", run=measure_head, shapes=ReceiptShapes()),
     "sampling": Case(about="against continuous batching", run=measure_sampling, shapes=SamplingShapes()),

@@ -174,15 +174,8 @@ FULL = GpuShapes(
     copied=2**32,
     seconds=5.0,
 )
-_TINY = {
-    "hidden": 48,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "vision_hidden": 32,
-    "vision_depth": 1,
-    "vocab_size": 131,
-}
+_TINY = {"hidden": 48, "layers": 2, "heads": 4, "kv_heads": 2, "vocab_size": 131}
+_TINY |= {"vision_hidden": 32, "vision_depth": 1}
 TINY = GpuShapes(
     tests="layout/test_batches.py",
     probed=("qwen3",),
@@ -435,7 +428,8 @@ class Models:
         with torch.device(lab.device):
             model = auto.from_config(config, dtype=lab.dtype, attn_implementation="sdpa")
         self.model = with_patch_products(model).train()
-        self.packed = {PACKED: self._packed(StepConfig()), SLOTS: self._packed(StepConfig(slots=SlotRule(multiple=8)))}
+        configs = {PACKED: StepConfig(), SLOTS: StepConfig(slots=SlotRule(multiple=8))}
+        self.packed = {name: PackedStep(self._twin(), config) for name, config in configs.items()}
         self.flash = None
         if is_flash_attn_2_available():
             self.flash = self._twin()
@@ -444,9 +438,6 @@ class Models:
     def _twin(self) -> Any:
         shared = [*self.model.parameters(), *self.model.buffers()]
         return copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
-
-    def _packed(self, config: StepConfig) -> PackedStep:
-        return PackedStep(self._twin(), config)
 
     def recompute(self, wanted: bool) -> None:
         """Switch gradient checkpointing on or off in all variants, and clear gradients."""
@@ -466,9 +457,8 @@ class Models:
         vocabulary = self.family.text_config(config).vocab_size
         receipts = replace(self.lab.shapes.receipts, samples=samples, vocab_size=vocabulary)
         drawn = receipt_samples(self.family, config, receipts, seed=self.lab.seed)
-        batches = [
-            cast(padded(some).to(self.lab.device), self.lab.dtype) for some in (drawn, *([one] for one in drawn))
-        ]
+        groups = (drawn, *([one] for one in drawn))
+        batches = [cast(padded(some).to(self.lab.device), self.lab.dtype) for some in groups]
         return batches[0], [hf_inputs(batch) for batch in batches[1:]]
 
     def steps(self, batch: PaddedBatch) -> dict[str, Callable[[], torch.Tensor]]:
@@ -546,11 +536,9 @@ def _step(models: Models, samples: int, words: str) -> Entries:
         for base in ideals if name in PACKED_WAYS else ():
             title, of = f"{words}, {base} / {name}", (base, name)
             yield Figure.compared("step", title, timings, of, lab.settings)
-            target = Target(limit=0.95, better=HIGHER) if base == LONGEST and name == PACKED else None
-            scale = 1 / ideals[base]
-            yield Figure.compared(
-                "step", f"{title}, share of ideal", timings, of, lab.settings, scale=scale, target=target
-            )
+            more: dict[str, Any] = {"scale": 1 / ideals[base]}
+            more["target"] = Target(limit=0.95, better=HIGHER) if base == LONGEST and name == PACKED else None
+            yield Figure.compared("step", f"{title}, share of ideal", timings, of, lab.settings, **more)
 
 
 def _syncs(lab: Lab, shape: ModelShape) -> Entries:

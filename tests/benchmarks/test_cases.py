@@ -44,6 +44,7 @@ SHAPES = {
     ),
     "head": TINY,
     "sampling": SamplingShapes(receipts=replace(TINY, vocab_size=600), requests=3, shortest=4, longest=9, sampled=3),
+    "host": TINY,
     "compile": CompileShapes(receipts=replace(TINY, layers=1), steps=2, samples=(1, 2), longest=(20, 30)),
 }
 

@@ -24,7 +24,8 @@ pytestmark = [
 ]
 ROWS = [
     (("image", "text", "image"), 1),
-    (("text", "text"), 8),
+    (("text",), 1),
+    (("image",), 8),
     (("image", "image", "text", "image"), 8),
 ]
 """Kinds of samples and a multiple for their slots: other numbers of samples and images, with gaps and without."""
@@ -49,11 +50,11 @@ def graphs_so_far():
 
 @pytest.mark.slow
 @config.patch(fail_on_recompile_limit_hit=True)  # PyTorch would go on without a word
-def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compile_nothing():
+def test_every_row_is_what_it_is_without_and_after_one_row_nothing_is_compiled():
     model, plain = small("qwen3_5"), small("qwen3_5")
     step, reference = PackedStep(compile_layers(model, backend="aot_eager")), PackedStep(plain)
     graphs = []
-    for seed, (kinds, multiple) in enumerate(ROWS + ROWS[:2]):
+    for seed, (kinds, multiple) in enumerate(ROWS):
         row = row_of(model, seed=seed, kinds=kinds, multiple=multiple)
         ours, theirs = step(row), reference(row)
         assert torch.isclose(ours.loss, theirs.loss, rtol=1e-6, atol=0)
@@ -62,7 +63,7 @@ def test_every_row_is_what_it_is_without_and_rows_of_kinds_that_were_seen_compil
         graphs.append(graphs_so_far())
     assert distance(gradients(plain), gradients(model)) <= 1e-5
     assert graphs[0] > 0, "nothing was compiled"
-    assert set(graphs[len(ROWS) :]) == {graphs[len(ROWS) - 1]}
+    assert set(graphs) == {graphs[0]}
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
+from operator import attrgetter
 from types import FunctionType
 from typing import Any, ClassVar, final
 from weakref import WeakKeyDictionary
@@ -302,7 +303,10 @@ class _Callers:
 
 
 def _children(modules: list[nn.Module]) -> list[Any]:
-    return [*chain.from_iterable(module._modules.values() for module in modules)]
+    return [*chain.from_iterable(map(dict.values, map(_MODULES, modules)))]
+
+
+_MODULES: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 # ---------------------------------------------------------------------- what packed attention supports
@@ -427,7 +431,8 @@ def _vision_attention(
     row: RowContext | None = kwargs.pop(CONTEXT, None)
     if row is not None:
         settings = _settings(module, kwargs, causal=False)
-        return packed_attention(query, key, value, row, vision=kwargs["cu_seq_lens_q"], **settings), None
+        boundaries = kwargs["cu_seq_lens_q"]
+        return packed_attention(query, key, value, row, vision=boundaries, module=module, **settings), None
     if "flash" in _original_name(module) or "cu_seq_lens_q" not in kwargs:
         return _call_original(module, query, key, value, *args, **kwargs)
     return _image_by_image(module, (query, key, value), *args, **kwargs), None
@@ -476,8 +481,14 @@ def packed_attention(
         return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)
 
     if vision is not None:  # all patches of an image are on the same rank
-        return attend(q_TNH, k_TKH, v_TKH, segments)[None]
-    return row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments, layer=module)[None]
+        out_TNH = attend(q_TNH, k_TKH, v_TKH, segments)
+    else:
+        out_TNH = row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments, layer=module)
+    if getattr(module, "_compiled_call_impl", None) is None:
+        return out_TNH[None]
+    # Compiled code goes on with the result, and would be compiled again for each layout, and each way to view another
+    # tensor. It needs a contiguous one anyway.
+    return torch.ops.aten._unsafe_view(out_TNH.contiguous(), (1, *out_TNH.shape))
 
 
 def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: int) -> Pattern:
