@@ -70,7 +70,7 @@ def refused(folder: Path) -> list[str]:
     deepspeed.is_deepspeed_enabled = True
     folder_of_others = folder / "others" / "checkpoint-1"
     folder_of_others.mkdir(parents=True, exist_ok=True)
-    for file in ("trainer_state.json", "packed_plan.json"):
+    for file in ("trainer_state.json", "packed_plan.json", "optimizer.pt", "scheduler.pt"):
         (folder_of_others / file).write_text("{}")
     messages = []
     calls = unplanned.train, unplanned.evaluate, partial(planned.train, str(folder_of_others))

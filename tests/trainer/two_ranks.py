@@ -93,7 +93,8 @@ def resumed_from(folder):
         here = folder / f"checkpoint-{step}"
         here.mkdir(parents=True, exist_ok=True)
         if rank() == 0:
-            (here / "trainer_state.json").write_text("{}")
+            for name in ("trainer_state.json", "optimizer.pt", "scheduler.pt"):
+                (here / name).write_text("{}")
         if (step, rank()) != (6, 1):
             (here / f"place{rank()}").touch()
     torch.distributed.barrier()

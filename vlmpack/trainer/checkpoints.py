@@ -156,15 +156,17 @@ COMPARED = 16
 """How many samples of a data set are compared, spread over it."""
 
 
-def described(trainer: Any) -> dict[str, Any]:
+def described(trainer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Describe what a training learns from its rows, as JSON: it must be the same in a resumed run.
 
     Samples are read only from data sets that vlmpack opened: others may draw a sample anew each time.
+
+    Args:
+        trainer: a PackedTrainer.
+        weights: result of `described_weights`.
     """
-    data, model = trainer.train_dataset, trainer.model
-    trained = sum(each.requires_grad for each in model.parameters())
-    found = {"loss": trainer.loss, "trained_tensors": trained, "dtype": str(getattr(model, "dtype", None))}
-    found["optim"] = str(getattr(trainer.args.optim, "value", trainer.args.optim)).removesuffix("_fused")
+    data, optim = trainer.train_dataset, trainer.args.optim
+    found = {"loss": trainer.loss, "optim": str(getattr(optim, "value", optim)).removesuffix("_fused"), **weights}
     collator = data.collator if isinstance(data, PackedDataset) else trainer.data_collator
     if isinstance(collator, VLMCollator):
         settings = digests.collator_settings(collator)
@@ -179,6 +181,12 @@ def described(trainer: Any) -> dict[str, Any]:
     if isinstance(data, PackedDataset):
         found["samples"] = digests.digest_of([shard.samples for shard in data.manifest.shards])[:16]
     return digests.as_json(found)
+
+
+def described_weights(model: Any) -> dict[str, Any]:
+    """Describe what is trained of a model that nothing has wrapped or divided yet."""
+    trained = sum(each.requires_grad for each in model.parameters())
+    return {"trained_tensors": trained, "dtype": str(getattr(model, "dtype", None))}
 
 
 def check_described(checkpoint: str | Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:

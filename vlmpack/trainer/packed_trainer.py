@@ -109,6 +109,7 @@ class PackedTrainer(RenamedWeights):
         self.loss: Loss = loss
         """What has equal weight in the loss of a step."""
         self._channel_losses = ChannelLosses(loss)
+        self._weights = checkpoints.described_weights(self.model)
         self._warned_of_means = False
         self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
         self._resumes_from: str | None = None
@@ -154,7 +155,7 @@ class PackedTrainer(RenamedWeights):
 
     @cached_property
     def _described(self) -> dict[str, Any]:
-        return checkpoints.described(self)
+        return checkpoints.described(self, self._weights)
 
     @property
     def _last_file(self) -> str | None:
