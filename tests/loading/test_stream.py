@@ -371,38 +371,29 @@ def test_other_ranks_share_out_what_is_left_of_an_epoch_and_the_next_one(before,
 
 
 def test_states_that_other_ranks_cannot_continue_are_refused():
-    run = loaders(Samples, 2, 0)
+    """Of one rank, of ranks at different steps, of none; of other settings; of a part without rows to come."""
+    run, (alone,) = loaders(Samples, 2, 0), loaders(Samples, 1, 0)
     list(islice(run[0], 3))
-    states = [loader.state_dict() for loader in run]
-    (alone,) = loaders(Samples, 1, 0)
-    for state in (states[0], states, [states[0]] * 2):
-        with pytest.raises(
-            ConfigError, match=r"rank 0 of 2 with 1 workers .* this is rank 0 of 1 .* states of all ranks"
-        ):
+    uneven = [loader.state_dict() for loader in run]
+    for state in (uneven[0], uneven, uneven[:1] * 2):
+        with pytest.raises(ConfigError, match=r"rank 0 of 2 with 1 workers .* is rank 0 of 1 .* states of all ranks"):
             alone.load_state_dict(state)
     for state in ({"states": []}, []):
         with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
             alone.load_state_dict(state)
-    (other,) = loaders(Samples, 1, 0)
-    other.stream.settings = RowSettings(capacity=5000)
+    alone.stream.settings = RowSettings(capacity=5000)
     list(islice(run[1], 3))
-    other.load_state_dict([loader.state_dict() for loader in run])
+    alone.load_state_dict([loader.state_dict() for loader in run])
     with pytest.raises(ConfigError, match=r"the state is of .?RowSettings"):
-        next(iter(other))
+        next(iter(alone))
     with pytest.raises(ConfigError, match=r"the state is of part 0 of a source in 2 .* this is part 0 of 1"):
-        PackedStream(Samples(), SETTINGS).load_state_dict(
-            PackedStream(Samples(), SETTINGS, ranks=2, rank=0).state_dict()
-        )
-
-
-def test_an_epoch_in_which_a_part_has_ended_is_not_dealt_anew():
-    """One of two workers has many rows, the other one row."""
-    (run,), (later,) = loaders(lambda: Samples([3000, 1] * 9), 1, 2), loaders(Samples, 1, 0)
+        PackedStream(Samples(), SETTINGS).load_state_dict(run[0].stream.state_dict())
+    (run,) = loaders(lambda: Samples([3000, 1] * 9), 1, 2)  # one of two workers has many rows, the other one row
     list(islice(run, 5))
     with pytest.raises(
         ConfigError, match="part 1 of the source in 2 has no rows left: continue with 1 ranks and 2 wor"
     ):
-        later.load_state_dict(run.state_dict())
+        alone.load_state_dict(run.state_dict())
 
 
 # ---------------------------------------------------------------------- ranks that compute together
