@@ -102,9 +102,9 @@ def is_absent(value: Any) -> bool:
 
 def is_empty(value: Any) -> bool:
     """Return whether a value is absent, or an empty text or list, such as `[{"bytes": None, "path": None}]`."""
-    if isinstance(value, list | tuple):
-        return all(map(is_empty, value))
-    return is_absent(value) or (isinstance(value, str) and not value)
+    if isinstance(value, str):
+        return not value
+    return all(map(is_empty, value)) if isinstance(value, list | tuple) else is_absent(value)
 
 
 def sample_id_of(feature: Any) -> int | str | None:

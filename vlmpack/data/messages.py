@@ -133,6 +133,7 @@ _SOURCES = frozenset(key for keys in _SOURCE_KEYS.values() for key in keys)
 _PAYLOADS = {"text": ("text",), **{kind: (kind, f"{kind}s", f"{kind}_url") for kind in KINDS}}
 _PAYLOADS["audio"] += ("input_audio",)
 """Keys that may hold the content of a part, by kind."""
+_ANY_PAYLOAD = frozenset(key for keys in _PAYLOADS.values() for key in keys)
 
 
 @lru_cache(maxsize=1024)
@@ -526,8 +527,8 @@ def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, A
 
 def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
     """Refuse media or text outside the parts, or a second payload in one part: nothing reads them."""
-    keys = (key for names in _PAYLOADS.values() for key in names if key not in but)
-    if media := next((key for key in keys if not is_empty(holder.get(key))), None):
+    held = ((key, value) for key, value in holder.items() if key in _ANY_PAYLOAD and key not in but)
+    if media := next((key for key, value in held if not is_empty(value)), None):
         fault = f"{where} holds {media!r}, where no template reads it; give it as a part of the content or as a column"
         raise SampleError(fault, "bad_row")
 
