@@ -105,6 +105,8 @@ class ChatTemplate:
 
     processor: Any
     """The processor, or the tokenizer of a text model."""
+    is_first: Callable[[str], bool]
+    """Returns whether there was no warning about an event yet."""
     takes_parts: bool
     """True: the content of a message may be a list of parts. False for text models, whose templates take none."""
     special_tokens: tuple[str, ...] = ()
@@ -113,8 +115,6 @@ class ChatTemplate:
     """False: ignore the template's own marks when finding answers, as with ChatML."""
     add_stop: str | None = None
     """Token to append after the last answer if the template does not end it with one; None: none."""
-    is_first: Callable[[str], bool] | None = None
-    """Returns whether there was no warning about an event yet; None: no warning."""
     shapes: dict[Any, Shape | None] = field(default_factory=dict)
     """Key of a conversation's shape -> how the template renders it; None: it cannot write the probes."""
     layouts: dict[str, Layout | None] = field(default_factory=dict)
@@ -191,7 +191,7 @@ class ChatTemplate:
         unended = [span for span in answers if not self.is_ended(text[slice(*span)])]
         if unended and self.add_stop is not None:
             return "" if text[unended[-1][1] :].strip() else self.add_stop
-        if unended and self.is_first is not None and self.is_first("answer without an end"):
+        if unended and self.is_first("answer without an end"):
             likely = self._behind("user") or self._tokenizer.eos_token
             warnings.warn(
                 "the chat template writes no special token after an answer, so a model trained on it may never stop: "

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -43,6 +43,7 @@ from vlmpack.collate.encoded import (
 )
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata
+from vlmpack.collate.skipped import SkipLog
 from vlmpack.collate.tokenized import read_tokenized, token_types, with_teacher
 from vlmpack.collate.video import DEFAULT_RULES, FileRules
 from vlmpack.data.formats import KINDS, Kind, is_empty
@@ -129,10 +130,8 @@ class Encoder:
     """Which tokens are trained on."""
     markers: Markers = "auto"
     """The meaning of `<image>`, `<video>` and `<audio>` in a text."""
-    name_unread: Callable[[Iterable[str]], Collection[str]] | None = None
-    """Takes unread columns and returns the ones not warned of yet; None: no warning."""
-    is_first: Callable[[str], bool] | None = None
-    """Returns whether there was no warning about an event yet; None: no warning."""
+    log: SkipLog = field(default_factory=SkipLog)
+    """Knows what was warned of already."""
     max_length: int | None = None
     """Media beyond this number of tokens are not processed, since no sample can hold them; None: no limit."""
     truncates_start: bool = False
@@ -222,7 +221,7 @@ class Encoder:
             special_tokens=self.metadata.special_tokens,
             reads_marks=self.metadata.by_processor,
             add_stop=self.add_stop,
-            is_first=self.is_first,
+            is_first=self.log.is_first,
         )
 
     # ------------------------------------------------------------------ a sample
@@ -249,7 +248,7 @@ class Encoder:
             if self.train_on != "all":
                 _check_answered(conversation)
             self._warn_of_unread(conversation.unread)
-            if (kind := conversation.unplaced) and self.is_first is not None and self.is_first(f"marker of {kind}"):
+            if (kind := conversation.unplaced) and self.log.is_first(f"marker of {kind}"):
                 seen = f"a user's text holds '<{kind}>', read as text: its sample has no column {kind} or {kind}s"
                 warnings.warn(f"{seen}. Choose markers='places' to refuse such samples, or 'text'", stacklevel=2)
             sample = self._encode_conversation(conversation, lambda kind: read(conversation.media[kind], kind=kind))
@@ -258,7 +257,7 @@ class Encoder:
         return sample
 
     def _warn_of_unread(self, columns: Sequence[str]) -> None:
-        if columns and self.name_unread is not None and (new := self.name_unread(columns)):
+        if columns and (new := self.log.name_unread(columns)):
             warnings.warn(f"samples have columns that nothing reads: {', '.join(new)}", stacklevel=2)
 
     def _tokenized(self, feature: Mapping[str, Any]) -> Encoded:
