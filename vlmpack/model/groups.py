@@ -20,6 +20,7 @@ from typing import final
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import to_device
@@ -243,6 +244,8 @@ def _problems(
     model: nn.Module, state: PackingState, parts: ModelParts, output_router_logits: bool | None
 ) -> Iterator[str]:
     """Yield the reasons why a group cannot go through the model piece by piece."""
+    if any(isinstance(module, DistributedDataParallel) and module.static_graph for module in model.modules()):
+        yield "DistributedDataParallel(static_graph=True) exchanges gradients in every pass: leave static_graph out"
     names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     around = any(isinstance(module, FSDPModule) and parts.core in module.modules() for module in model.modules())
     if "FullyShardedDataParallel" in names or ("FSDPModule" in names and not around):
