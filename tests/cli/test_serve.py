@@ -127,7 +127,14 @@ def test_from_start_to_the_end_by_a_signal_the_key_is_printed_nowhere(tmp_path: 
 
 def test_an_announcement_says_where_the_key_is() -> None:
     limits = {"datum_tokens": 9, "row_tokens": 9, "row_patches": 9, "models": 9, "rank": 9, "body_bytes": 9 << 20}
-    facts = {"address": "http://a", "model": "m", "architecture": "qwen3", "takes_images": False, "state": "s"}
+    facts = {
+        "address": "http://a",
+        "model": "m",
+        "architecture": "qwen3",
+        "takes_images": False,
+        "state": "s",
+        "tokenizer": "a/b",
+    }
     facts |= {"limits": limits}
     in_file = announcement({**facts, "key_file": "/k"})
     assert "key file  /k\n" in in_file and 'api_key=open("/k").read().strip()' in in_file

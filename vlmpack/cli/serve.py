@@ -208,6 +208,7 @@ def described(service: Service, address: str, key_file: Path | None) -> dict[str
         "model": base.name,
         "architecture": base.arch,
         "takes_images": base.is_vision,
+        "tokenizer": base.tokenizer_id,
         "state": str(service.state.path.resolve()),
         "limits": {
             "datum_tokens": base.max_context,
@@ -225,10 +226,12 @@ def announcement(facts: Mapping[str, Any]) -> str:
     address, key_file, limits = facts["address"], facts["key_file"], facts["limits"]
     source = f'open("{key_file}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
     imports = "import tinker" if key_file else "import os, tinker"
+    tokenizer, is_local = facts["tokenizer"], Path(facts["tokenizer"]).is_dir()
     lines = [
         f"address   {address}",
         f"key file  {key_file}" if key_file else f"key       {KEY_VARIABLE}",
         f"model     {facts['model']} ({facts['architecture']}, text{' and images' if facts['takes_images'] else ''})",
+        f"tokenizer {tokenizer}{' (on this machine alone; for others, serve with --tokenizer ID)' if is_local else ''}",
         f"state     {facts['state']}",
         f"limits    {limits['datum_tokens']:,} tokens per datum, rows of {limits['row_tokens']:,} tokens and "
         f"{limits['row_patches']:,} patches, at most {limits['models']} models of rank {limits['rank']}, bodies of "

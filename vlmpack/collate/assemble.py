@@ -121,13 +121,13 @@ def prefix_tree(samples: Sequence[Encoded], *, sharing: SharePrefixes, family: F
     return _tree(row, _table_of(row, family), _media_of(samples), sharing, family)
 
 
-def join_media(samples: Sequence[Encoded], family: Family | None) -> Media:
+def join_media(samples: Sequence[Encoded], family: Family | None, pixel_dtype: torch.dtype | None = None) -> Media:
     """Join the media of some samples.
 
     Raises:
         NotFinite: the pixels of a sample are not finite.
     """
-    return _media(_media_of(samples), None, NO_BUFFERS, family)
+    return _media(_media_of(samples), pixel_dtype, NO_BUFFERS, family)
 
 
 def _row(samples: Sequence[Encoded], rule: SlotRule, pad_token_id: int) -> PackedRow:

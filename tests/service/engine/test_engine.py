@@ -285,7 +285,7 @@ def test_all_weights_are_trained_on_a_copy_as_the_plain_model_would_be(engine: E
     plain = plain_model()
     loss = torch.zeros(())
     for datum in engine.encode(request(data)).data:
-        row = rows.row_of([datum.sequence], engine.family, engine.model.config)
+        row = rows.row_of([datum.sequence], engine.model)
         labeled = replace(row, shift_labels=torch.from_numpy(datum.targets)[None], metadata=None)
         logprobs = PackedStep(plain)(labeled).target_logprobs
         loss = loss - (torch.from_numpy(datum.inputs.arrays["weights"]) * logprobs).sum()

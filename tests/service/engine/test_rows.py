@@ -134,7 +134,7 @@ def engine_with(family: str = "qwen3_vl", **settings: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
+@pytest.mark.parametrize("family", served("qwen3_vl", "gemma3", among=(*DISTINCT_NAMES, "llava_next")))
 def test_each_datum_is_that_of_transformers(family: str) -> None:
     """A new adapter adds nothing, so that the base model alone is the oracle."""
     engine, model = engine_with(family, min_shared=MIN_SHARED), plain_model(family)
@@ -147,7 +147,7 @@ def test_each_datum_is_that_of_transformers(family: str) -> None:
     assert engine.counts["computed_tokens_total"] < 0.5 * engine.counts["trained_tokens_total"]
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl", among=DISTINCT_NAMES))
+@pytest.mark.parametrize("family", served("qwen3_vl", among=(*DISTINCT_NAMES, "gemma3")))
 @pytest.mark.parametrize(("recomputes", "row_tokens"), [(False, 8192), (False, 24), *slow_cases((True, 24))])
 def test_gradients_are_those_of_each_datum_alone(family: str, recomputes: bool, row_tokens: int) -> None:
     limits = {"row_tokens": row_tokens}

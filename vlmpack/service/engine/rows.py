@@ -166,16 +166,15 @@ def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, imag
 # ---------------------------------------------------------------------- one row
 
 
-def row_of(
-    sequences: Sequence[EncodedSequence], family: Family, config: Any, *, min_shared: int | None = None
-) -> PackedRow:
-    """Pack sequences into a row without gaps, for a model of this family and configuration. No token has a label.
+def row_of(sequences: Sequence[EncodedSequence], model: Any, *, min_shared: int | None = None) -> PackedRow:
+    """Pack sequences into a row without gaps, with pixels in the model's dtype. No token has a label.
 
     With `min_shared`, the row is a tree of shared prefixes of at least so many tokens.
     """
-    samples = [sequence.sample(image_token_of(family, config)) for sequence in sequences]
+    family = packing_state(model).family
+    samples = [sequence.sample(image_token_of(family, model.config)) for sequence in sequences]
     sharing = None if min_shared is None else SharePrefixes(min_shared=min_shared)
-    return to_packed(samples, rule=SlotRule(), pad_token_id=0, family=family, sharing=sharing)
+    return to_packed(samples, rule=SlotRule(), pad_token_id=0, pixel_dtype=model.dtype, family=family, sharing=sharing)
 
 
 @final
@@ -245,8 +244,7 @@ def compute_row(
     model, items, settings = client.model, row.items, context.settings
     if settings.recomputes:
         _set_recomputing(model, recomputes=row.backward)
-    sequences = [item.datum.sequence for item in items]
-    packed = row_of(sequences, packing_state(model).family, model.config, min_shared=settings.min_shared)
+    packed = row_of([item.datum.sequence for item in items], model, min_shared=settings.min_shared)
     with torch.set_grad_enabled(row.backward), context.adapters.applied(client.adapter):
         logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
         leaf = logprobs.detach().requires_grad_(row.backward)
@@ -271,7 +269,7 @@ def _set_recomputing(model: Any, *, recomputes: bool) -> None:
 
 def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
     """Return the final hidden states [T, D], the input of the head, for a row of these sequences."""
-    return _hidden_of(model, row_of(sequences, packing_state(model).family, model.config))
+    return _hidden_of(model, row_of(sequences, model))
 
 
 def _hidden_of(model: Any, row: PackedRow) -> torch.Tensor:

@@ -348,8 +348,7 @@ class Reader:
             if self.family.token_types is not None:
                 tensors[self.family.token_types] = torch.where(ids == token, IMAGE, TEXT)
             tensors |= self.family.expert_types_of(ids, self.core.config)
-            images = join_media([prompt.sample(token) for prompt in prompts], self.family).to_hf()
-            tensors |= {name: x.to(self.core.dtype) if x.is_floating_point() else x for name, x in images.items()}
+            tensors |= join_media([prompt.sample(token) for prompt in prompts], self.family, self.core.dtype).to_hf()
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
 
