@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
 from vlmpack.families.media import media_of_row
-from vlmpack.families.placement import timed_run, truncates_seconds
 from vlmpack.families.registry import FAMILIES
+from vlmpack.families.videos import timed_run, truncates_seconds
 from vlmpack.layout import Media, PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.media import MediaTable
 from vlmpack.testing import Sample, build_sample, padded, tiny_config, tiny_model

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from vlmpack.families.placement import kinds_between
+from vlmpack.families.frames import kinds_between
 from vlmpack.layout import Segments
 
 TEXT, IMAGE, START, END = 0, 7, 8, 9

@@ -38,8 +38,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlmpack.errors import VlmpackError
-from vlmpack.families.placement import run_of_pairs
 from vlmpack.families.registry import FAMILIES
+from vlmpack.families.videos import run_of_pairs
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import gated_delta

@@ -183,17 +183,17 @@ def chunked_layers_attend_to_the_whole_sample(original, masks, pattern, layer):
 # ---------------------------------------------------------------------- positions
 
 
-@breaks("vlmpack.families.placement.row_positions")
+@breaks("vlmpack.families.family.row_positions")
 def image_positions_run_on_over_samples(original, places, offsets, restarts):
     return original(places, offsets, restarts) + restarts.seq_idx().numpy()
 
 
-@breaks("vlmpack.families.placement.row_positions")
+@breaks("vlmpack.families.family.row_positions")
 def height_and_width_are_exchanged(original, places, offsets, restarts):
     return original(places, offsets, restarts)[[0, 1, 3, 2]]
 
 
-@breaks("vlmpack.families.placement.timed_run", tests="families model -k 'position or second or video'")
+@breaks("vlmpack.families.videos.timed_run", tests="families model -k 'position or second or video'")
 def frames_of_a_video_are_at_one_time(original, grid, seconds, vision, **settings):
     return replace(original(grid, seconds, vision, **settings), interval=0.0)
 

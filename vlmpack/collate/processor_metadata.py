@@ -10,8 +10,8 @@ from typing import Any
 from vlmpack.data.processor import OMNI, QWEN
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
-from vlmpack.families.placement import run_of_pairs, run_per_frame, timed_run
 from vlmpack.families.registry import family_of_processor
+from vlmpack.families.videos import run_of_pairs, run_per_frame, timed_run
 
 CHANNELS = 3
 

@@ -1,4 +1,15 @@
-"""The description of a model family: its submodules, positions, media, and the mechanisms of its layers."""
+"""The description of a model family: its submodules, positions, media, and the mechanisms of its layers.
+
+Multimodal rotary positions of a sample, four text tokens around an image of 1 x 4 x 4 patches, 2 x 2 patches per token:
+
+    types     0 0 1 1 1 1 0 0
+    text      0 1 2 3 4 5 6 7        position in the sample
+    time      0 1 2 2 2 2 4 5        an image advances later positions by max(rows, columns) of its tokens
+    height    0 1 2 2 3 3 4 5
+    width     0 1 2 3 2 3 4 5
+
+N runs, M media tokens, T row tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +26,7 @@ from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AudioPart, PositionsOfSample, longest_of_samples, replace_videos
-from vlmpack.families.placement import (
-    Placement,
-    VideoPlacement,
-    frames_as_images,
-    kinds_between,
-    merged_grid,
-    row_positions,
-    single_run,
-    token_offsets,
-)
+from vlmpack.families.frames import frames_as_images, kinds_between
 from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.families.tiles import (
     QWEN_MEDIA,
@@ -54,6 +56,32 @@ FromGrids = Literal["rotary", "boundaries", "windows", "interpolation"]
     interpolation    interp_indices   int64 [P, taps] into the learned position embeddings, and interp_weights
 
 P patches, G frames."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The placeholder tokens of an image or video, as its family's processor writes them."""
+
+    cells: tuple[Grid, ...]
+    """Frames, rows and columns of tokens of each run of placeholders."""
+    interval: float = 1.0
+    """Distance in positions from one frame of a run to the next, before rounding down."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Number of placeholders of each run."""
+        return tuple(map(prod, self.cells))
+
+
+VideoPlacement = Callable[[Grid, float | None, Any], Placement]
+"""Function of a video's grid in tokens (frames, rows, columns), its seconds per frame, and the vision configuration;
+returns the runs that the family's processor writes. Its LayoutErrors do not name the video; the caller adds that."""
+
+
+def single_run(grid: Grid, seconds: float | None, vision: Any) -> Placement:
+    """Place a video as one run of tokens; frames are one position apart."""
+    return Placement(cells=(grid,))
 
 
 def plain_logits(output: torch.Tensor, text_config: Any) -> torch.Tensor:
@@ -566,6 +594,68 @@ class Family:
                 "use a merge_kernel_size of as many rows as columns"
             )
         return rows
+
+
+# ---------------------------------------------------------------------- placeholders and positions
+
+
+def merged_grid(grid: Grid, merge: int, name: str) -> Grid:
+    """Convert a grid of patches to a grid of tokens: (frames, rows, columns), `merge` x `merge` patches per token.
+
+    `name`: name of the medium, for messages.
+
+    Raises:
+        LayoutError: the grid is not (frames, rows, columns), has a side of 0, or is not divisible by `merge`.
+    """
+    if len(grid) != 3 or min(grid) < 1:
+        raise LayoutError(f"{name}: its grid is {tuple(grid)}; it must be (frames, rows, columns), all >= 1")
+    frames, rows, columns = grid
+    if rows % merge or columns % merge:
+        raise LayoutError(
+            f"{name}: its grid {tuple(grid)} is not a multiple of the merge size {merge} in height and width; grids "
+            "are counted in patches, before merging: give `image_grid_thw` as the processor made it"
+        )
+    return frames, rows // merge, columns // merge
+
+
+def token_offsets(placements: Sequence[Placement]) -> np.ndarray:
+    """Return offsets (time, height, width) of each token from the start of its run, and the advance after it.
+
+    int64 [4, M]. As in transformers' `get_rope_index`, a run advances positions by max(rows, columns) after its last
+    token, whatever its number of frames, and the time offset is a float32 product rounded down.
+    """
+    cells = np.asarray([cell for placement in placements for cell in placement.cells], np.int64).reshape(-1, 3)
+    intervals = np.asarray([placement.interval for placement in placements for _ in placement.cells], np.float32)
+    sizes = cells.prod(1)
+    run = np.repeat(np.arange(len(sizes)), sizes)
+    ends = sizes.cumsum()
+    local = np.arange(len(run)) - (ends - sizes)[run]
+    _, rows, columns = cells.T
+    frame, within = np.divmod(local, (rows * columns)[run])
+    out = np.zeros((4, len(run)), np.int64)
+    out[0] = frame.astype(np.float32) * intervals[run]
+    out[1], out[2] = np.divmod(within, columns[run])
+    out[3, ends - 1] = np.maximum(rows, columns)
+    return out
+
+
+def row_positions(places_M: np.ndarray, offsets_4M: np.ndarray, restarts: Segments) -> np.ndarray:
+    """Return the positions of a row: int64 [4, T], position in the segment, then time, height and width.
+
+    All restart at 0 in every segment, and are 0 on padding.
+
+    Args:
+        places_M: int64, position in the row of each media token.
+        offsets_4M: offsets of each media token and the advance after it (`token_offsets`).
+        restarts: the boundaries where positions restart.
+    """
+    text_T = restarts.position_in_segment().numpy()
+    offsets_3T, advance_T = np.zeros((3, restarts.total), np.int64), np.ones(restarts.total, np.int64)
+    offsets_3T[:, places_M], advance_T[places_M] = offsets_4M[:3], offsets_4M[3]
+    before_T = advance_T.cumsum() - advance_T
+    # subtract the value at each token's segment start; padding is its own start, so its position is 0
+    spatial_3T = before_T - before_T[np.arange(restarts.total) - text_T] + offsets_3T
+    return np.concatenate((text_T[None], spatial_3T))
 
 
 # ---------------------------------------------------------------------- boundaries of vision towers

@@ -7,15 +7,15 @@
     videos       frames as images            none                    two frames per token    frames see each other
     experts      4.5V                        none                    of text, of images      DeepSeek-V3's
 
-Video frames of GLM-4V have the placeholder of images (`placement.frames_as_images`). For Kimi, vlmpack supports images
+Video frames of GLM-4V have the placeholder of images (`frames.frames_as_images`). For Kimi, vlmpack supports images
 only: its video tokens are means over all frames of a clip.
 """
 
 from __future__ import annotations
 
 from vlmpack.families.family import Family, Rotary
-from vlmpack.families.placement import run_of_pairs, run_per_frame
 from vlmpack.families.tiles import QWEN_MEDIA, Join
+from vlmpack.families.videos import run_of_pairs, run_per_frame
 
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""

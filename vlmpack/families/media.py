@@ -18,7 +18,6 @@ import torch
 from vlmpack.errors import LayoutError
 from vlmpack.families.audio import check_markers
 from vlmpack.families.family import Family
-from vlmpack.families.placement import check_seconds
 from vlmpack.families.tiles import tiles_of_images
 from vlmpack.layout.batch import SIZES, Media, compare_media, host_frames, host_grids, host_seconds
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
@@ -52,8 +51,22 @@ def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
     table = _read(family, row, config) if known is None else _compared(family, row, known, config)
     if family.positions_rule.of_sample is not None:
         check_markers(row.input_ids, table, row.segments, config)
-    check_seconds(table.videos)
+    _check_seconds(table.videos)
     return table
+
+
+def _check_seconds(videos: Sequence[Medium]) -> None:
+    """Check the seconds from one frame of each video to the next.
+
+    Raises:
+        LayoutError: a value is NaN, infinite or negative.
+    """
+    for at, video in enumerate(videos):
+        if video.seconds is not None and not 0 <= video.seconds < float("inf"):
+            raise LayoutError(
+                f"sample {video.sample}: video {at}: seconds_per_grid is {video.seconds}; it must be a finite time, "
+                "not negative: give what the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
+            )
 
 
 def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
@@ -222,8 +235,7 @@ def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) 
     media = {kind: [*table.of_kind(kind)] for kind in KINDS}
     for kind in (IMAGE, VIDEO):
         tokens, entries = tile_entries(family, row.media.to_hf(), config, kind)
-        computed = () if row.tree is None else (row.tree.images if kind == IMAGE else row.tree.videos)
-        numbers = range(len(media[kind])) if row.tree is None else computed
+        numbers = range(len(media[kind])) if row.tree is None else row.tree.of_kind(kind)
         if not tokens:
             continue
         tiles = tiles_of_images(tokens, [media[kind][number].tokens for number in numbers])

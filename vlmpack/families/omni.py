@@ -13,7 +13,6 @@ import torch
 
 from vlmpack.families.audio import AudioPart
 from vlmpack.families.family import Family, Rotary, pieces
-from vlmpack.families.placement import media_starts
 from vlmpack.families.tiles import QWEN_MEDIA, Join
 from vlmpack.layout.media import AUDIO, IMAGE, VIDEO, MediaTable
 from vlmpack.layout.segments import Segments
@@ -82,8 +81,8 @@ def model_positions(kinds_L: np.ndarray, table: MediaTable, config: Any, *, mode
     fake_self = SimpleNamespace(config=settings, spatial_merge_size=config.vision_config.spatial_merge_size)
     fake_self.get_llm_pos_ids_for_vision = partial(model.get_llm_pos_ids_for_vision, fake_self)
     ids = kinds_L.copy()
-    ids[media_starts(kinds_L, IMAGE, VIDEO) - 1] = _VISION_START
-    ids[media_starts(kinds_L, AUDIO) - 1] = _AUDIO_START
+    ids[_media_starts(kinds_L, IMAGE, VIDEO) - 1] = _VISION_START
+    ids[_media_starts(kinds_L, AUDIO) - 1] = _AUDIO_START
     with torch.device("cpu"):
         input_ids = torch.from_numpy(ids)[None]
         positions, _ = model.get_rope_index(
@@ -96,6 +95,13 @@ def model_positions(kinds_L: np.ndarray, table: MediaTable, config: Any, *, mode
             second_per_grids=_tensor([video.seconds for video in table.videos], np.float32),
         )
     return positions[:, 0]
+
+
+def _media_starts(kinds_L: np.ndarray, *of: int) -> np.ndarray:
+    """The positions where runs of tokens of the kinds `of` begin; `kinds_L`: kinds of a sample's tokens."""
+    begins = np.isin(kinds_L, of)
+    begins[1:] &= kinds_L[1:] != kinds_L[:-1]
+    return np.flatnonzero(begins)
 
 
 def _tensor(values: Sequence[Any], kind: Any = np.int64) -> torch.Tensor | None:

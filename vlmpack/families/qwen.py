@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from vlmpack.families.family import Family
-from vlmpack.families.placement import run_per_frame, timed_run
 from vlmpack.families.text import text_family
+from vlmpack.families.videos import run_per_frame, timed_run
 
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}

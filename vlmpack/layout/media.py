@@ -3,8 +3,8 @@
     sample 0     x [ i i i i ] x             sample 1     x [ i i ] 0 [ i i ] x
     Medium       IMAGE, runs ((2, 6),)       Medium       VIDEO, runs ((2, 4), (7, 9))
 
-Positions, token types, towers, prefix trees, audio windows and context parallelism read the same records. A family
-makes them from a batch's tensors and token ids (`Family.media_of_row`); a collator makes them while it encodes samples.
+Positions, token types, towers, prefix trees, audio windows and context parallelism read the same records. They
+are read from a batch's tensors and token ids (`families.media_of_row`), or made by a collator while it encodes samples.
 
 T row tokens.
 """
@@ -141,8 +141,8 @@ class MediaTable:
             LayoutError: the tree computes a medium that the table does not have.
         """
         chosen: list[Medium] = []
-        for kind, numbers in ((IMAGE, tree.images), (VIDEO, tree.videos), (AUDIO, tree.audios)):
-            media, name = self.of_kind(kind), KINDS[kind]
+        for kind, name in KINDS.items():
+            numbers, media = tree.of_kind(kind), self.of_kind(kind)
             if max(numbers, default=-1) >= len(media):
                 raise LayoutError(
                     f"the tree computes {name} {max(numbers)}, but the metadata has {len(media)} {name}s; a row that "

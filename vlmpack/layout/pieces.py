@@ -286,13 +286,13 @@ def _with_media(
     assert row.tree is not None
     place, of_row = part.place().numpy(), row.tree.place().numpy()
     source, chosen, computed = part.source().numpy(), {}, {}
-    for kind, held in ((IMAGE, row.tree.images), (VIDEO, row.tree.videos), (AUDIO, row.tree.audios)):
+    for kind in KINDS:
         starts = own.spans(part.segments, kind)[:, 0]
         numbers = np.flatnonzero((source[place[starts]] == starts) & (place[starts] >= kept))
         numbers = numbers[np.argsort(place[starts[numbers]])]
         in_group = of_row[table.spans(row.segments, kind)[:, 0]]
         places = in_group[np.asarray(of_table[kind], np.int64)[numbers]]
-        chosen[kind] = np.searchsorted(in_group[list(held)], places).tolist()
+        chosen[kind] = np.searchsorted(in_group[list(row.tree.of_kind(kind))], places).tolist()
         computed[kind] = tuple(numbers.tolist())
     media = {"images": computed[IMAGE], "videos": computed[VIDEO], "audios": computed[AUDIO]}
     return replace(part, **media), chosen

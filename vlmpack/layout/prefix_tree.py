@@ -87,6 +87,10 @@ class PrefixTree:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
+    def of_kind(self, kind: int) -> tuple[int, ...]:
+        """Return `images`, `videos` or `audios` (`vlmpack.layout.media.KINDS`)."""
+        return (self.images, self.videos, self.audios)[kind - 1]
+
     @cached_property
     def nodes(self) -> Segments:
         """Boundaries of the nodes in the [1, t] sequence that goes through the model."""

@@ -21,7 +21,7 @@ import torch
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.batch import MEDIA_KEYS, Media, compare_media
 from vlmpack.layout.device import on_host, outside_graph
-from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, MediaTable, Medium, content_numbers, image_counts
+from vlmpack.layout.media import IMAGE, KINDS, VIDEO, MediaTable, Medium, content_numbers, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
@@ -74,8 +74,9 @@ def share(
         tree = _TokenNumbers.of(whole, (images, videos, audios)).compared(tree)
     if tree is None:
         return row
-    chosen, target = {IMAGE: tree.images, VIDEO: tree.videos, AUDIO: tree.audios}, table.in_tree(tree)
-    return with_tree(replace(whole, media=take_media(table, whole.media, chosen, target, in_tree=True)), tree)
+    chosen = {kind: tree.of_kind(kind) for kind in KINDS}
+    media = take_media(table, whole.media, chosen, table.in_tree(tree), in_tree=True)
+    return with_tree(replace(whole, media=media), tree)
 
 
 def check_unshared(row: PackedRow, user: str) -> None:
@@ -114,10 +115,10 @@ def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow
     check_on_host(row)
     row, table = read_media_of_row(row, read_media)
     place, chosen = tree.place().numpy(), {}
-    for kind, computed in zip(KINDS, (tree.images, tree.videos, tree.audios), strict=True):
+    for kind in KINDS:
         starts = table.spans(row.segments, kind)[:, 0]
         # each medium of the row has the same position in the tree as a computed one
-        chosen[kind] = np.searchsorted(place[starts[list(computed)]], place[starts]).tolist()
+        chosen[kind] = np.searchsorted(place[starts[list(tree.of_kind(kind))]], place[starts]).tolist()
     media = take_media(table.in_tree(tree), row.media, chosen, table)
     metadata = replace(row.known_metadata, num_distinct_targets=None)
     return replace(row, media=media, tree=None, metadata=metadata)

@@ -387,9 +387,7 @@ class PlainRowPass:
     @property
     def name(self) -> str:
         """Readable description of the input."""
-        cache = {None: "", True: ", use_cache on", False: ", use_cache off"}[self.use_cache]
-        shape = "[1, T]" if self.rows == 1 else f"[{self.rows}, 1, T]"
-        return f"one row, {shape} positions{cache}"
+        return f"one row, {'[1, T]' if self.rows == 1 else f'[{self.rows}, 1, T]'} positions"
 
     def token_indices(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Return the indices, int64 [L], of each sample's tokens in the row."""

@@ -249,7 +249,7 @@ def _text(sizes: TinySizes, family: Family, defaults: dict[str, Any]) -> dict[st
         "num_hidden_layers": sizes.layers,
         "num_attention_heads": sizes.heads,
         "num_key_value_heads": sizes.kv_heads,
-        "max_position_embeddings": sizes.max_positions,
+        "max_position_embeddings": 32768,
         "bos_token_id": None,
         "eos_token_id": sizes.eos_token_id,
         "pad_token_id": sizes.pad_token_id,

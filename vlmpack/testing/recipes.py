@@ -60,8 +60,6 @@ class TinySizes:
     """Patches merged into one token along each side."""
     temporal_patch_size: int = 2
     """Video frames in one patch."""
-    max_positions: int = 32768
-    """Maximum number of positions of the text model."""
     vocab_size: int = 131
     """Number of token ids, including special tokens."""
     pad_token_id: int = 0

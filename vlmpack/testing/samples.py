@@ -32,10 +32,10 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row
-from vlmpack.families.placement import run_of_pairs
 from vlmpack.families.registry import family_named, family_of_processor
 from vlmpack.families.spans import prefix_length
 from vlmpack.families.tiles import Join, tiles_of_images
+from vlmpack.families.videos import run_of_pairs
 from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, place
 from vlmpack.layout.row import IGNORE, pack
