@@ -76,7 +76,7 @@ class TrainRun:
         if keys.samples_per_update is not None:
             args.gradient_accumulation_steps = self.plan.accumulation(keys.samples_per_update, ranks=args.world_size)
         if self.eval_plan is None:
-            args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
+            args.eval_strategy, args.eval_on_start, args.load_best_model_at_end = IntervalStrategy.NO, False, False
         self.is_sharded = bool(args.fsdp or args.deepspeed)
 
     def _measured(self, samples: Any, data: DataOptions, *, quiet: bool) -> LengthTable:

@@ -132,7 +132,9 @@ def read_config(model_id: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_id)
     except (OSError, ValueError) as error:
-        message = f"{model_id}: no configuration can be read there; give a hub id or a folder. {one_line(error)}"
+        is_adapter = (Path(model_id) / "adapter_config.json").is_file()
+        fault = "adapters without their model" if is_adapter else "no configuration can be read there"
+        message = f"{model_id}: {fault}; give a hub id or a folder with a whole model. {one_line(error)}"
         raise ConfigError(message) from error
 
 
