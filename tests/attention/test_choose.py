@@ -102,3 +102,13 @@ def test_the_kernel_that_pytorch_was_told_to_take_is_named(monkeypatch):
     assert backends.kernel_of(windows_and_sinks, choose(windows_and_sinks).name) == "FlashAttention 2"
     monkeypatch.setattr("torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE", ("FA3", None))
     assert backends.kernel_of(windows_and_sinks, choose(windows_and_sinks).name) == "FlashAttention 3"
+
+
+def test_head_dimensions_that_flash_attention_4_lacks_on_blackwell_go_to_another_kernel(monkeypatch):
+    """192, as in latent attention: values are padded to it (flash_attn/cute/interface.py, `_validate_head_dims`)."""
+    monkeypatch.setattr("torch.nn.attention._registry._FLASH_ATTENTION_ACTIVE", ("FA4", None))
+    taken = {}
+    for capability in ((9, 0), (10, 0)):
+        monkeypatch.setattr(backends, "_capability", lambda capability=capability: capability)
+        taken[capability] = [choose(changed(ON_GPU, head_dim=dim)).name for dim in (64, 128, 192, 256)]
+    assert taken == {(9, 0): ["torch_varlen"] * 4, (10, 0): [*["torch_varlen"] * 2, "efficient", "torch_varlen"]}

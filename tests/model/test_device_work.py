@@ -109,7 +109,9 @@ def test_boundaries_and_indices_are_copied_once_a_row(family: str, monkeypatch: 
     assert 0 < counts[1] == counts[0]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "gemma3", *slow("llama4_text", "gpt_oss", "qwen3_vl", "qwen4_exp")])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_5", "gemma3", *slow("llama4_text", "gpt_oss", "qwen3_vl", "qwen4_exp")]
+)
 def test_a_second_pass_of_a_row_copies_and_waits_for_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of fixed size, with images and videos; another row's arrays are its own."""
     slots, copies, pin_memory = SlotRule(pad_to=512, max_segments=8), [], torch.Tensor.pin_memory

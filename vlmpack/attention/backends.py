@@ -184,7 +184,7 @@ class Backend(ABC):
 # ---------------------------------------------------------------------- varlen kernels
 
 MAX_HEAD_DIM = 256
-AMPERE = (8, 0)
+AMPERE, BLACKWELL = (8, 0), (10, 0)
 
 
 class VarlenKernel(Backend):
@@ -256,8 +256,14 @@ class TorchVarlen(VarlenKernel):
     patterns = frozenset({"window", "chunk", "spans", "sinks"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Check FlashAttention's limits, and that there is no dropout."""
+        """Check FlashAttention's limits, those of version 4 if it is in place, and that there is no dropout."""
         reasons = super().unsupported(call)
+        is_fourth = call.device == "cuda" and current_flash_attention_impl() == "FA4"
+        if is_fourth and _capability() >= BLACKWELL and call.head_dim not in (*range(129), MAX_HEAD_DIM):
+            reasons.append(
+                f"on this GPU FlashAttention 4 takes head dimensions up to 128, and {MAX_HEAD_DIM}; this one is "
+                f"{call.head_dim}"
+            )
         if call.dropout:
             reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
         return reasons
