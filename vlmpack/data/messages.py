@@ -790,7 +790,8 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
 def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that set a medium's size or frames."""
     known = {"type", "index", *_SOURCES}
-    options = {name: value for name, value in item.items() if name not in known and value is not None}
+    given = {name: value for name, value in item.items() if name not in known and value is not None}
+    options = {name: value for name, value in given.items() if name != "text" or value}  # tables fill texts with ""
     for name in options:
         if key := misspelt_key(str(name)):
             raise SampleError(
