@@ -121,6 +121,7 @@ ADAPTERS = LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear")
 MISFITS = (
     (Case(family=DELTA, sizes={"tp_size": 2}), {"target_modules": ["in_proj_qkv"]}),
     (Case(family=MOE, sizes={"fsdp_size": 2, "ep_size": 2}), {"target_parameters": ["mlp.experts.down_proj"]}),
+    (Case(family=MOE, sizes={"tp_size": 2}), {"target_parameters": ["mlp.experts.gate_up_proj"]}),
 )
 """Adapters that PEFT cannot make for a mesh."""
 

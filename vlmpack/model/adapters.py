@@ -20,7 +20,7 @@ def fit_adapters(core: Any) -> None:
     all ranks there, so they are set.
 
     Raises:
-        ConfigError: an adapter has another size than its layer, or it adapts experts that are divided over ranks.
+        ConfigError: an adapter has another size than its layer, or adapts experts that tensor or expert ranks divide.
     """
     if mesh_of(core) is None:
         return
@@ -29,7 +29,10 @@ def fit_adapters(core: Any) -> None:
         for adapter, first in (getattr(layer, "lora_A", None) or {}).items():
             if hasattr(layer, "get_param"):  # adapts a parameter of experts
                 weight = layer.get_param()
-                fits = not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ())
+                fits = not isinstance(weight, DTensor) or not {*(weight.device_mesh.mesh_dim_names or ())} & {
+                    "tp",
+                    "ep",
+                }
             else:
                 base, last = layer.get_base_layer(), layer.lora_B[adapter]
                 if isinstance(first.weight, DTensor):
