@@ -5,7 +5,7 @@
 
 On text there is `rapidfuzz.distance.Levenshtein.normalized_distance`: edit distance / length of the longer.
 
-Source: Donut's `JSONParseEvaluator` (github.com/clovaai/donut, donut/util.py). It normalises both first: the order of a
+Source: Donut's `JSONParseEvaluator` (github.com/clovaai/donut, donut/util.py). It normalizes both first: the order of a
 dict's keys never counts, the order of a list's items counts for the trees and not for the fields, one value counts as a
 list of one, empty values do not count at all.
 """
@@ -35,7 +35,7 @@ def field_f1(predictions: Sequence[Any], truths: Sequence[Any]) -> float:
     """
     matched = fields = 0
     for prediction, truth in zip(predictions, truths, strict=True):
-        predicted, expected = Counter(_fields(normalise(prediction))), Counter(_fields(normalise(truth)))
+        predicted, expected = Counter(_fields(normalize(prediction))), Counter(_fields(normalize(truth)))
         matched += (predicted & expected).total()
         fields += predicted.total() + expected.total()
     return 2 * matched / fields if fields else 1.0
@@ -49,13 +49,13 @@ def nted_accuracy(prediction: Any, truth: Any) -> float:
 
     An empty truth, for which Donut divides by zero, gives 1 for an empty prediction and 0 for any other.
     """
-    expected = _tree(normalise(truth), "<root>")
+    expected = _tree(normalize(truth), "<root>")
     most = tree_edit_distance(_tree({}, "<root>"), expected)
-    distance = tree_edit_distance(_tree(normalise(prediction), "<root>"), expected)
+    distance = tree_edit_distance(_tree(normalize(prediction), "<root>"), expected)
     return max(0.0, 1 - distance / most) if most else float(distance == 0)
 
 
-def normalise(data: Any) -> Any:
+def normalize(data: Any) -> Any:
     """Bring nested values into Donut's canonical form.
 
     Sort keys by length, then by name. Make a single value under a key a list of one, and values strings without white
@@ -67,12 +67,12 @@ def normalise(data: Any) -> Any:
     if not data:
         return {}
     if isinstance(data, dict):
-        pairs = ((key, normalise(data[key])) for key in sorted(data, key=lambda key: (len(key), key)))
+        pairs = ((key, normalize(data[key])) for key in sorted(data, key=lambda key: (len(key), key)))
         return {key: value if isinstance(value, list) else [value] for key, value in pairs if value}
     if not isinstance(data, list):
         return [str(data).strip()]
     if all(isinstance(item, dict) for item in data):
-        return [item for item in map(normalise, data) if item]
+        return [item for item in map(normalize, data) if item]
     return [str(item).strip() for item in data if type(item) in (str, int, float) and str(item).strip()]
 
 
@@ -114,7 +114,7 @@ def tree_edit_distance(a: Tree, b: Tree) -> int:
 
 
 def _fields(data: Any, path: str = "") -> list[tuple[str, str]]:
-    """(path, value) for each value of normalised data, lists transparent."""
+    """(path, value) for each value of normalized data, lists transparent."""
     if isinstance(data, dict):
         pairs = [(f"{path}.{key}" if path else key, value) for key, value in data.items()]
         return [field for inner, value in pairs for field in _fields(value, inner)]
@@ -122,7 +122,7 @@ def _fields(data: Any, path: str = "") -> list[tuple[str, str]]:
 
 
 def _tree(data: Any, label: str) -> Tree:
-    """Normalised data as a tree: keys, `<subtree>` for each dict of a list, values as leaves."""
+    """Normalized data as a tree: keys, `<subtree>` for each dict of a list, values as leaves."""
     if isinstance(data, dict):
         return Tree(label, tuple(_tree(value, key) for key, value in data.items()))
     if all(isinstance(item, dict) for item in data):

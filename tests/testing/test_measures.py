@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from notebooks.measures import field_f1, normalise, nted_accuracy
+from notebooks.measures import field_f1, normalize, nted_accuracy
 
 CAKE = {"menu": [{"nm": "cake", "cnt": "2"}]}
 """TED from nothing: menu 1, subtree 1, nm 1, "cake" 4, cnt 1, "2" 1: 9."""
@@ -34,8 +34,8 @@ json_values = st.recursive(
     ],
 )
 def test_the_canonical_form_of_donut(data: Any, normal: Any) -> None:
-    assert normalise(data) == normal
-    assert json.dumps(normalise(data)) == json.dumps(normal)  # the order of keys too
+    assert normalize(data) == normal
+    assert json.dumps(normalize(data)) == json.dumps(normal)  # the order of keys too
 
 
 def test_fields_by_hand() -> None:
