@@ -14,7 +14,7 @@ import numpy as np
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 IGNORE = -100
-"""The label that cross-entropy ignores: `vlmpack.layout.IGNORE`, which would import torch."""
+"""The label that cross-entropy ignores: `vlmpack.layout.batch.IGNORE`, which would import torch."""
 LABELS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 """Columns that mark targets, not shifted; masks hold 0 and 1. A sample has one of them, or all tokens are targets."""
 UNREAD = ("loss_weights", "topk_ids", "topk_logprobs")
