@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,13 @@ from step_service import png
 
 COOKBOOK = Path(sys.prefix) / "cookbook-0.6.1"
 MODEL = "Qwen/Qwen3.5-9B-Base"
-SAYING = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
-PAIR = {name: f"\n\nHuman: 2 + 2?\n\nAssistant: {answer}" for name, answer in (("chosen", "4"), ("rejected", "5"))}
-SUM = {"question": "What is 2 + 2?", "answer": "It is 4. #### 4"}
-THOUGHTS = [{"from": "human", "value": "What is 2 + 2?"}, {"from": "gpt", "value": "It is 4."}]
+SUM = {"question": "2 + 2?", "answer": "It is 4. #### 4"}
 DATA: dict[str, Any] = {
-    "HuggingFaceH4/no_robots": {"messages": SAYING},
-    "Anthropic/hh-rlhf": PAIR,
+    "HuggingFaceH4/no_robots": {"messages": [{"role": role, "content": "4"} for role in ("user", "assistant")]},
+    "Anthropic/hh-rlhf": {each: f"\n\nHuman: 2 + 2?\n\nAssistant: {each}" for each in ("chosen", "rejected")},
     "openai/gsm8k": SUM,
     "zwhe99/DeepMath-103K": SUM,
-    "open-thoughts/OpenThoughts3-1.2M": {"conversations": THOUGHTS},
+    "open-thoughts/OpenThoughts3-1.2M": {"conversations": [{"from": who, "value": "4"} for who in ("human", "gpt")]},
 }
 FEW, RL = "max_steps=2 log_path=log/{} ", "group_size=4 loss_fn={} max_tokens=4 "
 RECIPES = {
@@ -77,8 +75,7 @@ def write_hub(folder: Path) -> None:
 @pytest.mark.skipif(not COOKBOOK.is_dir(), reason="needs tinker-cookbook, which the Makefile installs")
 def test_recipes_train_two_steps(tmp_path: Path) -> None:
     write_hub(tmp_path)
-    server = Server(tmp_path / "state", "--name", MODEL, model=str(tmp_path / MODEL))
-    try:
+    with closing(Server(tmp_path / "state", "--name", MODEL, model=str(tmp_path / MODEL))) as server:
         path = os.pathsep.join((str(COOKBOOK), os.environ.get("PYTHONPATH", "")))
         address = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0", "PYTHONPATH": path}
         recipes = [f"{name} {arguments.format(name)}" for name, arguments in RECIPES.items()]
@@ -91,5 +88,3 @@ def test_recipes_train_two_steps(tmp_path: Path) -> None:
             counted = dict(re.findall(r'requests_total{kind="(\w+)"} (\d+)', reply.read().decode()))
         assert int(counted["OptimStep"]) == 2 * len(RECIPES)
         assert int(counted["Sample"]) > 0
-    finally:
-        server.close()
