@@ -243,7 +243,9 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
     )
     assert resumed["ignored"].keys() == {"learning_rate"}  # that of the checkpoint
     assert resumed["result"]["after"] == whole["result"]["after"] != whole["result"]["before"]
-    run(*settings, "max_steps=2", "output_dir=adapters", "method=lora", "lora_targets=[q_proj, v_proj]")
+    lora = (*settings, "output_dir=adapters", "method=lora", "lora_targets=[q_proj, v_proj]")
+    run(*lora, "max_steps=2")
+    assert run(*lora, "max_steps=3", "resume_from_checkpoint=true")["result"]["before"] is None
     Path("other.jsonl").write_text(Path("chats.jsonl").read_text().replace("Rp 2", "Rp 4"))
     for folder, other, said in (
         ("halves", ("method=lora",), "of all weights, and this one is of adapters"),
