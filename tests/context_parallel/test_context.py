@@ -53,18 +53,8 @@ def test_ranks_that_share_a_row_compute_what_one_computes(case: Case, seen: dict
     assert found["compared"] > 20
     assert found["gradient"] <= 1e-5
     assert found["left out"] == []
-
-
-@pytest.mark.parametrize("case", tiered(case for case in CASES if case.ranks > 1), ids=str)
-def test_a_part_of_the_gradient_alone_would_not_pass(case: Case, seen: dict[str, Any]) -> None:
-    assert seen["shared"][str(case)]["own gradient"] > 0.1
-
-
-@pytest.mark.parametrize("case", tiered(case for case in CASES if case.has_experts), ids=str)
-def test_routers_are_counted_over_the_whole_row(case: Case, seen: dict[str, Any]) -> None:
-    found = seen["shared"][str(case)]
-    assert found["aux loss"] <= 1e-6
-    assert found["expert counts"]
+    assert case.ranks == 1 or found["own gradient"] > 0.1, "a part of the gradient alone would pass"
+    assert not case.has_experts or (found["aux loss"] <= 1e-6 and found["expert counts"])
 
 
 @pytest.mark.parametrize("case", tiered(case for case in CASES if case.family != "qwen4_exp"), ids=str)

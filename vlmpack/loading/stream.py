@@ -9,13 +9,13 @@ Each rank and each of its workers reads, measures and packs its own part of the 
 The number of rows of a part is only known at its end. So a rank that has run out of rows trains on empty ones until all
 ranks have ended.
 
-Rows are numbered over all ranks: row g is the next one of part g mod (number of parts), so it is the same whoever packs
-it. Other ranks and workers continue with the same parts:
+Rows are numbered over all ranks, and row g is the next one of part g modulo the number of parts, whoever packs it. So
+other ranks and workers continue with the same rows:
 
-    row                   0  1  2  3  4  5  6 ...
-    begun on 2 ranks      0  1  0  1  0  1  0       the part, and the rank
-    part of the row       0  1  0  1  0  1  0
-    continued on 3 from row 2:  0  1  2  0  1       the rank: rank 0 packs both parts, and leaves some rows to others
+    row                          0  1  2  3  4  5  6
+    part                         0  1  0  1  0  1  0
+    rank, begun on 2             0  1
+    rank, continued on 3               0  1  2  0  1      each packs both parts, and leaves rows to the others
 """
 
 from __future__ import annotations
