@@ -149,7 +149,7 @@ class PackingState:
         is_one = row.segments.num_samples == 1  # all of its pieces are kept until the backward pass: nothing is saved
         if capacity is None or tokens <= capacity or is_one or row.segments.total != row.segments.num_tokens:
             return None
-        if (problem := self.problem_of_pieces(core, under_one_loss=True)) is not None:
+        if (problem := self.problem_of_pieces(core)) is not None:
             if problem not in _logged:
                 _logged.add(problem)
                 _LOG.warning("a row of %d tokens goes through the model whole: %s", tokens, problem)
@@ -165,7 +165,7 @@ class PackingState:
             parameters=learning if DistributedDataParallel._get_active_ddp_module() is not None else (),
         )
 
-    def problem_of_pieces(self, model: nn.Module, *, under_one_loss: bool = False) -> str | None:
+    def problem_of_pieces(self, model: nn.Module, *, under_one_loss: bool = True) -> str | None:
         """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""
         if under_one_loss and any({x.__name__ for x in type(module).__mro__} & _SHARDED for module in model.modules()):
             return "FSDP frees its parameters behind each backward pass: use PackedStep.group, or groups that fit a row"

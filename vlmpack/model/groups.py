@@ -256,5 +256,5 @@ def _problems(
             "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
             'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
         )
-    if (reason := state.problem_of_pieces(model)) is not None:
+    if (reason := state.problem_of_pieces(model, under_one_loss=False)) is not None:
         yield reason
