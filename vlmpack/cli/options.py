@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial, wraps
@@ -160,13 +161,15 @@ def make_folder(option: str, folder: Path) -> None:
     """Make the output folder of a verb, before anything is computed.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be made, or not be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         message = f"{option} {folder} cannot be a folder ({error.strerror}); choose another one"
         raise ConfigError(message) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {folder} may not be written to; get the right to, or choose another one")
 
 
 def refuse_file(option: str, name: str) -> None:
