@@ -415,15 +415,21 @@ class StreamLoader(DataLoader[Any]):
             not isinstance(each, Mapping) or each.keys() != self.state_dict().keys() for each in states
         ):
             raise ConfigError(f"this is not the state of a StreamLoader; {LOAD_ANOTHER}")
+        states = [{**each, "states": [*map(_of_parts, each["states"])]} for each in states]
         own = [each for each in states if _process(each) == _process(self.state_dict())]
         known = own[0] if own else _dealt_anew(states, self.stream, self._workers)
-        self._states, self._parts, self._ended = list(known["states"]), known["parts"], known["ended"]
+        self._states, self._parts, self._ended = known["states"], known["parts"], known["ended"]
         self._first, self._turns = known["first"], known["turns"]
         self._goes_on, self._iterator = True, None  # restart persistent workers
 
 
 def _process(state: Mapping[str, Any]) -> tuple[int, int, int]:
     return state["rank"], state["ranks"], state["workers"]
+
+
+def _of_parts(states: Mapping[Any, Any] | None) -> dict[int, Any] | None:
+    """Return the states of a worker's parts, whose numbers are texts after a way through JSON."""
+    return None if states is None else {int(part): known for part, known in states.items()}
 
 
 def _dealt_anew(states: Sequence[Mapping[str, Any]], stream: PackedStream, workers: int) -> dict[str, Any]:
