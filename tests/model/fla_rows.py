@@ -169,8 +169,7 @@ def test_a_group_in_pieces_starts_each_piece_from_the_kept_state(model: Any, bra
     assert {piece.kept > 0 for piece in group.cut.pieces if piece.is_kept} == {False, True}, "pieces nest"
     assert torch.isclose(result.loss, branches.loss, rtol=1e-5)
     limits = replace(limits_of(model.config.model_type), gradient=1e-3, cosine=1e-5)
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    check_gradients(branches, found, limits)
+    check_gradients(branches, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, limits)
 
 
 @pytest.mark.usefixtures("gpu")

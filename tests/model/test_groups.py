@@ -32,8 +32,7 @@ GROUPS = {
     "videos": (VIDEOS, rollouts(3, 6)),
     "images of branches": (Piece(text=12, children=(Piece(text=4, images=1), Piece(text=5), Piece(text=2, images=1))),),
 }
-WAYS = {"group": None, "row": 1, "row, graphs kept": 99}
-"""In a loop over pieces, or as one step, by how many of the last pieces keep their graphs."""
+WAYS = {"group": None, "row": 1, "row, graphs kept": 99}  # one step: how many pieces keep their graphs
 SAMPLE = StepConfig(aux_loss="sample")
 CAPACITIES = 20, 40, 80, 160, 640
 
@@ -79,8 +78,7 @@ def check_group(family, name, prepare=lambda model: model, given=lambda row: row
     assert torch.allclose(result.loss, truth.loss, rtol=1e-6, atol=0)
     assert torch.allclose(result.target_logprobs, logprobs_of(truth.outcome), rtol=0, atol=5e-6)
     check_gradients(truth, gradients(model), limits(family))
-    tree = row.segments if row.tree is None else row.tree
-    work = result.work
+    tree, work = row.segments if row.tree is None else row.tree, result.work
     assert (work.physical_tokens, work.real_tokens) == (tree.num_tokens, row.segments.num_tokens)
     if FAMILIES[family].has_grids:
         whole = PackedStep(fresh(family))(row).work

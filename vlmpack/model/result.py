@@ -78,8 +78,8 @@ class StepResult:
     target_entropies: torch.Tensor | None = None
     """float32 [L]: entropy (nats) of the prediction of each target. Has a gradient. On request."""
     topk_logprobs: torch.Tensor | None = None
-    """float32 [L, K + 1]: log-probabilities of the teacher's `topk_ids` for each target, and at the end of all other
-    ids together. Has a gradient. None: the row has no `topk_ids`."""
+    """float32 [L, K + 1]: log-probabilities of the teacher's `topk_ids` for each target (of the ids below K where it
+    has no teacher), and at the end of all other ids together. Has a gradient. None: the row has no `topk_ids`."""
     row_logits: torch.Tensor | None = None
     """[1, T, V] on request."""
     row_hidden_states: tuple[torch.Tensor | None, ...] | None = None
