@@ -81,7 +81,7 @@ class GatedDelta(ClassMechanism):
         Raises:
             BackendError: flash-linear-attention computes the layers, and it would fail or be wrong here.
         """
-        device, tree, layers = setup.row.input_ids.device, setup.row.tree, self.find(setup.model)
+        device, tree = setup.row.input_ids.device, setup.row.tree
         call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
         piece = setup.part.piece
         if piece is not None and tree is not None and uses_fla(setup.model.family):
@@ -98,7 +98,7 @@ class GatedDelta(ClassMechanism):
             cut, tried_on = partial(VarlenCalls.of, taps=conv_taps(setup.text_config)), device
         else:
             cut, tried_on = partial(Buckets.cheapest, call_cost=call_cost), torch.device("cpu")
-        if tree is None or not layers:
+        if tree is None or not (layers := self.find(setup.model)):
             return cut(setup.row.segments)
         is_supported = supports_initial_state(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
         return cut(tree.nodes, tree=tree) if is_supported else cut(setup.row.segments)
