@@ -136,7 +136,13 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
         buckets = sample_buckets(row if tree is None else tree.nodes, device, tree).buckets
         before = {-1: 0} if tree is None else {-1: 0, **dict(enumerate(tree.keys.lengths))}
         parents = (-1,) * row.num_samples if tree is None else tree.parents
-        needed = sum(x.tokens * (before[parents[x.members[0]]] + x.width) for x in buckets)
+        pairs = [(x.width, x.tokens * (before[parents[x.members[0]]] + x.width)) for x in buckets]
+        needed, text = sum(each for _, each in pairs), probed.family.text_config(probed.config)
+        groups = (
+            text.num_attention_heads // text.num_key_value_heads
+        )  # transformers takes those of one query for queries
+        folded = needed + (groups - 1) * sum(each for width, each in pairs if width == 1)
+        needed = folded if computed == folded else needed
     if packed.parallel is not None and packed.context_ranks > 1 and computed != needed:  # they do not divide the heads
         partition = Partition(segments=row, ranks=packed.context_ranks, layout="contiguous")
         keys = GatheredKV(partition, packed.parallel.collectives)
