@@ -26,7 +26,7 @@ from vlmpack.families import family_of
 from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.result import Work
 from vlmpack.testing import Sample, mixed_samples, padded, receipt_conversations, tiny_config
-from vlmpack.testing.comparison import distance
+from vlmpack.testing.comparison import Limits, distance
 from vlmpack.testing.samples import alone
 
 CLASSES = 3
@@ -99,6 +99,12 @@ def last(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return hidden[torch.arange(len(hidden)), places.argmax(1)]
 
 
+def attended(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention pooling, by a query of ones, [B, D]."""
+    weights = hidden.mean(-1).masked_fill(mask == 0, -torch.inf).softmax(-1)
+    return (weights[..., None] * hidden).sum(1)
+
+
 def contrastive(embeddings: torch.Tensor) -> torch.Tensor:
     """Each sample's positive is the next one; the others of the batch are negatives."""
     normal = nn.functional.normalize(embeddings, dim=-1)
@@ -144,7 +150,7 @@ def test_each_sample_is_scored_and_learned_from_as_alone(family: str, head: str)
         for scores, mask, one in zip(packed.logits, batch["attention_mask"], singly, strict=True):
             own, found = one.logits[0].detach(), scores if head == "sequence" else scores[mask != 0]
             torch.testing.assert_close(found, own, rtol=0, atol=limits.logits * max(1.0, float(own.abs().max())))
-        torch.testing.assert_close(packed.loss, loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(packed.loss, loss, rtol=1e-6, atol=0)
         check_gradients(gradients(model, packed.loss), expected, limits.gradient)
     assert computed == [sum(len(sample["input_ids"]) for sample in samples)] * 2  # no padding was computed
 
@@ -153,22 +159,38 @@ def test_each_sample_is_scored_and_learned_from_as_alone(family: str, head: str)
 def test_each_sample_is_embedded_and_learned_from_as_alone(family: str) -> None:
     model, limits = without_head(family), limits_of(family)
     samples = mixed_samples(model.config, seed=1)
+    check_embeddings(model, samples, limits, sum(len(sample["input_ids"]) for sample in samples))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", *slow("qwen3", "gemma3", "qwen3_5", "lfm2")])
+def test_what_is_embedded_computes_a_shared_beginning_once(family: str) -> None:
+    model = without_head(family)
+    samples = samples_of(model.config, rollouts(3, 5, 4, prefix=9), rollouts(2, 6, prefix=7))
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    shared = 2 * (lengths[0] - 3) + (lengths[3] - 2)
+    check_embeddings(model, samples, limits_of(family), sum(lengths) - shared, min_shared=4)
+
+
+def check_embeddings(model: Any, samples: list[Sample], limits: Limits, tokens: int, min_shared: Any = None) -> None:
     singly = [model(**inputs_of(model, single(sample))).last_hidden_state for sample in samples]
-    pooled = {pool: torch.cat([pool(one, torch.ones(one.shape[:2])) for one in singly]) for pool in (mean, last)}
+    pools = (mean, last, attended)
+    pooled = [torch.cat([pool(one, torch.ones(one.shape[:2])) for one in singly]) for pool in pools]
     largest = [max(1.0, float(one.detach().abs().max())) for one in singly]
-    expected_loss = contrastive(pooled[mean]) + contrastive(pooled[last])
+    expected_loss = sum(map(contrastive, pooled))
     expected = gradients(model, expected_loss)
     computed = tokens_of(enable_packing(model))
+    if min_shared:
+        pack_backbone(model, min_shared=min_shared)
     for side in ("right", "left"):
         batch = padded(samples, side).to_hf()
         hidden, mask = model(**inputs_of(model, batch)).last_hidden_state, batch["attention_mask"]
         for row, real, one, scale in zip(hidden, mask != 0, singly, largest, strict=True):
             torch.testing.assert_close(row[real], one[0], rtol=0, atol=limits.logits * scale)
             assert not row[~real].any()
-        loss = contrastive(mean(hidden, mask)) + contrastive(last(hidden, mask))
-        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+        loss = sum(contrastive(pool(hidden, mask)) for pool in pools)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
         check_gradients(gradients(model, loss), expected, limits.gradient)
-    assert computed == [sum(len(sample["input_ids"]) for sample in samples)] * 2  # no padding was computed
+    assert computed == [tokens] * 2  # no padding was computed
 
 
 def test_a_row_returns_the_hidden_states_of_its_tokens() -> None:
@@ -178,17 +200,28 @@ def test_a_row_returns_the_hidden_states_of_its_tokens() -> None:
     torch.testing.assert_close(row, torch.cat(singly, 1), rtol=1e-4, atol=1e-5)
 
 
+def ranked(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """[B]: a classifier's score, or Qwen3-VL-Reranker's: the logit of "yes" less that of "no" at the last token."""
+    if not hasattr(model, "lm_head"):
+        return model(**inputs_of(model, batch)).logits[:, 0]
+    logits = model.lm_head(model.model(**inputs_of(model, batch)).last_hidden_state)
+    return last(logits[..., 7] - logits[..., 11], batch["attention_mask"])
+
+
 @pytest.mark.parametrize("images", [0, 1])
-def test_a_pair_computes_its_prompt_and_image_once_and_is_scored_the_same(images: int) -> None:
-    model = classifier("qwen3_vl" if images else "qwen3", labels=1)
+@pytest.mark.parametrize("make", [classifier, tiny_model])
+def test_a_pair_computes_its_prompt_and_image_once_and_is_scored_the_same(make: Any, images: int) -> None:
+    model = make("qwen3_vl" if images else "qwen3", **({"labels": 1} if make is classifier else {})).eval()
     samples = samples_of(model.config, rollouts(3, 5, prefix=9, images=images))
-    plain = torch.cat([model(**inputs_of(model, single(sample))).logits for sample in samples])
-    expected = gradients(model, -nn.functional.logsigmoid(plain[0] - plain[1]).mean())
+    plain = torch.cat([ranked(model, single(sample)) for sample in samples])
+    expected = gradients(model, expected_loss := -nn.functional.logsigmoid(plain[0] - plain[1]))
     works: list[Work] = []
     pack_backbone(enable_packing(model), min_shared=4, report=lambda work, _: works.append(work))
-    found = model(**inputs_of(model, padded(samples, "right").to_hf())).logits
+    found = ranked(model, padded(samples, "right").to_hf())
     torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-6)
-    check_gradients(gradients(model, -nn.functional.logsigmoid(found[0] - found[1]).mean()), expected, 1e-5)
+    loss = -nn.functional.logsigmoid(found[0] - found[1])
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    check_gradients(gradients(model, loss), expected, 1e-5)
     (work,), whole = works, [len(sample["input_ids"]) for sample in samples]
     assert work.physical_tokens == sum(whole) - (whole[0] - 3)
     assert work.vision_patches == (len(samples[0]["pixel_values"]) if images else 0)
@@ -236,7 +269,7 @@ def test_values_of_tokens_are_those_of_each_sample_alone(family: str, make: Any,
     for found, real, one in zip(values, mask, singly, strict=True):
         torch.testing.assert_close(found[real], one, rtol=0, atol=1e-5)
     loss = (((values - torch.arange(values.shape[1]) / 10) ** 2) * mask).sum()
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
     check_gradients(gradients(model, loss), expected, limits_of(family).gradient)
     shared, whole = 20 + 4 + 6 + 3 + 5, sum(len(sample["input_ids"]) for sample in samples)
     assert sum(computed) == (shared if make is TokenValues else whole)

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext, suppress
 import pytest
 import torch
 from cases import one_of_each, slow, slow_cases
-from equality import alone_through, check_gradients, gradients, logprobs_of
-from model.test_prefix_tree import CIRCUMSTANCES, MASKED, counted, fresh, limits
+from equality import alone_through, check_gradients, gradients, limits_of, logprobs_of
+from model.test_prefix_tree import CIRCUMSTANCES, counted, drawn, fresh
 from model.test_short_conv import fresh as with_convolutions
 from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -64,7 +64,7 @@ def tokens_through(model):
 
 
 def check_group(family, name, prepare=lambda model: model, given=lambda row: row, way="group"):
-    samples = samples_of(fresh(family).config, *GROUPS[name], masked=MASKED)
+    samples = drawn(family, GROUPS[name])
     truth, model = alone_through(prepare(fresh(family)), samples), prepare(fresh(family))
     row = given(shared(samples))
     group = in_pieces(PackedStep(model), row)
@@ -77,7 +77,7 @@ def check_group(family, name, prepare=lambda model: model, given=lambda row: row
     assert sum(embedded) == total + again * (way == "row"), "the first piece and those that keep graphs go once"
     assert torch.allclose(result.loss, truth.loss, rtol=1e-6, atol=0)
     assert torch.allclose(result.target_logprobs, logprobs_of(truth.outcome), rtol=0, atol=5e-6)
-    check_gradients(truth, gradients(model), limits(family))
+    check_gradients(truth, gradients(model), limits_of(family))
     tree, work = row.segments if row.tree is None else row.tree, result.work
     assert (work.physical_tokens, work.real_tokens) == (tree.num_tokens, row.segments.num_tokens)
     if FAMILIES[family].has_grids:
@@ -214,7 +214,7 @@ def test_a_group_costs_what_its_tree_costs_and_takes_the_memory_of_one_path():
 def test_routers_lose_what_they_lose_on_each_sample_alone(family):
     """transformers' own load-balancing loss of each sample; and of the z-loss and the counts, those of the tree."""
     plain, model = fresh(family), fresh(family)
-    samples = samples_of(model.config, *GROUPS["rollouts"], masked=MASKED)
+    samples = drawn(family, GROUPS["rollouts"])
     targets, expected = sum((sample["labels"][1:] != IGNORE).sum() for sample in samples), 0.0
     for sample in samples:
         out = plain_output(plain, alone(sample, labels=False), output_router_logits=True)
@@ -227,7 +227,7 @@ def test_routers_lose_what_they_lose_on_each_sample_alone(family):
     ours, theirs = gradients(model), gradients(plain)
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
-        assert (ours[name] - gradient).abs().max() <= limits(family).gradient * gradient.abs().max(), name
+        assert (ours[name] - gradient).abs().max() <= limits_of(family).gradient * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("per", ["row", "sample"])
