@@ -273,14 +273,15 @@ def scores(placement: Any, chunk: int) -> list[tuple[torch.Tensor, ...]]:
     return found
 
 
-def other_towers() -> str:
-    """What is said where one data rank has an image and one has none, and blank ones cannot be computed."""
-    parallel = Parallel(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
-    try:
-        parallel.check_same_towers(dist.get_rank(), torch.ones(1, 4).long(), "llama4")
-    except LayoutError as error:
-        return str(error)
-    return ""
+def other_towers() -> list[str]:
+    """What is said where one data rank has an image, or audio, and one has none, and blank ones cannot be computed."""
+    parallel, messages = Parallel(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))), []
+    for media, family in (("images", "llama4"), ("audio", "qwen2_5_omni_thinker")):
+        try:
+            parallel.check_same_towers(media, dist.get_rank(), torch.ones(1, 4).long(), family)
+        except LayoutError as error:
+            messages.append(str(error))
+    return messages
 
 
 class Exchanged(TorchDispatchMode):

@@ -184,8 +184,10 @@ def test_adapters_that_do_not_fit_the_parts_of_ranks_are_refused(seen: Any) -> N
 
 
 def test_data_ranks_that_would_run_other_towers_say_so(seen: Any) -> None:
-    message = seen(CASES[0], "parts")["towers"]
-    assert "some rows of ranks [0, 1] have images and some have none" in message
+    images, audio = seen(CASES[0], "parts")["towers"]
+    assert "some rows of ranks [0, 1] have images and some have none: llama4 cannot compute blank ones" in images
+    assert "balance_vision" not in images  # it is refused for such a family
+    assert audio.endswith("or set Parallel(balance_vision=True)")
 
 
 @pytest.mark.parametrize(

@@ -161,12 +161,13 @@ class Parallel:
             x = group.all_reduce(x, "routers")
         return x
 
-    def check_same_towers(self, calls: int, ids: torch.Tensor, family: str) -> None:
+    def check_same_towers(self, media: str, calls: int, ids: torch.Tensor, family: str) -> None:
         """Check that all data ranks call a tower equally often, for a family whose media cannot be left blank.
 
         Else a rank without images would wait forever for the others, or they for it. Asynchronous on an accelerator.
 
         Args:
+            media: "images" or "audio".
             calls: number of calls of a tower for this rank's row.
             ids: the row's token ids, whose device is used.
             family: name of the family.
@@ -176,7 +177,7 @@ class Parallel:
         """
         for group in self._known.own_rows:
             all_R = group.all_gather_equal(ids.new_tensor([calls]), "check")
-            message = _OTHER_TOWERS.format(ranks=group.members, family=family)
+            message = _OTHER_TOWERS[media].format(ranks=group.members, family=family)
             require((all_R == all_R[:1]).all(), message, LayoutError)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parallel:
@@ -205,10 +206,13 @@ _DIFFERENT = (
 )
 
 
-_OTHER_TOWERS = (
-    "some rows of ranks {ranks} have images and some have none, or audio in other groups of lengths: {family} cannot "
-    "compute blank ones, and ranks would wait forever; give all data ranks the like, or set balance_vision"
-)
+_OTHER_TOWERS = {
+    "images": "some rows of ranks {ranks} have images and some have none: {family} cannot compute blank ones, and "
+    "ranks would wait forever; give each data rank an image in each step, or none of them",
+    "audio": "rows of ranks {ranks} have audio in different numbers of groups of lengths: {family} computes each group "
+    "in a call, and ranks would wait forever; give all data ranks the same number, or set "
+    "Parallel(balance_vision=True)",
+}
 
 
 @final

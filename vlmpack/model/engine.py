@@ -435,7 +435,7 @@ def setup_row(
         parallel.check_same_row(row)
         if piece is None and not parallel.same_calls and _trains_tower(model):
             has_images = media.pixel_values is not None or media.pixel_values_videos is not None
-            parallel.check_same_towers(int(has_images), row.input_ids, family.model_type)
+            parallel.check_same_towers("images", int(has_images), row.input_ids, family.model_type)
     family.check_floats(media)
     if family.audio is not None:
         family.audio.check_features(media, config)
@@ -454,7 +454,7 @@ def setup_row(
         and family.audio.reads_padding
     ):
         calls = len(family.audio.groups(computed.audios, table, config))  # without audio, a blank one is computed
-        parallel.check_same_towers(max(calls, 1), row.input_ids, family.model_type)
+        parallel.check_same_towers("audio", max(calls, 1), row.input_ids, family.model_type)
     types = family.types_of_row(row, config)
     return RowSetup(model=model, row=row, media=table, part=part, types=types, backend=backend)
 
