@@ -1,6 +1,6 @@
 """PackedTrainer under transformers' meshes: every step is that of one process, and checkpoints fit other meshes.
 
-The model has images, gated delta layers and attention.
+The model has images, gated delta layers and attention; that of "moe" runs has experts.
 
 As a script: what each of two or four gloo ranks runs. Rank 0 writes checkpoints to FOLDER/MESH.
 """
@@ -20,7 +20,7 @@ from ranks import on_ranks, save_cases, whole
 from torch.distributed.device_mesh import init_device_mesh
 from trainer.packed_runs import plan_of
 from training import KINDS, Samples, apart, arguments, logged, receipts
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.distributed import DistributedConfig
 
 from vlmpack.context_parallel import Parallel, plan_for
@@ -32,7 +32,16 @@ from vlmpack.trainer import PackedTrainer
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 STEPS, STOP = 10, 6
-WHOLE = {"tp": 2, "tp accumulated": 2, "fsdp": 2, "context": 2, "fsdp tp": 4}
+WHOLE = {
+    "tp": 2,
+    "tp accumulated": 2,
+    "fsdp": 2,
+    "context": 2,
+    "fsdp tp": 4,
+    "moe tp ep all_to_all": 2,
+    "moe tp ep all_reduce": 2,
+    "moe fsdp dp_replicate": 4,
+}
 """Meshes under which a run goes through, and their ranks."""
 CONTINUED = {
     "fsdp from fsdp tp": 2,
@@ -92,8 +101,9 @@ def run_of(folder: Path, mesh: str, output: Path, **settings: Any) -> PackedTrai
     With AdamW's own epsilon of 1e-8, gradients that are rounding errors move weights as far as any others: a nudge of
     1e-7 in one process then comes to 1e-4. With 1e-2 they move them as little as they are.
     """
-    model = model_on(folder / "model", mesh)
-    samples = receipts(model, kinds=KINDS * 2)
+    has_experts = "moe" in mesh.split()
+    model = model_on(folder / ("moe" if has_experts else "model"), mesh)
+    samples = receipts(model, kinds=("text",) * 16 if has_experts else KINDS * 2)
     defaults = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STOP, "learning_rate": 5e-4}
     args = arguments(
         output, **{**defaults, "optim": "adamw_torch", "adam_epsilon": 1e-2, "max_grad_norm": 0.5, **settings}
@@ -108,13 +118,16 @@ def rows_of_even_width(samples: list[Any]) -> dict[str, Any]:
 
 
 def model_on(model_folder: Path, mesh: str) -> Any:
-    sizes: dict[str, Any] = {f"{name}_size": 2 for name in ("tp", "fsdp") if name in mesh.split()}
-    sizes |= {"fsdp_size": 4} if "fsdp4" in mesh else {}
+    names = mesh.split()
+    sizes: dict[str, Any] = {f"{name}_size": 2 for name in ("tp", "ep", "fsdp", "dp_replicate") if name in names}
+    sizes |= {"fsdp_size": 4} if "fsdp4" in names else {}
+    sizes |= {"ep_implementation": names[-1]} if "ep" in names else {}
     if "tp_size" in sizes:
         sizes["tp_plan"] = plan_for(AutoConfig.from_pretrained(model_folder), tp_size=2)
     divided = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
-    model = AutoModelForImageTextToText.from_pretrained(model_folder, **divided)
-    parallel = Parallel(context=2) if "shared" in mesh else None
+    auto = AutoModelForCausalLM if "moe" in names else AutoModelForImageTextToText
+    model = auto.from_pretrained(model_folder, **divided)
+    parallel = Parallel(context=2) if "shared" in names else None
     if mesh == "context":
         parallel = Parallel(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")))
     return enable_packing(model, parallel=parallel)
@@ -125,6 +138,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs left what they came to; four ranks before and after the two whose checkpoints they exchange."""
     folder = tmp_path_factory.mktemp("meshes")
     tiny_model("qwen3_5", vision_depth=1).save_pretrained(folder / "model")
+    tiny_model("qwen3_moe").save_pretrained(folder / "moe")
     for ranks, runs in ((4, WHOLE), (2, WHOLE | CONTINUED), (4, CONTINUED)):
         chosen = [name for name, number in runs.items() if number == ranks]
         on_ranks(Path(__file__), folder, *chosen, ranks=ranks)
@@ -133,20 +147,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[int, dict]:
+def alone(folder: Path) -> dict[Any, dict]:
     """What one process comes to, with the rows of so many ranks in each step."""
     seen = {}
-    for rows in (1, 2):
-        run = run_of(folder, "alone", folder / f"alone{rows}", gradient_accumulation_steps=rows)
+    for mesh, rows in (("alone", 1), ("alone", 2), ("moe alone", 1), ("moe alone", 4)):
+        run = run_of(folder, mesh, folder / f"{mesh} {rows}", gradient_accumulation_steps=rows)
         run.train()
-        seen[rows] = seen_of(run)
+        seen[mesh, rows] = seen_of(run)
     return seen
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *CONTINUED])
-def test_steps_losses_and_evaluation_are_those_of_one_process(folder: Path, alone: dict[int, dict], name: str) -> None:
+def test_steps_losses_and_evaluation_are_those_of_one_process(folder: Path, alone: dict[Any, dict], name: str) -> None:
     seen = torch.load(folder / f"{name}.pt", weights_only=False)
-    expected = alone[2 if "fsdp" in name or "accumulated" in name else 1]
+    rows = 4 if "dp_replicate" in name else 2 if "fsdp" in name or "accumulated" in name else 1
+    expected = alone["moe alone" if "moe" in name else "alone", rows]
     assert max(expected["norms"]) > 0.5  # the guard: gradients were clipped
     assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
