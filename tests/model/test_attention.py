@@ -195,7 +195,7 @@ def test_a_forward_of_ones_own_on_a_layer_has_to_call_the_attention_function(fam
         assert torch.equal(model(**batch).loss, expected)
         return
     layer.forward = lambda hidden_states, **_: (hidden_states.cumsum(1), None)
-    with pytest.raises(ConfigError, match=r"Attention has a forward of its own, which does not call"):
+    with pytest.raises(ConfigError, match=r"Attention has a custom forward that does not call"):
         model(**batch)
 
 
@@ -211,7 +211,7 @@ def test_what_stands_in_the_place_of_attention_has_to_call_it_too(family):
     model = tiny_model(family)
     batch = padded(mixed_samples(model.config)).to_hf()
     model.model.language_model.layers[1].self_attn = Cumulated()
-    with pytest.raises(ConfigError, match=r"a Cumulated has a forward of its own, which does not call"):
+    with pytest.raises(ConfigError, match=r"a Cumulated has a custom forward that does not call"):
         PackedStep(model)(batch)
 
 

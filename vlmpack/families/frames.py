@@ -1,7 +1,7 @@
 """Videos with the placeholder of images.
 
-GLM-4V has the same placeholder for images and for frames of videos, so a call of its own code takes one kind only.
-Its tower and its positions treat a frame as an image: rows pass frames as images, in the order of their tokens.
+GLM-4V uses one placeholder for images and video frames, so its own code can take only one kind in a call. But its tower
+and its positions treat a frame as an image, so rows pass frames as images, in the order of their tokens.
 
     sample    x ( [ i i ] 0 [ i i ] 1 ) x   x [ i i i ] x       two samples: a video of two frames, an image
     kinds     0 0 0 2 2 0 0 0 2 2 0 0 0 0   0 0 1 1 1 0 0       `(` and `)` start and end a video

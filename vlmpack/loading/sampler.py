@@ -200,7 +200,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self.epoch, self._done, self._start, self._window = epoch, rows, rows, window
 
     def _check_same(self, of: Any) -> None:
-        """Check that a state is of this plan and of these settings; name those that differ."""
+        """Check that a state belongs to this plan and these settings, or name what differs."""
         own, saved = self._identity, of if isinstance(of, Mapping) else {}
         differing = [name for name in own if saved.get(name) != own[name]]
         if not differing:

@@ -175,7 +175,8 @@ class PackingState:
             return f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole: Parallel()"
         if self.parallel is not None and self.parallel.vision.host is not None:
             return (
-                "images of all ranks are dealt in each pass, and ranks have other numbers of pieces: no balance_vision"
+                "balance_vision deals the images of all ranks in each pass, but ranks may have different numbers of "
+                "pieces: turn it off"
             )
         if self.rows_of_routers is not None:
             return 'routers count the tokens of all ranks in each pass: set aux_loss="row" or "sample"'
@@ -448,7 +449,7 @@ def setup_row(
         _check_pixels(model, media.pixel_values_videos, computed.grids(VIDEO), "pixel_values_videos")
     if (
         parallel is not None
-        and piece is None  # ranks have other numbers of pieces, and exchange all gradients in a pass of its own
+        and piece is None  # ranks may have different numbers of pieces; they exchange gradients once, at the end
         and parallel.vision.host is None
         and family.audio is not None
         and family.audio.reads_padding

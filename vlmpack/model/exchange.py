@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 _SETTINGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_forward_mesh_info")
-"""What FSDP2 does after each pass, by the names of its own attributes: its setters cannot be read."""
+"""FSDP2's attributes for what it does after each pass. Its public setters have no getters, so the values to restore are
+read here."""
 
 
 @contextmanager

@@ -55,7 +55,7 @@ class RowInPieces:
         kept_pieces: int,
         parameters: Sequence[torch.Tensor] = (),
     ) -> None:
-        """`parameters`: those that get one gradient from all pieces but the first; (): each piece adds to them."""
+        """`parameters` get one summed gradient from all pieces but the first; (): each piece adds its own."""
         self._cut, self._run, self._learns, self.parameters = cut, run, learns, parameters
         count, parents = len(cut.pieces), [piece.parent for piece in cut.pieces]
         of_last = (n for n in range(max(count - kept_pieces, 1), count) if not {*parents[n:]} & {*range(1, n)})
@@ -90,8 +90,10 @@ class RowInPieces:
             self._walk(range(self._last, len(self._cut.pieces)), use_and_keep)
 
     def backward(self, use: UsePiece, again: AbstractContextManager[Any]) -> None:
-        """Call `use` with the outputs and graphs of all pieces but the first: first those that were kept, then those
-        of pieces that run again, inside `again`. After another backward pass, all of them run again."""
+        """Call `use` with the outputs and graph of every piece but the first.
+
+        Kept graphs come first. The other pieces run again, inside `again`; in a second backward pass, all pieces do.
+        """
         kept, self._kept = self._kept, []
         for each in kept:
             use(*each)

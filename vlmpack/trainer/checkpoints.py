@@ -140,7 +140,7 @@ def _lack(checkpoint: Path, last_file: str | None) -> str:
 
 
 def remove_last_files(checkpoint: Path, rank: int, ranks: int, *, of_others: bool) -> None:
-    """Remove the files that complete an older checkpoint; `of_others`: those that other numbers of ranks wrote, too."""
+    """Remove the files that mark an older checkpoint as complete; with `of_others`, also those of other rank counts."""
     files = [PLAN_FILE, stream_file(rank, ranks)]
     if of_others:
         files += [file.name for file in checkpoint.glob("packed_stream_*.pt") if not file.match(f"*_of_{ranks}.pt")]

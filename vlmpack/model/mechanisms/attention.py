@@ -147,9 +147,9 @@ class Attention(Mechanism):
         changed = [part for part in callers if not _has_upstream_forward(part) and not is_subclassed(part)]
         if changed and entry.calls < sum(not is_subclassed(part) for part in callers):
             raise ConfigError(
-                f"a {type(changed[0]).__name__} has a forward of its own, which does not call the attention function "
-                "of its configuration, so that the samples of a row see each other; give it back the forward of "
-                "transformers, or train this model without packing"
+                f"a {type(changed[0]).__name__} has a custom forward that does not call the attention function of its "
+                "configuration, so samples of a row attend to each other; restore the forward of transformers, or "
+                "train this model without packing"
             )
 
 
