@@ -111,11 +111,15 @@ def test_a_stateful_data_loader_continues_in_the_middle_of_an_epoch(workers):
 @pytest.mark.parametrize("before", [(1, 4), (2, 2), (4, 1)])
 @pytest.mark.parametrize("done", [0, 2])
 def test_a_state_continues_on_any_ranks_with_the_same_rows_in_each_step(done, before, later, remainder):
-    """Ranks times accumulation is 4: of this epoch, stopped after some steps, and of the next one."""
+    """Ranks times accumulation is 4: of this epoch, stopped after some steps, and of the next one.
+
+    There are more steps than the 8 that exchange rows with an accumulation of 4; with one of 1, 32 would.
+    """
+    plan = plan_bins(3 * LENGTHS, CAPACITY)
 
     def of_ranks(ranks, accumulation):
         settings = {"ranks": ranks, "accumulation": accumulation, "remainder": remainder, "seed": 3}
-        return [sampler(rank=rank, **settings) for rank in range(ranks)]
+        return [PackedBatchSampler(plan, rank=rank, **settings) for rank in range(ranks)]
 
     def steps(samplers, accumulation):
         rows = [[tuple(row) for row in each] for each in samplers]
