@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from service.clients import until
 from step_service import png
 
 from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, bind
@@ -63,6 +64,7 @@ def serving(folder: Path, limits: ServiceLimits, **settings: Any) -> Iterator[Ru
     listening, server = bind("127.0.0.1", 0), service.server()
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
+    until(lambda: server.started)
     plain = tiny_model(processor=processor).eval()
     try:
         yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", base, plain, service)
