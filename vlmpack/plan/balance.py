@@ -143,12 +143,13 @@ def _similar_steps(steps: np.ndarray, costs: np.ndarray, window: int, random: np
 
 
 def _checked_costs(costs: np.ndarray) -> np.ndarray:
+    fault = "costs must be one finite number of at least 0 per row"
     try:
         costs = np.asarray(costs, np.float64)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"costs must be one finite number of at least 0 per row: {error}") from error
+        raise ConfigError(f"{fault}: {error}") from error
     if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
-        raise ConfigError("costs must be one finite number of at least 0 per row")
+        raise ConfigError(fault)
     return costs
 
 

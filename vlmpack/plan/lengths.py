@@ -97,11 +97,7 @@ def whole_numbers(values: Sequence[int] | np.ndarray, what: str) -> np.ndarray:
     """
     try:
         numbers = np.asarray(values) if len(values) else np.zeros(0, np.int64)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ragged lists; a tensor on a device, or one that requires grad
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; a tensor on a device, or with a gradient
         raise ConfigError(
             f"the {what} must be one whole number: expected a list or vector of integers, got a "
             f"{type(values).__name__} ({error})"
@@ -137,35 +133,6 @@ def check_seed(seed: int | None) -> None:
         check_whole_number("the seed", seed, at_least=0, remedy="or None for no shuffle")
 
 
-def too_large(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> np.ndarray:
-    """bool [N]: samples that exceed the capacity or a budget on their own."""
-    over = lengths > capacity
-    for budget in budgets:
-        over = over | (budget.costs > budget.limit)
-    return over
-
-
-def refuse_too_large(over: np.ndarray, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> None:
-    """Raise if any sample is too large for a row.
-
-    Raises:
-        SampleError: names the first such sample, and lists the first ones with their sizes.
-    """
-    if not over.any():
-        return
-    places = np.flatnonzero(over)
-    listed = ", ".join(f"{at} ({_sizes(at, lengths, budgets)})" for at in places[:SHOWN].tolist())
-    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-    limits = ", ".join([f"{capacity} tokens", *(f"{budget.limit} {budget.name}" for budget in budgets)])
-    larger = " or ".join(["capacity", *(f"the limit of {budget.name}" for budget in budgets)])
-    raise SampleError(
-        f"does not fit a row of {limits}. {len(places)} of {len(over)} samples do not: {listed}{more}. Raise {larger}, "
-        "shorten the samples, or choose overlength='drop' or overlength='own_row'",
-        index=int(places[0]),
-        reason=OVERLENGTH,
-    )
-
-
 def check_overlength(overlength: Overlength) -> None:
     """Check what to do with samples that are too long for a row. Rows are made of lengths, which nothing can truncate.
 
@@ -178,10 +145,6 @@ def check_overlength(overlength: Overlength) -> None:
             f"overlength={overlength!r}: rows are planned from lengths, so the collator has to truncate: "
             f"VLMCollator(max_length=capacity, overlength={overlength!r})"
         )
-
-
-def _sizes(at: int, lengths: np.ndarray, budgets: Sequence[Budget]) -> str:
-    return ", ".join([f"{lengths[at]} tokens", *(f"{budget.costs[at]} {budget.name}" for budget in budgets)])
 
 
 def _refuse(bad: np.ndarray, values: np.ndarray, what: str, fault: str, reason: str) -> None:

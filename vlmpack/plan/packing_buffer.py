@@ -12,7 +12,7 @@ import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.exact_fill import best_subset
-from vlmpack.plan.lengths import OVERLENGTH, Budget, checked_capacity
+from vlmpack.plan.lengths import OVERLENGTH, checked_capacity
 
 SHARPNESS = 8
 """A limit's weight is its demand relative to the highest demand, to this power: slack limits hardly count."""
@@ -47,81 +47,57 @@ def fill_row(costs: np.ndarray, limits: np.ndarray) -> list[int]:
     shares = costs / limits
     demand = shares.sum(0)
     dominant = int(demand.argmax())
-    row = RowDraft(costs, limits, weights=(demand / demand[dominant]) ** SHARPNESS)
+    weights = (demand / demand[dominant]) ** SHARPNESS
+    inside = np.zeros(len(costs), bool)
+    inside[0] = True
     fitting = np.flatnonzero((costs[0] + costs <= limits).all(1) & (costs[:, dominant] > 0))
     fitting = fitting[fitting > 0]
     room = int(limits[dominant] - costs[0, dominant])
-    row.add(fitting[best_subset(costs[fitting, dominant].tolist(), room)])
-    row.repair(dominant)
-    row.exchange()
-    row.top_up()
-    return np.flatnonzero(row.inside).tolist()
+    inside[fitting[best_subset(costs[fitting, dominant].tolist(), room)]] = True
+    _repair(inside, costs, limits, dominant)
+    _exchange(inside, costs, limits, worth=costs @ (weights / limits), enough=ENOUGH * weights.sum())
+    left = limits - costs[inside].sum(0)
+    for sample in np.flatnonzero(~inside & (costs <= left).all(1)).tolist():
+        if (costs[sample] <= left).all():
+            inside[sample], left = True, left - costs[sample]
+    return np.flatnonzero(inside).tolist()
 
 
-@final
-class RowDraft:
-    """A row while its samples are being chosen; sample 0 stays in it.
+def _repair(inside: np.ndarray, costs: np.ndarray, limits: np.ndarray, dominant: int) -> None:
+    """Remove samples until no limit is exceeded: each time the one with the most excess per share of `dominant`."""
+    while (over := costs[inside].sum(0) > limits).any():
+        others = np.flatnonzero(inside)[1:]
+        excess = (costs[others][:, over] / limits[over]).sum(1)
+        benefit = costs[others, dominant] / limits[dominant]
+        inside[others[(excess / benefit).argmax()]] = False
+
+
+def _exchange(inside: np.ndarray, costs: np.ndarray, limits: np.ndarray, *, worth: np.ndarray, enough: float) -> None:
+    """Add a buffered sample, or swap one in, while that makes the row fuller.
 
     Args:
+        inside: bool [W]: which samples are in the row; changed here.
         costs: int64 [W, K].
         limits: int64 [K].
-        weights: float [K]: weight of each limit.
+        worth: float [W]: how much of the row each sample fills, by weighted limits.
+        enough: fill from which the row needs no further exchanges.
     """
-
-    def __init__(self, costs: np.ndarray, limits: np.ndarray, *, weights: np.ndarray) -> None:
-        self._costs = costs
-        self._limits = limits
-        self._worth = costs @ (weights / limits)
-        self._enough = ENOUGH * weights.sum()
-        self._left = limits - costs[0]
-        self.inside = np.zeros(len(costs), bool)
-        """bool [W]: which samples are in the row."""
-        self.inside[0] = True
-
-    def add(self, samples: np.ndarray | int) -> None:
-        """Add samples."""
-        self.inside[samples] = True
-        self._left = self._left - self._costs[samples].reshape(-1, len(self._limits)).sum(0)
-
-    def remove(self, sample: int) -> None:
-        """Remove one sample."""
-        self.inside[sample] = False
-        self._left = self._left + self._costs[sample]
-
-    def repair(self, dominant: int) -> None:
-        """Remove samples until no limit is exceeded: each time the one with the most excess per share of `dominant`."""
-        while (over := self._left < 0).any():
-            others = np.flatnonzero(self.inside)[1:]
-            excess = (self._costs[others][:, over] / self._limits[over]).sum(1)
-            benefit = self._costs[others, dominant] / self._limits[dominant]
-            self.remove(int(others[(excess / benefit).argmax()]))
-
-    def exchange(self) -> None:
-        """Add a buffered sample, or swap one in, while that makes the row fuller."""
-        for _ in range(EXCHANGES):
-            if self._worth[self.inside].sum() >= self._enough:
-                return
-            others = np.flatnonzero(self.inside)[1:]
-            outside = np.flatnonzero(~self.inside)[:OUTSIDERS]
-            if not len(outside):
-                return
-            leavers = [None, *others.tolist()]  # None: nothing leaves
-            room = self._left + np.concatenate([np.zeros_like(self._costs[:1]), self._costs[others]])
-            worth = np.append(0.0, self._worth[others])
-            fits = (self._costs[outside][None] <= room[:, None]).all(2)
-            gain = np.where(fits, self._worth[outside][None] - worth[:, None], -1.0)
-            at, joins = np.unravel_index(int(gain.argmax()), gain.shape)
-            if gain[at, joins] < LEAST_GAIN:
-                return
-            if (leaver := leavers[at]) is not None:
-                self.remove(leaver)
-            self.add(int(outside[joins]))
-
-    def top_up(self) -> None:
-        """Add every buffered sample that still fits, oldest first."""
-        for sample in np.flatnonzero(~self.inside & (self._costs <= self._left).all(1)).tolist():
-            if (self._costs[sample] <= self._left).all():
-                self.add(sample)
+    for _ in range(EXCHANGES):
+        others, outside = np.flatnonzero(inside)[1:], np.flatnonzero(~inside)[:OUTSIDERS]
+        if not len(outside) or worth[inside].sum() >= enough:
+            return
+        # the first line is for adding a sample, without one that leaves
+        left = limits - costs[inside].sum(0)
+        room = left + np.concatenate([np.zeros_like(costs[:1]), costs[others]])
+        lost = np.append(0.0, worth[others])
+        fits = (costs[outside][None] <= room[:, None]).all(2)
+        gain = np.where(fits, worth[outside][None] - lost[:, None], -1.0)
+        leaver, joiner = np.unravel_index(int(gain.argmax()), gain.shape)
+        if gain[leaver, joiner] < LEAST_GAIN:
+            return
+        if leaver:
+            inside[others[leaver - 1]] = False
+        inside[outside[joiner]] = True
 
 
 STEPS = 64
@@ -290,24 +266,27 @@ ROWS_BUFFERED = 4
 """... and this many rows' worth of tokens."""
 
 
-def rolling_fill(lengths: np.ndarray, capacity: int, budgets: Sequence[Budget] = ()) -> np.ndarray:
+def rolling_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Place samples in the order given, through a packing buffer.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
         capacity: tokens of a bin.
-        budgets: further limits of a bin; no sample exceeds one alone.
 
     Returns:
         int64 [N]: the bin of each sample; bins are numbered in the order in which the buffer made them.
     """
-    buffer = PackingBuffer(capacity, [budget.limit for budget in budgets])
-    columns = [lengths.tolist(), *(budget.costs.tolist() for budget in budgets)]
-    samples = enumerate(zip(*columns, strict=True))
-    bin_of = np.empty(len(lengths), np.int64)
+    return fill_rows(lengths[:, None], [capacity])
+
+
+def fill_rows(costs: np.ndarray, limits: Sequence[int]) -> np.ndarray:
+    """Do the same under several limits: `costs` int64 [N, K], tokens first; no sample exceeds a limit alone."""
+    buffer = PackingBuffer(limits[0], limits[1:])
+    samples = enumerate(costs.tolist())
+    bin_of = np.empty(len(costs), np.int64)
     bins, more = 0, True
     while more or len(buffer):
-        while more and (len(buffer) < LOOK_AHEAD or buffer.tokens < ROWS_BUFFERED * capacity):
+        while more and (len(buffer) < LOOK_AHEAD or buffer.tokens < ROWS_BUFFERED * limits[0]):
             sample = next(samples, None)
             if more := sample is not None:
                 buffer.add(sample[0], *sample[1])

@@ -30,9 +30,8 @@ import numpy as np
 
 from vlmpack.errors import ConfigError, LayoutError, VlmpackError
 from vlmpack.files import atomic_file, unreadable, writing
-from vlmpack.plan.exact_fill import lower_bound
-from vlmpack.plan.lengths import Budget, Overlength, divided_up, too_large
-from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs, group_bound
+from vlmpack.plan.lengths import Budget, Overlength, divided_up
+from vlmpack.plan.prefix_groups import Needs, PrefixGroups, attended_pairs
 
 NO_SAMPLES = np.zeros(0, np.int64)
 
@@ -106,8 +105,8 @@ class Plan:
 
     def excess(self, sample: int) -> str:
         """Say by what a sample exceeds a row on its own; "": by nothing."""
-        limits = [("tokens", self.lengths, self.capacity), *((b.name, b.costs, b.limit) for b in self.budgets)]
-        return ", ".join(f"{of[sample]} {name} (a row holds {most})" for name, of, most in limits if of[sample] > most)
+        needs = zip(self.needs.names, self.needs.of_samples[sample], self.needs.limits, strict=True)
+        return ", ".join(f"{cost} {name} (a row holds {most})" for name, cost, most in needs if cost > most)
 
     def accumulation(self, samples_per_update: int, *, ranks: int = 1) -> int:
         """Return the rows that each rank accumulates for at least this many samples in an optimizer step, on average.
@@ -154,21 +153,20 @@ class Plan:
         Raises:
             ConfigError: `of_groups` does not have one entry per group of the plan.
         """
-        if of_groups is None:
-            return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
-        count = 0 if self.groups is None else len(self.groups)
-        if len(of_groups) != count:
+        groups = self.groups
+        if of_groups is not None and len(of_groups) != (count := 0 if groups is None else len(groups)):
             raise ConfigError(
                 f"{len(of_groups)} numbers of groups, but the plan has {count} groups; give one per group"
             )
-        if self.groups is None:
-            return self.sums(values)
-        return self.groups.row_sums(self.sample_ids, self._row_of, values, of_groups)
+        if groups is not None and of_groups is not None:
+            row_of = np.repeat(np.arange(len(self)), np.diff(self.bounds))
+            return groups.row_sums(self.sample_ids, row_of, values, of_groups)
+        return np.add.reduceat(values[self.sample_ids], self.bounds[:-1]) if len(self) else values[:0]
 
-    @property
-    def _row_of(self) -> np.ndarray:
-        """int64 [N - D]: the row of each entry of `sample_ids`."""
-        return np.repeat(np.arange(len(self)), np.diff(self.bounds))
+    @cached_property
+    def needs(self) -> Needs:
+        """What samples and prefixes need of a row: tokens, and the cost of each budget."""
+        return Needs.of(self.lengths, self.capacity, self.budgets, self.groups)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -204,19 +202,8 @@ class Plan:
         """Number of rows that these samples need at least, however they are placed and groups are split."""
         kept = np.ones(len(self.lengths), bool)
         kept[self.dropped] = False
-        alone = too_large(self.lengths, self.capacity, self.budgets) & kept
-        shared = np.flatnonzero(kept & ~alone)
-        groups, bounds = self.groups, []
-        for costs, limit, budget in (
-            (self.lengths, self.capacity, None),
-            *((b.costs, b.limit, b) for b in self.budgets),
-        ):
-            if groups is None:
-                bounds.append(lower_bound(costs[shared], limit))
-            else:
-                of_groups = groups.tokens if budget is None else budget.of_groups(len(groups))
-                bounds.append(group_bound(groups, shared, costs, of_groups, limit))
-        return int(alone.sum()) + max(bounds)
+        alone = self.needs.too_large & kept
+        return int(alone.sum()) + self.needs.least_rows(np.flatnonzero(kept & ~alone))
 
     def check(self) -> Plan:
         """Check every row, and return the plan.
@@ -230,18 +217,14 @@ class Plan:
         sizes = np.diff(self.bounds)
         if self.bounds[:1].tolist() != [0] or self.bounds[-1] != len(self.sample_ids) or (sizes < 1).any():
             raise LayoutError(f"rows {self.bounds[:9].tolist()} must rise from 0 to {len(self.sample_ids)}; plan again")
-        groups = self.groups
-        if groups is not None:
-            groups.check_samples(self.lengths)
-        held = [("tokens", self.tree_tokens, self.capacity)]
-        for budget in self.budgets:
-            of_groups = None if groups is None else budget.of_groups(len(groups))
-            held.append((budget.name, self.sums(budget.costs, of_groups), budget.limit))
-        for name, needs, limit in held:
-            is_refused = (sizes > 1) & (not self.whole_groups) | (sizes == 1) & (self.overlength != "own_row")
-            if (over := (needs > limit) & is_refused).any():
-                row = int(over.argmax())
-                raise LayoutError(f"row {row} holds {needs[row]} {name}, and at most {limit} may be; plan again")
+        is_limited = (sizes > 1) & (not self.whole_groups) | (sizes == 1) & (self.overlength != "own_row")
+        needs = self.needs
+        held = needs.sums(self.sample_ids, np.repeat(np.arange(len(self)), sizes))
+        if len(over := np.argwhere((held > needs.limits) & is_limited[:, None])):
+            row, at = over[0]
+            raise LayoutError(
+                f"row {row} holds {held[row, at]} {needs.names[at]}, and at most {needs.limits[at]} may be; plan again"
+            )
         return self
 
     # ------------------------------------------------------------------ on disk
@@ -349,8 +332,6 @@ def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 FORMAT, VERSION = "vlmpack.plan", 3
 MANIFEST = "manifest.json"
-FIRST_DATE = (1980, 1, 1, 0, 0, 0)
-"""Date of every file in an archive, fixed so that equal content gives equal bytes."""
 
 
 def write_archive(path: str | Path, content: Mapping[str, Any], arrays: Mapping[str, np.ndarray], *, kind: str) -> None:
@@ -362,10 +343,11 @@ def write_archive(path: str | Path, content: Mapping[str, Any], arrays: Mapping[
     path = Path(path)
     manifest = {"format": kind, "version": VERSION, **content, "digest": digest_of_archive(content, arrays)}
     with atomic_file(path) as temporary, writing(path), zipfile.ZipFile(temporary, "w") as members:
-        members.writestr(zipfile.ZipInfo(MANIFEST, FIRST_DATE), json.dumps(manifest, indent=2) + "\n")
+        # every file has zipfile's default date, so that equal content gives equal bytes
+        members.writestr(zipfile.ZipInfo(MANIFEST), json.dumps(manifest, indent=2) + "\n")
         for name, array in arrays.items():
-            with members.open(zipfile.ZipInfo(f"{name}.npy", FIRST_DATE), "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array.astype("<i8"), version=(1, 0), allow_pickle=False)
+            with members.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.save(member, array.astype("<i8"), allow_pickle=False)
 
 
 @contextmanager
@@ -387,15 +369,14 @@ def read_archive(path: str | Path, *, kind: str) -> Iterator[tuple[dict[str, Any
     if not zipfile.is_zipfile(io.BytesIO(content)):
         raise ConfigError(f"{path} is no {kind}, which is a zip file. Write it again, or name another file")
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as members:
-            manifest = json.loads(members.read(MANIFEST)) if MANIFEST in members.namelist() else {}
+        with np.load(io.BytesIO(content)) as members:
+            manifest = json.loads(members[MANIFEST]) if MANIFEST in members else {}
             stored = manifest.pop("format", None), manifest.pop("version", None)
             if stored != (kind, VERSION):
                 raise ConfigError(
                     f"{path} is no {kind} of version {VERSION}: its manifest has {stored}; write it again"
                 )
-            names = [name for name in members.namelist() if name != MANIFEST]
-            arrays = {name.removesuffix(".npy"): np.load(io.BytesIO(members.read(name))) for name in names}
+            arrays = {name: members[name] for name in members.files if name != MANIFEST}
         if manifest.pop("digest") != digest_of_archive(manifest, arrays):
             raise ValueError("it does not match its digest")
         yield manifest, arrays

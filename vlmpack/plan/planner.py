@@ -20,12 +20,10 @@ from vlmpack.plan.lengths import (
     check_seed,
     checked_capacity,
     checked_lengths,
-    refuse_too_large,
-    too_large,
 )
-from vlmpack.plan.packing_buffer import rolling_fill
+from vlmpack.plan.packing_buffer import fill_rows, rolling_fill
 from vlmpack.plan.plan import Plan
-from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, large_groups, make_items
+from vlmpack.plan.prefix_groups import ALONE, Needs, PrefixGroups, large_groups, make_items, parts
 
 STRATEGIES: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "exact_fill": exact_fill,
@@ -65,10 +63,10 @@ def split_groups(plan: Plan) -> Plan:
     """Plan again without `whole_groups`."""
     order = np.concatenate([plan.sample_ids, plan.dropped])
     is_used = np.isin(np.arange(len(order)), plan.sample_ids)
-    needs = None if plan.groups is None else _needs(plan.groups, plan.lengths, plan.capacity, plan.budgets)
     names = ("lengths", "capacity", "budgets", "overlength", "strategy", "seed", "groups")
-    settings: dict[str, Any] = {name: getattr(plan, name) for name in names} | {"whole_groups": False}
-    return Plan.from_assignment(_bins(order, is_used, needs, **settings), order, **settings)
+    settings: dict[str, Any] = {name: getattr(plan, name) for name in names}
+    bin_of = _bins(plan.needs, order[is_used[order]], plan.strategy, plan.overlength, whole_groups=False)
+    return Plan.from_assignment(bin_of, order, **settings)
 
 
 def middle(lengths: Sequence[int] | np.ndarray) -> int:
@@ -123,101 +121,65 @@ def plan_bins(
         budgets = [replace(budget, costs=lengths.by_place(budget.costs)) for budget in budgets]
         if groups is not None:
             groups = lengths.groups_by_place(groups)
-    needs = None if groups is None else _needs(groups, sizes, capacity, budgets)
+    needs = Needs.of(sizes, capacity, budgets, groups)
     if overlength == "error":
-        refuse_too_large(too_large(sizes, capacity, budgets), sizes, capacity, budgets)
+        needs.refuse_too_large()
     shuffle = None if seed is None else np.random.default_rng(seed)
     order = np.arange(len(sizes)) if shuffle is None else shuffle.permutation(len(sizes))
     settings: dict[str, Any] = {"capacity": capacity, "budgets": tuple(budgets), "overlength": overlength}
     settings |= {"strategy": strategy, "groups": groups, "lengths": sizes, "whole_groups": whole_groups}
     settings["seed"] = None if seed is None else int(seed)  # JSON cannot hold numpy's numbers
-    bin_of = _bins(order, sizes > 0, needs, **settings)
+    bin_of = _bins(needs, order[(sizes > 0)[order]], strategy, overlength, whole_groups=whole_groups)
     plan = Plan.from_assignment(bin_of, order, **settings)
     return plan if shuffle is None else plan.rearranged(shuffle.permutation(len(plan)))
 
 
 def _bins(
-    order: np.ndarray,
-    usable: np.ndarray,
-    needs: Needs | None,
-    *,
-    lengths: np.ndarray,
-    capacity: int,
-    budgets: Sequence[Budget],
-    overlength: Overlength,
-    whole_groups: bool,
-    strategy: str,
-    **_: Any,
+    needs: Needs, samples: np.ndarray, strategy: str, overlength: Overlength, *, whole_groups: bool
 ) -> np.ndarray:
     """Return the bin of each sample, int64 [N]; -1: none.
 
     Args:
-        order: int64 [N]: samples in planning order.
-        usable: bool [N]: samples to plan.
-        needs: costs of groups; None: nothing is shared.
-        lengths: as in `Plan`; so are the arguments that follow.
+        needs: what all samples need.
+        samples: int64 [M]: the samples to plan, in planning order.
+        strategy: as in `plan_bins`; so are the arguments that follow.
+        overlength: what to do with samples that are too large.
+        whole_groups: whether large groups get their own rows.
     """
-    bin_of, over = np.full(len(lengths), -1), usable & too_large(lengths, capacity, budgets)
-    row_of = np.where(over, over.cumsum() - 1, -1) if overlength == "own_row" else np.full(len(over), -1)
-    if whole_groups and needs is not None:
-        planned = usable if overlength == "own_row" else usable & ~over
-        samples, group_of = large_groups(needs, order[planned[order]])
-        over[samples] = True
-        row_of[samples] = len(over) + group_of
-    if len(fitting := order[(usable & ~over)[order]]):
-        if needs is None:
-            bin_of[fitting] = _place(lengths, capacity, strategy, budgets, fitting)
-        else:
-            bin_of[fitting] = _place_groups(needs, strategy, fitting)
-    alone = row_of >= 0
-    bin_of[alone] = bin_of.max(initial=-1) + 1 + np.unique(row_of[alone], return_inverse=True)[1]
+    bin_of, bins = np.full(len(needs.of_samples), -1), 0
+    is_too_large = needs.too_large[samples]
+    fitting, alone = samples[~is_too_large], samples[is_too_large]
+    if whole_groups:
+        grouped, bin_of_grouped = large_groups(needs, samples if overlength == "own_row" else fitting)
+        bin_of[grouped], bins = bin_of_grouped, bin_of_grouped.max(initial=-1) + 1
+        fitting, alone = fitting[bin_of[fitting] < 0], alone[bin_of[alone] < 0]
+    if overlength == "own_row":
+        bin_of[alone] = bins + np.arange(len(alone))
+        bins += len(alone)
+    if len(fitting):
+        bin_of[fitting] = bins + _place_items(needs, fitting, strategy)
     return bin_of
 
 
-def _place(
-    lengths: np.ndarray, capacity: int, strategy: str, budgets: Sequence[Budget], samples: np.ndarray
-) -> np.ndarray:
-    """Return the bin of each of `samples`, which are placed in this order."""
-    if not budgets:
-        return STRATEGIES[strategy](lengths[samples], capacity)
-    needs = [Budget(name=budget.name, costs=budget.costs[samples], limit=budget.limit) for budget in budgets]
-    return rolling_fill(lengths[samples], capacity, needs)
-
-
-def _needs(groups: PrefixGroups, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget]) -> Needs:
-    """Collect and check the tokens and budgets of samples and prefixes.
-
-    Raises:
-        ConfigError: the groups have another number of samples, or a budget has another number of groups.
-        SampleError: a sample needs less than the prefix it shares.
-    """
-    shared = [(budget.name, budget.costs, budget.of_groups(len(groups))) for budget in budgets]
-    groups.check_samples(lengths, shared)
-    return Needs(
-        groups=groups,
-        of_samples=np.stack([lengths, *(costs for _, costs, _ in shared)], axis=1),
-        of_groups=np.stack([groups.tokens, *(costs for _, _, costs in shared)], axis=1),
-        limits=np.array([capacity, *(budget.limit for budget in budgets)]),
-    )
-
-
-def _place_groups(needs: Needs, strategy: str, samples: np.ndarray) -> np.ndarray:
+def _place_items(needs: Needs, samples: np.ndarray, strategy: str) -> np.ndarray:
     """Return the bin of each of `samples`. Whole groups, or pieces of them, are packed as single items."""
-
-    place = partial(_place_costs, strategy=strategy)
+    place = partial(_place, strategy=strategy)
+    if not len(needs.groups):
+        return place(needs.of_samples.take(samples, axis=0), needs.limits)
     item_of = make_items(needs, samples, place)
     return place(needs.sums(samples, item_of), needs.limits)[item_of]
 
 
-def _place_costs(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.ndarray:
+def _place(costs: np.ndarray, limits: np.ndarray, *, strategy: str) -> np.ndarray:
     """Return the bin of each item or branch, int64 [U], from its costs [U, D] and the limits [D], tokens first.
 
     A branch without tokens (a sample that equals its prefix) counts as one token, and a limit of 0 (used up by the
     prefix) counts as 1, because the strategies need positive numbers.
     """
-    lengths, least = np.maximum(costs[:, 0], 1), np.maximum(limits, 1).tolist()
-    budgets = [Budget(name=str(at), costs=costs[:, at], limit=least[at]) for at in range(1, len(least))]
-    return _place(lengths, least[0], strategy, budgets, np.arange(len(lengths)))
+    lengths, limits = np.maximum(costs[:, 0], 1), np.maximum(limits, 1)
+    if len(limits) == 1:
+        return STRATEGIES[strategy](lengths, int(limits[0]))
+    return fill_rows(np.column_stack([lengths, costs[:, 1:]]), limits.tolist())
 
 
 def cut_group(needs: Sequence[tuple[int, ...]], prefix: tuple[int, ...], limits: tuple[int, ...]) -> list[list[int]]:
@@ -237,9 +199,8 @@ def cut_group(needs: Sequence[tuple[int, ...]], prefix: tuple[int, ...], limits:
     )
     columns = np.array(needs, np.int64).reshape(len(needs), -1)
     together = Needs(groups=group, of_samples=columns, of_groups=np.array([prefix]), limits=np.array(limits))
-    piece_of = make_items(together, samples, partial(_place_costs, strategy="best_fit_decreasing"))
-    order = np.argsort(piece_of, kind="stable")
-    return [piece.tolist() for piece in np.split(order, np.flatnonzero(np.diff(piece_of[order])) + 1)]
+    piece_of = make_items(together, samples, partial(_place, strategy="best_fit_decreasing"))
+    return [piece.tolist() for piece in parts(piece_of)]
 
 
 def _check_settings(

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import NamedTuple, final
 
@@ -46,7 +46,7 @@ import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.exact_fill import lower_bound
-from vlmpack.plan.lengths import Whole, divided_up, whole_numbers
+from vlmpack.plan.lengths import OVERLENGTH, SHOWN, Budget, Whole, divided_up, whole_numbers
 
 ALONE = -1
 """The group of a sample that shares nothing, and the parent of an outermost group."""
@@ -263,7 +263,7 @@ Place = Callable[[np.ndarray, np.ndarray], np.ndarray]
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Needs:
-    """Costs of samples and of the prefixes of their groups."""
+    """What samples and prefixes need of a row: tokens, and the cost of each budget."""
 
     groups: PrefixGroups
     """Groups of N samples."""
@@ -272,12 +272,67 @@ class Needs:
     of_groups: np.ndarray
     """int64 [K, D]: costs of each prefix, from the start of a sample."""
     limits: np.ndarray
-    """int64 [D]: limits of a row; no sample exceeds them alone."""
+    """int64 [D]: limits of a row."""
+    names: tuple[str, ...] = ()
+    """What each of the D columns counts, for messages."""
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, capacity: int, budgets: Sequence[Budget], groups: PrefixGroups | None) -> Needs:
+        """Collect and check the tokens and budgets of samples and prefixes. `groups` None: nothing is shared.
+
+        Raises:
+            ConfigError: the groups have another number of samples, or a budget has another number of groups.
+            SampleError: a sample needs less than the prefix it shares.
+        """
+        if groups is None:
+            groups = PrefixGroups(of_samples=np.full(len(lengths), ALONE), parents=NOTHING, tokens=NOTHING)
+            budgets = [replace(budget, shared=None) for budget in budgets]
+        shared = [(budget.name, budget.costs, budget.of_groups(len(groups))) for budget in budgets]
+        groups.check_samples(lengths, shared)
+        return cls(
+            groups=groups,
+            of_samples=np.stack([lengths, *(costs for _, costs, _ in shared)], axis=1),
+            of_groups=np.stack([groups.tokens, *(costs for _, _, costs in shared)], axis=1),
+            limits=np.array([capacity, *(budget.limit for budget in budgets)]),
+            names=("tokens", *(budget.name for budget in budgets)),
+        )
+
+    @property
+    def too_large(self) -> np.ndarray:
+        """bool [N]: samples that exceed a limit on their own."""
+        return (self.of_samples > self.limits).any(axis=1)
+
+    def refuse_too_large(self) -> None:
+        """Raise if any sample is too large for a row.
+
+        Raises:
+            SampleError: names the first such sample, and lists the first ones with their sizes.
+        """
+        if not len(places := np.flatnonzero(self.too_large)):
+            return
+        listed = ", ".join(f"{at} ({self._in_words(self.of_samples[at])})" for at in places[:SHOWN].tolist())
+        more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+        larger = " or ".join(["capacity", *(f"the limit of {name}" for name in self.names[1:])])
+        raise SampleError(
+            f"does not fit a row of {self._in_words(self.limits)}. {len(places)} of {len(self.of_samples)} samples do "
+            f"not: {listed}{more}. Raise {larger}, shorten the samples, or choose overlength='drop' or "
+            "overlength='own_row'",
+            index=int(places[0]),
+            reason=OVERLENGTH,
+        )
+
+    def _in_words(self, numbers: np.ndarray) -> str:
+        return ", ".join(f"{number} {name}" for number, name in zip(numbers, self.names, strict=True))
 
     def sums(self, samples: np.ndarray, item_of: np.ndarray) -> np.ndarray:
         """Sum the costs of each item, with every prefix counted once per item, int64 [items, D]."""
-        things = zip(self.of_samples.T, self.of_groups.T, strict=True)
-        return np.stack([self.groups.row_sums(samples, item_of, *needs) for needs in things], axis=1)
+        columns = zip(self.of_samples.T, self.of_groups.T, strict=True)
+        return np.stack([self.groups.row_sums(samples, item_of, *needs) for needs in columns], axis=1)
+
+    def least_rows(self, samples: np.ndarray) -> int:
+        """Compute a lower bound of the rows that these samples need; none of them is too large."""
+        columns = zip(self.of_samples.T, self.of_groups.T, self.limits.tolist(), strict=True)
+        return max(group_bound(self.groups, samples, *needs) for needs in columns)
 
 
 def large_groups(needs: Needs, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -318,12 +373,17 @@ def make_items(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
     if not over.any():
         return item_of
     cut = np.flatnonzero(over[item_of])
-    bounds = np.flatnonzero(np.diff(item_of[cut := cut[np.argsort(item_of[cut], kind="stable")]], prepend=-1))
     pieces, first = item_of.copy(), len(over)
-    for members in np.split(cut, bounds[1:]):
-        pieces[members] = first + _cut(needs, samples[members], place)
-        first += len(members)
+    for part in parts(item_of[cut]):
+        pieces[cut[part]] = first + _cut(needs, samples[cut[part]], place)
+        first += len(part)
     return _by_first(pieces)
+
+
+def parts(numbers: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of each number, ascending, in the order of numbers."""
+    order = np.argsort(numbers, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
 
 
 def _outermost(groups: PrefixGroups, samples: np.ndarray) -> np.ndarray:
@@ -353,12 +413,11 @@ def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
     beyond = needs.of_samples[samples] - of_groups[innermost]
     units: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
     """For each group not split yet: (members that represent its branches, costs of the branches)."""
-    order = np.argsort(innermost, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(innermost[order])) + 1):
+    for members in parts(innermost):
         units[int(innermost[members[0]])].append((members, beyond[members]))
     piece_of = np.arange(len(samples))
     """The member that represents each member's branch; followed to the end once all groups are split."""
-    for group in reversed(_with_ancestors(groups, list(units))):  # children have higher numbers than their parents
+    while (group := max(units)) != ALONE:  # children have higher numbers than their parents
         members = np.concatenate([ids for ids, _ in units[group]])
         costs = np.concatenate([each for _, each in units.pop(group)])
         order = np.argsort(members)
@@ -376,16 +435,6 @@ def _cut(needs: Needs, samples: np.ndarray, place: Place) -> np.ndarray:
     return piece_of
 
 
-def _with_ancestors(groups: PrefixGroups, inner: list[int]) -> list[int]:
-    """Return these groups and all their ancestors, ascending."""
-    found: set[int] = set()
-    for group in inner:
-        while group != ALONE and group not in found:
-            found.add(group)
-            group = int(groups.parents[group])
-    return sorted(found)
-
-
 def group_bound(groups: PrefixGroups, samples: np.ndarray, sizes: np.ndarray, of_groups: np.ndarray, limit: int) -> int:
     """Compute a lower bound of the rows that samples need, however groups are split.
 
@@ -399,8 +448,8 @@ def group_bound(groups: PrefixGroups, samples: np.ndarray, sizes: np.ndarray, of
         of_groups: int64 [K]: size of each prefix.
         limit: limit of a row.
     """
-    if not len(samples):
-        return 0
+    if not len(groups) or not len(samples):
+        return lower_bound(sizes[samples], limit)
     together = groups.row_sums(samples, np.zeros(len(samples), np.int64), sizes, of_groups)
     branches = sizes[samples] - groups.shared(of_groups)[samples]
     item_of = _by_first(_outermost(groups, samples))
