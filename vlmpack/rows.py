@@ -79,7 +79,7 @@ from vlmpack.workers import Executor, in_order
 
 __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
 
-FORMAT, VERSION = "vlmpack.rows", 7
+FORMAT, VERSION = "vlmpack.rows", 8
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files besides the shards."""
 WORK, UNFINISHED = ".work", "unfinished"
@@ -302,21 +302,23 @@ def _schema(*, has_media: bool) -> Any:
     return pa.schema([*columns, *media] if has_media else columns)
 
 
-def _describe(visual: Visual, kind: str, media: dict[tuple[bytes, ...], int], collator: VLMCollator) -> dict[str, Any]:
-    """Describe an image or a video, and add its content to `media` unless it is already there."""
+def _describe(visual: Visual, media: Mapping[str, dict[Any, int]], collator: VLMCollator) -> dict[str, Any]:
+    """Describe an image or a video, and add its content to those of its kind unless it is already there."""
     if visual.source is None:
         fault = "a sample brings patches (pixel_values), and rows are stored with encoded images, never with pixels"
         raise ConfigError(f"{fault}; give samples as messages with images")
-    source, options = visual.source.source, visual.source.options
+    source, options, kind = visual.source.source, visual.source.options, visual.source.kind
     about: dict[str, Any] = {"options": {key: options[key] for key in KNOWN_KEYS if options.get(key) is not None}}
-    if kind == "images":
+    about["kind"] = kind
+    if kind == "image":
         content = (_encoded(source, collator),)
     elif isinstance(source, list | tuple):
         content = tuple(_encoded(frame, collator) for frame in source)
     else:
         with open_video(source, limits=collator.file_rules.limits) as file:
             content, about["is_file"] = (file.read(),), True
-    about |= {"number": media.setdefault(content, len(media)), "grid": visual.grid, "runs": visual.runs or None}
+    numbers = media[f"{kind}s"]
+    about |= {"number": numbers.setdefault(content, len(numbers)), "grid": visual.grid, "runs": visual.runs or None}
     about |= {"seconds": visual.seconds, "timestamps": visual.timestamps or None}
     return {name: value for name, value in about.items() if value is not None}
 
@@ -345,7 +347,7 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     samples = []
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
         images, videos = (
-            tuple(_visual(each, media[kind], at) for at, each in enumerate(about.get(kind, ()))) for kind in MEDIA
+            tuple(_visual(each, media, at) for at, each in enumerate(about.get(kind, ()))) for kind in MEDIA
         )
         sample = Encoded(
             input_ids=ids[start:stop], labels=labels[start:stop], types=types[start:stop], images=images, videos=videos,
@@ -356,12 +358,12 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     return samples
 
 
-def _visual(about: Mapping[str, Any], media: Sequence[Any] | None, index: int) -> Visual:
+def _visual(about: Mapping[str, Any], media: Mapping[str, Sequence[Any] | None], index: int) -> Visual:
     source = None
-    if media is not None:
-        content = media[about["number"]]
+    if (of_kind := media[f"{about['kind']}s"]) is not None:
+        content = of_kind[about["number"]]
         content = content[0] if "is_file" in about else content
-        source = MediaRef(source=content, options=about["options"], index=index)
+        source = MediaRef(source=content, options=about["options"], kind=about["kind"], index=index)
     grid, runs, timestamps = (tuple(about.get(name, ())) for name in ("grid", "runs", "timestamps"))
     seconds = about.get("seconds")
     return Visual(grid=grid or None, runs=runs, seconds=seconds, timestamps=timestamps, pixels=None, source=source)
@@ -612,8 +614,7 @@ class _Run:
             about |= {"channel": sample.channel, "weights": [] if sample.weights is None else sample.weights.tolist()}
             try:
                 for kind in MEDIA:
-                    visuals = getattr(sample, kind)
-                    about[kind] = [_describe(visual, kind, media[kind], self.collator) for visual in visuals]
+                    about[kind] = [_describe(visual, media, self.collator) for visual in getattr(sample, kind)]
             except SampleError as error:
                 raise error.of_sample(place, sample.sample_id) from error
             samples.append(sample)

@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import picture, says, text
+from chats import picture, says, text, user
 from clips import write_clip
-from fixtures.processors import tiny_processor
+from equality import limits_of
+from fixtures.processors import tiny_model, tiny_processor
 from transformers_videos import is_installed
 
 from vlmpack import VLMCollator
 from vlmpack.errors import SampleError
+from vlmpack.testing.comparison import compare, problems, run_alone, run_packed
 
 HERE = Path(__file__)
 VIDEO = {
@@ -39,8 +41,14 @@ VIDEO = {
     }, "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"),
     "llava_onevision": ("LlavaOnevisionVideoProcessor", {}, "<video>"),
     "minicpmv4_6": ("MiniCPMV4_6VideoProcessor", {"scale_resolution": 64, "max_slice_nums": 4}, "<|video_pad|>"),
+    "internvl": ("InternVLVideoProcessor", {"do_sample_frames": True, "num_frames": 3}, "<video>"),
+    "smolvlm": ("SmolVLMVideoProcessor", {
+        "size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}, "do_sample_frames": True, "num_frames": 8,
+        "fps": 2,
+    }, "<video>"),
 }  # fmt: skip
 """Class of the video processor, its settings, and what a template writes for a video."""
+TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 pytestmark = [pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")]  # transformers' own
 needs = pytest.mark.skipif(not is_installed(), reason="torchvision cannot be imported")
 
@@ -50,8 +58,8 @@ def processor_with_videos(family: str) -> Any:
     processor = tiny_processor(family)
     module = import_module(f"transformers.models.{family}.video_processing_{family}")
     settings = {**settings, "patch_size": processor.image_processor.patch_size} if family == "minicpmv4_6" else settings
-    if family == "llava_onevision":
-        settings = {"size": {side: processor.image_processor.size[side] for side in ("height", "width")}}
+    if family in ("llava_onevision", "internvl"):
+        settings = {**settings, "size": {side: processor.image_processor.size[side] for side in ("height", "width")}}
     processor.video_processor = getattr(module, name)(**settings)
     if "'video'" not in processor.chat_template:
         text = "{% else %}{{ part['text'] }}"
@@ -119,20 +127,65 @@ def test_tokens_and_tensors_are_the_processor_s_own(family: str, case: str, clip
     collator, feature = VLMCollator(processor), asked(video, **keys)
     batch = collator([feature])
     assert batch["input_ids"].tolist() == truth["input_ids"].tolist()
-    media = {name: tensor for name, tensor in truth.items() if "video" in name}
-    assert {"pixel_values_videos"} <= media.keys()
+    media = {name: tensor for name, tensor in truth.items() if name not in TOKENS}
+    assert any(name.startswith("pixel_values") for name in media)
     for name, tensor in media.items():
         assert torch.equal(batch[name], torch.as_tensor(tensor)), name
     if "mm_token_type_ids" in truth:
         assert batch["mm_token_type_ids"].tolist() == truth["mm_token_type_ids"].tolist()
     measured = collator.measure(feature)
-    assert measured.media["video"][0].pixels is None
+    assert [visual.pixels for visual in (*measured.images, *measured.videos)] == [None]
     assert measured.input_ids.tolist() == truth["input_ids"][0].tolist()
     decoded = collator.decode([measured])
     assert decoded.labels.tolist() == batch["labels"].tolist()
-    assert torch.equal(decoded.media.pixel_values_videos, batch["pixel_values_videos"])
+    assert all(torch.equal(tensor, batch[name]) for name, tensor in decoded.media.to_hf().items())
     learnt = processor.tokenizer.decode([i for i in batch["labels"][0].tolist() if i != -100])
     assert learnt.strip().startswith("It gets lighter.")
+
+
+@needs
+@pytest.mark.parametrize("family", ["internvl", "smolvlm"])
+def test_videos_beside_images_and_in_later_turns_are_packed_as_alone(family: str) -> None:
+    processor, clips = processor_with_videos(family), [frames(3), frames(3)[::-1]]  # its own call takes one length
+    first, other = ({"type": "video", "video": clip, "fps": 2} for clip in clips)
+    images = [picture()] * (family != "smolvlm")  # whose own call gives the pixels of either
+    shown = [{"type": "image", "image": each} for each in images]
+    turns = [user([first, *shown, text("One?")]), says([text("Yes.")]), user([*shown, other, text("Two?")])]
+    features = [
+        {"messages": [*turns, says([text("No.")])]},
+        asked(clips[1], fps=2),
+        {"prompt": "2 + 2 =", "completion": "4"},
+    ]
+    collator, samples = VLMCollator(processor), []
+    for feature, videos, pictures in zip(features, (clips, clips[1:], []), (images * 2, [], []), strict=True):
+        alone = collator([feature])
+        truth, given = dict(alone), [np.stack([np.asarray(frame) for frame in clip]) for clip in videos]
+        if videos:
+            times = [
+                {"total_num_frames": len(clip), "fps": 2.0, "frames_indices": [*range(len(clip))]} for clip in clips
+            ]
+            truth = processor(
+                text=[processor.apply_chat_template(feature["messages"], tokenize=False)],
+                images=pictures or None,
+                videos=given,
+                video_metadata=[times[-len(given) :]],
+                do_sample_frames=False,
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+            assert truth["input_ids"].tolist() == alone["input_ids"].tolist()
+        sample = {name: truth[name] for name in truth if name.startswith("pixel")}
+        samples.append({**sample, "input_ids": alone["input_ids"][0], "labels": alone["labels"][0]})
+        assert collator.length(feature) == len(samples[-1]["input_ids"])
+    model = tiny_model(family, processor=processor)
+    truth = run_alone(model, samples)
+    for layout in ("padded", "packed"):
+        batch = VLMCollator(processor, layout=layout).collate(features)
+        assert not problems(compare(run_packed(model, batch, samples), truth), limits_of(family))
+    cut = VLMCollator(processor, max_length=collator.length(features[0]) - 40, overlength="truncate").collate(
+        features[:1]
+    )
+    assert [len(image.runs) for image in cut.metadata.media.images] == [3, *[1] * len(2 * shown)]
 
 
 @needs

@@ -36,12 +36,12 @@ def reader_of(processor: Any, limits: ImageLimits | None = None) -> MediaReader:
 
 
 def measured(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -> Visual:
-    (visual,) = reader.measure_each([MediaRef(source=source, options=options)], kind=kind)
+    (visual,) = reader.measure_each([MediaRef(source=source, options=options, kind=kind)])
     return visual
 
 
 def cut(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -> Visual:
-    (visual,) = reader.load_each([MediaRef(source=source, options=options)], kind=kind)
+    (visual,) = reader.load_each([MediaRef(source=source, options=options, kind=kind)])
     return visual
 
 

@@ -110,11 +110,11 @@ def refusal(feature, *, family="internvl", **settings):
 REFUSED = {
     "no_video": (
         {"messages": [user([{"type": "video", "video": [picture(), picture()]}]), says("A cat")]},
-        "video 0: the InternVLProcessor reads images alone; give frames as images",
+        "video 0: the LlavaProcessor reads images alone; give frames as images",
     ),
     "vision_key": (
         chat("?", "A cat", {"image": picture(), "max_pixels": 4096}),
-        "image 0: it has max_pixels beside it; the InternVLProcessor sizes images alike: leave them out",
+        "image 0: it has max_pixels beside it; the LlavaProcessor sizes images alike: leave them out",
     ),
 }
 
@@ -122,7 +122,7 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_its_processor_does_not_read_is_refused_by_name(reason):
     feature, seen = REFUSED[reason]
-    error = refusal(feature)
+    error = refusal(feature, family="llava")
     assert error.reason == reason
     assert seen in str(error)
 

@@ -294,7 +294,7 @@ def test_files_that_are_gone_cut_damaged_or_older_are_refused_with_the_remedy(tm
     with pytest.raises(ConfigError, match=rf"plan.zip is damaged: it is the plan of other rows; {remedy}"):
         len(PackedDataset(tmp_path).plan)
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 4}))
-    with pytest.raises(ConfigError, match=r"vlmpack.rows of version 4, .* 7; remove the folder and pack again"):
+    with pytest.raises(ConfigError, match=r"vlmpack.rows of version 4, .* 8; remove the folder and pack again"):
         store(tmp_path, texts())
     with pytest.raises(ConfigError, match=r"holds no manifest.json.*`vlmpack pack`"):
         Manifest.load(tmp_path / "elsewhere")

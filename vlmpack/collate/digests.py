@@ -30,7 +30,7 @@ from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import SampleError
 
-RULES = 7
+RULES = 8
 """Increase this with every change that alters the length of a sample."""
 DIGEST_BYTES = 16
 

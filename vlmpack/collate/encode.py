@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -77,26 +78,32 @@ Visuals = Mapping[Kind, Sequence[Visual]]
 """The media of a sample by kind, each in the order of their placeholders."""
 
 
-@dataclass(frozen=True, kw_only=True)
+def _no_tokens() -> np.ndarray:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
     """The n tokens of a text with expanded media. The text has one placeholder per run, the tokens have them all."""
 
-    ids: np.ndarray
+    ids: np.ndarray = field(default_factory=_no_tokens)
     """int64 [n]."""
     text: str = ""
     """The expanded text."""
-    starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    starts: np.ndarray = field(default_factory=_no_tokens)
     """int64 [n]: first character of each token. An empty token gets the end of the previous one. Empty: not needed."""
-    stops: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    stops: np.ndarray = field(default_factory=_no_tokens)
     """int64 [n]: the character after each token. Empty: not needed."""
-    media: tuple[Span, ...] = ()
+    media: Visuals = field(default_factory=dict)
+    """The media by kind, each in the order of their placeholders."""
+    spans: tuple[Span, ...] = ()
     """Characters of each medium in the expanded text."""
     places: tuple[Span, ...] = ()
     """Characters of each medium's placeholder in the text before expansion."""
 
     def moved(self, at: int) -> int:
         """Convert a character position in the text before expansion to one in the expanded text."""
-        gained = [0, *(medium[1] - place[1] for medium, place in zip(self.media, self.places, strict=True))]
+        gained = [0, *(span[1] - place[1] for span, place in zip(self.spans, self.places, strict=True))]
         return at + gained[bisect_right([stop for _, stop in self.places], at)]
 
     def between(self, span: Span) -> slice:
@@ -177,7 +184,7 @@ class Encoder:
             SampleError: an image cannot be used.
             FamilyError, ConfigError: no sample can be used with this processor.
         """
-        visuals = (self.media.measure_each if is_measured else self.media.load_each)(refs, kind="image")
+        visuals = (self.media.measure_each if is_measured else self.media.load_each)(refs)
         assert not visuals or self._is_confirmed
         token, tokenizer = self.metadata.image_token, self.media.parts.tokenizer
         found = []
@@ -202,7 +209,7 @@ class Encoder:
         """
         metadata = self.metadata
         if not metadata.has_vision:
-            return self._sample(Tokens(ids=np.array([metadata.pad_token_id], np.int64)), [], {})
+            return self._sample(Tokens(ids=np.array([metadata.pad_token_id], np.int64)), [])
         if metadata.by_processor:
             images = self.media.process([Image.new("RGB", _SMALLEST)])
             tokens = self._tokenize(self._laid_out(metadata.image_token, 1), {"image": images})
@@ -210,8 +217,8 @@ class Encoder:
             merge = metadata.merge_size
             images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
             ids = (metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id)
-            tokens = Tokens(ids=np.array(ids, np.int64))
-        return self._sample(tokens, [], {"image": images})
+            tokens = Tokens(ids=np.array(ids, np.int64), media={"image": images})
+        return self._sample(tokens, [])
 
     @cached_property
     def _template(self) -> ChatTemplate:
@@ -251,7 +258,7 @@ class Encoder:
             if (kind := conversation.unplaced) and self.log.is_first(f"marker of {kind}"):
                 seen = f"a user's text holds '<{kind}>', read as text: its sample has no column {kind} or {kind}s"
                 warnings.warn(f"{seen}. Choose markers='places' to refuse such samples, or 'text'", stacklevel=2)
-            sample = self._encode_conversation(conversation, lambda kind: read(conversation.media[kind], kind=kind))
+            sample = self._encode_conversation(conversation, read)
             sample = with_teacher(sample, feature, num_tokens=sample.num_tokens)
         check_sample(sample, self.metadata)
         return sample
@@ -269,13 +276,13 @@ class Encoder:
             sample = replace(sample, audios=self.media.audio.read_tokenized(feature))
         return sample
 
-    def _encode_conversation(self, conversation: Conversation, read: Callable[[Kind], Sequence[Visual]]) -> Encoded:
+    def _encode_conversation(self, conversation: Conversation, read: Callable[..., Sequence[Visual]]) -> Encoded:
         self._check_texts(conversation)
         num_images, num_videos = len(conversation.media["image"]), len(conversation.media["video"])
         if (num_images or num_videos) and not self.metadata.has_vision:
             seen = f"it has {num_images} image(s) and {num_videos} video(s), but a tokenizer reads text only"
             raise SampleError(f"{seen}; give VLMCollator the model's processor", "no_vision")
-        media: Visuals = {kind: read(kind) for kind in KINDS}
+        media: Visuals = {kind: read(conversation.media[kind]) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
         return (self._plain if conversation.plain else self._chat)(conversation, media)
@@ -302,7 +309,7 @@ class Encoder:
             spans = [self._answer(tokens, span) for span in answers]
             ends = [self._answer(tokens, (self._template.stop_of(text, span), span[1])) for span in answers]
         weights_n = _weights(tokens, spans, conversation)
-        return self._sample(tokens, spans, media, ends=ends, weights=weights_n)
+        return self._sample(tokens, spans, ends=ends, weights=weights_n)
 
     def _is_too_long(self, tokens: Tokens) -> bool:
         return self.max_length is not None and len(tokens.ids) > self.max_length
@@ -319,13 +326,12 @@ class Encoder:
         may_cut = self.max_length is not None
         before = self._tokenize(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
         tokens = before.followed_by(self._tokenize(completion, {}, is_continued=True, has_offsets=may_cut))
-        return self._sample(tokens, [slice(len(before.ids), None)], media, prefix=len(before.ids))
+        return self._sample(tokens, [slice(len(before.ids), None)], prefix=len(before.ids))
 
     def _sample(
         self,
         tokens: Tokens,
         answers: Sequence[slice],
-        media: Visuals,
         *,
         ends: Sequence[slice] = (),
         prefix: int | None = None,
@@ -337,7 +343,7 @@ class Encoder:
         is the number of prompt tokens; None: all tokens. `weights`: float32 [n], one per token; None: all 1.
         """
         ids, metadata = tokens.ids, self.metadata
-        visuals: dict[str, Any] = {f"{kind}s": tuple(each) for kind, each in media.items()}
+        visuals: dict[str, Any] = {f"{kind}s": tuple(each) for kind, each in tokens.media.items()}
         around = self._around_media(tokens) if len(tokens.starts) else []
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
         in_answer = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
@@ -384,7 +390,7 @@ class Encoder:
     def _around_media(self, tokens: Tokens) -> list[slice]:
         """Return the tokens of each medium, including the template's tokens around it."""
         ids, (start, end), slices = tokens.ids.tolist(), self._borders, []
-        for span in tokens.media:
+        for span in tokens.spans:
             hit = tokens.between(span)
             before, after = max(hit.start - len(start), 0), hit.stop + len(end)
             first = before if ids[before : hit.start] == start else hit.start
@@ -416,24 +422,23 @@ class Encoder:
                 surrogate pair (`bad_text`).
         """
         check_characters(text)
-        expanded, places, spans = self._expand(text, media)
+        expanded = self._expand(text, media)
         tokenizer = self.media.parts.tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
         options = self.media.text_options if self.metadata.has_vision else {}
         if begins or is_continued:
             options = {"add_special_tokens": False}
         has_offsets = has_offsets or self.metadata.by_processor
-        out = tokenizer(expanded, return_offsets_mapping=has_offsets, **options)
+        out = tokenizer(expanded.text, return_offsets_mapping=has_offsets, **options)
         ids = np.asarray(out["input_ids"], np.int64)
-        repeats = self._repeats(ids, media)
+        repeats = self._repeats(ids, expanded.media)
         columns = {"ids": ids}
         if has_offsets:
             offsets = np.array(out["offset_mapping"], np.int64).reshape(-1, 2)
             is_empty = offsets[:, 0] >= offsets[:, 1]
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
             columns["starts"], columns["stops"] = (np.where(is_empty, ended, offsets[:, at]) for at in (0, 1))
-        repeated = {name: np.repeat(column, repeats) for name, column in columns.items()}
-        return Tokens(**repeated, text=expanded, media=spans, places=places)
+        return replace(expanded, **{name: np.repeat(column, repeats) for name, column in columns.items()})
 
     def _repeats(self, ids: np.ndarray, media: Visuals) -> np.ndarray:
         """Return how often each token of an expanded text is repeated, int64 [n]: placeholders as their media need."""
@@ -451,27 +456,26 @@ class Encoder:
             repeats[at] = needed
         return repeats
 
-    def _expand(self, text: str, media: Visuals) -> tuple[str, tuple[Span, ...], tuple[Span, ...]]:
-        """Return the expanded text, the placeholders in the text before, and the media in the expanded text."""
-        places: list[Span] = []
-        texts: dict[int, str] = {}
+    def _expand(self, text: str, media: Visuals) -> Tokens:
+        """Replace the placeholders of a text by the texts of their media. The result has no ids yet."""
+        found: list[tuple[Span, str, Visual]] = []
         for kind, token in self._placeholders:
             visuals = media.get(kind, ())
-            found = [match.span() for match in re.finditer(re.escape(token), text)]
-            if len(found) != len(visuals):
-                counts = f"{len(found)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
+            places = [match.span() for match in re.finditer(re.escape(token), text)]
+            if len(places) != len(visuals):
+                counts = f"{len(places)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
                 raise SampleError(f"its text has {counts}; write one for each {kind}", "placeholder_mismatch")
-            places += found
-            written = self._written(kind, visuals, text)
-            texts |= {start: to for (start, _), to in zip(found, written, strict=True)}
-        places.sort()
-        gains = accumulate((len(texts[start]) - (stop - start) for start, stop in places), initial=0)
-        spans = [(a + gain, a + gain + len(texts[a])) for (a, _), gain in zip(places, gains, strict=False)]
-        pieces, end = [], 0
-        for start, stop in places:
-            pieces += [text[end:start], texts[start]]
-            end = stop
-        return "".join((*pieces, text[end:])), tuple(places), tuple(spans)
+            found += zip(places, self._written(kind, visuals, text), visuals, strict=True)
+        found.sort(key=itemgetter(0))
+        expanded, spans, end = "", [], 0
+        for (start, stop), written, _ in found:
+            expanded += text[end:start]
+            spans.append((len(expanded), len(expanded) + len(written)))
+            expanded, end = expanded + written, stop
+        if self.metadata.frames_as_tiles:
+            media = {"image": [visual for *_, visual in found]}
+        places = tuple(place for place, *_ in found)
+        return Tokens(text=expanded + text[end:], media=media, spans=tuple(spans), places=places)
 
     def _written(self, kind: Kind, visuals: Sequence[Visual], text: str) -> list[str]:
         """Return the texts that replace the placeholders of a kind.

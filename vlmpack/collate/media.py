@@ -56,7 +56,6 @@ from vlmpack.collate.video import (
     read_clip,
     resize,
 )
-from vlmpack.data.formats import Kind
 from vlmpack.data.images import ImageLimits, load_image, read_size
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, SampleError, VlmpackError
@@ -91,12 +90,12 @@ class BatchMedia:
     def __init__(self) -> None:
         self._visuals: WeakValueDictionary[Hashable, Visual] = WeakValueDictionary()
 
-    def load_once(self, ref: MediaRef, kind: Kind, load: Callable[[MediaRef], Visual]) -> Visual:
+    def load_once(self, ref: MediaRef, load: Callable[[MediaRef], Visual]) -> Visual:
         """Return the visual already made from the same source with the same keys, or else make it."""
         source = _key(ref.source)
         if source is None:
             return load(ref)
-        key = (kind, source, repr(sorted(ref.options.items())))
+        key = (ref.kind, source, repr(sorted(ref.options.items())))
         visual = self._visuals.get(key)
         if visual is None:
             visual = self._visuals[key] = load(ref)
@@ -119,7 +118,7 @@ def _key(source: Any) -> Hashable | None:
     return None
 
 
-def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind) -> Result:
+def read_named(read: Callable[[MediaRef], Result], ref: MediaRef) -> Result:
     """Read an image or video. A refusal names it by its position in the sample.
 
     Raises:
@@ -128,11 +127,12 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef, kind: Kind) ->
     try:
         return read(ref)
     except SampleError as error:
-        raise error.within(f"{kind} {ref.index}") from error
+        raise error.within(f"{ref.kind} {ref.index}") from error
     except VlmpackError:  # the processor is at fault, not this image
         raise
     except (ValueError, TypeError, ArithmeticError, OSError) as error:
-        raise SampleError(f"{kind} {ref.index}: the image processor refused it: {error}", "image_processing") from error
+        fault = f"{ref.kind} {ref.index}: the image processor refused it: {error}"
+        raise SampleError(fault, "image_processing") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +151,9 @@ class MediaReader:
     # ------------------------------------------------------------------ the media of a sample
 
     def load_each(
-        self, refs: Sequence[MediaRef], *, kind: Kind, batch: BatchMedia | None = None, max_tokens: int | None = None
+        self, refs: Sequence[MediaRef], *, batch: BatchMedia | None = None, max_tokens: int | None = None
     ) -> tuple[Visual, ...]:
-        """Load a sample's media of one kind as tensors, in order.
+        """Load a sample's images and videos, or its audios, as tensors, in order.
 
         A medium is only measured if its size alone shows that it ends beyond `max_tokens`: no sample of that length
         holds it. This applies to videos and to images sized by keys. Images sized by the processor are always
@@ -162,35 +162,36 @@ class MediaReader:
         Raises:
             SampleError: one of them cannot be used.
         """
-        if kind == "audio":
+        if _are_audios(refs):
             return self.audio.load_each(refs)
-        if self._are_together(refs, kind):
-            images = [read_named(self._picture, ref, kind) for ref in refs]
-            visuals = read_named(lambda _: self.process(images), refs[0], kind)
+        if self._are_together(refs):
+            images = [read_named(self._picture, ref) for ref in refs]
+            visuals = read_named(lambda _: self.process(images), refs[0])
             return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
-        load, media = self._image if kind == "image" else self._video, batch or BatchMedia()
+        media = batch or BatchMedia()
         visuals, remaining = [], inf if max_tokens is None else max_tokens
         for ref in refs:
-            made = partial(read_named, partial(media.load_once, kind=kind, load=load), ref, kind)
-            is_sized = remaining < inf and (kind == "video" or has_image_keys(ref.options))
-            visual = read_named(self._measurer(kind), ref, kind) if is_sized else made()
-            remaining -= sum(tokens_of(visual, self.metadata, kind=kind))
+            load = self._image if ref.kind == "image" else self._video
+            made = partial(read_named, partial(media.load_once, load=load), ref)
+            is_sized = remaining < inf and (ref.kind == "video" or has_image_keys(ref.options))
+            visual = read_named(self._measured, ref) if is_sized else made()
+            remaining -= sum(tokens_of(visual, self.metadata, kind=ref.kind))
             visuals.append(made() if is_sized and remaining >= 0 else visual)
         return tuple(visuals)
 
-    def measure_each(self, refs: Sequence[MediaRef], *, kind: Kind) -> tuple[Visual, ...]:
-        """Measure a sample's media of one kind, in order, from their headers.
+    def measure_each(self, refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
+        """Measure a sample's images and videos, or its audios, in order, from their headers.
 
         Raises:
             SampleError: a header shows that a medium cannot be used.
             ConfigError: the image processor of a Qwen processor resizes by another rule.
         """
-        if kind == "audio":
+        if _are_audios(refs):
             return self.audio.measure_each(refs)
-        if self._are_together(refs, kind):
-            sizes = tuple(read_named(self._size, ref, kind) for ref in refs)
+        if self._are_together(refs):
+            sizes = tuple(read_named(self._size, ref) for ref in refs)
             return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
-        return tuple(read_named(self._measurer(kind), ref, kind) for ref in refs)
+        return tuple(read_named(self._measured, ref) for ref in refs)
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
         """Return a measured sample with the tensors of all its media.
@@ -198,7 +199,7 @@ class MediaReader:
         Raises:
             SampleError: one of them cannot be used, or its size is not the measured one (`image_changed`, ...).
         """
-        filled: dict[str, Any] = {f"{k}s": self._filled(media, k, batch) for k, media in sample.media.items()}
+        filled: dict[str, Any] = {f"{kind}s": self._filled(media, batch) for kind, media in sample.media.items()}
         return replace(sample, **filled)
 
     @cached_property
@@ -206,24 +207,25 @@ class MediaReader:
         """Reads audio."""
         return AudioReader(processor=self.processor, metadata=self.metadata)
 
-    def _filled(self, measured: tuple[Visual, ...], kind: Kind, batch: BatchMedia | None) -> tuple[Visual, ...]:
+    def _filled(self, measured: tuple[Visual, ...], batch: BatchMedia | None) -> tuple[Visual, ...]:
         refs = [visual.source for visual in measured if visual.pixels is None and visual.source is not None]
         if not refs:
             return measured
-        loaded, visuals = iter(self.load_each(refs, kind=kind, batch=batch)), []
+        loaded, visuals = iter(self.load_each(refs, batch=batch)), []
         for before in measured:
-            is_loaded = before.pixels is not None or before.source is None
-            visual = before if is_loaded else next(loaded)
+            if before.pixels is not None or (ref := before.source) is None:
+                visuals.append(before)
+                continue
+            visual = next(loaded)
             if _shape(visual) != _shape(before):
-                at = before.source.index if before.source else 0
-                seen = f"{kind} {at} was measured as {_shape(before)} and is now {_shape(visual)}"
-                raise SampleError(f"{seen}; it or the processor changed: measure and plan again", f"{kind}_changed")
+                seen = f"{ref.kind} {ref.index} was measured as {_shape(before)} and is now {_shape(visual)}"
+                raise SampleError(f"{seen}; it or the processor changed: measure and plan again", f"{ref.kind}_changed")
             check_pixels(visual, self.metadata)
             visuals.append(visual)
         return tuple(visuals)
 
-    def _are_together(self, refs: Sequence[MediaRef], kind: Kind) -> bool:
-        return self.metadata.images_together and kind == "image" and len(refs) > 1
+    def _are_together(self, refs: Sequence[MediaRef]) -> bool:
+        return self.metadata.images_together and len(refs) > 1 and refs[0].kind == "image"
 
     # ------------------------------------------------------------------ one image or video
 
@@ -254,10 +256,9 @@ class MediaReader:
         check_enlarged(size, source=source, factor=self._side)
         return size
 
-    def _measurer(self, kind: Kind) -> Callable[[MediaRef], Visual]:
-        return self._measured_image if kind == "image" else partial(self._video, is_measured=True)
-
-    def _measured_image(self, ref: MediaRef) -> Visual:
+    def _measured(self, ref: MediaRef) -> Visual:
+        if ref.kind == "video":
+            return self._video(ref, is_measured=True)
         size = self._size(ref)
         if self.metadata.by_processor:
             visual = self._counted(size) if self._counted is not None else self._blank((size,))[0]
@@ -279,7 +280,7 @@ class MediaReader:
     def _video_of_processor(self, element: Mapping[str, Any], *, is_measured: bool) -> Visual:
         """Make a video by the processor's own rules; only its file is decoded here. Measuring uses blank frames."""
         part, name = self.parts.video_processor, type(self.processor).__name__
-        if not self._family.has_videos:
+        if not self.metadata.video_token:
             raise SampleError(f"the {name} reads images alone; give frames as images", "no_video")
         if part is None:
             fault = f"this {name} has no video processor, which needs torchvision; install it and load it again"
@@ -306,8 +307,17 @@ class MediaReader:
         options = {**self._options["videos_kwargs"], "video_metadata": [VideoMetadata(**dict(metadata))]}
         options |= {"do_sample_frames": False, "return_metadata": True}
         processed, texts = self.processor._process_videos([np.ascontiguousarray(frames)], **options)
-        (visual,) = self._visuals(processed, texts, pixels="pixel_values_videos", grid="video_grid_thw")
+        pixels = "pixel_values_videos"
+        if self.metadata.frames_as_tiles:
+            processed, pixels = self._as_tiles(processed), "pixel_values"
+        (visual,) = self._visuals(processed, texts, pixels=pixels, grid="video_grid_thw")
         return visual
+
+    def _as_tiles(self, processed: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return a video's tensors [1, F, ...] as those of an image with F tiles."""
+        named = {name.removesuffix("_videos"): tensor for name, tensor in processed.items()}
+        axes = {name: join.axis for name, join in self._family.media.items()}
+        return {name: x if axes[name] else x.flatten(0, 1) for name, x in named.items() if name in axes}
 
     def process(self, images: Sequence[Image.Image], **options: Any) -> tuple[Visual, ...]:
         """Let the processor make the tensors of images and the texts that replace their placeholders.
@@ -522,6 +532,10 @@ def _without_pixels(cls: type) -> type:
             return np.broadcast_to(np.zeros((), image.dtype), shape)
 
     return type(cls.__name__, (cls, Shapes), {})
+
+
+def _are_audios(refs: Sequence[MediaRef]) -> bool:
+    return bool(refs) and refs[0].kind == "audio"
 
 
 def _of_image(tensor: torch.Tensor, at: int, count: int) -> torch.Tensor:

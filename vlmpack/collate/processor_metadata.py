@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vlmpack.data.processor import OMNI, QWEN
+from vlmpack.data.processor import FRAMES_AS_TILES, OMNI, QWEN
 from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
@@ -108,6 +108,8 @@ class ProcessorMetadata:
     """Ids of tokens around images, besides `image_token_id`, that are never trained on."""
     has_grids: bool = False
     """True: a processor that encodes samples itself returns images as patches with one grid each."""
+    frames_as_tiles: bool = False
+    """True: a video is written, and passed to the model, as one image with a tile for each frame."""
     frames_per_token: int = 1
     """Number of video frames that share one token, for a processor that encodes samples itself."""
     video_ends: tuple[int, ...] = ()
@@ -284,13 +286,18 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         "vision_end_id": vocab.get(end, NO_ID),
         "merge_size": parts_of(processor).image_processor.merge_size if family.has_grids else 1,
         "has_grids": family.has_grids,
-        **(_video_settings(processor, family, vocab) if family.has_videos else {}),
+        **_video_settings(processor, family, vocab),
     }
 
 
 def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) -> dict[str, Any]:
     """Read the video placeholder, or the tokens around a video whose frames use the image placeholder."""
+    as_tiles = bool(class_in(processor, FRAMES_AS_TILES))
+    if not (family.has_videos or as_tiles):
+        return {}
     named = {"video_token": processor.video_token}
+    if as_tiles:
+        return {**named, "frames_as_tiles": True}
     if not family.videos_as_images:
         pairs = {"frames_per_token": 2} if family.videos is run_of_pairs else {}
         return {**named, "video_token_id": vocab.get(processor.video_token, NO_ID), **pairs}

@@ -152,6 +152,8 @@ class MediaRef:
     For an audio, also an array, or {"array", "sampling_rate"}."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The keys of qwen-vl-utils beside the medium: min_pixels, resized_height, fps, ..."""
+    kind: Kind = "image"
+    """What it is."""
     index: int = 0
     """Its position among the media of its kind in the sample, which errors name."""
 
@@ -343,7 +345,7 @@ def _read(
 
 def _numbered(media_of: Callable[[Kind], Iterable[MediaRef]]) -> dict[Kind, tuple[MediaRef, ...]]:
     """Return the media of each kind, with their positions."""
-    return {kind: tuple(replace(ref, index=at) for at, ref in enumerate(media_of(kind))) for kind in KINDS}
+    return {kind: tuple(replace(ref, kind=kind, index=at) for at, ref in enumerate(media_of(kind))) for kind in KINDS}
 
 
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:

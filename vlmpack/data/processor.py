@@ -22,6 +22,8 @@ OMNI = ("Qwen2_5OmniProcessor", "Qwen3OmniMoeProcessor")
 """Processor classes with audio."""
 WITH_VIDEO_PART = ("MiniCPMV4_6Processor", "SmolVLMProcessor")
 """Processor classes that read settings of their video processor even if there are no videos."""
+FRAMES_AS_TILES = ("InternVLProcessor", "SmolVLMProcessor")
+"""Processor classes that write a video as one image, with a tile for each frame."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 """Models of which only one part is trained -> that part's model type. The model's checkpoint holds the processor."""
 IMAGE_PROCESSOR = "preprocessor_config.json"
@@ -95,8 +97,8 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
     if of_class.__name__ in OMNI:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
-    reads_videos = by_processor()[of_class.__name__].has_videos and is_torchvision_available()
-    if of_class.__name__ in WITH_VIDEO_PART or reads_videos:
+    reads_videos = by_processor()[of_class.__name__].has_videos or of_class.__name__ in FRAMES_AS_TILES
+    if of_class.__name__ in WITH_VIDEO_PART or (reads_videos and is_torchvision_available()):
         kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
     return without_parts(
         of_class,
