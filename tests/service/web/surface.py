@@ -17,13 +17,14 @@ from tinker.types import loss_fn_type
 from vlmpack.service.engine.losses import LOSSES, REFUSED
 from vlmpack.service.web.http import NOT_SERVED, Endpoints
 from vlmpack.service.wire import codec, messages
-from vlmpack.service.wire.fields import NAMES
 
 PAGE = Path(__file__).parents[3] / "docs" / "service.md"
 BEGIN, END = "<!-- client: made by tests/service/web/surface.py -->\n", "<!-- end of client -->\n"
 CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AdminClient")
 RUN, SAVED = "training_runs/{model_id}", "training_runs/{model_id}/checkpoints/{kind}/{name}"
 IN_CLIENT = "in the client"
+NAMES = {"name": "path", "lora": "lora_config", "adam": "adam_params", "params": "sampling_params"}
+"""Names of fields in a body that differ from the attribute's name."""
 CALLS = {
     **dict.fromkeys(("holder", "get_console_url", "get_telemetry", "on_queue_state_change", "create_rest_client"), ""),
     **dict.fromkeys(("get_tokenizer", "get_sampler_handle", "from_sampler_handle"), ""),

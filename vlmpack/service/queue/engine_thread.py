@@ -185,7 +185,7 @@ class EngineThread:
         if lane.work is not None:
             return lambda: self._run_row(lane)
         head = lane.entries.get(lane.next)
-        if head is None or not head.accepted or self._drain_until is not None:
+        if head is None or self._drain_until is not None:
             return None
         if lane.failure is None and lane.next > 0 and not lane.is_created:
             lane.failure = f"{lane.id} was not created: its creation failed"

@@ -437,11 +437,14 @@ class Journal:
             for table in ("requests", "sampling_sessions"):
                 self._write(f"DELETE FROM {table} WHERE session NOT IN (SELECT id FROM sessions WHERE ended IS NULL)")
 
-    def drop_sampling_session(self, sampling_session: str) -> None:
-        """Delete a sampling session and its samples."""
+    def drop_idle_samplers(self, *, kept: int, **equal: Any) -> None:
+        """Delete all but the newest sampling sessions of some, with their samples, unless a sample waits."""
         with self.transaction():
-            self._write("DELETE FROM sampling_sessions WHERE id = ?", sampling_session)
-            self._write("DELETE FROM requests WHERE owner = ?", sampling_session)
+            samplers = [row.id for row in self.rows(SamplingRow, **equal)]
+            for sampler in samplers[: max(len(samplers) - kept, 0)]:
+                if not self._read("SELECT 1 FROM requests WHERE owner = ? AND state = 'queued' LIMIT 1", sampler):
+                    self._write("DELETE FROM sampling_sessions WHERE id = ?", sampler)
+                    self._write("DELETE FROM requests WHERE owner = ?", sampler)
 
     def cover(self, model: str, *, snapshot: str, covered: int) -> None:
         """Set a folder as the state of a model up to an operation. Bodies up to this operation are deleted."""

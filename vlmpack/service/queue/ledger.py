@@ -19,7 +19,6 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
@@ -66,10 +65,6 @@ class Entry:
     """The parsed request; None: already encoded, or not yet read from the journal."""
     encoded: Future[Any] | None = None
     """Future of the encoded request; None: encoding has not started."""
-    journaled: threading.Event = field(default_factory=threading.Event)
-    """Set once the request is accepted or rejected."""
-    accepted: bool = False
-    """Whether the request is in the journal."""
     is_done: bool = False
     """Whether the journal has its reply, or its session has ended."""
     forward_only: bool = False
@@ -145,29 +140,22 @@ class Lane:
     """Bytes of the bodies kept for a replay."""
 
     def waiting(self) -> list[Entry]:
-        """Return accepted requests that are not done, in order, from the next number up to the first missing one."""
-        waiting = []
-        for number in count(self.next):
-            entry = self.entries.get(number)
-            if entry is not None and entry.accepted:
-                waiting.append(entry)
-            elif number not in self.done:
-                break
-        return waiting
+        """Return the requests that are not done, in order, from the next number up to the first missing one."""
+        return [self.entries[number] for number in range(self.next, self.missing) if number in self.entries]
 
     def early(self) -> list[Entry]:
-        """Return accepted requests after the first missing number."""
+        """Return the requests after the first missing number."""
         missing = self.missing
-        return [entry for number, entry in sorted(self.entries.items()) if number > missing and entry.accepted]
+        return [entry for number, entry in sorted(self.entries.items()) if number > missing]
 
-    def is_used(self, number: int) -> bool:
-        """Return whether a request with this number is done."""
-        return number < self.next or number in self.done
+    def is_absent(self, number: int) -> bool:
+        """Return whether a number has not arrived."""
+        return number >= self.next and number not in self.entries and number not in self.done
 
     @property
     def missing(self) -> int:
         """First number that has not arrived."""
-        return next(number for number in count(self.next) if number not in self.entries and number not in self.done)
+        return next(filter(self.is_absent, count(self.next)))
 
     def finish(self, number: int, state: State) -> None:
         """Mark a number as done, and advance `next`."""
@@ -220,41 +208,27 @@ class Ledger:
                 if row.state != "queued":
                     lane.finish(row.seq, row.state)
             if row.state == "queued":
-                entry = Entry(row=row)
-                self.add(entry)
-                self.arrive(entry)
+                self.add(Entry(row=row))
 
     # ------------------------------------------------------------------ changes, under the lock
 
     def add(self, entry: Entry) -> None:
-        """Add a request, whose number nobody else can use from now on."""
+        """Add a request that is in the journal."""
         lane = self.lanes.get(entry.row.owner)
         if lane is None:
             self.samples[entry.row.owner, entry.row.seq] = entry
         else:
             lane.entries[entry.row.seq] = entry
-
-    def remove(self, entry: Entry) -> None:
-        """Remove a request that is done or was not accepted."""
-        if (lane := self.lanes.get(entry.row.owner)) is not None:
-            lane.entries.pop(entry.row.seq, None)
-        self.samples.pop((entry.row.owner, entry.row.seq), None)
-
-    def arrive(self, entry: Entry) -> None:
-        """Accept a request that is in the journal."""
-        entry.accepted = True
-        self._count(entry, 1)
         if entry.is_sample:
             self.new_samples.append(entry)
-        entry.journaled.set()
+        self._count(entry, 1)
         self.changed.notify_all()
 
     def done(self, entry: Entry, state: State) -> None:
-        """Remove an accepted request that is done. The journal must have its reply."""
+        """Remove a request that is done. The journal must have its reply."""
         with self.lock:
             if not entry.is_done:
                 self._close(entry)
-            self.remove(entry)
             if (lane := self.lanes.get(entry.row.owner)) is not None:
                 lane.finish(entry.row.seq, state)
 
@@ -272,9 +246,7 @@ class Ledger:
             for entry in [entry for entry in self.entries() if entry.row.session == session_id]:
                 if entry.encoded is not None:
                     entry.encoded.cancel()
-                if entry.accepted:
-                    self._close(entry)
-                self.remove(entry)
+                self._close(entry)
             self.new_samples = [entry for entry in self.new_samples if not entry.is_done]
             for lane in [lane for lane in self.lanes.values() if lane.session == session_id]:
                 self.closed.append(self.lanes.pop(lane.id))
@@ -282,6 +254,9 @@ class Ledger:
 
     def _close(self, entry: Entry) -> None:
         self._count(entry, -1)
+        if (lane := self.lanes.get(entry.row.owner)) is not None:
+            lane.entries.pop(entry.row.seq, None)
+        self.samples.pop((entry.row.owner, entry.row.seq), None)
         if entry.encoded is not None:
             self.encoded_bytes[entry.is_sample] -= entry.row.size
         entry.request = entry.encoded = None
@@ -320,9 +295,3 @@ class Ledger:
         with self.lock:
             silent = [session for session, seen in self.sessions.items() if seen < late]
             return sorted(silent, key=self.sessions.__getitem__)
-
-    def idle(self, samplers: Sequence[SamplingRow], *, kept: int) -> list[str]:
-        """Return the sampling sessions without samples among all but the last `kept`."""
-        with self.lock:
-            busy = {owner for owner, _ in self.samples}
-        return [row.id for row in samplers[: max(len(samplers) - kept, 0)] if row.id not in busy]

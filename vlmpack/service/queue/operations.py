@@ -169,13 +169,10 @@ class Operations:
             self._engine.save(lane.id, folder, optimizer=False)
         now, saved = time.time(), final_name(folder)
         row = SamplingRow(id=sampler, session=lane.session, created=now, model=lane.id, folder=saved)
-        unnamed = self._journal.rows(SamplingRow, model=lane.id)
-        dropped = self._ledger.idle(unnamed, kept=self._ledger.limits.unnamed_saves - 1)
 
         def write() -> None:
+            self._journal.drop_idle_samplers(kept=self._ledger.limits.unnamed_saves - 1, model=lane.id)
             self._journal.put(row)
-            for old in dropped:
-                self._journal.drop_sampling_session(old)
 
         return Done(outcome={"type": "save_weights_for_sampler", "sampling_session_id": sampler}, write=write)
 

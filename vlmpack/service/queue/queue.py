@@ -89,8 +89,8 @@ class RequestQueue:
         """Everything that does not wait can be read there."""
         self._ledger = Ledger(state.journal, limits)
         self._base_name = engine.base.name
-        self._beginning = threading.Lock()
-        """Held while a sampling session is opened, including the journal's commit."""
+        self._accepting = threading.Lock()
+        """Held while a request is accepted or a sampling session opened, including the journal's commit."""
         self._is_draining = False
         self._is_closed = False
         self._began = self._looked = time.monotonic()
@@ -208,7 +208,7 @@ class RequestQueue:
                 f"base_model {base_model!r}: this service has only {self._base_name!r}; send that, or a model_path"
             )
             raise Rejected(message, status=400)
-        with self._beginning:
+        with self._accepting:
             with ledger.lock:
                 self._touch(session_id)
                 self._check_session(session_id)
@@ -216,12 +216,9 @@ class RequestQueue:
                 if known.path != path or known.model is not None:
                     raise Rejected(f"the sampling session {name} was created for another model", status=400)
                 return name
-            opened = self.journal.rows(SamplingRow, session=session_id)
-            dropped = ledger.idle(opened, kept=ledger.limits.samplers_kept - 1)
             with self._writing(), self.journal.transaction():  # not under the lock, because the disk may be slow
                 folder = None if path is None else self.journal.checkpoint(path).folder
-                for old in dropped:
-                    self.journal.drop_sampling_session(old)
+                self.journal.drop_idle_samplers(kept=ledger.limits.samplers_kept - 1, session=session_id)
                 now = time.time()
                 self.journal.put(SamplingRow(id=name, session=session_id, created=now, path=path, folder=folder))
             with ledger.lock:
@@ -298,10 +295,9 @@ class RequestQueue:
                 (any more); 429: there is no room now, or the disk is full.
         """
         (owner, seq), seed = request.owner, secrets.randbits(31)
-        digest = content_digest(request)
         row = RequestRow(
-            owner=owner, seq=seq, session=_session_of(owner), kind=type(request).__name__, digest=digest, seed=seed,
-            size=len(body),
+            owner=owner, seq=seq, session=_session_of(owner), kind=type(request).__name__,
+            digest=content_digest(request), seed=seed, size=len(body),
         )  # fmt: skip
         forward_only = isinstance(request, ForwardBackward) and request.forward_only
         entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
@@ -328,77 +324,59 @@ class RequestQueue:
         self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
-        row, ledger, refusal = entry.row, self._ledger, None
+        """Write a request to the journal, and let it wait; with `failure`, it fails at once."""
+        row, ledger, journal = entry.row, self._ledger, self.journal
         if not 0 <= row.seq < 2**63:
             raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
-        with ledger.lock:
-            self._touch(row.session)
-            self._check_session(row.session)
-            if (known := ledger.find(row.owner, row.seq)) is None:
+        with self._accepting:
+            with ledger.lock:
+                self._touch(row.session)
+                self._check_session(row.session)
+                waiting = ledger.find(row.owner, row.seq)
+            known = waiting.row if waiting else journal.row(RequestRow, owner=row.owner, seq=row.seq)
+            if known is not None:
+                _check_same(known, row)
+                return
+            with ledger.lock:  # only for a new request: a repeated one gets its reply, however full the queue is
+                self._check_room(row)
+            with self._writing(), journal.transaction():
+                is_model = is_creation or row.owner in ledger.lanes
+                if not is_model and journal.row(SamplingRow, id=row.owner) is None:
+                    raise Rejected(
+                        f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed "
+                        f"save and {ledger.limits.unnamed_saves} later ones took its place (save under a name)",
+                        status=404,
+                    )
+                journal.add_request(row, body=body, now=time.time())
+                if failure is not None:
+                    reply = codec.encode(Failure(message=failure, category="user"))
+                    journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
+            with ledger.lock:
+                self._check_session(row.session)
                 if is_creation:
                     ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
-                refusal = self._refusal(row, ledger.lanes.get(row.owner))
                 ledger.add(entry)
-        if known is not None:
-            known.journaled.wait()
-            if known.accepted:
-                _check_same(known.row, row)
-            else:  # of two simultaneous POSTs, the first was refused
-                self._accept(entry, body, is_creation=is_creation, failure=failure)
-            return
-        try:
-            used = self.journal.row(RequestRow, owner=row.owner, seq=row.seq)
-            if used is None:
-                if refusal is not None:  # only of a new request: a repeated one gets its reply, however full it is
-                    raise refusal
-                with self._writing():
-                    self._enter(entry, body, failure)
-        finally:
-            if not entry.accepted:
-                with ledger.lock:
-                    ledger.remove(entry)
-            entry.journaled.set()
-        if used is not None:
-            _check_same(used, row)
+                if failure is not None:
+                    ledger.done(entry, "failed")
+                elif entry.is_sample:
+                    self._thread.encode_samples()
+                else:
+                    self._thread.encode_ahead(ledger.lanes[row.owner])
 
-    def _enter(self, entry: Entry, body: bytes | None, failure: str | None) -> None:
-        """Write a request to the journal, and accept it."""
-        row, reply = entry.row, None if failure is None else _failed(failure)
-        with self.journal.transaction():
-            if row.owner not in self._ledger.lanes and not self.journal.rows(SamplingRow, id=row.owner):
-                raise Rejected(
-                    f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed save "
-                    f"and {self._ledger.limits.unnamed_saves} later ones took its place (save under a name)",
-                    status=404,
-                )
-            self.journal.add_request(row, body=body, now=time.time())
-            if reply is not None:
-                self.journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
-        with self._ledger.lock:
-            self._check_session(row.session)
-            self._ledger.arrive(entry)
-            if reply is not None:
-                self._ledger.done(entry, "failed")
-            elif entry.is_sample:
-                self._thread.encode_samples()
-            elif (lane := self._ledger.lanes.get(row.owner)) is not None:
-                self._thread.encode_ahead(lane)
-
-    def _refusal(self, row: RequestRow, lane: Lane | None) -> Rejected | None:
-        """Return why there is no room for a new request; None: there is."""
-        ledger, limits = self._ledger, self._ledger.limits
+    def _check_room(self, row: RequestRow) -> None:
+        """Raise `Rejected` if there is no room for a new request."""
+        ledger, limits, lane = self._ledger, self._ledger.limits, self._ledger.lanes.get(row.owner)
         if self._is_draining:
-            return self._busy("the server is stopping")
+            raise self._busy("the server is stopping")
         if lane is not None and row.seq == lane.missing:
-            return None  # later requests wait for it, so rejecting it could block them forever
+            return  # later requests wait for it, so rejecting it could block them forever
         if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
             message = f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number"
-            return Rejected(message, status=400)
+            raise Rejected(message, status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         full |= row.kind == Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
         if full and row.kind not in (REFUSED, MISSING):
-            return self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
-        return None
+            raise self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
 
     # ------------------------------------------------------------------ futures
 
@@ -511,7 +489,7 @@ class RequestQueue:
         self._thread.finish([(entry, Failure(message=message, category="user")) for entry in early])
         for number in range(missing, early[-1].row.seq):
             with self._ledger.lock:
-                is_absent = not lane.is_used(number) and number not in lane.entries
+                is_absent = lane.is_absent(number)
             if is_absent:
                 self._use_up(lane.id, number, late, kind=MISSING)
 
@@ -533,11 +511,6 @@ class RequestQueue:
             kinds = {entry.row.kind for entry in self._ledger.entries()}
         if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self.journal.drop_expired(now=time.time()):
             self._ledger.is_swept = False
-
-
-def _failed(message: str) -> Reply:
-    """Return the reply for a client's mistake."""
-    return codec.encode(Failure(message=message, category="user"))
 
 
 def _check_same(known: RequestRow, row: RequestRow) -> None:

@@ -37,7 +37,7 @@ from vlmpack.service.queue.queue import Pending, RequestQueue
 from vlmpack.service.web.gate import DOWNLOADS, BodyReader, Gate, answer
 from vlmpack.service.wire import codec, messages, protobuf
 from vlmpack.service.wire.codec import PROTOBUF
-from vlmpack.service.wire.fields import INT32, Between, get, parse
+from vlmpack.service.wire.fields import INT32, between, get, parse
 from vlmpack.service.wire.messages import Rejected
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ PAGE = 100
 """Default number of entries in a page of a list."""
 OLDEST_CLIENT = (0, 25)
 """Oldest supported client version; older clients send training requests in JSON."""
-NAMED_SAMPLES = 65_536
-"""Maximum number of sequences of a refused sampling request that still get ids; the client expects one for each."""
+NamedSamples = Annotated[int, between(1, 65_536)]
+"""Number of sequences of a refused sampling request that still get ids; the client expects one for each."""
 REQUEST_ID = 512
 """Maximum length of a request id, in characters."""
 SAMPLE_ID = re.compile(r".*:sample:\d+:\d+", re.DOTALL)
@@ -274,7 +274,7 @@ class Endpoints:
         owner, seq = codec.owner_of(kind, values)
         more: dict[str, Any] = {"model_id": owner} if issubclass(kind, messages.Operation) else {}
         if kind is messages.Sample:
-            count = get(values, "num_samples", Annotated[int, Between(1, NAMED_SAMPLES)], 1)
+            count = get(values, "num_samples", NamedSamples, 1)
             more = {"sample_sequence_ids": [f"{owner}:{seq}:{at}" for at in range(count)]}
 
         def read() -> messages.Request:
@@ -426,7 +426,7 @@ class Endpoints:
 
     async def set_ttl(self, request: Request) -> Response:
         """Change when a checkpoint expires."""
-        ttl = get(await self.values(request), "ttl_seconds", Annotated[int, Between(1, messages.TTL)], None)
+        ttl = get(await self.values(request), "ttl_seconds", messages.Seconds, None)
         await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
         return Response(status_code=204)
 

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, final
 
 import numpy as np
 from jinja2 import TemplateError
+from pydantic import BeforeValidator, PlainValidator, StrictBool
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -38,15 +39,15 @@ from vlmpack.service.queue.queue import Pending
 from vlmpack.service.web.gate import answer
 from vlmpack.service.web.http import Endpoints, status_of
 from vlmpack.service.wire import codec, schema_pb2
-from vlmpack.service.wire.fields import Between, as_list, check, get, read, read_object, read_text, shown
+from vlmpack.service.wire.fields import STRICT, Count, between, read_object, settings, shown
 from vlmpack.service.wire.messages import (
-    MOST_TOP,
     Chunk,
     NewSession,
     Rejected,
     Sample,
     SamplingParams,
     TextChunk,
+    TopCount,
     read_base64,
 )
 
@@ -65,14 +66,21 @@ SILENT_SECONDS = 10.0
 """Seconds of silence after which a stream sends a comment, so that proxies and clients do not consider it dead."""
 
 
-def _prompts(value: Any, place: str) -> tuple[str | list[int], ...]:
+def _prompts(value: Any) -> Sequence[str | list[int]]:
     """Read strings or lists of ids; a single prompt needs no enclosing list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and all(type(each) is int for each in value))
-    return tuple([value] if is_one else as_list(value, place))
+    prompts = [value] if is_one else value
+    if not isinstance(prompts, list) or not all(isinstance(each, str | list) for each in prompts):
+        raise ValueError("a text, a list of ids, or a list of those is needed")
+    return prompts
 
 
-def _asks_for_usage(value: Any, place: str) -> bool:
-    return get(check(dict, value, place, "an object"), "include_usage", bool, False, place=f"{place}.")
+@final
+@dataclass(frozen=True, kw_only=True)
+class StreamOptions:
+    """Options of a stream."""
+
+    include_usage: StrictBool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +88,9 @@ class Wanted(SamplingParams):
     """Fields of both endpoints. `top_k` is an extension of OpenAI's API."""
 
     model: str
-    n: Annotated[int, Between(1)] = 1
-    stream: bool = False
-    stream_options: Annotated[bool, _asks_for_usage] = False
+    n: Annotated[int, between(1)] = 1
+    stream: StrictBool = False
+    stream_options: StreamOptions = StreamOptions()
 
 
 @final
@@ -90,22 +98,18 @@ class Wanted(SamplingParams):
 class Completions(Wanted):
     """Body of a request to `/v1/completions`."""
 
-    prompt: Annotated[tuple[str | list[int], ...], _prompts]
-    max_tokens: Annotated[int, Between(0)] | None = 16
-    logprobs: Annotated[int, Between(0, MOST_TOP)] | None = None
-    echo: bool = False
+    prompt: Annotated[Sequence[str | list[int]], PlainValidator(_prompts)]
+    max_tokens: Count | None = 16
+    logprobs: TopCount | None = None
+    echo: StrictBool = False
 
 
-def _data_url(value: Any, place: str) -> tuple[str, str]:
+def _data_url(value: Any) -> tuple[str, str]:
     """Read an image's format and its bytes in base64."""
-    if (match := DATA_URL.fullmatch(read_text(value, place))) is None:
-        raise RequestError(f"{place}: {shown(value)}; nothing is fetched here: send data:image/png;base64,...")
-    read_base64(match[2], place)
+    if not isinstance(value, str) or (match := DATA_URL.fullmatch(value)) is None:
+        raise ValueError("nothing is fetched here: send data:image/png;base64,...")
+    read_base64(match[2])
     return "png" if match[1] == "png" else "jpeg", match[2]
-
-
-def _content(value: Any, place: str) -> tuple[ContentPart, ...]:
-    return read(tuple[ContentPart, ...], [{"type": "text", "text": value}] if isinstance(value, str) else value, place)
 
 
 @final
@@ -113,7 +117,9 @@ def _content(value: Any, place: str) -> tuple[ContentPart, ...]:
 class ImageUrl:
     """An image in a message."""
 
-    url: Annotated[tuple[str, str], _data_url]
+    __pydantic_config__ = STRICT
+
+    url: Annotated[tuple[str, str], PlainValidator(_data_url)]
     detail: Literal["auto"] = "auto"
 
 
@@ -121,6 +127,8 @@ class ImageUrl:
 @dataclass(frozen=True, kw_only=True)
 class ContentPart:
     """A text or image part of a message."""
+
+    __pydantic_config__ = STRICT
 
     type: Literal["text", "image_url"]
     text: str = ""
@@ -131,13 +139,19 @@ class ContentPart:
         return {"type": "image"} if self.image_url else {"type": "text", "text": self.text}
 
 
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Message:
     """A message of a chat."""
 
+    __pydantic_config__ = STRICT
+
     role: str
-    content: Annotated[tuple[ContentPart, ...], _content]
+    content: Annotated[tuple[Annotated[ContentPart, settings(ContentPart)], ...], BeforeValidator(_parts)]
 
 
 @final
@@ -145,10 +159,10 @@ class Message:
 class Chat(Wanted):
     """Body of a request to `/v1/chat/completions`."""
 
-    messages: tuple[Message, ...]
-    max_completion_tokens: Annotated[int, Between(1)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
+    messages: tuple[Annotated[Message, settings(Message)], ...]
+    max_completion_tokens: Annotated[int, between(1)] | None = None
+    logprobs: StrictBool = False
+    top_logprobs: TopCount = 0
 
 
 Asked = tuple[str, Sample]
@@ -252,8 +266,8 @@ class OpenAI:
                 return name
 
     def _tokens(self, prompt: Any) -> list[dict[str, Any]]:
-        ids = self._tokenizer(read_text(prompt, "prompt"))["input_ids"] if isinstance(prompt, str) else prompt
-        return [{"type": "encoded_text", "tokens": as_list(ids, "prompt")}]
+        ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        return [{"type": "encoded_text", "tokens": ids}]
 
     def _chunks(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Apply the model's chat template, and return text chunks with an image chunk at each image placeholder."""
@@ -318,7 +332,7 @@ class OpenAI:
             end = {"delta": {}} if is_chat else {"text": ""}
             for part in ({**choice, **content, "finish_reason": None}, {**choice, **end, "logprobs": None}):
                 yield f"data: {json.dumps({**begin, 'choices': [part]})}\n\n"
-        if wanted.stream_options:
+        if wanted.stream_options.include_usage:
             yield f"data: {json.dumps({**begin, 'choices': [], 'usage': usage})}\n\n"
         yield "data: [DONE]\n\n"
 
@@ -398,8 +412,7 @@ def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
         RequestError: a field is unknown, or this service does not have it.
     """
     codec.refuse(values, REFUSED, OFF)
-    sent = {name: value for name, value in values.items() if name not in REFUSED and value is not None}
-    return read_object(kind, sent, is_strict=True)
+    return read_object(kind, {name: value for name, value in values.items() if name not in REFUSED})
 
 
 def _refusal(error: RequestError) -> Response:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from vlmpack.errors import RequestError
 from vlmpack.service.wire import messages, protobuf
-from vlmpack.service.wire.fields import INT32, INT64, Between, get, parse, read_object, shown
+from vlmpack.service.wire.fields import Count, get, parse, read_object, shown
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 
@@ -76,11 +76,10 @@ def owner_of(kind: type[Any], values: Mapping[str, Any]) -> tuple[str, int]:
         RequestError: the id or the number is missing or invalid.
     """
     if issubclass(kind, messages.Creation):
-        return f"{get(values, 'session_id', str)}:train:{get(values, 'model_seq_id', int)}", 0
-    name, low, high = (
-        ("model_id", 1, INT32) if issubclass(kind, messages.Operation) else ("sampling_session_id", 0, INT64)
-    )
-    return get(values, name, str), get(values, "seq_id", Annotated[int, Between(low, high)])
+        return f"{get(values, 'session_id', str)}:train:{get(values, 'model_seq_id', Count)}", 0
+    if issubclass(kind, messages.Operation):
+        return get(values, "model_id", str), get(values, "seq_id", messages.OperationNumber)
+    return get(values, "sampling_session_id", str), get(values, "seq_id", messages.LargeCount)
 
 
 def encode(outcome: messages.Outcome) -> messages.Reply:

@@ -1,7 +1,7 @@
 """Requests of clients and their results, as every module of the service sees them; numpy, never torch.
 
-Annotations say how a field is read from JSON and which numbers are valid (fields.py). So an object of this module is
-valid, except for checks that need the model.
+Annotations say how pydantic reads a field from JSON and which numbers are valid (fields.py). So what came from a client
+is valid, except for checks that need the model.
 
     operations of a model, in the order of their seq_id        a model's first operation, which has no seq_id
     ├─ ForwardBackward   gradients, or log-probabilities only   ├─ CreateModel
@@ -17,40 +17,44 @@ A datum has N tokens: the tokens of its text chunks, plus the tokens that the mo
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Annotated, Any, Literal, final
 
 import numpy as np
+from pydantic import AfterValidator, AliasPath, Discriminator, Field, PlainValidator, StrictBool, Tag
 
 from vlmpack.errors import RequestError, VlmpackError
-from vlmpack.service.wire.fields import INT32, INT64, Between, as_list, check, get, read, read_object, read_text, shown
+from vlmpack.service.wire.fields import INT32, INT64, STRICT, Count, Notes, between, settings
 
-TTL = 10 * 366 * 86_400
-"""Maximum number of seconds until a checkpoint expires: ten years, as the client's documentation says."""
-MOST_TOP = 256
-"""Maximum number of most likely tokens returned per position."""
+OperationNumber = Annotated[int, between(1)]
+"""Position among the operations of a model."""
+LargeCount = Annotated[int, between(0, INT64)]
+Seed = Annotated[int, between(-INT64 - 1, INT64)]
+Seconds = Annotated[int, between(1, 10 * 366 * 86_400)]
+"""Time until a checkpoint expires: at most ten years, as the client's documentation says."""
+TopCount = Annotated[int, between(0, 256)]
+"""Number of most likely tokens to return per position."""
+Positive = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+"""A finite number, 0 or more."""
 MOST_DRAWS = 64
 """Maximum number of tokens drawn per position of a prompt."""
 
 # ---------------------------------------------------------------------- what a model reads
 
 
-def read_ids(value: Any, place: str) -> np.ndarray:
-    """Read token ids."""
-    if not all(type(token) is int and abs(token) <= INT32 for token in as_list(value, place)):
-        raise RequestError(f"{place}: something else than token ids, which are whole numbers")
+def _read_ids(value: Any) -> np.ndarray:
+    if not isinstance(value, list) or not all(type(token) is int and abs(token) <= INT32 for token in value):
+        raise ValueError("a list of token ids is needed, which are whole numbers")
     return np.array(value, dtype=np.int32)
 
 
-def read_base64(value: Any, place: str) -> bytes:
+def read_base64(value: Any) -> bytes:
     """Decode base64."""
     try:
-        return base64.b64decode(read_text(value, place), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RequestError(f"{place}: not base64 ({error})") from error
+        return base64.b64decode(value, validate=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not base64 ({error})") from error
 
 
 @final
@@ -58,7 +62,7 @@ def read_base64(value: Any, place: str) -> bytes:
 class TextChunk:
     """Consecutive token ids."""
 
-    tokens: Annotated[np.ndarray, read_ids]
+    tokens: Annotated[np.ndarray, PlainValidator(_read_ids)]
     """int32 [n]: ids as the client sent them, not yet checked against the vocabulary."""
 
 
@@ -67,17 +71,30 @@ class TextChunk:
 class ImageChunk:
     """The bytes of an image file."""
 
-    data: Annotated[bytes, read_base64]
+    data: Annotated[bytes, PlainValidator(read_base64)]
     """Bytes of a PNG or JPEG file."""
     format: str
     """"png" or "jpeg", as the client sent it."""
-    expected_tokens: int | None = None
+    expected_tokens: Count | None = None
     """Number of tokens that the client counted; None: it did not count."""
 
 
 Chunk = TextChunk | ImageChunk
-CHUNKS: Mapping[str, type[Chunk]] = {"encoded_text": TextChunk, "image": ImageChunk}
-"""Types of chunks in JSON."""
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else None
+
+
+ChunkInJson = Annotated[
+    Annotated[TextChunk, Tag("encoded_text")] | Annotated[ImageChunk, Tag("image")],
+    Discriminator(
+        _type_of,
+        custom_error_type="chunk",
+        custom_error_message="this service takes text and images as bytes, and fetches nothing",
+    ),
+]
+"""How a chunk is read from JSON, by its type."""
 
 
 @final
@@ -135,7 +152,7 @@ class Operation:
 
     model_id: str
     """Id of the model."""
-    seq_id: Annotated[int, Between(1)]
+    seq_id: OperationNumber
     """Position among the operations of the model, from 1."""
 
     @property
@@ -164,18 +181,20 @@ class ForwardBackward(Operation):
 class AdamParams:
     """Settings of one AdamW step, all finite. The defaults are the client's own."""
 
-    learning_rate: Annotated[float, Between(0, inf)] = 1e-4
+    __pydantic_config__ = STRICT
+
+    learning_rate: Positive = 1e-4
     """Learning rate."""
-    beta1: Annotated[float, Between(0, 1, excluded=1)] = 0.9
+    beta1: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.9
     """Decay of the first moment."""
-    beta2: Annotated[float, Between(0, 1, excluded=1)] = 0.95
+    beta2: Annotated[float, Field(strict=True, ge=0, lt=1)] = 0.95
     """Decay of the second moment."""
-    eps: Annotated[float, Between(2.0**-149, inf)] = 1e-12
+    eps: Annotated[float, Field(strict=True, ge=2.0**-149, allow_inf_nan=False)] = 1e-12
     """Term added to the square root of the second moment. It must not be 0 in float32, or a step without a gradient
     would compute 0 / 0."""
-    weight_decay: Annotated[float, Between(0, inf)] = 0.0
+    weight_decay: Positive = 0.0
     """Decoupled weight decay."""
-    grad_clip_norm: float = 0.0
+    grad_clip_norm: Annotated[float, Field(strict=True, allow_inf_nan=False)] = 0.0
     """Maximum norm of the whole gradient; 0 or less: no clipping."""
 
 
@@ -184,7 +203,7 @@ class AdamParams:
 class OptimStep(Operation):
     """Apply the accumulated gradient and clear it."""
 
-    adam: AdamParams
+    adam: Annotated[AdamParams, Field(alias="adam_params"), settings(AdamParams)]
     """Settings of this step."""
 
 
@@ -192,11 +211,11 @@ class OptimStep(Operation):
 class Save(Operation):
     """Save the weights of a model."""
 
-    name: str
+    name: Annotated[str, Field(alias="path")]
     """Name of what is saved."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    user_metadata: Notes = field(default_factory=dict)
     """The client's own metadata."""
-    ttl_seconds: Annotated[int, Between(1, TTL)] | None = None
+    ttl_seconds: Seconds | None = None
     """Seconds after which it is deleted; None: never."""
 
 
@@ -205,7 +224,7 @@ class Save(Operation):
 class SaveWeights(Save):
     """Save a training checkpoint: weights, moments, and the settings needed to recreate the model."""
 
-    overwrite: bool = False
+    overwrite: StrictBool = False
     """Replace an existing checkpoint of this name."""
 
 
@@ -214,9 +233,9 @@ class SaveWeights(Save):
 class SaveForSampler(Save):
     """Save an immutable snapshot of the weights to sample from."""
 
-    name: str | None = None  # pyright: ignore
+    name: Annotated[str | None, Field(alias="path")] = None  # pyright: ignore
     """Name of a permanent snapshot; None: the snapshot belongs to a new sampling session."""
-    sampling_session_seq_id: Annotated[int, Between(0, INT64)] | None = None
+    sampling_session_seq_id: LargeCount | None = None
     """Number of the new sampling session within its session; ignored if `name` is given."""
     kind: Literal["snapshot", "inflight"] = "snapshot"
     """Kind of snapshot; the service treats both the same."""
@@ -239,7 +258,7 @@ class LoadWeights(Operation):
 
     path: str
     """`tinker://...` path of the checkpoint."""
-    optimizer: bool
+    optimizer: StrictBool
     """Load moments and step count too; False: reset the optimizer."""
 
 
@@ -252,7 +271,7 @@ class NewSession:
 
     tags: tuple[str, ...] = ()
     """The client's tags."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    user_metadata: Notes = field(default_factory=dict)
     """The client's own metadata."""
     sdk_version: str = ""
     """Version of the client."""
@@ -267,7 +286,7 @@ class NewSampler:
 
     session_id: str
     """Id of the session."""
-    sampling_session_seq_id: Annotated[int, Between(0, INT64)]
+    sampling_session_seq_id: LargeCount
     """Number of the sampling session within its session."""
     model_path: str | None = None
     """`tinker://...` path of the checkpoint; None: the base model."""
@@ -280,29 +299,27 @@ class NewSampler:
 class LoraConfig:
     """Settings of a LoRA adapter."""
 
-    rank: int
+    __pydantic_config__ = STRICT
+
+    rank: Count
     """Rank of the matrices."""
-    seed: Annotated[int, Between(-INT64 - 1, INT64)] | None = None
+    seed: Seed | None = None
     """Seed of the initial weights; None: random."""
-    train_unembed: bool = True
+    train_unembed: StrictBool = True
     """Adapt the language-model head."""
-    train_mlp: bool = True
+    train_mlp: StrictBool = True
     """Adapt MLPs."""
-    train_attn: bool = True
+    train_attn: StrictBool = True
     """Adapt attention, gated delta layers and short convolutions."""
 
 
-def read_lora(value: Any, place: str) -> LoraConfig | None:
-    """Read the settings of an adapter; None: train all weights.
-
-    Rank 0 asks for all weights; SkyRL's clients use this convention.
-    """
-    lora = read(LoraConfig, value, place)
-    chosen = {name: getattr(lora, name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    if not any(chosen.values()):
-        raise RequestError(f"{place}: no part of the model is trained; set one of {', '.join(chosen)}")
-    if lora.rank == 0 and not all(chosen.values()):
-        raise RequestError(f"{place}: rank 0 trains all weights; leave {', '.join(chosen)} out, or set a rank")
+def _whole_model(lora: LoraConfig) -> LoraConfig | None:
+    """Return the settings of an adapter, or None for rank 0, with which SkyRL's clients ask for all weights."""
+    chosen = (lora.train_unembed, lora.train_mlp, lora.train_attn)
+    if not any(chosen):
+        raise ValueError("no part of the model is trained; set one of train_unembed, train_mlp, train_attn")
+    if lora.rank == 0 and not all(chosen):
+        raise ValueError("rank 0 trains all weights; leave train_unembed, train_mlp, train_attn out, or set a rank")
     return lora if lora.rank else None
 
 
@@ -312,9 +329,9 @@ class Creation:
 
     session_id: str
     """Id of the session."""
-    model_seq_id: int
+    model_seq_id: Count
     """Number of the model within its session, from 0."""
-    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    user_metadata: Notes = field(default_factory=dict)
     """The client's own metadata."""
 
     @property
@@ -330,7 +347,9 @@ class CreateModel(Creation):
 
     base_model: str
     """Name of the base model."""
-    lora: Annotated[LoraConfig | None, read_lora] = None
+    lora: Annotated[
+        LoraConfig | None, Field(alias="lora_config"), settings(LoraConfig), AfterValidator(_whole_model)
+    ] = None
     """Settings of the adapter; None: all weights are trained."""
 
 
@@ -341,7 +360,7 @@ class CreateFromCheckpoint(Creation):
 
     path: str
     """`tinker://...` path of the checkpoint."""
-    optimizer: bool
+    optimizer: StrictBool
     """Load moments and step count too."""
     base_model: str | None = None
     """Name of the base model, which must be the checkpoint's; None: use the checkpoint's."""
@@ -350,15 +369,16 @@ class CreateFromCheckpoint(Creation):
 # ---------------------------------------------------------------------- sampling
 
 
-def read_stop(value: Any, place: str) -> tuple[int, ...] | tuple[str, ...]:
+def _read_stop(value: Any) -> tuple[int, ...] | tuple[str, ...]:
     """Read what ends a sequence: one string, a list of strings, or a list of token ids."""
-    stop = [value] if isinstance(value, str) else as_list(value, place)
-    if all(type(token) is int and 0 <= token <= INT32 for token in stop):
-        return tuple(stop)
-    if not all(isinstance(text, str) for text in stop):
-        raise RequestError(f"{place}: token ids, or texts, but not both, are needed")
-    if not all(read_text(text, place) for text in stop):
-        raise RequestError(f"{place}: an empty text stops everything")
+    stop = [value] if isinstance(value, str) else value
+    if not isinstance(stop, list):
+        raise ValueError("a text or a list is needed")
+    are_ids = all(type(token) is int and 0 <= token <= INT32 for token in stop)
+    if not are_ids and not all(isinstance(text, str) for text in stop):
+        raise ValueError("token ids, or texts, but not both, are needed")
+    if "" in stop:
+        raise ValueError("an empty text stops everything")
     return tuple(stop)
 
 
@@ -366,17 +386,19 @@ def read_stop(value: Any, place: str) -> tuple[int, ...] | tuple[str, ...]:
 class SamplingParams:
     """Settings of sampling."""
 
-    max_tokens: Annotated[int, Between(1)] | None = None
+    __pydantic_config__ = STRICT
+
+    max_tokens: Annotated[int, between(1)] | None = None
     """Maximum number of tokens of a sequence; None: up to the model's context."""
-    seed: Annotated[int, Between(-INT64 - 1, INT64)] | None = None
+    seed: Seed | None = None
     """Seed of the first sequence; sequence i gets seed + i. None: random."""
-    temperature: Annotated[float, Between(0, inf)] = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature; 0: greedy."""
-    top_k: Annotated[int, Between(-1)] = -1
+    top_k: Annotated[int, between(-1)] = -1
     """Number of most likely tokens to choose from; 0 or less: all."""
-    top_p: Annotated[float, Between(0, 1, excluded=0)] = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     """Probability mass to choose within (nucleus sampling)."""
-    stop: Annotated[tuple[int, ...] | tuple[str, ...] | None, read_stop] = None
+    stop: Annotated[tuple[int, ...] | tuple[str, ...], PlainValidator(_read_stop)] | None = None
     """Ids or strings that end a sequence, in addition to the model's end-of-sequence ids. They are part of the
     sequence. Empty: only `max_tokens` ends a sequence, and not even the end-of-sequence ids do."""
 
@@ -386,37 +408,20 @@ class SamplingParams:
         return tuple(text for text in self.stop or () if isinstance(text, str))
 
 
-def read_prompt(value: Any, place: str) -> tuple[Chunk, ...]:
-    """Read the chunks of a prompt."""
-    chunks = get(check(dict, value, place, "an object"), "chunks", Annotated[Any, as_list], place=f"{place}.")
-    return tuple(_chunk(chunk, f"prompt chunk {index}") for index, chunk in enumerate(chunks))
-
-
-def _chunk(value: Any, name: str) -> Chunk:
-    values, place = check(dict, value, name, "an object"), f"{name}."
-    kind = get(values, "type", str, place=place)
-    if kind == "image_asset_pointer":
-        raise RequestError(f"{place}location: this service fetches nothing; send the image's bytes (ImageChunk)")
-    if kind not in CHUNKS:
-        raise RequestError(f"{place}type {shown(kind)}: this service takes text and images")
-    return read_object(CHUNKS[kind], values, place)
-
-
-def read_targets(value: Any, place: str) -> SparseMatrix:
+def _read_targets(value: Any) -> SparseMatrix:
     """Read target ids [N - 1, K] in the client's tensor format, dense or in compressed rows (CSR)."""
-    values = check(dict, value, place, "an object")
 
     def numbers(name: str, low: int = 0) -> np.ndarray:
-        listed = get(values, name, Annotated[Any, as_list], place=f"{place}.")
-        if not all(type(number) is int and low <= number <= INT32 for number in listed):
-            raise RequestError(f"{place}.{name}: something else than whole numbers from {low} to {INT32}")
+        listed = value.get(name) if isinstance(value, dict) else None
+        if not isinstance(listed, list) or not all(type(x) is int and low <= x <= INT32 for x in listed):
+            raise ValueError(f"{name}: a list of whole numbers from {low} to {INT32} is needed")
         return np.array(listed, np.int64)
 
     ids, shape = numbers("data", -1), numbers("shape").tolist()
-    if values.get("sparse_crow_indices") is not None:
-        return SparseMatrix.of_rows(place, numbers("sparse_crow_indices"), numbers("sparse_col_indices"), ids, shape)
+    if value.get("sparse_crow_indices") is not None:
+        return SparseMatrix.of_rows("ids", numbers("sparse_crow_indices"), numbers("sparse_col_indices"), ids, shape)
     if len(shape) != 2 or shape[0] * shape[1] != len(ids):
-        raise RequestError(f"{place}: {len(ids)} ids, but shape {shape}; send [tokens of the prompt - 1, K]")
+        raise ValueError(f"{len(ids)} ids, but shape {shape}; send [tokens of the prompt - 1, K]")
     return SparseMatrix(keys=np.arange(len(ids)), values=ids, shape=(shape[0], shape[1]), is_dense=True)
 
 
@@ -427,26 +432,26 @@ class Sample:
 
     sampling_session_id: str
     """Id of the sampling session."""
-    seq_id: Annotated[int, Between(0, INT64)]
+    seq_id: LargeCount
     """Number within the sampling session. The first one may be 0 or a large number."""
-    prompt: Annotated[tuple[Chunk, ...], read_prompt]
+    prompt: Annotated[tuple[ChunkInJson, ...], Field(validation_alias=AliasPath("prompt", "chunks"))]
     """Text and images, in order."""
-    num_samples: Annotated[int, Between(1)] = 1
+    num_samples: Annotated[int, between(1)] = 1
     """Number of sequences."""
-    params: SamplingParams
+    params: Annotated[SamplingParams, Field(alias="sampling_params"), settings(SamplingParams)]
     """Settings of sampling."""
-    prompt_logprobs: bool = False
+    prompt_logprobs: StrictBool = False
     """Also return the log-probability of each prompt token."""
-    topk_prompt_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
+    topk_prompt_logprobs: TopCount = 0
     """Also return this many of the most likely tokens at each position of the prompt."""
-    prompt_logprobs_last_n: Annotated[int, Between(1)] | None = None
+    prompt_logprobs_last_n: Annotated[int, between(1)] | None = None
     """Return both for the last n tokens of the prompt only; None: for all."""
-    topk_sample_logprobs: Annotated[int, Between(0, MOST_TOP)] = 0
+    topk_sample_logprobs: TopCount = 0
     """Also return this many of the most likely tokens at each sampled position."""
-    target_prompt_logprobs: Annotated[SparseMatrix | None, read_targets] = None
+    target_prompt_logprobs: Annotated[SparseMatrix, PlainValidator(_read_targets)] | None = None
     """int64 [N - 1, K]: ids whose log-probabilities are returned at each position of the prompt except the first; -1:
     no id."""
-    prompt_alt_tokens_k: Annotated[int, Between(0, MOST_DRAWS)] = 0
+    prompt_alt_tokens_k: Annotated[int, between(0, MOST_DRAWS)] = 0
     """Also return this many tokens drawn at each position of the prompt except the first."""
 
     @property
