@@ -21,6 +21,7 @@ from vlmpack.families import family_named
 from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule
+from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.row import without_gaps
 
 pytestmark = pytest.mark.dist
@@ -109,8 +110,9 @@ def expected_bytes(case: Case) -> Counter[str]:
         samples = 1 if case.aux_loss == "row" else row.segments.num_samples
         numbers = (2 * samples * text.num_experts + samples) * FLOAT + text.num_hidden_layers * text.num_experts * 8
         found["routers"] = 2 * (ranks - 1) * numbers
-    # log-probabilities; logits, which the test asks for
-    found["loss"] = ranks * (to_each + to_each * text.vocab_size)
+    # log-probabilities of the targets; logits, which the test asks for
+    targets = int((row.shift_labels != IGNORE).sum())
+    found["loss"] = ranks * (2 * (ranks - 1) * targets * FLOAT // ranks + to_each * text.vocab_size)
     found["check"] = ranks * (ranks - 1) * 4 * 8
     return found
 

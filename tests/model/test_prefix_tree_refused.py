@@ -19,7 +19,7 @@ from vlmpack.layout.media import MediaTable
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState
-from vlmpack.model.row import TreeOverRanks
+from vlmpack.model.row import RowOverRanks
 from vlmpack.testing import tiny_model
 
 
@@ -97,7 +97,7 @@ def test_ranks_that_share_a_row_refuse_layers_that_take_whole_samples(monkeypatc
 def test_ranks_that_share_a_row_divide_the_heads():
     ranks = SimpleNamespace(ranks=3, collectives=Collectives())
     with pytest.raises(LayoutError, match=r"3 ranks share a row .* and do not divide the 4 heads"):
-        TreeOverRanks(row_of(), ranks).attend(None, *[torch.ones(1, 4, 8)] * 3, None)
+        RowOverRanks(row_of(), ranks).attend(None, *[torch.ones(1, 4, 8)] * 3, None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3_next", "qwen4_exp")])

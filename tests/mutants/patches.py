@@ -303,7 +303,7 @@ def a_shared_target_counts_once(original, part, scores, targets):
     return counted * first
 
 
-@breaks("vlmpack.model.kept.KeptPrefix.keep", tests=GROUPS)
+@breaks("vlmpack.model.pieces.KeptPrefix.keep", tests=GROUPS)
 def gradients_of_a_kept_prefix_are_lost(original, prefix, name, out, *tensors):
     original(prefix, name, out, *tensors)
     return out

@@ -25,7 +25,7 @@ from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing
 from vlmpack.model.mechanisms.tensor_parallel import NormSums
-from vlmpack.model.row import ContextParallelRow
+from vlmpack.model.row import RowOverRanks
 from vlmpack.testing import tiny_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -48,9 +48,9 @@ def one_rank_counts_twice(patch: pytest.MonkeyPatch) -> None:
 
 def labels_of_the_other_rank(patch: pytest.MonkeyPatch) -> None:
     """The last context rank trains on the targets of its part one token late."""
-    targets = ContextParallelRow.targets
+    targets = RowOverRanks.targets
     late = lambda row, index, labels, **how: targets(row, index, labels.roll(row.rank, -1), **how)  # noqa: E731
-    patch.setattr(ContextParallelRow, "targets", late)
+    patch.setattr(RowOverRanks, "targets", late)
 
 
 BROKEN = {

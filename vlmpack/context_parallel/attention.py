@@ -20,8 +20,7 @@ R ranks, T row tokens, t = T / R tokens per rank, N query heads, K key-value hea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from typing import final
 
 import numpy as np
@@ -40,15 +39,9 @@ Attend = Callable[..., torch.Tensor]
 """
 
 
-def to_heads(parts_tRF: Sequence[torch.Tensor], ranks: Collectives, what: str) -> list[torch.Tensor]:
-    """Exchange heads for tokens in one all-to-all: [t, R, F], own tokens with a part for each rank, becomes [T, F].
-
-    All tensors are sent together.
-    """
-    sizes = [part.shape[-1] for part in parts_tRF]
-    sent_RtF = torch.cat(list(parts_tRF), -1).transpose(0, 1)
-    got_TF = ranks.all_to_all(sent_RtF.flatten(0, 1), what)
-    return list(got_TF.split(sizes, -1))
+def to_heads(part_tRF: torch.Tensor, ranks: Collectives, what: str) -> torch.Tensor:
+    """Exchange heads for tokens: [t, R, F], own tokens with a part for each rank, becomes [T, F]."""
+    return ranks.all_to_all(part_tRF.transpose(0, 1).flatten(0, 1), what)
 
 
 def to_tokens(part_TF: torch.Tensor, ranks: Collectives, what: str) -> torch.Tensor:
@@ -69,25 +62,17 @@ def attend_by_heads(
 
     A key-value head is sent to every rank with query heads that read it: to several ranks if ranks outnumber heads.
     """
-    size, heads = ranks.size, q_tNH.shape[1]
-    wanted = _kv_index(partition, heads, k_tKH.shape[1], k_tKH.device)
-    k, v = (x.index_select(1, wanted) for x in (k_tKH, v_tKH))
+    heads, key = q_tNH.shape[1], ("kv heads", q_tNH.shape[1], k_tKH.shape[1], ranks.size)
+    wanted = partition.segments.derived(key, k_tKH.device, lambda: np.asarray(kv_heads(*key[1:]), np.int64))
+    qkv = q_tNH, *(x.index_select(1, wanted) for x in (k_tKH, v_tKH))
+    parts_tRF = [x.unflatten(1, (ranks.size, -1)).flatten(2) for x in qkv]
+    row_TF = to_heads(torch.cat(parts_tRF, -1), ranks, ATTENTION)
     q_TNH, k_TKH, v_TKH = (
-        flat.unflatten(-1, (-1, x.shape[-1]))
-        for flat, x in zip(
-            to_heads([x.unflatten(1, (size, -1)).flatten(2) for x in (q_tNH, k, v)], ranks, ATTENTION),
-            (q_tNH, k, v),
-            strict=True,
-        )
+        part_TF.unflatten(-1, (-1, x.shape[-1]))
+        for part_TF, x in zip(row_TF.split([part.shape[-1] for part in parts_tRF], -1), qkv, strict=True)
     )
     out_TNH = attend(q_TNH, k_TKH, v_TKH, partition.segments)
     return to_tokens(out_TNH.flatten(1), ranks, ATTENTION).flatten(1).unflatten(1, (heads, -1))
-
-
-def _kv_index(partition: Partition, heads: int, kv: int, device: torch.device) -> torch.Tensor:
-    """`kv_heads` on `device`, copied once per row and not in every layer."""
-    key = ("kv heads", heads, kv, partition.ranks)
-    return partition.segments.derived(key, device, lambda: np.asarray(kv_heads(heads, kv, partition.ranks), np.int64))
 
 
 def kv_heads(num_heads: int, num_kv_heads: int, ranks: int) -> list[int]:
@@ -112,25 +97,20 @@ class GatheredKV:
     """The keys that the queries of one rank's contiguous part attend to, computed once per row."""
 
     def __init__(self, partition: Partition, ranks: Collectives) -> None:
-        self._partition = partition
-        self._ranks = ranks
-
-    @cached_property
-    def queries(self) -> Segments:
+        self._partition, self._ranks = partition, ranks
+        lengths = np.asarray(partition.local_segments(ranks.rank).lengths)
+        starts, stops = np.asarray(partition.segments.spans, np.int64)[lengths > 0].T
+        self._starts, self._sizes = starts, np.minimum(stops, (ranks.rank + 1) * partition.local_total) - starts
+        self.queries = Segments.from_lengths(lengths[lengths > 0].tolist())
         """Boundaries of the queries: the segments with tokens in this part; they cover the part."""
-        return Segments.from_lengths([length for length in self._local.lengths if length])
-
-    @cached_property
-    def keys(self) -> Segments:
+        self.keys = Segments.from_lengths(self._sizes.tolist())
         """Boundaries of the keys: each of these segments from its start, on any rank, to its last token in the part."""
-        starts, stops = self._spans
-        return Segments.from_lengths((stops - starts).tolist())
 
     @outside_graph
     def index(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64: position in the row of each key."""
         name = ("gathered keys", self._partition.ranks, self._ranks.rank)
-        return self._partition.segments.derived(name, device, self._index)
+        return self._partition.segments.derived(name, device, lambda: ranges(self._starts, self._sizes))
 
     def attend(self, attend: Attend, q_tNH: torch.Tensor, k_tKH: torch.Tensor, v_tKH: torch.Tensor) -> torch.Tensor:
         """Compute attention of this rank's tokens: [t, N, H], with any numbers of heads."""
@@ -141,18 +121,3 @@ class GatheredKV:
             for part, x in zip(kv_SF.split([k_tKH[0].numel(), v_tKH[0].numel()], 1), (k_tKH, v_tKH), strict=True)
         )
         return attend(q_tNH, k_SKH, v_SKH, self.queries, keys=self.keys)
-
-    @property
-    def _local(self) -> Segments:
-        return self._partition.local_segments(self._ranks.rank)
-
-    @cached_property
-    def _spans(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 starts and stops in the row of the keys of each segment with tokens in the part."""
-        starts, stops = np.asarray(self._partition.segments.spans, np.int64).T
-        held = np.asarray(self._local.lengths) > 0
-        return starts[held], np.minimum(stops[held], (self._ranks.rank + 1) * self._partition.local_total)
-
-    def _index(self) -> np.ndarray:
-        starts, stops = self._spans
-        return ranges(starts, stops - starts)

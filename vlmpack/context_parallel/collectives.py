@@ -14,7 +14,6 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -23,8 +22,6 @@ import torch.nn.functional as F
 from torch import distributed as dist
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-from vlmpack.layout.device import to_device
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 """Function of this rank's tensor; returns this rank's result of an exchange between all ranks."""
@@ -67,12 +64,6 @@ class Collectives:
         sizes = list(send or self._even(x)), list(receive or self._even(x))
         return self._apply(
             x, lambda x: self._send_parts(x, what, *sizes), lambda grad: self._send_parts(grad, what, *sizes[::-1])
-        )
-
-    def along(self, route: Route, x: torch.Tensor, what: str) -> torch.Tensor:
-        """Exchange entries along a route: [n, ...] becomes [m, ...], where m is the sum of `route.receive_counts`."""
-        return self.all_to_all(
-            x.index_select(0, route.sent_from(x.device)), what, route.send_counts, route.receive_counts
         )
 
     def all_gather(self, x: torch.Tensor, what: str) -> torch.Tensor:
@@ -161,16 +152,6 @@ class Route:
     """Number of entries for each rank."""
     receive_counts: tuple[int, ...]
     """Number of entries from each rank."""
-
-    def sent_from(self, device: torch.device) -> torch.Tensor:
-        """Return `send` on `device`, copied once, without a host–device sync."""
-        if device not in self._on_device:
-            self._on_device[device] = to_device(self.send.numpy(), device)
-        return self._on_device[device]
-
-    @cached_property
-    def _on_device(self) -> dict[torch.device, torch.Tensor]:
-        return {}
 
 
 @final

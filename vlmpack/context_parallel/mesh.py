@@ -48,6 +48,20 @@ class Parallel:
     a blank one through the vision tower and ignores the result.
     """
 
+    sizes: dict[str, int]
+    """Number of ranks along each dimension of `NAMES`. The experts of transformers' meshes have no ranks of their own:
+    the data and tensor ranks share them."""
+    mesh: DeviceMesh | None
+    """The mesh; with `context=`, one with dimensions "data", "context" and "tensor"; None: this process is alone."""
+    data_ranks: int
+    """Number of different rows in a step, `num_replicas` of a sampler: ranks that share a row count once."""
+    data_rank: int
+    """Index of this rank's rows among those of all `data_ranks`: `rank` of a sampler."""
+    collectives: Collectives
+    """The ranks that share a row."""
+    vision: VisionRanks
+    """The ranks that compute images together: those of one row, or all ranks with `balance_vision`."""
+
     def __init__(self, mesh: DeviceMesh | None = None, *, context: int = 1, balance_vision: bool = False) -> None:
         """Read the mesh.
 
@@ -66,8 +80,10 @@ class Parallel:
         self.same_calls = True
         """Whether a rank without an image runs a blank one. False only if `enable_packing` was given no `Parallel` for
         a model with a mesh, and its ranks need none."""
-        self._settings = {"context": context, "balance_vision": balance_vision}
-        self._ranks = None if mesh is None else _Ranks(mesh, **self._settings)
+        self._context, self._balance_vision = context, balance_vision
+        self._is_known = mesh is not None
+        if mesh is not None:
+            self._read(mesh)
 
     def find_mesh(self, model: Any) -> None:
         """Read the mesh on a model, unless a mesh was given.
@@ -76,46 +92,50 @@ class Parallel:
             ConfigError: as for a given mesh; or the model is on a mesh with other groups of tensor ranks.
         """
         found = mesh_of(model)
-        if self._ranks is None:
-            self._ranks = _Ranks(found, **self._settings)
+        if not self._is_known:
+            self._read(_mesh_of_job() if found is None else found)
+            self._is_known = True
         elif found is not None:
-            its, own = Collectives(tensor_group(model)).members, self._known.same_row["tensor"].members
+            its, own = Collectives(tensor_group(model)).members, self._same_row["tensor"].members
             if {*its} != {*own}:
                 raise ConfigError(
                     f"Parallel has the tensor ranks {own}, but this {type(model).__name__} was loaded on {its}: leave "
                     "the mesh out, so that it is found on the model, and make a Parallel for each model"
                 )
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Number of ranks along each dimension of `NAMES`. The experts of transformers' meshes have no ranks of their
-        own: the data and tensor ranks share them."""
-        return self._known.sizes
+    def _read(self, mesh: DeviceMesh | None) -> None:
+        if self._context > 1 and _sizes(mesh)["context"] != self._context:
+            mesh = _with_context(mesh, self._context)
+        if mesh is None and self._balance_vision:
+            raise ConfigError(
+                "balance_vision=True deals images to the ranks of a job, and there is none yet: call "
+                "init_process_group before, or leave it out on a single rank"
+            )
+        self.mesh, self.sizes = mesh, _sizes(mesh)
+        self.data_rank, self.data_ranks = 0, 1
+        self._same_row = {kind: Collectives() for kind in ("context", "tensor")}
+        self._own_rows: list[Collectives] = []
+        for name, kind, size in _dimensions(mesh):
+            assert mesh is not None
+            if kind in _OWN_ROWS:
+                self.data_rank = self.data_rank * size + mesh.get_local_rank(name)
+                self.data_ranks *= size
+            if size > 1 and kind in _OWN_ROWS:
+                self._own_rows.append(Collectives(mesh.get_group(name)))
+            elif size > 1:
+                self._same_row[kind] = Collectives(mesh.get_group(name))
+        self.collectives = self._same_row["context"]
+        self.vision = VisionRanks.of_row(self.collectives)
+        if mesh is not None and self._balance_vision:
+            self.vision = VisionRanks.of_step(_ranks_of_parts(mesh))
 
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh; with `context=`, one with dimensions "data", "context" and "tensor"; None: there was none."""
-        return self._known.mesh
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of different rows in a step, `num_replicas` of a sampler: ranks that share a row count once."""
-        return self._known.data_ranks
-
-    @property
-    def data_rank(self) -> int:
-        """Index of this rank's rows among those of all `data_ranks`: `rank` of a sampler."""
-        return self._known.data_rank
-
-    @property
-    def collectives(self) -> Collectives:
-        """The ranks that share a row."""
-        return self._known.same_row["context"]
-
-    @property
-    def vision(self) -> VisionRanks:
-        """The ranks that compute images together: those of one row, or all ranks with `balance_vision`."""
-        return self._known.vision
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to tell about ranks before the mesh is known."""
+        if name not in type(self).__annotations__:
+            raise AttributeError(name)
+        raise ConfigError(
+            "Parallel() finds the mesh on a model: call enable_packing(model, parallel=...) before you read its ranks"
+        )
 
     @property
     def ranks(self) -> int:
@@ -128,7 +148,7 @@ class Parallel:
         return {**self.collectives.sent, **self.vision.sent}
 
     def __repr__(self) -> str:
-        if self._ranks is None:
+        if not self._is_known:
             return "Parallel(the mesh of the model)"
         sizes = [f"{size} {name}" for name, size in self.sizes.items() if size > 1]
         return f"Parallel({' x '.join(sizes) or 1} ranks, this is data rank {self.data_rank})"
@@ -146,7 +166,7 @@ class Parallel:
         Raises:
             LayoutError: they have different rows. Names the ranks.
         """
-        for name, group in self._known.same_row.items():
+        for name, group in self._same_row.items():
             if group.size > 1:
                 all_RX = group.all_gather_equal(_digest(row)[None], "check")
                 same_R = (all_RX == all_RX[:1]).all(1)
@@ -157,7 +177,7 @@ class Parallel:
 
     def sum_over_rows(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of `x` over all data ranks. Backward, each rank's `x` gets the gradient of the sum."""
-        for group in self._known.own_rows:
+        for group in self._own_rows:
             x = group.all_reduce(x, "routers")
         return x
 
@@ -175,7 +195,7 @@ class Parallel:
         Raises:
             LayoutError: ranks have other numbers of calls. Names the ranks.
         """
-        for group in self._known.own_rows:
+        for group in self._own_rows:
             all_R = group.all_gather_equal(ids.new_tensor([calls]), "check")
             message = _OTHER_TOWERS[media].format(ranks=group.members, family=family)
             require((all_R == all_R[:1]).all(), message, LayoutError)
@@ -189,15 +209,6 @@ class Parallel:
             "a model whose rows are shared by ranks cannot be pickled, because the others cannot come along; save its "
             "weights (save_pretrained, state_dict), or call disable_packing first"
         )
-
-    @property
-    def _known(self) -> _Ranks:
-        if self._ranks is None:
-            raise ConfigError(
-                "Parallel() finds the mesh on a model: call enable_packing(model, parallel=...) before you read its "
-                "ranks"
-            )
-        return self._ranks
 
 
 _DIFFERENT = (
@@ -213,41 +224,6 @@ _OTHER_TOWERS = {
     "in a call, and ranks would wait forever; give all data ranks the same number, or set "
     "Parallel(balance_vision=True)",
 }
-
-
-@final
-class _Ranks:
-    """The dimensions of a mesh that packing uses. Without a mesh, each rank gets different rows."""
-
-    def __init__(self, mesh: DeviceMesh | None, *, context: int, balance_vision: bool) -> None:
-        sizes = _sizes(mesh)
-        if context > 1 and sizes["context"] != context:
-            mesh = _with_context(mesh, context, sizes)
-            sizes = _sizes(mesh)
-        self.mesh, self.sizes = mesh, sizes
-        self.data_rank, self.data_ranks = 0, 1
-        groups: dict[str, Any] = dict.fromkeys(("context", "tensor"))
-        if mesh is None and dist.is_available() and dist.is_initialized():
-            self.data_rank, self.data_ranks = dist.get_rank(), dist.get_world_size()
-            sizes["data"] = self.data_ranks
-        for name, kind, size in _dimensions(mesh):
-            assert mesh is not None
-            if kind in groups and size > 1:
-                groups[kind] = mesh.get_group(name)
-            elif kind in _OWN_ROWS:
-                self.data_rank = self.data_rank * size + mesh.get_local_rank(name)
-                self.data_ranks *= size
-        self.same_row = {kind: Collectives(group) for kind, group in groups.items()}
-        """The ranks that get the same row as this one, by dimension."""
-        own = [name for name, kind, size in _dimensions(mesh) if kind in _OWN_ROWS and size > 1]
-        self.own_rows = [Collectives(mesh.get_group(name)) for name in own] if mesh is not None else []
-        """The ranks with rows of their own, by dimension."""
-        if mesh is None and self.data_ranks > 1:
-            self.own_rows = [Collectives(dist.group.WORLD)]
-        self.vision = VisionRanks.of_row(self.same_row["context"])
-        """See `Parallel.vision`."""
-        if balance_vision:
-            self.vision = VisionRanks.of_step(_ranks_of_parts(mesh))
 
 
 def mesh_of(model: Any) -> DeviceMesh | None:
@@ -268,35 +244,30 @@ def tensor_group(model: Any) -> Any:
     return mesh.get_group(names[0]) if mesh is not None and names else None
 
 
-def _with_context(mesh: DeviceMesh | None, context: int, sizes: dict[str, int]) -> DeviceMesh:
+def _mesh_of_job() -> DeviceMesh | None:
+    """Return a mesh of all ranks, each with rows of its own; None: this process is alone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    device = "cpu" if dist.get_backend() == "gloo" else str(torch.accelerator.current_accelerator())
+    return DeviceMesh(device, torch.arange(dist.get_world_size()), mesh_dim_names=("data",))
+
+
+def _with_context(mesh: DeviceMesh | None, context: int) -> DeviceMesh:
     """Return a mesh ("data", "context", "tensor") of the same ranks, where consecutive data ranks share a row."""
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    ranks = world if mesh is None else prod(sizes[kind] for kind in _OWN_ROWS)
-    if ranks % context or sizes["context"] > 1:
+    sizes = _sizes(mesh)
+    ranks = prod(sizes[kind] for kind in _OWN_ROWS)
+    if mesh is None or ranks % context or sizes["context"] > 1:
         fitting = [size for size in range(2, ranks + 1) if ranks % size == 0]
         raise ConfigError(
             f"context={context} does not fit {sizes['context']} context ranks of the mesh and {ranks} ranks with rows "
             f"of their own; {f'sizes that fit: {fitting}' if sizes['context'] == 1 else 'leave it out'}"
         )
-    if mesh is None:
-        device = "cpu" if dist.get_backend() == "gloo" else str(torch.accelerator.current_accelerator())
-        ranks_of = torch.arange(world)
-    else:
-        device, kinds = mesh.device_type, [kind for _, kind, _ in _dimensions(mesh)]
-        ranks_of = mesh.mesh.permute(sorted(range(mesh.ndim), key=lambda dim: kinds[dim] not in _OWN_ROWS))
-    ranks_DCT = ranks_of.reshape(ranks // context, context, sizes["tensor"])
-    return DeviceMesh(device, ranks_DCT, mesh_dim_names=("data", "context", "tensor"))
+    ranks_DCT = _ranks_of_parts(mesh).reshape(sizes["tensor"], -1, context).permute(1, 2, 0)
+    return DeviceMesh(mesh.device_type, ranks_DCT, mesh_dim_names=("data", "context", "tensor"))
 
 
-def _ranks_of_parts(mesh: DeviceMesh | None) -> torch.Tensor:
+def _ranks_of_parts(mesh: DeviceMesh) -> torch.Tensor:
     """Return int64 [G, D, C]: the rank that has each of C parts of each of D rows, in G groups with the same rows."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise ConfigError(
-            "balance_vision=True deals images to the ranks of a job, and there is none yet: call init_process_group "
-            "before, or leave it out on a single rank"
-        )
-    if mesh is None:
-        return torch.arange(dist.get_world_size())[None, :, None]
     kinds = [kind for _, kind, _ in _dimensions(mesh)]
     places = [1 if kind in _OWN_ROWS else 2 if kind == "context" else 0 for kind in kinds]
     sizes = [prod(size for size, at in zip(mesh.shape, places, strict=True) if at == place) for place in range(3)]

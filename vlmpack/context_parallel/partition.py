@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import final, get_args
 
 import numpy as np
@@ -69,11 +69,7 @@ class Partition:
     def index(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [t]: positions in the row of the tokens of `rank`, in increasing order."""
         self.check_rank(rank)
-        return self._derived(("index", rank), device, partial(self._index, rank))
-
-    def order(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [T]: position in the row of each token in the concatenated parts of all ranks."""
-        return self._derived("order", device, self._order)
+        return self._derived(("index", rank), device, lambda: self._index(rank))
 
     def place(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """int64 [T]: position of each row token in the concatenated parts of all ranks.
@@ -89,8 +85,6 @@ class Partition:
         sample; for token positions, split the row's own.
         """
         self.check_rank(rank)
-        if rank not in self._local_segments:
-            self._local_segments[rank] = self._make_local_segments(rank)
         return self._local_segments[rank]
 
     # ------------------------------------------------------------------ split and join
@@ -141,9 +135,6 @@ class Partition:
     def _derived(self, what: Hashable, device: torch.device | str, make: Callable[[], np.ndarray]) -> torch.Tensor:
         return self.segments.derived((what, self.layout, self.ranks), device, make)
 
-    def _order(self) -> np.ndarray:
-        return np.concatenate([self._index(rank) for rank in range(self.ranks)])
-
     def _index(self, rank: int) -> np.ndarray:
         if self._in_order:
             return np.arange(rank * self.local_total, (rank + 1) * self.local_total)
@@ -154,23 +145,18 @@ class Partition:
 
     def _place(self) -> np.ndarray:
         place = np.empty(self.segments.total, np.int64)
-        place[self.order().numpy()] = np.arange(self.segments.total)
+        place[np.concatenate([self._index(rank) for rank in range(self.ranks)])] = np.arange(self.segments.total)
         return place
 
     @cached_property
-    def _local_segments(self) -> dict[int, Segments]:
-        return {}
-
-    def _make_local_segments(self, rank: int) -> Segments:
-        whole = self.segments
+    def _local_segments(self) -> list[Segments]:
+        whole, found = self.segments, []
         stops = [stop for _, stop in whole.spans]
-        starts, ends = (np.searchsorted(self.index(rank).numpy(), edges) for edges in (whole.stride, stops))
-        return replace(
-            whole,
-            lengths=tuple((ends - starts[:-1]).tolist()),
-            slots=tuple(np.diff(starts).tolist()),
-            total=self.local_total,
-        )
+        for rank in range(self.ranks):
+            starts, ends = (np.searchsorted(self._index(rank), edges) for edges in (whole.stride, stops))
+            lengths, slots = (ends - starts[:-1]).tolist(), np.diff(starts).tolist()
+            found.append(replace(whole, lengths=tuple(lengths), slots=tuple(slots), total=self.local_total))
+        return found
 
 
 def _select(tensor: torch.Tensor, index: torch.Tensor, token_dim: int) -> torch.Tensor:

@@ -255,9 +255,12 @@ class VisionRanks:
     def send(self, transfers: Transfers, x: torch.Tensor, what: str) -> torch.Tensor:
         """Exchange entries and return what arrives, in the order of the transfers; sends nothing if none moves."""
         route = transfers.route(self.rank)
-        if (transfers.source == transfers.target).all():
-            return x if len(route.send) == len(x) else x.index_select(0, route.sent_from(x.device))
-        arrived = self.collectives.along(route, x, what)
+        moves = bool((transfers.source != transfers.target).any())
+        if moves or len(route.send) < len(x):
+            x = x.index_select(0, to_device(route.send.numpy(), x.device))
+        if not moves:
+            return x
+        arrived = self.collectives.all_to_all(x, what, route.send_counts, route.receive_counts)
         order = np.argsort(transfers.arriving(self.rank), kind="stable")
         is_sorted = (order[1:] > order[:-1]).all()
         return arrived if is_sorted else arrived.index_select(0, to_device(order, arrived.device))

@@ -40,10 +40,9 @@ from vlmpack.model.forward import (
     row_of,
     unpackable,
 )
-from vlmpack.model.in_pieces import Outputs, RowInPieces
-from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.mechanisms import RowSetup, subclass
 from vlmpack.model.mechanisms.vision import for_compiler, with_plain_ids
+from vlmpack.model.pieces import Outputs, PieceOfGroup, RowInPieces
 from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
 from vlmpack.model.row import CONTEXT
@@ -177,8 +176,7 @@ class _BackboneHooks:
         if pieces is None:
             packed = inputs_of(setup)
         else:
-            first = pieces.first_row.to(row.input_ids.device)
-            computed, packed = inputs_of_piece(first, pieces.first)
+            computed, packed = inputs_of_piece(pieces.first_row, pieces.first)
         packed[CONTEXT].entries[_ENTRY] = _Caller(
             setup=setup, compact=compact, mask=real, offsets=offsets, computed=computed, pieces=pieces, works=works
         )

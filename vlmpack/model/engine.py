@@ -33,16 +33,15 @@ from vlmpack.layout.segments import Segments, SlotRule, checked_boundaries
 from vlmpack.model.adapters import fit_adapters
 from vlmpack.model.distillation import Distillation, Teacher
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
-from vlmpack.model.in_pieces import Outputs, RowInPieces, RunPiece
-from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, Memo, ModelParts, RowSetup
 from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_statistics
 from vlmpack.model.mechanisms.tensor_parallel import DividedHead
 from vlmpack.model.mechanisms.vision import for_compiler
+from vlmpack.model.pieces import Outputs, PieceOfGroup, RowInPieces, RunPiece
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work, target_sums
-from vlmpack.model.row import CONTEXT, LAST_HIDDEN, ContextParallelRow, RowContext, RowPart, TreeOverRanks
+from vlmpack.model.row import CONTEXT, LAST_HIDDEN, RowContext, RowOverRanks, RowPart
 
 
 @final
@@ -157,13 +156,7 @@ class PackingState:
         device = row.input_ids.device
         cut = cut_group(row.to("cpu"), capacity, read_media=media_reader(self.family, core.config))
         learning = [p for p in core.parameters() if p.requires_grad] if torch.is_grad_enabled() else []
-        return RowInPieces(
-            cut,
-            lambda row, piece: run(row.to(device, non_blocking=True), piece),
-            learns=bool(learning),
-            kept_pieces=self.config.kept_pieces,
-            parameters=learning if DistributedDataParallel._get_active_ddp_module() is not None else (),
-        )
+        return RowInPieces(cut, run, learning=learning, kept_pieces=self.config.kept_pieces, device=device)
 
     def problem_of_pieces(self, model: nn.Module, *, under_one_loss: bool = True) -> str | None:
         """Return why a row cannot go through this model, or a wrapper around it, in pieces; None: it can."""
@@ -350,7 +343,7 @@ def run_row(
 
     may_cut = piece is None and rope_segments is None and not hidden_states
     if may_cut and (pieces := state.in_pieces(core, compact.row, outputs)) is not None:
-        hidden, *router_logits = pieces.rest(*pieces.run_first())
+        hidden, *router_logits = pieces.rest(*outputs(pieces.first_row, pieces.first))
         setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention)
     else:
         setup, output, router_logits = backbone(compact.row, piece)
@@ -472,17 +465,15 @@ def part_of(row: PackedRow, parallel: Parallel | None, family: Family, piece: Pi
         LayoutError: the row cannot be split evenly across the ranks; its prefix tree does not match the row; or ranks
             share a row with a prefix tree, and layers other than attention would need whole paths.
     """
-    if row.tree is not None and parallel is not None and parallel.ranks > 1:
-        if family.mechanisms:
-            raise LayoutError(
-                f"{parallel.ranks} ranks share a row that has a prefix tree, and {family.model_type} has "
-                f"{', '.join(family.mechanisms)} besides attention, which take whole samples: take the tree away with "
-                "unshare(row), or give each rank other rows: Parallel()"
-            )
-        return TreeOverRanks(row, parallel)
-    if row.tree is None and parallel is not None and parallel.same_calls:
-        return ContextParallelRow(row, parallel)
-    return RowPart(row.segments, row, piece=piece)
+    if parallel is None or parallel.ranks == 1:
+        return RowPart(row.segments, row, piece=piece)
+    if row.tree is not None and family.mechanisms:
+        raise LayoutError(
+            f"{parallel.ranks} ranks share a row that has a prefix tree, and {family.model_type} has "
+            f"{', '.join(family.mechanisms)} besides attention, which take whole samples: take the tree away with "
+            "unshare(row), or give each rank other rows: Parallel()"
+        )
+    return RowOverRanks(row, parallel)
 
 
 @outside_graph

@@ -33,11 +33,11 @@ from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
 from vlmpack.model.exchange import zero_loss
 from vlmpack.model.head import Scoring
-from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.loss_count import CountsTargets, begin_batch
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
+from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.plain import BOUNDARIES, CACHES, check_boundaries_kept, passed_on, warn_of_padding
 from vlmpack.model.result import PackedOutput, StepResult
 

@@ -27,9 +27,9 @@ from vlmpack.layout.device import to_device
 from vlmpack.layout.pieces import CutGroup
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.model.engine import PackingState, packing_state
-from vlmpack.model.kept import KeptPrefix, OpenPieces, PieceOfGroup
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import RouterStatistics, has_balance, wants_balance
+from vlmpack.model.pieces import KeptPrefix, PieceOfGroup, walk
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import OF_TARGETS, StepResult, Work
 
@@ -121,14 +121,10 @@ class GroupStep:
             yield from self._run_all()
 
     def _run_all(self) -> Iterator[Piece]:
-        path, is_training = OpenPieces(), torch.is_grad_enabled()
-        for number, cut in enumerate(self.cut.pieces):
-            before = path.up_to(cut.parent)
-            kept = KeptPrefix(before, is_training=is_training) if cut.is_kept else None
-            row = self.cut.row(cut)
-            result = self._run(row, PieceOfGroup.of(self.cut, cut, row, before=before, own=kept), self._items)
-            result = replace(result, width=max(self.cut.tree.segments.lengths))
-            piece = Piece(row, [*cut.samples], result, kept)
+        is_training = torch.is_grad_enabled()
+        for number, row, place in walk(self.cut, range(len(self))):
+            result = replace(self._run(row, place, self._items), width=max(self.cut.tree.segments.lengths))
+            piece = Piece(row, [*self.cut.pieces[number].samples], result, place.own)
             self._results.append(_detached(result))
             yield piece
             if is_training and not piece.is_done:
@@ -136,9 +132,8 @@ class GroupStep:
                     f"piece {number} of the group had no backward pass: call piece.backward(loss) before the next "
                     "piece, or iterate under torch.no_grad()"
                 )
-            if kept is not None:
-                path.add(number, kept, piece.finish if is_training else lambda: None)
-        path.up_to(None)
+            if is_training and place.own is not None:
+                place.own.close = piece.finish
 
     def backward(self, loss: Callable[[Piece], torch.Tensor] | None = None) -> StepResult:
         """Run all pieces, forward and backward, and return the group's result.

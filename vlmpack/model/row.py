@@ -1,7 +1,7 @@
 """A row as the layers see it: the part that goes through the model on this rank, and each mechanism's data.
 
-    RowPart                all of the row goes through the model on this rank; prefixes that samples share only once
-    └─ ContextParallelRow  a contiguous part of the row; the other ranks of the context group have the other parts
+    RowPart          all of the row goes through the model on this rank; prefixes that samples share only once
+    └─ RowOverRanks  a contiguous part of the row; the other ranks of the context group have the other parts
 
 Layers and losses call the methods of `RowPart` and contain no code for ranks or trees. T tokens in the row, t in the
 part, D features, L targets in the row, l in the part, R ranks.
@@ -29,7 +29,7 @@ from vlmpack.layout.media import MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left
 from vlmpack.layout.segments import Segments
-from vlmpack.model.kept import PieceOfGroup
+from vlmpack.model.pieces import PieceOfGroup
 
 CONTEXT = "vlmpack_row"
 """The keyword that passes a `RowContext` to every layer."""
@@ -55,13 +55,13 @@ class PartTargets:
     """int64 [l]: the target tokens."""
     index: torch.Tensor
     """int64 [l]: a position in the row that predicts each target."""
-    entries: torch.Tensor
-    """int64 [L]: for each target of the row, its index among the part's targets. If ranks share the row, its position
-    in the row instead; if they share a tree, its index among the targets of all ranks."""
+    entries: torch.Tensor | None = None
+    """int64 [L]: for each target of the row, its index among the distinct targets of all ranks; None: all are distinct.
+    """
     held: torch.Tensor | None = None
-    """int64 [l], if ranks share a tree: the index of each target among those of all ranks."""
+    """int64 [l]: the index of each target of the part among these; None: one rank has them all."""
     total: int = 0
-    """Number of the targets of all ranks that share a tree."""
+    """Number of the distinct targets of all ranks, if there are several."""
 
 
 class RowPart:
@@ -126,7 +126,7 @@ class RowPart:
         """
         if self.paths is None:
             return self.computed.attended_pairs if mask == FULL_CAUSAL else attended_pairs(self.computed, mask)
-        pairs = zip(self.paths.keys.lengths, self.segments.lengths, strict=True)
+        pairs = zip(self.paths.keys.lengths, self.paths.nodes.lengths, strict=True)
         before = Segments.from_lengths([total - length for total, length in pairs])
         return attended_pairs(self.paths.keys, mask) - attended_pairs(before, mask)
 
@@ -247,13 +247,12 @@ class RowPart:
         """
         ids_L = labels_1T[0].index_select(0, index_L)
         if self.tree is None:
-            return PartTargets(predictions=index_L, ids=ids_L, index=index_L, entries=index_L)
+            return PartTargets(predictions=index_L, ids=ids_L, index=index_L)
         device = index_L.device
         token_L, before = self.tree.place(device).index_select(0, index_L + 1), max(self.kept - 1, 0)
         if not distinct:
             predictions = self.tree.predecessor(device).index_select(0, token_L) - before
-            every = torch.arange(len(ids_L), device=device)
-            return PartTargets(predictions=predictions, ids=ids_L, index=index_L, entries=every)
+            return PartTargets(predictions=predictions, ids=ids_L, index=index_L)
         is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
         token_l = _true_places(is_target_t, self._num_distinct_targets)
         source_l = self.tree.source(device).index_select(0, token_l)
@@ -267,7 +266,7 @@ class RowPart:
     def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
         """Gather each rank's target values, [l, ...], into the row's, [L, ...]; all samples that share a target get its
         value."""
-        return part_l if self.tree is None else part_l.index_select(0, targets.entries)
+        return part_l if targets.entries is None else part_l.index_select(0, targets.entries)
 
     def with_predecessor(self, hidden_1tD: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that predict the part's targets: its own, and that of the kept token before it."""
@@ -489,37 +488,57 @@ class _Keep(torch.autograd.Function):
         return None, grad, *ctx.others
 
 
-# ---------------------------------------------------------------------- context parallel row
-#
-# The part of a row on one rank of a context group: a contiguous piece of it, and some of its images.
+# ---------------------------------------------------------------------- over ranks
 
 
 @final
-class ContextParallelRow(RowPart):
-    """A contiguous part of a row, and a share of its images. With one rank the part is the whole row.
+class RowOverRanks(RowPart):
+    """A contiguous part of a row, or of its prefix tree, on one rank of a context group, and a share of its images.
+
+        row      a a a b | b b b b       on 2 ranks
+        tree     P A B | C D .           a node of padding at the end makes the parts equal
+
+    Each target is computed by the rank that has the token before it (in a tree: before it on its path).
 
     Raises:
         LayoutError: the row's width is not a multiple of the number of ranks.
     """
 
     def __init__(self, row: PackedRow, parallel: Parallel) -> None:
+        super().__init__(row.segments, row)
         self.collectives = parallel.collectives
         """The ranks of the context group."""
-        self.partition = Partition(segments=row.segments, ranks=parallel.ranks, layout="contiguous")
-        """Assignment of tokens to ranks."""
         self.ranks, self.rank = parallel.ranks, self.collectives.rank
-        super().__init__(self.partition.local_segments(self.rank))
-        self.computed = row.segments
-        before = sum(self.partition.local_segments(rank).num_tokens for rank in range(self.rank))
-        self.real = slice(before, before + self.segments.num_tokens)
+        self._padding = 0
+        if (tree := self.tree) is not None:
+            self._padding = -tree.num_tokens % self.ranks
+            last, end = [self._padding] * (self._padding > 0), tree.num_tokens + self._padding
+            self.computed = Segments.from_lengths([*tree.lengths, *last])
+            self._padded = Paths(
+                nodes=self.computed,
+                keys=Segments.from_lengths([*tree.keys.lengths, *last]),
+                key_index=lambda device: torch.cat(
+                    [tree.key_index(device), torch.arange(tree.num_tokens, end, device=device)]
+                ),
+            )
+        self.partition = Partition(segments=self.computed, ranks=self.ranks, layout="contiguous")
+        """Assignment of tokens to ranks."""
+        *before, self.segments = (self.partition.local_segments(rank) for rank in range(self.rank + 1))
+        start = sum(segments.num_tokens for segments in before)
+        self.real = slice(start, start + self.segments.num_tokens)
 
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """Return a view of the part."""
-        return self.partition.cut(row, self.rank, token_dim=dim)
+        """Return a view of the part; of a tree a copy, with zeros for padding."""
+        computed = super().cut(row, dim=dim)
+        if self._padding:
+            shape = list(computed.shape)
+            shape[dim] = self._padding
+            computed = torch.cat([computed, computed.new_zeros(shape)], dim)
+        return self.partition.cut(computed, self.rank, token_dim=dim)
 
     def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """All-gather the parts."""
-        return self.collectives.all_gather_equal(part_t, "loss")
+        """All-gather the parts, and repeat shared tokens."""
+        return self.for_each_sample(self.collectives.all_gather_equal(part_t, "loss"))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """All-reduce."""
@@ -535,16 +554,33 @@ class ContextParallelRow(RowPart):
         *,
         layer: Any = None,
     ) -> torch.Tensor:
-        """Use Ulysses if the number of ranks divides the number of heads, otherwise all-gather keys and values."""
-        if self.is_whole:
-            return super().attend(attend, q_tNH, k_tKH, v_tKH, segments)
-        if q_tNH.shape[1] % self.ranks:
-            return self._gathered_kv.attend(attend, q_tNH, k_tKH, v_tKH)
-        return attend_by_heads(attend, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
+        """Use Ulysses if the number of ranks divides the number of heads, otherwise all-gather keys and values.
+
+        Raises:
+            LayoutError: the ranks do not divide the heads, and the row has a prefix tree.
+        """
+
+        def along_paths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, nodes: Segments) -> torch.Tensor:
+            return attend_along_paths(attend, q, k, v, self._padded)
+
+        is_tree = self.tree is not None
+        if not q_tNH.shape[1] % self.ranks:
+            of_heads = along_paths if is_tree else attend
+            return attend_by_heads(of_heads, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
+        if is_tree:
+            raise LayoutError(
+                f"{self.ranks} ranks share a row that has a prefix tree, and do not divide the {q_tNH.shape[1]} heads "
+                "of a layer: take the tree away with unshare(row), or use a number of ranks that divides them"
+            )
+        return self._gathered_kv.attend(attend, q_tNH, k_tKH, v_tKH)
+
+    @cached_property
+    def _gathered_kv(self) -> GatheredKV:
+        return GatheredKV(self.partition, self.collectives)
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
         """Use Ulysses: one all-to-all before the computation and one after it."""
-        row_TF = torch.cat(to_heads(parts_tRF, self.collectives, what), -1)
+        row_TF = to_heads(torch.cat([*parts_tRF], -1), self.collectives, what)
         return to_tokens(run(row_TF), self.collectives, what).flatten(1)
 
     def on_whole_row(self, run: OnTensors, hidden_1tD: torch.Tensor, *others_1t: torch.Tensor) -> torch.Tensor:
@@ -552,97 +588,6 @@ class ContextParallelRow(RowPart):
         row_1TD = self.collectives.all_gather(hidden_1tD[0], "whole rows")[None]
         others_1T = [self.collectives.all_gather_equal(part[0], "whole rows")[None] for part in others_1t]
         return self.cut(run(row_1TD, *others_1T), dim=1)
-
-    def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor, *, distinct: bool = True) -> PartTargets:
-        """Count the targets before and in the part: a host–device sync."""
-        if self.is_whole:
-            return super().targets(index_L, labels_1T)
-        start = self.rank * self.partition.local_total
-        edges = start, start + self.partition.local_total
-        first, last = torch.stack([(index_L < edge).sum() for edge in edges]).tolist()
-        part_l = index_L[first:last]
-        ids_l = labels_1T[0].index_select(0, part_l)
-        return PartTargets(predictions=part_l - start, ids=ids_l, index=part_l, entries=index_L)
-
-    def gather_targets(self, part_l: torch.Tensor, targets: PartTargets) -> torch.Tensor:
-        """All-gather the values, with zeros for tokens without a target."""
-        if self.is_whole:
-            return part_l
-        zeros_t = part_l.new_zeros(self.partition.local_total, *part_l.shape[1:])
-        part_t = zeros_t.index_add(0, targets.predictions, part_l)
-        return self.gather(part_t).index_select(0, targets.entries)
-
-    @cached_property
-    def _gathered_kv(self) -> GatheredKV:
-        return GatheredKV(self.partition, self.collectives)
-
-    def rank_of(self, places: np.ndarray) -> np.ndarray:
-        """Return the rank that has the tokens at these places of the row, int16."""
-        return (self.partition.place().numpy()[places] // self.partition.local_total).astype(np.int16)
-
-
-@final
-class TreeOverRanks(RowPart):
-    """A contiguous part of a prefix tree on one rank of a context group, which computes attention by Ulysses.
-
-        tree     P A B C D .       a node of padding at the end, so that 2 ranks have P A B and C D .
-
-    Each target is computed by the rank that has the token before it on its path.
-    """
-
-    def __init__(self, row: PackedRow, parallel: Parallel) -> None:
-        super().__init__(row.segments, row)
-        assert row.tree is not None
-        self.collectives, tree = parallel.collectives, row.tree
-        self.ranks, self.rank = parallel.ranks, parallel.collectives.rank
-        self._padding = -tree.num_tokens % self.ranks
-        last, end = [self._padding] * (self._padding > 0), tree.num_tokens + self._padding
-        self.computed = Segments.from_lengths([*tree.lengths, *last])
-        self._padded = Paths(
-            nodes=self.computed,
-            keys=Segments.from_lengths([*tree.keys.lengths, *last]),
-            key_index=lambda device: torch.cat(
-                [tree.key_index(device), torch.arange(tree.num_tokens, end, device=device)]
-            ),
-        )
-        self.partition = Partition(segments=self.computed, ranks=self.ranks, layout="contiguous")
-
-    def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
-        """Select the part's entries, with zeros for padding."""
-        tree = super().cut(row, dim=dim)
-        shape = list(tree.shape)
-        shape[dim] = self._padding
-        return self.partition.cut(torch.cat([tree, tree.new_zeros(shape)], dim), self.rank, token_dim=dim)
-
-    def gather(self, part_t: torch.Tensor) -> torch.Tensor:
-        """All-gather the parts, and repeat shared tokens."""
-        return self.for_each_sample(self.collectives.all_gather_equal(part_t, "loss"))
-
-    def attend(
-        self,
-        attend: Attend,
-        q_tNH: torch.Tensor,
-        k_tKH: torch.Tensor,
-        v_tKH: torch.Tensor,
-        segments: Segments,
-        *,
-        layer: Any = None,
-    ) -> torch.Tensor:
-        """Compute all tokens with some of the heads.
-
-        Raises:
-            LayoutError: the ranks do not divide the heads.
-        """
-        if q_tNH.shape[1] % self.ranks:
-            raise LayoutError(
-                f"{self.ranks} ranks share a row that has a prefix tree, and do not divide the {q_tNH.shape[1]} heads "
-                "of a layer: take the tree away with unshare(row), or use a number of ranks that divides them"
-            )
-
-        def along_paths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, nodes: Segments) -> torch.Tensor:
-            return attend_along_paths(attend, q, k, v, self._padded)
-
-        return attend_by_heads(along_paths, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
 
     def targets(self, index_L: torch.Tensor, labels_1T: torch.Tensor, *, distinct: bool = True) -> PartTargets:
         """Select the targets that tokens of this part predict: a host–device sync."""
@@ -663,9 +608,9 @@ class TreeOverRanks(RowPart):
         """Add up the values of all ranks, with zeros for targets of the others."""
         assert targets.held is not None
         own = part_l.new_zeros(targets.total, *part_l.shape[1:]).index_add(0, targets.held, part_l)
-        return self.collectives.all_reduce(own, "loss").index_select(0, targets.entries)
+        return super().gather_targets(self.collectives.all_reduce(own, "loss"), targets)
 
     def rank_of(self, places: np.ndarray) -> np.ndarray:
         """Return the rank that has the tokens at these places of the row, int16."""
-        assert self.tree is not None
-        return (self.tree.place().numpy()[places] // self.partition.local_total).astype(np.int16)
+        computed = places if self.tree is None else self.tree.place().numpy()[places]
+        return (computed // self.partition.local_total).astype(np.int16)

@@ -24,7 +24,7 @@ from vlmpack.model.exchange import exchanged_once
 from vlmpack.model.forward import COLUMNS, STEP, StepCall
 from vlmpack.model.groups import GroupStep, check_groups
 from vlmpack.model.head import Scoring
-from vlmpack.model.kept import PieceOfGroup
+from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import OF_TARGETS, StepResult
 

@@ -29,7 +29,6 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, outside_graph, to_device
 from vlmpack.layout.segments import Segments
-from vlmpack.model.kept import PieceOfGroup
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -39,6 +38,7 @@ from vlmpack.model.mechanisms import (
     handing_class,
     subclass,
 )
+from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.row import RowPart
 
 

@@ -47,7 +47,7 @@ from vlmpack.model.mechanisms import (
 )
 from vlmpack.model.mechanisms.attention import Attention, RowAttention
 from vlmpack.model.mechanisms.audio import Audio, AudioRow, audio_windows
-from vlmpack.model.row import CONTEXT, ContextParallelRow, RowContext, TreeOverRanks
+from vlmpack.model.row import CONTEXT, RowContext, RowOverRanks
 from vlmpack.plan.balance import CostModel
 
 
@@ -505,7 +505,7 @@ def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Compute
     audios = part.computed_media(setup.media).audios
     of_kind = {IMAGE: calls[0], VIDEO: () if len(calls) == 1 else calls[1], AUDIO: audios}
     row, own = _row_media(setup, media, of_kind)
-    if isinstance(part, ContextParallelRow | TreeOverRanks) and part.ranks > 1:
+    if isinstance(part, RowOverRanks):
         places_F = placeholders([medium for of in of_kind.values() for medium in of], setup.row.segments)
         row = replace(row, parts_F=part.rank_of(places_F))
     step = ranks.step(row)
