@@ -31,7 +31,7 @@ CODE = {
     ),
 }
 """Extra -> a package of it, and code that needs the package."""
-VERBS = {"serve": ("starlette", ["serve", "--demo"]), "demo": ("accelerate", ["demo"])}
+VERBS = {"serve": ("starlette", ["serve", "--demo"]), "demo": ("matplotlib", ["demo"])}
 OF_USERS = {"peft", "qwen", "measures", "peers", "docs", "test", "dev"}
 """Extras whose packages only users, tests and the site import."""
 

@@ -10,6 +10,7 @@ standard error, and only if that is a terminal:
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -143,3 +144,26 @@ def pace(speed: float | None, left: float | None, passed: float | None) -> str:
         return str(timedelta(seconds=int(passed or 0)))
     rate = f"{1 / speed:.1f} s each" if speed < 1 else f"{speed:.1f}/s" if speed < 10 else f"{speed:,.0f}/s"
     return f"{rate}  {timedelta(seconds=int(left))} left"
+
+
+@contextmanager
+def quiet_transformers(*shown: type[Warning]) -> Iterator[None]:
+    """Suppress progress bars and retry messages of transformers and the hub, and all warnings but those shown."""
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    level, bars, requests = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    hub.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for kind in shown:
+                warnings.simplefilter("default", kind)
+            yield
+    finally:
+        logging.set_verbosity(level)
+        hub.set_verbosity(requests)
+        if bars:
+            logging.enable_progress_bar()

@@ -245,6 +245,6 @@ def test_a_data_set_needs_a_processor(tokens: str) -> None:
 
 def test_the_memory_of_a_rank_adds_up_and_its_mesh_is_printed(chats: str) -> None:
     told = numbers(chats, "--memory", 1, "--gpus", 2, "--method", "full")["memory"]
-    assert told["fits"] and told["needed"] == sum(part["size"] for part in told["parts"].values()) < 0.9 * 2**30
+    assert told["fits"] and told["needed"] == sum(told["parts"].values()) < 0.9 * 2**30
     assert (told["mesh"]["replicate"], told["capacity"]) == (2, 20_000)
     assert "Use replicate=2, rows of 20,000 tokens." in analyze(chats, "--memory", 1, "--gpus", 2).stdout

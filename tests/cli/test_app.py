@@ -102,7 +102,7 @@ def test_every_verb_ends_by_ctrl_c_in_one_line(verb: str, monkeypatch: pytest.Mo
 
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.setattr("vlmpack.errors.find_spec", interrupted)
-    monkeypatch.setattr("vlmpack.cli.options.refuse_file", interrupted)
+    monkeypatch.setattr("vlmpack.cli.options.torch_device", interrupted)
     monkeypatch.setattr("vlmpack.rows.is_packed", interrupted)
     arguments = {
         "analyze": ["synthetic", *TINY],

@@ -64,14 +64,14 @@ def test_packed_trains_as_padded_does_on_fewer_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_bfloat16_runs_and_pixels_have_the_type_of_the_weights(small: Path, tmp_path: Path) -> None:
+def test_bfloat16_runs_and_pixels_have_the_type_of_the_weights(small: Path) -> None:
     """Not every model casts them."""
     options = DemoOptions(model=str(small), dtype="bfloat16", steps=1, batch_size=2)
     trainings, seen = Trainings(options), set[torch.dtype]()
     model = trainings.make_model()
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.add(kwargs["pixel_values"].dtype), with_kwargs=True)
     losses = [
-        trainings.train(layout, each, scratch=str(tmp_path), report=lambda done: None).losses
+        trainings.train(layout, each, report=lambda done: None).losses
         for layout, each in (("padded", model), ("packed", trainings.make_model()))
     ]
     assert seen == {torch.bfloat16}
@@ -84,7 +84,7 @@ def test_what_the_demo_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
     refusals = {
         ("--data", tmp_path / "nothing"): "nothing",
         ("--data", tmp_path / "chats.jsonl"): "holds 1; take at most that many",
-        ("--model", tmp_path): f"--model {tmp_path} cannot be read (Unrecognized model",
+        ("--model", tmp_path): f"processor {tmp_path} cannot be read (Unrecognized model",
         ("--out", tmp_path / "chats.jsonl"): f"--out {tmp_path / 'chats.jsonl'} cannot be a folder (",
     }
     for options, fault in refusals.items():

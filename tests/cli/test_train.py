@@ -75,7 +75,7 @@ def test_help_config_lists_every_key_and_every_name_elsewhere_leads_to_one() -> 
         ("num=-1", "num=-1: input should be greater than or equal to 1"),
         ("val_size=30", "30 samples cannot be held out of 30, of which at least one is trained on"),
         ("data=[a, b]", "data=['a', 'b']: input should be a valid string"),
-        ("mix=[synthetic=0]", "--mix synthetic=0: the weight must be a number above 0"),
+        ("mix=[synthetic=0]", "the weight of 'synthetic' is 0.0; it must be above 0"),
         ("resume_from_checkpoint=nowhere", "nowhere cannot be resumed from: there is no such folder"),
         ("on_bad=raise", "2 of 32 samples of chats.jsonl cannot be used; on_bad='skip'"),
         ("capacity=20", "no sample of chats.jsonl can be used (overlength"),

@@ -19,7 +19,7 @@ from fixtures.processors import tiny_processor
 from PIL import Image
 from transformers import Qwen2_5OmniConfig, Qwen3OmniMoeConfig
 
-from vlmpack.cli.inputs import named_processor
+from vlmpack.cli.models import named_processor
 from vlmpack.collate import VLMCollator
 from vlmpack.data import load_processor, open_dataset
 from vlmpack.errors import ConfigError, SampleError

@@ -20,7 +20,7 @@ from ranks import on_ranks
 from torch import distributed as dist
 
 import vlmpack
-from vlmpack.cli.weights import placed
+from vlmpack.cli.models import placed
 from vlmpack.context_parallel import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.model import enable_packing

@@ -3,39 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
-from itertools import pairwise
+from functools import partial
+from itertools import islice, pairwise
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.columns import Columns
-from rich.console import Console, Group
+from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.inputs import (
     Inputs,
-    make_model,
     measure,
     mix_lines,
     mix_numbers,
     open_inputs,
     plan_rows,
     print_refused,
-    quiet_transformers,
 )
 from vlmpack.cli.options import DataOptions, ModelOptions, of_memory, of_rows
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError
-from vlmpack.terminal import number_columns, print_table, print_text, text_column
+from vlmpack.terminal import number_columns, print_table, print_text, quiet_transformers, text_column
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from vlmpack.collate.encoded import Encoded
     from vlmpack.layout.prefix_tree import PrefixTree
     from vlmpack.plan.length_table import LengthTable
@@ -43,21 +39,16 @@ if TYPE_CHECKING:
 
 WORDS = {
     "tokens": "tokens",
-    "text": "text tokens",
-    "image": "image tokens",
-    "video": "video tokens",
+    "text_tokens": "text tokens",
+    "image_tokens": "image tokens",
+    "video_tokens": "video tokens",
     "targets": "tokens trained on",
     "patches": "vision patches",
 }
-"""Measured columns, and their names in tables."""
-HISTOGRAMS = ("tokens", "text", "image", "video")
-"""Columns that are drawn as histograms."""
+"""Columns of a length table, and their names in tables."""
 PADDED = {"to_longest": "padding to the longest in the batch", "to_max": "padding to the longest of all"}
 COUNTED = ("tokens", "media_tokens", "targets")
 """Numbers of each part of a row."""
-BAR = 20
-"""Length of the longest bar of a histogram, in characters."""
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 MIN_SHARED = 64
 """Minimum tokens of a shared prefix, unless --min-shared is given."""
 
@@ -115,19 +106,19 @@ def analyze(
     without = why_no_marks(inputs.collator) if data.min_shared is None else None
     min_shared = None if without or data.min_shared == 0 else data.min_shared or MIN_SHARED
     table = measure(inputs, data, quiet=quiet, min_shared=min_shared)
-    capacities, settings = tuple(capacity or CAPACITIES), {"strategy": data.strategy, "max_patches": data.max_patches}
-    settings["overlength"] = data.rows_overlength
-    numbers = analysis_of(
-        table, recipe, capacities, source=data.title, mix=mix_numbers(inputs.dataset), min_shared=min_shared, **settings
-    )
-    numbers["rows"] = _planned_rows(inputs, data, table, capacities[0], rows)
-    numbers["memory"] = None
-    if memory is not None and len(table):
+    capacities = tuple(capacity or CAPACITIES) if len(table) else ()
+    numbers = {
+        "source": data.title,
+        "mix": mix_numbers(inputs.dataset),
+        **analysis_of(table, recipe, capacities, data, min_shared=min_shared),
+        "rows": list(islice(_planned_rows(inputs, data, table, capacities[0]), rows)) if rows and capacities else [],
+        "memory": None,
+    }
+    if memory is not None and capacities:
         numbers["memory"] = _proposal(inputs, data, table, capacities, memory=memory, gpus=gpus, method=method)
     print_analysis(numbers, table, console)
     if without:
-        console.print()
-        print_text(console, Text(f"Did not look for shared prefixes: {without}."))
+        print_text(console, Text(f"\nDid not look for shared prefixes: {without}."))
     print_rows(numbers["rows"], console)
     if numbers["memory"] is not None:
         _print_proposal(numbers["memory"], console)
@@ -140,45 +131,37 @@ def analyze(
 
 
 def analysis_of(
-    table: LengthTable,
-    recipe: PaddedRecipe,
-    capacities: Sequence[int],
-    *,
-    source: str,
-    mix: dict[str, Any] | None = None,
-    min_shared: int | None = None,
-    **settings: Any,
+    table: LengthTable, recipe: PaddedRecipe, capacities: Sequence[int], data: DataOptions, *, min_shared: int | None
 ) -> dict[str, Any]:
-    """Return all numbers, for JSON and the tables.
+    """Return the numbers of lengths and packing, for JSON and the tables.
 
     Args:
         table: lengths of the samples.
         recipe: training with padding; packing keeps its samples per update.
         capacities: capacities of rows to simulate, in tokens.
-        source: name of the data set.
-        mix: counts of each data set of a mix; None: it is not a mix.
+        data: how rows are planned.
         min_shared: minimum tokens of a shared prefix; None: shared prefixes were not looked for.
-        settings: more settings of `simulate`.
     """
     from vlmpack.plan.length_table import summary
     from vlmpack.plan.simulation import simulate
 
-    capacities = capacities if len(table) else ()
-    packed = [simulate(table, capacity, recipe=recipe, **settings) for capacity in capacities]
-    paddings = {"to_longest": recipe.padding(table.tokens), "to_max": recipe.padding(table.tokens, to="max")}
+    planned = partial(
+        simulate, table, recipe=recipe, strategy=data.strategy, max_patches=data.max_patches,
+        overlength=data.rows_overlength,
+    )  # fmt: skip
+    packed = [planned(capacity) for capacity in capacities]
     shared_prefixes = None
-    if min_shared is not None and table.groups is not None and len(table):
-        shared = capacities if len(table.groups) else ()
-        shared = [simulate(table, each, recipe=recipe, share_prefixes=True, **settings) for each in shared]
+    if min_shared is not None and table.groups is not None and capacities:
+        trees = [planned(each, share_prefixes=True) for each in capacities] if len(table.groups) else []
         shared_prefixes = {
             "min_shared": min_shared,
             "groups": len(table.groups),
             "samples": int((table.groups.of_samples >= 0).sum()),
-            "packed": [_savings(plain, with_trees) for plain, with_trees in zip(packed, shared, strict=False)],
+            "packed": [_savings(plain, shared) for plain, shared in zip(packed, trees, strict=False)],
         }
+    columns = {name: getattr(table, name) for name in WORDS}
+    paddings = {"to_longest": recipe.padding(table.tokens), "to_max": recipe.padding(table.tokens, to="max")}
     return {
-        "source": source,
-        "mix": mix,
         "samples": len(table),
         "refused": {
             "samples": len(table.refused),
@@ -187,7 +170,11 @@ def analysis_of(
         },
         "images": int(table.images.sum()),
         "videos": int(table.videos.sum()),
-        "columns": {name: asdict(summary(values)) for name, values in columns_of(table).items()},
+        "columns": {
+            name.removesuffix("_tokens"): asdict(summary(values))
+            for name, values in columns.items()
+            if name == "tokens" or values.any()
+        },
         "padded": {
             **asdict(recipe),
             "samples_per_update": recipe.samples_per_update,
@@ -197,19 +184,6 @@ def analysis_of(
         "packed": [{**each.to_dict(), "explained": each.explain()} for each in packed],
         "shared_prefixes": shared_prefixes,
     }
-
-
-def columns_of(table: LengthTable) -> dict[str, np.ndarray]:
-    """Return the columns of a table, int64 [N] each: tokens, and all others that are not 0 everywhere."""
-    measured = {
-        "tokens": table.tokens,
-        "text": table.text_tokens,
-        "image": table.image_tokens,
-        "video": table.video_tokens,
-        "targets": table.targets,
-        "patches": table.patches,
-    }
-    return {name: values for name, values in measured.items() if name == "tokens" or values.any()}
 
 
 def _savings(plain: Simulation, shared: Simulation) -> dict[str, Any]:
@@ -230,7 +204,8 @@ def _proposal(
     method: Literal["lora", "full"],
 ) -> dict[str, Any]:
     """Propose how to train the model of --processor, for JSON. Rows have at most the patches of the densest sample."""
-    from vlmpack.cli.memory import COMPUTED_IN, model_sizes, propose, total
+    from vlmpack.cli.memory import COMPUTED_IN, model_sizes, propose
+    from vlmpack.cli.models import make_model
     from vlmpack.model.plain import find_model
 
     if data.processor is None:
@@ -249,7 +224,8 @@ def _proposal(
         capacities=[max(longest, each) for each in capacities],
         patches=lambda tokens: min(ceil(tokens * density), data.max_patches or tokens * ceil(density)),
     )
-    return {"gpus": gpus, "memory": memory, "method": method, "needed": total(found.parts), **asdict(found)}
+    needed = sum(found.parts.values())
+    return {"gpus": gpus, "memory": memory, "method": method, "needed": needed, **asdict(found)}
 
 
 # ---------------------------------------------------------------------- rows
@@ -277,19 +253,15 @@ def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: b
         typer.echo(json.dumps({**store_numbers(folder, dataset.manifest), "rows": drawn}, indent=2))
 
 
-def _planned_rows(
-    inputs: Inputs, data: DataOptions, table: LengthTable, capacity: int, rows: int
-) -> list[dict[str, Any]]:
-    """Plan rows as `vlmpack pack` does, and describe the first `rows` of them."""
+def _planned_rows(inputs: Inputs, data: DataOptions, table: LengthTable, capacity: int) -> Iterator[dict[str, Any]]:
+    """Plan rows as `vlmpack pack` does, and describe them."""
     from vlmpack.lengths import tree_of
 
-    found = []
-    for row, ids in enumerate(plan_rows(table, data, capacity).bins[:rows] if rows and len(table) else ()):
+    limits = inputs.collator.limits
+    for row, ids in enumerate(plan_rows(table, data, capacity)):
         samples = [inputs.collator.measure(inputs.dataset[at], at) for at in ids]
-        limits = inputs.collator.limits
         tree = tree_of(samples, limits=limits, min_shared=data.min_shared) if data.min_shared else None
-        found.append(row_numbers(row, samples, tree))
-    return found
+        yield row_numbers(row, samples, tree)
 
 
 def row_numbers(row: int, samples: Sequence[Encoded], tree: PrefixTree | None) -> dict[str, Any]:
@@ -359,43 +331,18 @@ def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Cons
     if not len(table):
         return
     statistics = {"mean": "mean", "median": "median", "95 %": "p95", "99 %": "p99", "max": "max", "sum": "total"}
+    of_names = {name.removesuffix("_tokens"): words for name, words in WORDS.items()}
     rows = (
-        (WORDS[name], *(f"{of[key]:,.0f}" for key in statistics.values())) for name, of in numbers["columns"].items()
+        (of_names[name], *(f"{of[key]:,.0f}" for key in statistics.values())) for name, of in numbers["columns"].items()
     )
     print_table(console, ("per sample", *number_columns(*statistics)), rows)
-    ascii_only = console.options.ascii_only
-    drawn = {name: values for name, values in columns_of(table).items() if name in HISTOGRAMS}
-    bars = (histogram_bars(WORDS[name], values, ascii_only=ascii_only) for name, values in drawn.items())
-    console.print(Columns(bars, padding=(0, 4)))
+    console.print()
     _print_layouts(numbers["padded"], numbers["packed"], len(table), console)
     for packed in numbers["packed"]:
         for sentence in packed["explained"]:
             print_text(console, Text(f"Rows of {packed['capacity']:,}: {sentence}"))
     if numbers["shared_prefixes"] is not None:
         _print_savings(numbers["shared_prefixes"], console)
-
-
-def histogram_bars(name: str, values: np.ndarray, *, ascii_only: bool = False) -> Group:
-    """Draw a histogram: one line per bin, the longest bar `BAR` characters long.
-
-    Args:
-        name: the title.
-        values: int64 [N].
-        ascii_only: draw with "#", for a terminal without block characters.
-    """
-    from vlmpack.plan.length_table import histogram
-
-    bins = histogram(values)
-    most = max((each.count for each in bins), default=0)
-    digits = len(f"{bins[-1].start:,}") if bins else 0
-    lines = [Text(name, style="bold")]
-    for each in bins:
-        eighths = max(round(each.count / most * BAR * 8), 1 if each.count else 0)
-        blocks = EIGHTHS[8] * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-        line = Text(f"{each.start:>{digits},}{' ' if each.stop else '+'} ", no_wrap=True)
-        line.append(f"{'#' * -(-eighths // 8) if ascii_only else blocks:<{BAR}}", style="cyan")
-        lines.append(line.append(f" {each.count:,}"))
-    return Group(*lines, Text())
 
 
 def _print_layouts(
@@ -418,12 +365,12 @@ def _print_layouts(
 
 def _print_proposal(proposal: Mapping[str, Any], console: Console) -> None:
     """Print the memory of each rank, the proposed mesh, and why simpler ones do not fit."""
-    from vlmpack.cli.memory import Mesh
+    from vlmpack.cli.memory import MEANINGS, Mesh
 
     mesh, rows = Mesh(**proposal["mesh"]), f"rows of {proposal['capacity']:,} tokens"
     limit = f"{proposal['memory']:g} GiB on each of {proposal['gpus']:,} GPUs, 10 % left free, {proposal['method']}"
     console.print(f"\n[bold]Memory[/]: {limit}", highlight=False)
-    cells = [(name, f"{part['size'] / 2**30:.2f}", Text(part["formula"])) for name, part in proposal["parts"].items()]
+    cells = [(name, f"{size / 2**30:.2f}", Text(MEANINGS[name])) for name, size in proposal["parts"].items()]
     cells.append(("sum", f"{proposal['needed'] / 2**30:.2f}", Text(f"{mesh}, {rows}")))
     print_table(console, ("on each rank", *number_columns("GiB"), text_column("")), cells)
     verdict = "Use" if proposal["fits"] else "Nothing fits; the least is needed by"

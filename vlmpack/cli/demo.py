@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal, final
 
 import typer
@@ -16,10 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import quiet_transformers
 from vlmpack.errors import check_extra
 from vlmpack.files import write_text
-from vlmpack.terminal import number_columns, print_table, print_text, progress_lines
+from vlmpack.terminal import number_columns, print_table, print_text, progress_lines, quiet_transformers
 
 if TYPE_CHECKING:
     from vlmpack.cli.training import Run
@@ -53,13 +51,11 @@ class DemoOptions:
 
 @options.with_options(DemoOptions)
 def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet = False) -> None:
-    """Train with Hugging Face Trainer, padded and then packed, and compare the two.
+    """Train on the same samples, padded with plain transformers and then packed, and compare the two.
 
     By default: a small random model and generated receipts, without GPU or network, in about a minute on two cores.
     """
-    check_extra("demo", "accelerate", "matplotlib", needed_by="`vlmpack demo`")
-    if setup.model is not None:
-        options.refuse_file("--model", setup.model)
+    check_extra("demo", "matplotlib", needed_by="`vlmpack demo`")
     # Read when torch is first imported. Threads that spin at a barrier make every step several times slower on a
     # machine that runs other work; elsewhere this costs little.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -74,7 +70,7 @@ def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet
     console, out = Console(quiet=as_json), setup.out
     options.torch_device(setup.device)
     options.make_folder("--out", out)
-    with quiet_transformers(), TemporaryDirectory() as scratch, progress_lines(quiet=quiet) as progress:
+    with quiet_transformers(), progress_lines(quiet=quiet) as progress:
         progress("loading processor and samples")
         trainings = Trainings(setup)
         samples = trainings.samples[: setup.batch_size]
@@ -88,7 +84,7 @@ def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet
             report(0)
             trained = None  # free it before the next model is made, because two may not fit
             trained = trainings.make_model()
-            runs[layout] = trainings.train(layout, trained, scratch=scratch, report=report)
+            runs[layout] = trainings.train(layout, trained, report=report)
         progress("comparing gradients of the packed row and of each sample alone")
         agreement = packed_against_alone(trained, trainings.processor, samples)
     padded, packed = runs["padded"], runs["packed"]

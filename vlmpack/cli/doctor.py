@@ -19,14 +19,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import named_processor, quiet_transformers, tiny_family
 from vlmpack.errors import ConfigError, check_choice
-from vlmpack.terminal import number_columns, print_table, print_text, progress_lines, text_column
+from vlmpack.terminal import number_columns, print_table, print_text, progress_lines, quiet_transformers, text_column
 
 if TYPE_CHECKING:
-    import torch
-
-    from vlmpack.cli.weights import Loaded
     from vlmpack.probing.report import Check, Report
 
 PACKAGES = {
@@ -46,36 +42,33 @@ IMPORT_TIMEOUT_S = 120
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
 """Attention of the released 8B models, for which back-ends are checked."""
 ALL = "all"
-MADE_HERE = "random weights"
 PARTS = {
     "isolation": "isolation: how much other samples change",
+    "equality": "equality: packed against alone",
+    "autocast": "equality, under autocast",
     "mechanism": "each mechanism on its own",
     "work": "work",
 }
+"""Parts of a report, and their titles."""
 COLORS = {"ok": "green", "exact": "green", "leaks": "red", "differs": "red", "fails": "red"}
-PLAIN_COLORS = {"exact": "green", "leaks": "yellow", "differs": "yellow", "fails": "yellow"}
 CAPTION = """\
 [dim]Errors are fractions of the largest entry (of the logits, or of a parameter's
 gradient); a gradient's error is that of the worst parameter, and value is the
-worst of all ways except autocast. A limit is the rounding error of float32, plus
-twice the error of the model without packing.[/]
+worst of all ways. A limit is the rounding error of float32, plus twice the error
+of the model without packing.[/]
 """
 PLAIN_CAPTION = """\
 [dim]leak    how much a sample's logits change when only another sample changes
 logits  how much they differ from those of the sample alone
 pairs   of query and key, per layer[/]
 """
-SUMMARY_CAPTION = """\
+SUMMARY = "{:<22} {:<25} {:>6} {:>6}"
+"""A line of the summary without its verdict. It is printed line by line, and fits 80 characters."""
+SUMMARY_CAPTION = """
 [dim]leak   how much a sample's logits change when only another sample changes
-rest   how much the row differs from its samples alone, relative to the largest entry
-plain  unmodified transformers on the same row, with positions that restart and
-       nothing else, like packing by hand[/]
+error  how much the row differs from its samples alone, relative to the largest entry[/]
 """
-
-WIDTHS = {"family": 22, "row computed by": 19, "leak": 5, "logits": 6, "loss": 5, "gradients": 9}
-"""Widths of the summary's columns, before its verdict. It is printed line by line, and fits 80 characters."""
 MESH = ("tp", "fsdp", "dp_replicate", "ep", "context")
-SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def doctor(
@@ -161,28 +154,13 @@ def layers_of(model: str, *, device: str | None, dtype: str | None) -> Entries:
     Raises:
         ConfigError: the configuration cannot be read. FamilyError: the family is unknown or cannot be packed.
     """
-    import torch
-
     from vlmpack.cli.layers import attention_layers
-    from vlmpack.cli.weights import read_config
+    from vlmpack.cli.models import read_config, tiny_family
     from vlmpack.testing.models import tiny_model
 
-    family = tiny_family(model)
-    place = options.torch_device(device).type
-    call = {"device": place, "dtype": dtype or ("bfloat16" if place == "cuda" else "float32")}
-    config = read_config(model) if family is None else tiny_model(family).config
-    found = attention_layers(config, device=place, dtype=getattr(torch, call["dtype"]))
-    rows: Entries = []
-    for kind in found.kinds:
-        sizes = kind.call
-        heads = f"heads {sizes.num_heads}, key-value heads {sizes.num_kv_heads}, head dimension {sizes.head_dim}"
-        served = {"heads": ", ".join((heads, *sizes.pattern)), "backend": kind.backend, "kernel": kind.kernel}
-        rows.append({"part": kind.part, "layers": kind.layers, **call, **served, "reasons": kind.reasons})
-    if found.unknown is not None:
-        why = f"the model's code reads values, and here are none ({found.unknown}); probe it"
-        rest = {"heads": "further layers", "backend": "", "kernel": "", "reasons": (why,)}
-        rows.append({"part": "unknown", "layers": 0, **call, **rest})
-    return rows
+    family, place = tiny_family(model), options.torch_device(device).type
+    config = tiny_model(family).config if family else read_config(model)
+    return attention_layers(config, device=place, dtype=dtype or ("bfloat16" if place == "cuda" else "float32"))
 
 
 def environment() -> dict[str, Entries]:
@@ -317,17 +295,18 @@ def _mesh_sizes(mesh: str | None, model: str | None) -> dict[str, int]:
     """
     if mesh is None:
         return {}
-    parts = [part.partition("=") for part in mesh.split(",")]
-    if any(name not in MESH or not size.isdigit() or int(size) < 1 for name, _, size in parts):
+    given = {name: size for name, _, size in (part.partition("=") for part in mesh.split(","))}
+    if not given.keys() <= {*MESH} or not all(size.isdigit() and int(size) for size in given.values()):
         raise ConfigError(f"--mesh {mesh}: give sizes of {', '.join(MESH)}, joined by commas: tp=2,ep=2")
     if model is None:
         raise ConfigError(f"--mesh {mesh} divides one model: name it, or leave --mesh out")
-    sizes = {name: int(size) for name, _, size in parts}
+    sizes = {name: int(size) for name, size in given.items()}
     context, of_data = sizes.get("context", 1), sizes.get("fsdp", 1) * sizes.get("dp_replicate", 1)
-    if len(sizes) > 1 and of_data % context:
+    if sizes.keys() == {"context"}:
+        of_data = context  # each rank has the whole model
+    if of_data % context:
         raise ConfigError(f"--mesh {mesh}: context ranks are some of the fsdp ranks: give fsdp={context} or a multiple")
-    ranks = context if len(sizes) == 1 else 1
-    ranks, job = max(ranks, sizes.get("tp", 1) * of_data), int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, job = sizes.get("tp", 1) * of_data, int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != job:
         started = f"torchrun --nproc_per_node {ranks} -m vlmpack doctor --probe {model} --mesh {mesh}"
         raise ConfigError(f"--mesh {mesh} takes {ranks} ranks, and this job has {job}: {started}")
@@ -364,76 +343,55 @@ def _probe(
 ) -> Iterator[Report]:
     """Probe one model, or a small one of every family; an error of a family is then its verdict.
 
+    Plain transformers is run only for a single model.
+
     Raises:
         ConfigError: the model cannot be read, or a back-end or device does not exist. FamilyError: the family cannot be
             packed exactly, or is unknown.
     """
-    if model is not None:
-        options.refuse_file("", model)
-    from vlmpack.attention.backends import BACKENDS
-
-    if attention is not None:  # before a model is loaded
-        check_choice("--attention", attention, ("auto", *BACKENDS, ALL))
-    if model is None and attention is None:
-        attention = ALL
     import torch
 
-    from vlmpack.cli.weights import load
+    from vlmpack.attention.backends import BACKENDS
+    from vlmpack.cli.models import load
     from vlmpack.context_parallel.mesh import Parallel
     from vlmpack.families.registry import FAMILIES
     from vlmpack.model.enable import enable_packing
     from vlmpack.probing.report import Check, Report
     from vlmpack.probing.run import backends_for, probe
 
+    if attention is not None:  # before a model is loaded
+        check_choice("--attention", attention, ("auto", *BACKENDS, ALL))
+    elif model is None:
+        attention = ALL
     place = options.torch_device(device)
-    names = [dtype] if dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
-    dtypes: list[torch.dtype] = [getattr(torch, name) for name in names]
-    families: Sequence[str | None] = [*FAMILIES] if model is None else [tiny_family(model)]
-    total = None if model is not None else len(families) * len(dtypes)
+    dtypes = [dtype] if dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
+    cases = [*product([f"tiny:{family}" for family in FAMILIES] if model is None else [model], dtypes)]
+    total = len(cases) if model is None else None
     with quiet_transformers(), progress_lines("probing", quiet=quiet) as progress:
-        for done, (family, each) in enumerate(product(families, dtypes)):
+        for done, (name, each) in enumerate(cases):
             try:
-                if family is None:
-                    loaded = load(str(model), device=place, dtype=each, tiny=tiny, mesh=mesh)
-                else:
-                    loaded = _made_here(family, place, each, named=model, mesh=mesh)
+                loaded = load(name, device=place, dtype=getattr(torch, each), tiny=tiny, mesh=mesh)
                 if "context" in mesh:
                     enable_packing(loaded.model, parallel=Parallel(context=mesh["context"]))
-                name = loaded.model.config.model_type
                 for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):
-                    what = f"{name}, {backend}" if backend else name
-                    found = probe(
-                        loaded.model, loaded.processor, attention=backend, plain=each == dtypes[0] and at == 0,
+                    what = ", ".join(filter(None, (loaded.model.config.model_type, backend)))
+                    report = probe(
+                        loaded.model,
+                        loaded.processor,
+                        attention=backend,
+                        plain=model is not None and at == 0,
                         progress=lambda part, what=what, done=done: progress("probing", done, total, f"{part}: {what}"),
-                    )  # fmt: skip
-                    yield replace(found, weights=loaded.weights)
+                    )
+                    yield replace(report, weights=loaded.weights)
             except Exception as error:
                 if model is not None:
                     raise
-                yield Report(  # before anything could be checked
-                    model="not known", family=str(family), weights=MADE_HERE, device=place.type,
-                    dtype=str(each).removeprefix("torch."), attention=attention or "auto", samples=(), row_tokens=0,
-                    checks=(Check.raised("equality", "probe", error),), circumstances={}, plain=(),
+                failed = Check.raised("equality", "probe", error)
+                yield Report(
+                    model="not known", family=name.partition(":")[2], weights="random weights", device=place.type,
+                    dtype=each, attention=attention or "auto", samples=(), row_tokens=0, checks=(failed,),
+                    circumstances={}, plain=(),
                 )  # fmt: skip
-
-
-def _made_here(
-    family: str, device: torch.device, dtype: torch.dtype, *, named: str | None, mesh: Mapping[str, int]
-) -> Loaded:
-    """Make a tiny model; also its processor, if the model was named and a tiny processor of its family exists.
-
-    Raises:
-        FamilyError: the family is unknown.
-    """
-    from vlmpack.cli.weights import Loaded, described, placed
-    from vlmpack.families.registry import family_named
-    from vlmpack.testing.models import tiny_model
-    from vlmpack.testing.processors import processor_families
-
-    family_named(family)  # refuses an unknown one
-    processor = named_processor(named) if named and family in processor_families() else None
-    model = placed(tiny_model(family, dtype=dtype, processor=processor), device, mesh)
-    return Loaded(model=model, processor=processor, weights=f"{MADE_HERE}{described(mesh)}")
 
 
 # ---------------------------------------------------------------------- tables of probes
@@ -452,27 +410,24 @@ def show_reports(reports: Iterable[Report], console: Console, *, summarize: bool
     try:
         for report in reports:
             if summarize and not known:
-                _print_line(console, list(WIDTHS), "verdict")
-            if summarize:
-                _print_summary(report, console)
-            else:
-                print_report(report, console)
+                console.print(SUMMARY.format("family", "row computed by", "leak", "error"), "verdict", highlight=False)
+            (print_summary if summarize else print_report)(report, console)
             console.file.flush()
             known.append(report)
         is_complete = True
     finally:
         bad = [report for report in known if report.verdict != "exact"]
+        if known and summarize:
+            console.print(SUMMARY_CAPTION)
         if known:
-            _print_verdict(bad, console, summarize=summarize, is_complete=is_complete)
+            _print_verdict(bad, console, is_complete=is_complete)
         if known and as_json:
             ends = {"complete": is_complete, "healthy": is_complete and not bad}
             typer.echo(json.dumps({"probes": [report.to_dict() for report in known], **ends}, indent=2))
     return not bad
 
 
-def _print_verdict(bad: Sequence[Report], console: Console, *, summarize: bool, is_complete: bool) -> None:
-    if summarize:
-        console.print(f"\n{SUMMARY_CAPTION}")
+def _print_verdict(bad: Sequence[Report], console: Console, *, is_complete: bool) -> None:
     for report in bad:
         for check in report.checks:
             if check.is_bad:
@@ -480,7 +435,7 @@ def _print_verdict(bad: Sequence[Report], console: Console, *, summarize: bool, 
                 print_text(console, f"[red]{check.name} {check.finding}.[/]{cause} {escape(check.detail)}")
         name = f"{report.family}, {report.attention}"
         console.print(f"[red]{name}: {report.verdict}.[/] The cause: [bold]{', '.join(report.causes)}[/].")
-    if bad and any(report.verdict != "not deterministic" for report in bad):
+    if any(report.verdict != "not deterministic" for report in bad):
         console.print("Do not train packed rows on this machine; please report this table.")
     elif bad:
         console.print("Nothing that could be compared leaks or differs; the rest could not be checked.")
@@ -490,86 +445,70 @@ def _print_verdict(bad: Sequence[Report], console: Console, *, summarize: bool, 
         console.print("Not finished: only the listed models were probed.")
 
 
+def print_summary(report: Report, console: Console) -> None:
+    """Print a report as one line."""
+    way = report.attention if report.dtype == "float32" else f"{report.attention}, {report.dtype}"
+    parts = _checks_by_part(report)
+    errors = [_number(_largest(check.value for check in parts[part])) for part in ("isolation", "equality")]
+    line = SUMMARY.format(report.family, way, *errors)
+    console.print(f"{escape(line)} {_colored(report.verdict)}", highlight=False, soft_wrap=True)
+
+
 def print_report(report: Report, console: Console) -> None:
     """Print a report: its setting, all checks, and plain transformers for comparison."""
     console.print(f"[bold]{report.model}[/] [dim]({report.family})[/], {escape(report.weights)}", highlight=False)
     console.print(f"{report.device}, {report.dtype}, attention by {report.attention}", highlight=False)
-    print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}\n")
+    print_text(console, f"rows of up to {report.row_tokens} tokens: {'; '.join(report.samples)}")
+    print_text(console, f"compared in: {'; '.join(report.circumstances.values())}\n")
     columns = ("what", *number_columns("value", "allowed"), text_column("finding"))
-    print_table(console, columns, _checks(report.checks))
-    print_text(console, f"Compared in: {'; '.join(report.circumstances.values())}")
-    columns = (text_column("compared with each sample alone"), *number_columns("value", "allowed", "autocast"))
-    print_table(console, (*columns, text_column("finding")), _equality(report))
+    print_table(console, columns, _check_lines(report))
     console.print(CAPTION)
     if report.plain:
         console.print("[bold]Plain transformers[/] on the same samples")
         columns = (text_column("given"), *number_columns("leak", "logits", "loss", "pairs"), text_column("verdict"))
-        print_table(console, columns, _plain(report))
+        print_table(console, columns, _plain_lines(report))
         console.print(PLAIN_CAPTION)
 
 
-def _print_line(console: Console, cells: Sequence[str], verdict: str) -> None:
-    """Print a line of the summary, with the same column widths each time."""
-    widths = (f"<{width}" if at < 2 else f">{width}" for at, width in enumerate(WIDTHS.values()))
-    line = " ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True))
-    console.print(f"{escape(line)} {verdict}", highlight=False, soft_wrap=True)
-
-
-def _print_summary(report: Report, console: Console) -> None:
-    """Print the line of a report, and below it those of plain transformers on the same row."""
-    dtype = SHORT.get(report.dtype, report.dtype)
-    columns = [[check for check in report.checks if check.part == "isolation"]]
-    # Mixed precision has other limits.
-    equality = [c for c in report.checks if c.part == "equality" and not c.name.startswith("autocast: ")]
-    for what in ("logits", "loss", "gradient"):
-        columns.append([check for check in equality if check.name.partition(": ")[2].startswith(what)])
-    way = report.attention if dtype == "float32" else f"{report.attention}, {dtype}"
-    numbers = map(_number, map(_largest, columns))
-    _print_line(console, [report.family, way, *numbers], _colored(report.verdict))
-    for plain in report.plain[:-1]:
-        way = f"plain, {plain.name.removeprefix('one row, ').removesuffix(' positions')}"
-        numbers = map(_number, (plain.leak, plain.logits, plain.loss, None))
-        _print_line(console, [report.family, way, *numbers], _colored(plain.verdict, PLAIN_COLORS))
-
-
-def _checks(checks: Sequence[Check]) -> Iterator[Sequence[str]]:
-    for part, title in PARTS.items():
-        yield (f"[dim]{title}[/]",)
-        for check in (check for check in checks if check.part == part):
-            note = f" [dim]{escape(check.detail)}[/]" if check.detail and not check.is_bad else ""
-            yield f"  {check.name}", _number(check.value), _number(check.allowed), _colored(check.finding) + note
-        yield ()
-
-
-def _equality(report: Report) -> Iterator[Sequence[str]]:
-    """Make one line per compared quantity: its worst value over all circumstances, and in mixed precision."""
-    compared: dict[str, list[Check]] = {}
+def _checks_by_part(report: Report) -> dict[str, list[Check]]:
+    parts: dict[str, list[Check]] = {part: [] for part in PARTS}
     for check in report.checks:
-        circumstance, _, name = check.name.partition(": ")
-        if check.part == "equality":
-            compared.setdefault(name if circumstance in report.circumstances else check.name, []).append(check)
-    for name, checks in compared.items():
-        mixed = [check for check in checks if check.name.startswith("autocast: ")]
-        others = [check for check in checks if check not in mixed]
-        allowed = max((check.allowed for check in others if check.allowed is not None), default=None)
-        findings = dict.fromkeys(check.finding for check in checks if check.finding != "ok") or ["ok"]
-        cells = [_number(value) for value in (_largest(others), allowed, _largest(mixed))]
-        yield name, *cells, ", ".join(map(_colored, findings))
+        is_mixed = check.part == "equality" and check.name.startswith("autocast: ")  # has other limits
+        parts["autocast" if is_mixed else check.part].append(check)
+    return parts
 
 
-def _plain(report: Report) -> Iterator[Sequence[str]]:
+def _check_lines(report: Report) -> Iterator[Sequence[str]]:
+    """Yield a line for each check; for each compared quantity, that of its worst value in all circumstances."""
+    for part, checks in _checks_by_part(report).items():
+        compared: dict[str, list[Check]] = {}
+        for check in checks:
+            circumstance, _, quantity = check.name.partition(": ")
+            merges = part in ("equality", "autocast") and circumstance in report.circumstances
+            compared.setdefault(quantity if merges else check.name, []).append(check)
+        if compared:
+            yield (f"[dim]{PARTS[part]}[/]",)
+        for name, alike in compared.items():
+            numbers = (_number(_largest(getattr(each, of) for each in alike)) for of in ("value", "allowed"))
+            findings = dict.fromkeys(each.finding for each in alike if each.finding != "ok") or ["ok"]
+            notes = "; ".join(dict.fromkeys(each.detail for each in alike if each.detail and not each.is_bad))
+            yield f"  {name}", *numbers, f"{', '.join(map(_colored, findings))} [dim]{escape(notes)}[/]"
+
+
+def _plain_lines(report: Report) -> Iterator[Sequence[str]]:
     for plain in report.plain:
-        why = f": {', '.join(plain.causes)}" if plain.causes else f": {escape(plain.detail)}" if plain.detail else ""
-        cells = [_number(value) for value in (plain.leak, plain.logits, plain.loss, plain.pairs)]
-        yield plain.name, *cells, _colored(plain.verdict, PLAIN_COLORS) + why
+        why = ", ".join(plain.causes) or escape(plain.detail)
+        numbers = map(_number, (plain.leak, plain.logits, plain.loss, plain.pairs))
+        color = "green" if plain.verdict == "exact" else "yellow"
+        yield plain.name, *numbers, f"[{color}]{plain.verdict}[/]{f': {why}' if why else ''}"
 
 
-def _largest(checks: Iterable[Check]) -> float | None:
-    return max((check.value for check in checks if check.value is not None), default=None)
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
 
 
-def _colored(finding: str, colors: Mapping[str, str] = COLORS) -> str:
-    return f"[{colors.get(finding, 'dim')}]{finding}[/]"
+def _colored(finding: str) -> str:
+    return f"[{COLORS.get(finding, 'dim')}]{finding}[/]"
 
 
 def _number(value: float | None) -> str:

@@ -1,13 +1,10 @@
-"""Open what the command line names: settings, data sets and mixes, processors, models of transformers."""
+"""Open what the command line names: settings, data sets and mixes."""
 
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
-from math import inf
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,13 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from vlmpack.cli.options import DataOptions, ModelOptions, refuse_file
-from vlmpack.errors import ConfigError, check_extra, skipped_are_reported
+from vlmpack.cli.options import DataOptions
+from vlmpack.errors import ConfigError, skipped_are_reported
 from vlmpack.terminal import print_text, progress_lines
 
 if TYPE_CHECKING:
-    import torch
-
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import MixedDataset
     from vlmpack.data.open import OpenDataset
@@ -30,7 +25,6 @@ if TYPE_CHECKING:
     from vlmpack.plan.plan import Plan
 
 SYNTHETIC = "synthetic"
-TINY = "tiny"
 LISTED = 5
 """Number of unusable samples that are printed with details."""
 
@@ -82,6 +76,7 @@ def open_inputs(data: DataOptions, *, capacity: int | None = None, **settings: A
         ConfigError: something is missing, or options contradict each other. FamilyError: the model's family is not
             supported.
     """
+    from vlmpack.cli.models import limit_pixels, named_processor, tiny_family
     from vlmpack.collate.assemble import SharePrefixes
     from vlmpack.collate.collator import VLMCollator
     from vlmpack.data.mixed import mix_datasets
@@ -218,13 +213,10 @@ def mixed_sources(dataset: str, others: Sequence[str]) -> dict[str, float | None
     """Parse DATASET, whose weight is 1, and the values of `--mix` to source -> weight; None: use each sample once.
 
     Raises:
-        ConfigError: only some have a weight, a weight is not a number above 0, or a source is named twice.
+        ConfigError: a weight is not a number, or a source is named twice.
     """
     mixed = [_source_of(text) for text in others]
-    bare = [source for source, weight in mixed if weight is None]
-    if bare and len(bare) < len(mixed):
-        raise ConfigError(f"--mix {bare[0]}: the others have a weight, so it needs one too: --mix {bare[0]}=1")
-    sources: dict[str, float | None] = {dataset: 1.0 if mixed and not bare else None}
+    sources: dict[str, float | None] = {dataset: 1.0 if any(weight is not None for _, weight in mixed) else None}
     for source, weight in mixed:
         if source in sources:
             raise ConfigError(f"--mix {source}: it is already in the mix; name it once, with a weight: {source}=2")
@@ -237,44 +229,34 @@ def _source_of(text: str) -> tuple[str, float | None]:
     if not equals or Path(text).expanduser().exists():
         return text, None
     with suppress(ValueError):
-        if source and 0 < float(weight) < inf:
-            return source, float(weight)
-    raise ConfigError(
-        f"--mix {text}: the weight must be a number above 0, relative to the first data set: --mix {source}=2"
-    )
+        return source, float(weight)
+    raise ConfigError(f"--mix {text}: the weight must be a number, relative to the first data set: --mix {source}=2")
 
 
 def columns_by_source(columns: Sequence[str], sources: Sequence[str]) -> dict[str, str | None]:
     """Parse the values of `--columns`: SOURCE=MAP is for one data set, MAP for all others.
 
     Args:
-        columns: the values. A MAP is JSON or the path of a file; the name of an existing file may contain "=".
+        columns: the values. A MAP is JSON or the path of a file.
         sources: data sets as named on the command line; SOURCE is one of them, or its short name.
 
     Returns:
         The map of each source; None: it has none.
 
     Raises:
-        ConfigError: no data set has that name, or one gets two maps.
+        ConfigError: a data set gets two maps.
     """
     names = {**dict(zip(short_names(sources), sources, strict=True)), **{source: source for source in sources}}
     maps: dict[str | None, str] = {}
     for text in columns:
         name = next((name for name in names if text.startswith(f"{name}=")), None)
-        if text.lstrip().startswith("{") or Path(text).expanduser().exists():
-            name = None
-        elif name is None and "=" in text:
-            raise ConfigError(
-                f"--columns {text}: there is no data set {text.partition('=')[0]}, only {', '.join(names)}; leave the "
-                "name out to map the columns of all"
-            )
         source = None if name is None else names[name]
         if source in maps:
             raise ConfigError(
                 f"--columns {text}: {source or 'every data set'} already has a map; write all names in one, and the "
                 f"map of one data set of a mix as SOURCE=MAP (SOURCE: {', '.join(short_names(sources))})"
             )
-        maps[source] = text if name is None else text[len(name) + 1 :]
+        maps[source] = text if name is None else text.removeprefix(f"{name}=")
     return {source: maps.get(source, maps.get(None)) for source in sources}
 
 
@@ -305,190 +287,3 @@ def mix_lines(numbers: dict[str, Any] | None) -> Iterator[str]:
     """Yield a line for each data set of a mix: how often its samples are used in an epoch."""
     for name, of in (numbers or {}).items():
         yield f"{of['samples']:,} of {name} ({of['size']:,} samples, {of['passes']:.2f} passes)"
-
-
-# ---------------------------------------------------------------------- processors and models
-
-
-def tiny_family(name: str) -> str | None:
-    """Return the family of a built-in model, "tiny" or "tiny:FAMILY"; None: the name is a hub id or a folder."""
-    from vlmpack.testing.models import DEFAULT_FAMILY
-
-    tiny, _, family = name.partition(":")
-    return (family or DEFAULT_FAMILY) if tiny == TINY else None
-
-
-def named_processor(name: str) -> Any:
-    """Load a processor, or the tokenizer of a text model: of a hub id, a folder, or a built-in model.
-
-    Raises:
-        ConfigError: nothing of that name exists. FamilyError: the model's family is not supported.
-    """
-    from vlmpack.families.registry import family_named
-
-    if (family := tiny_family(name)) is not None:
-        from vlmpack.testing.processors import CHAT_TEMPLATE, tiny_processor
-
-        if family_named(family).has_vision:
-            return tiny_processor(family)
-        tokenizer = tiny_processor().tokenizer
-        tokenizer.chat_template = CHAT_TEMPLATE
-        return tokenizer
-
-    from transformers import AutoConfig, AutoTokenizer
-
-    from vlmpack.data.processor import WHOLE, is_saved_alone, load_processor
-
-    remedy = "give a hub id, a folder with config.json and tokenizer, or tiny for a built-in one"
-    with reading("processor", name, remedy=remedy), quiet_transformers():
-        if is_saved_alone(name):
-            return load_processor(name)
-        model_type = AutoConfig.from_pretrained(name).model_type
-        if family_named(WHOLE.get(model_type, model_type)).has_vision:
-            return load_processor(name)
-        return AutoTokenizer.from_pretrained(name)
-
-
-def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bool = False) -> Any:
-    """Load a model with its head, or make a built-in one for this processor, or tokenizer of a text model.
-
-    Args:
-        name: hub id, folder, or name of a built-in model.
-        processor: its processor.
-        dtype: dtype of the weights.
-        only_shapes: make a model that is not built in on the meta device, without weights.
-
-    Raises:
-        ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
-    """
-    import torch
-
-    from vlmpack.cli.weights import auto_class, read_config
-    from vlmpack.families.registry import family_named
-    from vlmpack.testing.models import tiny_model
-
-    if tiny := tiny_family(name):
-        has_vision = family_named(tiny).has_vision
-        if has_vision and not hasattr(processor, "tokenizer"):
-            raise ConfigError(f"the processor is of a text model, and {name} takes images; leave the processor out")
-        sizes: dict[str, Any] = {"processor": processor} if has_vision else {"vocab_size": len(processor)}
-        return tiny_model(tiny, dtype=dtype, **sizes)
-    config = read_config(name)
-    auto = auto_class(family_named(config.model_type))
-    with torch.device("meta" if only_shapes else "cpu"), reading("model", name):
-        return auto.from_config(config, dtype=dtype) if only_shapes else auto.from_pretrained(name, dtype=dtype)
-
-
-def make_model(options: ModelOptions, processor: Any, *, only_shapes: bool = False) -> Any:
-    """Load the model and add adapters; `only_shapes` makes it on the meta device, without weights.
-
-    Raises:
-        ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
-    """
-    import torch
-
-    from vlmpack.families.registry import family_of
-
-    low = options.dtype == "bfloat16" or (
-        options.dtype is None and options.method == "lora" and torch.cuda.is_available()
-    )
-    dtype = torch.bfloat16 if low else torch.float32
-    model = open_model(options.model, processor, dtype, only_shapes=only_shapes)
-    family = family_of(model)
-    frozen = family.vision_path if options.freeze_vision else None
-    if options.method == "full":
-        if frozen:
-            model.get_submodule(frozen).requires_grad_(False)
-        return model
-    check_extra("peft", "peft", needed_by="method=lora")
-    from peft import LoraConfig, get_peft_model
-
-    targets: Any = options.lora_targets
-    if targets == "all-linear":  # PEFT's own also adapts experts and routers
-        parts = tuple(f"{path}." for path in {family.text_path, None if frozen else family.vision_path} if path)
-        layers = (name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear))
-        targets = [name for name in layers if name.startswith(parts)]
-    outside = rf"{frozen}\..*" if frozen else None
-    rank, alpha = options.lora_rank, 2 * options.lora_rank if options.lora_alpha is None else options.lora_alpha
-    settings: dict[str, Any] = {"lora_alpha": alpha, "target_modules": targets, "exclude_modules": outside}
-    with refused_as(f"lora_targets {options.lora_targets}"):
-        return get_peft_model(model, LoraConfig(r=rank, lora_dropout=options.lora_dropout, **settings))
-
-
-def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
-    """Return a copy of a processor with this maximum image area in pixels; None: the processor itself.
-
-    Raises:
-        ConfigError: the processor takes no images, is not limited by area, or enlarges all images beyond it.
-    """
-    from vlmpack.collate.processor_metadata import parts_of
-
-    if max_pixels is None:
-        return processor
-    processor = deepcopy(processor)
-    images = parts_of(processor).image_processor
-    if images is None:
-        raise ConfigError(f"--max-pixels {max_pixels}: a text model has no images; leave it out")
-    size = {name: value for name, value in dict(images.size).items() if value}
-    if set(size) != {"shortest_edge", "longest_edge"}:
-        raise ConfigError(
-            f"--max-pixels {max_pixels}: a {type(images).__name__} resizes images by {size}, not by area; set the size "
-            "in its preprocessor_config.json"
-        )
-    least = size["shortest_edge"]
-    if max_pixels < least:
-        raise ConfigError(f"--max-pixels {max_pixels}: the processor enlarges images to at least {least} pixels")
-    images.size = type(images.size)(shortest_edge=least, longest_edge=max_pixels)
-    return processor
-
-
-@contextmanager
-def reading(option: str, name: str, *, remedy: str = "give a hub id or the folder of a model") -> Iterator[None]:
-    """Turn errors of transformers about reading `name` into an error that names the option.
-
-    Raises:
-        ConfigError: it cannot be read, or transformers does not support the model.
-    """
-    from vlmpack.cli.weights import UNREADABLE
-
-    refuse_file(option, name)
-    try:
-        yield
-    except UNREADABLE as error:
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{option} {name} cannot be read ({reason}); {remedy}") from error
-
-
-@contextmanager
-def quiet_transformers(*shown: type[Warning]) -> Iterator[None]:
-    """Suppress progress bars and retry messages of transformers and the hub, and all warnings but those shown."""
-    from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging
-
-    level, bars, requests = logging.get_verbosity(), logging.is_progress_bar_enabled(), hub.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    hub.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for kind in shown:
-                warnings.simplefilter("default", kind)
-            yield
-    finally:
-        logging.set_verbosity(level)
-        hub.set_verbosity(requests)
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextmanager
-def refused_as(what: str) -> Iterator[None]:
-    """Turn errors of other libraries about settings into a ConfigError that begins with `what`."""
-    from huggingface_hub.errors import HfHubHTTPError  # derived from the errors of the hub's client
-
-    refusals: Any = (ValueError, TypeError, KeyError, ImportError, RuntimeError, re.error, *HfHubHTTPError.__bases__)
-    try:
-        yield
-    except refusals as error:
-        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error

@@ -9,46 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from vlmpack.attention.backends import AUTO, AttentionCall, choose, explain, kernel_of, recorded_calls
-from vlmpack.cli.weights import auto_class
+from vlmpack.cli.models import auto_class
 from vlmpack.families.registry import family_named
 from vlmpack.layout.row import pack
 from vlmpack.model.step import PackedStep
 from vlmpack.testing.samples import Kind, kinds_of, mixed_samples, padded
 
 
-class LayerServing(NamedTuple):
-    """A kind of attention layer, and what computes it."""
+def attention_layers(config: Any, *, device: str, dtype: str) -> list[dict[str, Any]]:
+    """Find out which back-end and kernel serve each kind of attention layer, in the order of the model, for JSON.
 
-    part: str
-    """"text", or "vision"."""
-    layers: int
-    """Number of such layers."""
-    call: AttentionCall
-    """Their attention call."""
-    backend: str
-    """Name of the back-end that serves it."""
-    kernel: str
-    """The kernel that the back-end calls."""
-    reasons: tuple[str, ...]
-    """On CUDA, why earlier back-ends cannot serve it, if no varlen kernel does; () if one does."""
-
-
-class Layers(NamedTuple):
-    """The attention layers of a model."""
-
-    kinds: tuple[LayerServing, ...]
-    """The kinds, in the order of the model."""
-    unknown: str | None
-    """Why there may be more: an error of the model's own code on the meta device; None: these are all."""
-
-
-def attention_layers(config: Any, *, device: str, dtype: torch.dtype) -> Layers:
-    """Find out which back-end serves each kind of attention layer.
+    `reasons` of a layer that no varlen kernel serves on CUDA tell why earlier back-ends cannot. If the model's code
+    fails on the meta device, a last entry of the part "unknown" says so: there may be more layers.
 
     Args:
         config: the configuration of the whole model.
@@ -68,15 +45,20 @@ def attention_layers(config: Any, *, device: str, dtype: torch.dtype) -> Layers:
         calls, unknown_of_tower = _calls(step, "image", config)
         parts = {"vision": calls[: len(calls) - len(text)], "text": text}
         unknown = unknown or unknown_of_tower
-    kinds = [
-        _serving(part, count, replace(call, device=device, dtype=dtype))
+    made_in = {"device": device, "dtype": dtype}
+    entries = [
+        {"part": part, "layers": count, **made_in} | _serving(replace(call, device=device, dtype=getattr(torch, dtype)))
         for part, calls in parts.items()
         for call, count in Counter(calls).items()
     ]
-    return Layers(tuple(kinds), unknown)
+    if unknown:
+        why = f"the model's code reads values, and here are none ({unknown}); probe it"
+        rest = {"heads": "further layers", "backend": "", "kernel": "", "reasons": [why]}
+        entries.append({"part": "unknown", "layers": 0, **made_in, **rest})
+    return entries
 
 
-def _calls(step: PackedStep, kind: Kind, config: Any) -> tuple[list[AttentionCall], str | None]:
+def _calls(step: PackedStep, kind: Kind, config: Any) -> tuple[list[AttentionCall], str]:
     """Send a row of such a sample through the model. Layers whose code reads values end it, with the reason."""
     row = pack(padded(mixed_samples(config, kinds=(kind,)))).to("meta")
     with recorded_calls() as calls, torch.no_grad():
@@ -84,13 +66,17 @@ def _calls(step: PackedStep, kind: Kind, config: Any) -> tuple[list[AttentionCal
             step(row)
         except (NotImplementedError, RuntimeError) as error:
             return calls, f"{type(error).__name__}: {error}"
-    return calls, None
+    return calls, ""
 
 
-def _serving(part: str, layers: int, call: AttentionCall) -> LayerServing:
-    backend = choose(call, AUTO).name
-    why = explain(call)
+def _serving(call: AttentionCall) -> dict[str, Any]:
+    backend, why = choose(call, AUTO).name, explain(call)
     is_served = backend in ("torch_varlen", "flash_attn", "efficient") or call.device != "cuda"
     earlier = () if is_served else takewhile(backend.__ne__, why)
-    reasons = tuple(f"{name}: {'; '.join(why[name])}" for name in earlier)
-    return LayerServing(part, layers, call, backend, kernel_of(call, backend), reasons)
+    heads = f"heads {call.num_heads}, key-value heads {call.num_kv_heads}, head dimension {call.head_dim}"
+    return {
+        "heads": ", ".join((heads, *call.pattern)),
+        "backend": backend,
+        "kernel": kernel_of(call, backend),
+        "reasons": [f"{name}: {'; '.join(why[name])}" for name in earlier],
+    }

@@ -33,6 +33,17 @@ CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """Names in TrainingArguments since transformers 5.23, and before."""
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Names of the number of experts that each token is sent to."""
+MEANINGS = {
+    "weights": "all weights, divided over fsdp and tensor ranks",
+    "gradients": "those of trained weights, divided in the same way",
+    "optimizer": "two moments of AdamW for each trained weight, divided in the same way",
+    "copies": "trained weights in the dtype of computation, and buckets of DDP; with fsdp: embedding, head, towers and "
+    "two layers, gathered, and gradients of one layer and these",
+    "activations": "what the backward pass needs of each layer, of which checkpointing keeps inputs alone; pixels. "
+    "Gated delta layers with PyTorch's kernels need about twice as much",
+    "temporary": "the larger of a layer's gradients (with what is recomputed of it) and the logits of some targets",
+}
+"""Parts of the memory of a rank, and what they count."""
 
 
 @final
@@ -75,8 +86,6 @@ class ModelSizes:
     """Kept of each token outside layers: input of the last norm, its output, input of the head."""
     patch: int
     """Pixels of each patch, and what the tower keeps of it outside blocks."""
-    has_gated_delta: bool
-    """Whether it has gated delta layers: PyTorch's kernels for them keep about twice what is counted."""
     target: int
     """Logits of one target in the backward pass: log-probabilities and two gradients in float32, and the head's."""
 
@@ -105,22 +114,11 @@ class Mesh:
         return ", ".join([*sizes, *(["checkpointing"] if self.checkpointing else [])]) or "one rank"
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """A part of the memory of a rank."""
-
-    size: int
-    """Bytes."""
-    formula: str
-    """How it is computed, in words."""
-
-
 # ---------------------------------------------------------------------- one rank
 
 
-def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> dict[str, Share]:
-    """Return the memory of a rank in a training step with AdamW, by name.
+def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> dict[str, int]:
+    """Return the bytes of each part of `MEANINGS` on a rank in a training step with AdamW.
 
     Args:
         sizes: of the model.
@@ -128,54 +126,33 @@ def memory_of(sizes: ModelSizes, mesh: Mesh, *, tokens: int, patches: int) -> di
         tokens: tokens of the largest row.
         patches: patches of that row.
     """
-    split = mesh.fsdp * mesh.tensor
-    by = f" / {split} ranks" if split > 1 else ""
+    split, again = mesh.fsdp * mesh.tensor, mesh.checkpointing
     tokens, patches = -(-tokens // mesh.context), -(-patches // mesh.context)
-    targets = min(tokens, StepConfig().head_chunk)
-    largest = max(each.weights + each.experts / mesh.expert for each in sizes.text)
+    rows = [*((layer, tokens) for layer in sizes.text), *((block, patches) for block in sizes.vision)]
+    copies = sizes.cast + sizes.trained * (mesh.replicate > 1)
     if mesh.fsdp > 1:
-        gathered = sizes.outside + 2 * largest + sizes.trained_share * (sizes.outside + largest)
-        copies = (
-            gathered / mesh.tensor,
-            "gathered: embedding, head, towers, two layers; gradients of one layer and these",
-        )
-    else:
-        buckets = sizes.trained if mesh.replicate > 1 else 0
-        copies = (sizes.cast + buckets) / mesh.tensor, "trained weights in the dtype of computation; buckets of DDP"
+        largest = max(each.weights + each.experts / mesh.expert for each in sizes.text)
+        copies = sizes.outside + 2 * largest + sizes.trained_share * (sizes.outside + largest)
 
     def kept(layer: LayerSizes) -> float:
         whole = min(layer.kept, 8 * layer.input)  # norms and inputs, which tensor ranks do not divide
         return whole + (layer.kept - whole) / mesh.tensor
 
-    rows = ((sizes.text, tokens), (sizes.vision, patches))
-    again = mesh.checkpointing
-    in_layers = sum(count * (each.input if again else kept(each)) for layers, count in rows for each in layers)
-    layer = max(count * (each.gradients + kept(each) * again) for layers, count in rows for each in layers)
-    logits, what = (
-        targets * sizes.target / mesh.tensor,
-        "what a recomputed layer keeps" if again else "a layer's gradients",
-    )
-    found: dict[str, tuple[float, str]] = {
-        "weights": (sizes.weights / split, f"all weights{by}"),
-        "gradients": (sizes.trained / split, f"trained weights{by}"),
-        "optimizer": (2 * sizes.trained / split, f"two moments of AdamW for each trained weight{by}"),
-        "copies": copies,
-        "activations": (
-            in_layers + tokens * sizes.token + patches * sizes.patch,
-            f"{'inputs' if again else 'what the backward pass needs'} of {len(sizes.text)} layers x {tokens:,} tokens, "
-            f"{len(sizes.vision)} trained vision blocks x {patches:,} patches; pixels"
-            + "; about twice as much with the gated delta kernels of PyTorch" * sizes.has_gated_delta,
-        ),
-        "temporary": (
-            max(logits, layer),
-            f"the larger of {what} ({layer / 2**30:.2f} GiB) and logits of {targets:,} targets "
-            f"({logits / 2**30:.2f} GiB)",
-        ),
-    }  # fmt: skip
-    return {name: Share(size=int(size), formula=formula) for name, (size, formula) in found.items()}
+    in_layers = sum(count * (each.input if again else kept(each)) for each, count in rows)
+    gradients = max(count * (each.gradients + kept(each) * again) for each, count in rows)
+    logits = min(tokens, StepConfig().head_chunk) * sizes.target / mesh.tensor
+    found = {
+        "weights": sizes.weights / split,
+        "gradients": sizes.trained / split,
+        "optimizer": 2 * sizes.trained / split,
+        "copies": copies / mesh.tensor,
+        "activations": in_layers + tokens * sizes.token + patches * sizes.patch,
+        "temporary": max(logits, gradients),
+    }
+    return {name: int(size) for name, size in found.items()}
 
 
-def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, Share]:
+def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int, patches: int) -> dict[str, int]:
     """Return the memory of a rank that trains a model with Trainer, see `memory_of`."""
     mesh = Mesh(
         **{"fsdp" if args.fsdp else "replicate": args.world_size},
@@ -183,11 +160,6 @@ def memory_of_training(model: nn.Module, args: TrainingArguments, *, tokens: int
     )
     size = COMPUTED_IN if args.bf16 else next(model.parameters()).element_size()
     return memory_of(model_sizes(model, size=size), mesh, tokens=tokens, patches=patches)
-
-
-def total(parts: Mapping[str, Share]) -> int:
-    """Return the sum of these parts, in bytes."""
-    return sum(each.size for each in parts.values())
 
 
 # ---------------------------------------------------------------------- a proposal
@@ -202,8 +174,8 @@ class Proposal:
     mesh: Mesh
     capacity: int
     """Tokens of a row."""
-    parts: Mapping[str, Share]
-    """Memory of each rank."""
+    parts: Mapping[str, int]
+    """Memory of each rank, in bytes, see `MEANINGS`."""
     rejected: Mapping[str, str]
     """Simpler ways, and why they do not fit."""
 
@@ -224,7 +196,7 @@ def propose(
         patches: returns the largest number of patches in a row of that many tokens.
     """
     rejected: dict[str, str] = {}
-    needed: list[tuple[int, Mesh]] = []
+    tried: list[Proposal] = []
     parts_of = {c: partial(memory_of, sizes, tokens=c, patches=patches(c)) for c in sorted(capacities)}
     smallest = min(parts_of)
     for mesh in _meshes(gpus, has_experts=any(each.experts for each in sizes.text), is_full=sizes.trained_share > 0.5):
@@ -234,18 +206,18 @@ def propose(
             except ConfigError as error:
                 rejected[str(mesh)] = str(error)
                 continue
-        fitting = [c for c, parts in parts_of.items() if total(parts(mesh)) <= limit]
+        fitting = [c for c, parts in parts_of.items() if sum(parts(mesh).values()) <= limit]
         if fitting:
             parts = parts_of[fitting[-1]](mesh)
             return Proposal(fits=True, mesh=mesh, capacity=fitting[-1], parts=parts, rejected=rejected)
         parts = parts_of[smallest](mesh)
-        needed.append((total(parts), mesh))
-        most = max(parts, key=lambda name: parts[name].size)
+        tried.append(Proposal(fits=False, mesh=mesh, capacity=smallest, parts=parts, rejected=rejected))
+        most = max(parts, key=lambda name: parts[name])
         rejected[str(mesh)] = (
-            f"rows of {smallest:,} need {format_bytes(total(parts))}; most is {most}, {format_bytes(parts[most].size)}"
+            f"rows of {smallest:,} need {format_bytes(sum(parts.values()))}; most is {most}, "
+            f"{format_bytes(parts[most])}"
         )
-    mesh = min(needed, key=lambda each: each[0])[1]
-    return Proposal(fits=False, mesh=mesh, capacity=smallest, parts=parts_of[smallest](mesh), rejected=rejected)
+    return min(tried, key=lambda each: sum(each.parts.values()))
 
 
 def _meshes(gpus: int, *, has_experts: bool, is_full: bool) -> Iterator[Mesh]:
@@ -306,7 +278,6 @@ def model_sizes(model: nn.Module, *, size: int) -> ModelSizes:
         vision=vision,
         token=(4 + 2 * size) * config.hidden_size,
         patch=patch,
-        has_gated_delta=family.has("gated_delta"),
         target=config.vocab_size * (12 if size == 4 else 12 + size),
     )  # fmt: skip
 

@@ -172,13 +172,6 @@ def make_folder(option: str, folder: Path) -> None:
         raise ConfigError(f"{option} {folder} may not be written to; get the right to, or choose another one")
 
 
-def refuse_file(option: str, name: str) -> None:
-    """Refuse a file of a model given instead of its folder; the error begins with `option`."""
-    path = Path(name).expanduser()
-    if path.is_file():
-        raise ConfigError(f"{f'{option} {name}'.strip()} is a file; give its folder: {path.parent}")
-
-
 def torch_device(name: str | None) -> torch.device:
     """Return the device of this name; None: CUDA if there is one, else the CPU.
 

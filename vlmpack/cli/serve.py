@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from vlmpack.cli import options
-from vlmpack.cli.inputs import quiet_transformers
 from vlmpack.errors import ConfigError, check_extra
-from vlmpack.terminal import progress_lines
+from vlmpack.terminal import progress_lines, quiet_transformers
 
 if TYPE_CHECKING:
     from vlmpack.service.ranks.group import Ranks
@@ -87,8 +86,6 @@ def serve(
     check_extra("serve", "starlette", "uvicorn", "google.protobuf", needed_by="`vlmpack serve`")
     if demo == (model is not None):
         raise ConfigError("vlmpack serve needs a MODEL, or --demo without one")
-    if model is not None:
-        options.refuse_file("MODEL", model)
     # Read when torch is first imported; threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vlmpack.layout.sharing import MIN_SHARED

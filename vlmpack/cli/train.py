@@ -15,9 +15,9 @@ from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.cli.config import print_keys, read_config
-from vlmpack.cli.inputs import print_refused, quiet_transformers
+from vlmpack.cli.inputs import print_refused
 from vlmpack.errors import SkippedWarning, UnpackedWarning, check_extra
-from vlmpack.terminal import format_bytes, print_table, print_text, text_column
+from vlmpack.terminal import format_bytes, print_table, print_text, quiet_transformers, text_column
 
 SHOWN = 1500
 """Number of characters of the sample that are printed."""

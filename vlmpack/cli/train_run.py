@@ -17,9 +17,9 @@ from transformers import IntervalStrategy, TrainingArguments, set_seed
 
 from vlmpack.cli import inputs
 from vlmpack.cli.config import DEFAULTS, OF_DATA, OF_TRAIN, UNUSED, TrainKeys
-from vlmpack.cli.memory import CHECKPOINTING, memory_of_training, total
+from vlmpack.cli.memory import CHECKPOINTING, memory_of_training
+from vlmpack.cli.models import free_bytes, make_model, refused_as
 from vlmpack.cli.options import DataOptions, make_folder
-from vlmpack.cli.weights import free_bytes
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.data.mixed import hold_out
 from vlmpack.errors import ConfigError
@@ -97,7 +97,7 @@ class TrainRun:
         parts, free = self.collator.text_parts(self.train_set[first], first), free_bytes(args.device)
         accumulation, ranks = args.gradient_accumulation_steps, args.world_size
         rows = len(PackedBatchSampler(plan, ranks=ranks, rank=args.process_index, accumulation=accumulation))
-        model = inputs.make_model(self.keys, self.collator.processor, only_shapes=True)
+        model = make_model(self.keys, self.collator.processor, only_shapes=True)
         patches = int(plan.sums(table.by_place(table.patches)).max())
         memory = memory_of_training(model, args, tokens=int(plan.tree_tokens.max()), patches=patches)
         return {
@@ -117,7 +117,7 @@ class TrainRun:
             "accumulation": accumulation,
             "samples_per_update": len(plan.sample_ids) / max(1, len(plan) / (ranks * accumulation)),
             "updates": args.max_steps if args.max_steps > 0 else ceil(rows // accumulation * args.num_train_epochs),
-            "memory": {**{name: part.size for name, part in memory.items()}, "total": total(memory), "free": free},
+            "memory": {**memory, "total": sum(memory.values()), "free": free},
             "sample": [{"text": text, "trained_on": is_target} for text, is_target in parts],
             "ignored": self.ignored(),
             "output_dir": str(self.folder),
@@ -154,8 +154,8 @@ class TrainRun:
         """
         set_seed(self.args.seed)  # for the adapters' initial weights
         processor, merged = self.collator.processor, None
-        model: Any = enable_packing(inputs.make_model(self.keys, processor), parallel=Parallel())
-        with inputs.refused_as("Trainer refuses these keys"):
+        model: Any = enable_packing(make_model(self.keys, processor), parallel=Parallel())
+        with refused_as("Trainer refuses these keys"):
             trainer = PackedTrainer(
                 model, self.args, self.collator, self.train_set, self.eval_set, processing_class=processor,
                 plan=self.plan, eval_plan=self.eval_plan,
@@ -222,7 +222,7 @@ def training_arguments(given: Mapping[str, Any], keys: TrainKeys, *, quiet: bool
         settings[next(name for name in CHECKPOINTING if name in names)] = on_gpu
     settings |= {name: value for name, value in given.items() if name in names}
     settings["output_dir"] = settings["output_dir"] or DEFAULTS["output_dir"]
-    with inputs.refused_as("TrainingArguments refuses these keys"):
+    with refused_as("TrainingArguments refuses these keys"):
         args = TrainingArguments(**settings, remove_unused_columns=False)
     check_arguments(args)
     return args

@@ -1,6 +1,6 @@
-"""Train a model twice with Hugging Face Trainer, padded and packed, and measure both the same way.
+"""Train a model twice, padded and packed, and measure both the same way.
 
-Both trainings have the same samples in the same order, the same seeds, and the same initial weights.
+Both trainings have the same samples in the same order, and the same initial weights.
 """
 
 from __future__ import annotations
@@ -8,27 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from statistics import mean, median
 from typing import Any, final
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
 
 from vlmpack.cli.demo import DemoOptions
-from vlmpack.cli.inputs import open_samples, reading
+from vlmpack.cli.inputs import open_samples
+from vlmpack.cli.models import named_processor, open_model
 from vlmpack.collate.collator import BatchLayout, VLMCollator
 from vlmpack.data.open import OpenDataset
-from vlmpack.data.processor import load_processor
 from vlmpack.families.registry import family_of
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata
+from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.machine import peak_bytes
 from vlmpack.model.enable import disable_packing, enable_packing
 from vlmpack.testing.comparison import GradientCosine, run_alone, run_packed, smallest_cosine
 from vlmpack.testing.models import tiny_model
-from vlmpack.testing.processors import tiny_processor
 from vlmpack.testing.samples import Sample
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
@@ -97,16 +93,15 @@ class Trainings:
     def __init__(self, options: DemoOptions) -> None:
         self._options = options
         self._dtype: torch.dtype = getattr(torch, str(options.dtype))
+        self.processor: Any = named_processor(options.model or "tiny")
         num = options.steps * options.batch_size
         self.samples: OpenDataset = open_samples(options.data, num=num, seed=options.seed, small=options.model is None)
         """As many conversations as a training needs."""
+        size, measure = options.batch_size, VLMCollator(self.processor).measure
+        lengths = [measure(sample).num_tokens for sample in self.samples]
+        self.lengths = tuple(tuple(lengths[at : at + size]) for at in range(0, num, size))
+        """Real tokens of each sample, by step."""
         self.title = f"{options.model or 'a small random model with 4 layers of width 128'}, {options.dtype}"
-
-    @cached_property
-    def processor(self) -> Any:
-        """The model's processor."""
-        with reading("--model", self._options.model or ""):
-            return load_processor(self._options.model) if self._options.model else tiny_processor()
 
     def make_model(self) -> Any:
         """Make the model, with the same initial weights in each call.
@@ -114,103 +109,73 @@ class Trainings:
         Raises:
             ConfigError: it cannot be read. FamilyError: it cannot be packed exactly.
         """
-        name, dtype, seed = self._options.model, self._dtype, self._options.seed
+        name, seed = self._options.model, self._options.seed
         if name is None:
-            model: Any = tiny_model(processor=self.processor, **TINY_SIZES, seed=seed, dtype=dtype, lively=False)
+            sizes: dict[str, Any] = {**TINY_SIZES, "dtype": self._dtype, "lively": False}
+            model: Any = tiny_model(processor=self.processor, seed=seed, **sizes)
         else:
-            with reading("--model", name):
-                model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
+            model = open_model(name, self.processor, self._dtype)
         # A cache would only cost the padded run memory; the packed run never uses one.
         family_of(model).text_config(model.config).use_cache = False
         return model.to(self._options.device).train()
 
-    def train(self, layout: BatchLayout, model: nn.Module, *, scratch: str, report: Callable[[int], None]) -> Run:
-        """Train a model in place.
+    def train(self, layout: BatchLayout, model: nn.Module, *, report: Callable[[int], None]) -> Run:
+        """Train a model in place, as HF Trainer does by default.
 
         Args:
             layout: layout of the batches; "packed" also enables packing on the model.
             model: from `make_model`.
-            scratch: a folder for Trainer.
             report: called after each step with the number of steps done.
         """
-        options = self._options
         if layout == "packed":
             enable_packing(model)
-        collate = VLMCollator(self.processor, layout=layout, pixel_dtype=self._dtype)
-        meter = Meter(collate, options.device, keep_metadata=layout == "packed", report=report)
-        hook = model.register_forward_hook(lambda module, args, output: meter.losses.append(output.loss.detach()))
-        arguments = TrainingArguments(
-            scratch, max_steps=options.steps, per_device_train_batch_size=options.batch_size,
-            learning_rate=TINY_RATE if options.model is None else PRETRAINED_RATE, lr_scheduler_type="constant",
-            seed=options.seed, use_cpu=options.device == "cpu", dataloader_pin_memory=options.device != "cpu",
-            dataloader_drop_last=True, remove_unused_columns=False, save_strategy="no", logging_strategy="no",
-            report_to="none", disable_tqdm=True,
-        )  # fmt: skip
-        arguments._n_gpu = min(arguments.n_gpu, 1)  # no DataParallel on several GPUs: it would split batches
-        trainer = Trainer(model, arguments, meter, self.samples, callbacks=[meter])
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-        hook.remove()
-        del trainer  # frees the optimizer's memory
-        steps = len(meter.seconds)
+        collator = VLMCollator(self.processor, layout=layout, pixel_dtype=self._dtype)
+        rate = TINY_RATE if self._options.model is None else PRETRAINED_RATE
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0)
+        physical, seconds, losses = [], [], []
+        for step in range(self._options.steps):
+            batch = self._batch(collator, step)
+            start = self._now()
+            loss = model(**batch).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(self._now() - start)
+            physical.append(batch["input_ids"].numel())
+            losses.append(float(loss))
+            report(step + 1)
+        del optimizer  # frees its memory
+        largest = max(range(len(losses)), key=lambda step: max(self.lengths[step]))  # if padded
         return Run(
             layout=layout,
-            lengths=tuple(metadata.lengths for metadata in meter.metadata[:steps]),
-            physical=tuple(meter.physical[:steps]),
-            seconds=tuple(meter.seconds),
-            losses=tuple(float(loss) for loss in meter.losses),
-            peak_bytes=_peak_of_step(model, meter.largest, options.device),
+            lengths=self.lengths,
+            physical=tuple(physical),
+            seconds=tuple(seconds),
+            losses=tuple(losses),
+            peak_bytes=self._peak_of_step(model, self._batch(collator, largest)),
         )
 
-
-@final
-class Meter(TrainerCallback):
-    """Records the size of every batch, and the time of every step from its batch to the end of its optimizer.
-
-    Args:
-        collator: makes the batches.
-        device: device of the model.
-        keep_metadata: keep the host metadata in the batch; an unmodified model does not accept it.
-        report: called after each step with the number of steps done.
-    """
-
-    def __init__(
-        self, collator: VLMCollator, device: str, *, keep_metadata: bool, report: Callable[[int], None]
-    ) -> None:
-        self.metadata: list[HostMetadata] = []
-        self.physical: list[int] = []
-        self.largest: dict[str, Any] = {}
-        self.seconds: list[float] = []
-        self.losses: list[torch.Tensor] = []
-        self._collator, self._device, self._keep_metadata, self._report = collator, device, keep_metadata, report
-        self._area, self._start = 0, 0.0
-
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Make one batch."""
-        batch = self._collator(features)
-        metadata: HostMetadata = batch[METADATA_KEY]
-        self.metadata.append(metadata)
-        self.physical.append(batch["input_ids"].numel())
-        if not self._keep_metadata:
-            del batch[METADATA_KEY]
-        area = len(metadata.lengths) * max(metadata.lengths)  # if padded
-        if area > self._area:
-            self._area, self.largest = area, batch
-        return batch
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._start = self._now()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Stop the clock."""
-        self.seconds.append(self._now() - self._start)
-        self._report(len(self.seconds))
+    def _batch(self, collator: VLMCollator, step: int) -> dict[str, Any]:
+        """Make the batch of a step, on the device."""
+        size = self._options.batch_size
+        batch = collator([self.samples[at] for at in range(step * size, (step + 1) * size)])
+        if collator.layout == "padded":
+            del batch[METADATA_KEY]  # an unmodified model does not accept it
+        device = self._options.device
+        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
     def _now(self) -> float:
-        if self._device == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._options.device == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter()
+
+    def _peak_of_step(self, model: nn.Module, batch: Mapping[str, Any]) -> int:
+        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
+        held = [*model.parameters(), *tensors]
+        peak = peak_bytes(lambda: model(**batch).loss.backward(), held=held, device=self._options.device)
+        model.zero_grad(set_to_none=True)
+        return peak
 
 
 def packed_against_alone(
@@ -232,12 +197,3 @@ def packed_against_alone(
     ]
     alone = run_alone(disable_packing(model), samples)
     return smallest_cosine(run_packed(model, pack.collate(conversations), samples).gradients, alone.gradients)
-
-
-def _peak_of_step(model: nn.Module, batch: Mapping[str, Any], device: str) -> int:
-    model.zero_grad(set_to_none=True)
-    placed = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    tensors = [value for value in placed.values() if isinstance(value, torch.Tensor)]
-    peak = peak_bytes(lambda: model(**placed).loss.backward(), held=[*model.parameters(), *tensors], device=device)
-    model.zero_grad(set_to_none=True)
-    return peak
