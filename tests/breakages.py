@@ -213,7 +213,7 @@ def images_mixed(family: str, patch: Patch) -> None:
 # ---------------------------------------------------------------------- packing, the head and the loss
 
 
-@replaces(packing, "checked_spans")
+@replaces(packing, "checked_metadata")
 def offsets_ignored(original: Any, batch: PaddedBatch, *, keep_empty: bool) -> Any:
     """Samples of a left-padded batch are cut out of it where those of a right-padded one are."""
     found = original(batch, keep_empty=keep_empty)

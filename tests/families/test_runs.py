@@ -169,19 +169,19 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], str | None]] = {
     "an image too few": (TWO, [6, 6], {"images": [FOUR]}, "sample 1 has a run of 4, but no image is left: "),
     "an image of more tokens": (
         *(TWO, [6, 6], {"images": [EIGHT, FOUR]}),
-        "sample 0 has a run of 4, but its next image makes 8: the image grids make 12 tokens",
+        "sample 0 has a run of 4, but its next image makes 8: the row has 8 image placeholders, but its 2 images make",
     ),
-    "an image too many": (TWO, [6, 6], {"images": [FOUR] * 3}, "the image grids make 12 tokens"),
+    "an image too many": (TWO, [6, 6], {"images": [FOUR] * 3}, "its 3 images make 12 tokens"),
     "placeholders on padding": (
         *(X + X + IMAGE * 4 + X + X, [], {"gaps": GAPS, "images": [FOUR]}),
-        "place 4 of the row is padding, but has image",
+        "padding of the row has 4 image placeholders, the first at place 4",
     ),
     "fewer placeholders": (
         *(X + IMAGE * 4, [6], {"images": [EIGHT]}),
-        "grids make 8 tokens, but the row has another number of image placeholders, 4;",
+        "the row has 4 image placeholders, but its 1 images make 8 tokens;",
     ),
-    "no videos": (X + VIDEO * 4, [6], {}, "the video grids make 0 tokens"),
-    "no placeholders": (X, [2], {"images": [FOUR]}, "the image grids make 4 tokens"),
+    "no videos": (X + VIDEO * 4, [6], {}, "its 0 videos make 0 tokens"),
+    "no placeholders": (X, [2], {"images": [FOUR]}, "its 1 images make 4 tokens"),
 }
 
 

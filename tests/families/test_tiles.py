@@ -54,9 +54,9 @@ def test_images_that_end_where_samples_do_are_found(tokens: tuple[int, ...], run
     ("tokens", "message"),
     [
         ((2, 4), "sample 0 ends in the middle of an image: the row has 6 image placeholders"),
-        ((3, 3, 1), "the row has 6 image placeholders, but its 3 images or tiles make 7"),
+        ((3, 3, 1), "the row has 6 image placeholders, but its 3 images make 7"),
         ((3,), "sample 1 has 3 image placeholders and ends where no image does: the row has 6"),
-        ((), "sample 0 has 3 image placeholders and ends where no image does: .* 0 images or tiles make 0 tokens"),
+        ((), "sample 0 has 3 image placeholders and ends where no image does: .* 0 images make 0 tokens"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(tokens: tuple[int, ...], message: str) -> None:

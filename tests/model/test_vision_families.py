@@ -70,7 +70,7 @@ def row_of(family: str, **changes: Any) -> dict[str, Any]:
 def test_placeholders_without_pixels_are_refused(family: str) -> None:
     batch = row_of(family, vlmpack=None)
     without = {name: value for name, value in batch.items() if name not in FAMILIES[family].media}
-    with pytest.raises(LayoutError, match=r"image placeholders, but its 0 images or tiles make 0 tokens"):
+    with pytest.raises(LayoutError, match=r"image placeholders, but its 0 images make 0 tokens"):
         PackedStep(fresh(family))(without)
 
 

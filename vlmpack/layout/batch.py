@@ -28,6 +28,32 @@ NO_ENTRY = -1
 """All K ids of a token that has no teacher: it is learned by cross-entropy."""
 
 
+Held = TypeVar("Held", bound="OfTensors")
+
+
+class OfTensors:
+    """A value object with tensors in its fields and mappings: they move together, and all else stays on the host."""
+
+    def to(self: Held, device: torch.device | str | int, *, non_blocking: bool = False) -> Held:
+        """Move the tensors to a device; with `non_blocking`, copies from pinned memory are asynchronous."""
+        return self._changed(lambda tensor: copied(tensor, device, non_blocking=non_blocking))
+
+    def pin_memory(self: Held) -> Held:
+        """Copy the tensors to pinned memory, as `DataLoader(pin_memory=True)` asks of every batch."""
+        return self._changed(lambda tensor: tensor.pin_memory())
+
+    def _changed(self: Held, change: Callable[[torch.Tensor], torch.Tensor]) -> Held:
+        def changed(part: Any) -> Any:
+            if isinstance(part, torch.Tensor):
+                return change(part)
+            if isinstance(part, OfTensors):
+                return part._changed(change)
+            return {name: changed(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
+
+        holder: Any = self
+        return replace(holder, **{field.name: changed(self.__dict__[field.name]) for field in fields(holder)})
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class HostMetadata:
@@ -57,9 +83,9 @@ class HostMetadata:
     """The prefix tree of a row in a batch dictionary; None: samples share nothing, or a `PackedRow` holds it."""
 
     @property
-    def spans(self) -> MaskSpans:
-        """Position of each sample's real tokens in the padded batch."""
-        return MaskSpans(lengths=self.lengths, offsets=self.offsets or (0,) * len(self.lengths))
+    def columns(self) -> tuple[int, ...]:
+        """Column of each sample's first real token in the padded batch, B values."""
+        return self.offsets or (0,) * len(self.lengths)
 
     def to(self, *_: Any, **__: Any) -> HostMetadata:
         """Return `self`: metadata stays on the host when a loop calls `.to()` on everything in a batch."""
@@ -68,7 +94,7 @@ class HostMetadata:
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Media:
+class Media(OfTensors):
     """Pixels and grids in sample order, under the names that Hugging Face models use."""
 
     pixel_values: torch.Tensor | None = None
@@ -85,7 +111,13 @@ class Media:
     """Further tensors under the model's own names (`image_sizes`, `input_features`, ...)."""
 
     def __repr__(self) -> str:
-        return f"Media({', '.join(f'{name} {shape_of(value)}' for name, value in self.to_hf().items())})"
+        return f"Media({', '.join(f'{name} {list(value.shape)}' for name, value in self.to_hf().items())})"
+
+    @property
+    def in_words(self) -> str:
+        """The numbers of images, videos and audios as text; "" if there are none."""
+        counted = {"images": self.image_grid_thw, "videos": self.video_grid_thw, "audios": self.audio_mask}
+        return "".join(f", {len(tensor)} {name}" for name, tensor in counted.items() if tensor is not None)
 
     @property
     def seconds_per_grid(self) -> Any:
@@ -97,10 +129,6 @@ class Media:
     def audio_mask(self) -> torch.Tensor | None:
         """[N, F]: 1 on the frames of each audio, 0 on padding; None: there is no audio."""
         return self.tensors.get(_AUDIO_MASK)
-
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Media:
-        """Move to a device; with `non_blocking`, copies from pinned memory are asynchronous."""
-        return moved(self, device, non_blocking=non_blocking)
 
     def to_hf(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not None, by name."""
@@ -127,7 +155,7 @@ SIZES = {"image_sizes": IMAGE, "target_sizes": IMAGE, "target_sizes_videos": VID
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PaddedBatch:
+class PaddedBatch(OfTensors):
     """B samples as rows of one width S."""
 
     input_ids: torch.Tensor
@@ -151,18 +179,13 @@ class PaddedBatch:
     """Metadata on the host; None: lengths are read from the mask, which costs one host-device sync."""
 
     def __repr__(self) -> str:
-        return f"PaddedBatch({shape_of(self.input_ids)}{_tokens(self)}{media_in_words(self.media)})"
-
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PaddedBatch:
-        """Move tensors and media to a device; metadata stays on the host."""
-        return moved(self, device, non_blocking=non_blocking)
-
-    def pin_memory(self) -> PaddedBatch:
-        """Return the same batch in pinned memory, from which `to(device, non_blocking=True)` copies asynchronously.
-
-        `DataLoader(pin_memory=True)` calls this.
-        """
-        return pinned(self)
+        lengths = None if self.metadata is None else self.metadata.lengths
+        if lengths is None and on_host(self.attention_mask):
+            lengths = self.attention_mask.sum(1).tolist()
+        tokens = ""
+        if lengths is not None:
+            tokens = f", {sum(lengths)} tokens, {sum(lengths) / max(self.input_ids.numel(), 1):.2%} full"
+        return f"PaddedBatch({list(self.input_ids.shape)}{tokens}{self.media.in_words})"
 
     def to_hf(self) -> dict[str, Any]:
         """Return a dictionary for a DataLoader and for `model(**batch)`; `input_ids` comes first.
@@ -247,8 +270,7 @@ def check_weights(weights: Any, labels: Any, name: str) -> None:
     """
     if labels is None:
         raise LayoutError(f"{name} weigh labels, and there are none: give labels too, or leave {name} out")
-    check_is_tensor(weights, name)
-    if weights.shape != labels.shape or not weights.is_floating_point():
+    if check_is_tensor(weights, name).shape != labels.shape or not weights.is_floating_point():
         seen = f"{weights.dtype} {list(weights.shape)}"
         raise LayoutError(f"{name} must be floats {list(labels.shape)}, one for each label, got {seen}")
     require(
@@ -258,74 +280,11 @@ def check_weights(weights: Any, labels: Any, name: str) -> None:
     )
 
 
-# ---------------------------------------------------------------------- devices, and text for repr
-
-Moved = TypeVar("Moved", bound=Any)
-
-
-def moved(value: Moved, device: torch.device | str | int, *, non_blocking: bool) -> Moved:
-    """Move the tensors of a value object to a device, including tensors in its media and mappings."""
-    return _with_tensors(value, lambda tensor: copied(tensor, device, non_blocking=non_blocking))
-
-
-def pinned(value: Moved) -> Moved:
-    """Copy the tensors of a value object to pinned memory, including tensors in its media and mappings."""
-    return _with_tensors(value, lambda tensor: tensor.pin_memory())
-
-
-def _with_tensors(value: Moved, change: Callable[[torch.Tensor], torch.Tensor]) -> Moved:
-    def changed(part: Any) -> Any:
-        if isinstance(part, torch.Tensor):
-            return change(part)
-        if isinstance(part, Media):
-            return _with_tensors(part, change)
-        return {name: changed(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
-
-    return replace(value, **{field.name: changed(value.__dict__[field.name]) for field in fields(value)})
-
-
-def shape_of(value: Any) -> str:
-    """Return the shape of a tensor as text, or the type of anything else (which a batch should not hold)."""
-    return str(list(value.shape)) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-
-
-def media_in_words(media: Media) -> str:
-    """Return the numbers of images, videos and audios as text; "" if there are none."""
-    if not isinstance(media, Media):
-        return f", media {shape_of(media)}"
-    named: dict[str, Any] = {"images": media.image_grid_thw, "videos": media.video_grid_thw, "audios": media.audio_mask}
-    counted = {name: len(x) for name, x in named.items() if isinstance(x, torch.Tensor) and x.ndim}
-    return "".join(f", {count} {name}" for name, count in counted.items())
-
-
-def _tokens(batch: PaddedBatch) -> str:
-    """The number of real tokens as text; "" if it is unknown or could only be read from a device."""
-    ids, mask = batch.input_ids, batch.attention_mask
-    try:
-        if batch.metadata is None and not on_host(mask):
-            return ""
-        real = int((mask != 0).sum()) if batch.metadata is None else sum(batch.metadata.lengths)
-        return f", {real} tokens, {real / max(ids.numel(), 1):.2%} full"
-    except (AttributeError, RuntimeError):  # not tensors, or meta tensors: a repr must not raise
-        return ""
-
-
 # ---------------------------------------------------------------------- the mask
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class MaskSpans:
-    """The unbroken run of real tokens in each row of a mask."""
-
-    lengths: tuple[int, ...]
-    """Number of tokens of the run; 0: an empty row."""
-    offsets: tuple[int, ...]
-    """First column of the run; 0 for a right-padded row."""
-
-
-def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
-    """Read the length and first column of every row from a 2D attention mask [B, S].
+def lengths_from_mask(mask: torch.Tensor) -> HostMetadata:
+    """Read the length and first column of every row from a 2D attention mask [B, S]; an empty row has length 0.
 
     On an accelerator this is the only host-device sync of packing; `HostMetadata` avoids it.
 
@@ -364,103 +323,92 @@ def lengths_from_mask(mask: torch.Tensor) -> MaskSpans:
             f"row {row}: attention_mask has a hole at column {column}, between real tokens; the real tokens of a "
             "sample must be one unbroken run: remove the masked tokens from the sample"
         )
-    return MaskSpans(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
+    return HostMetadata(lengths=tuple(lengths.tolist()), offsets=tuple(offsets.tolist()))
 
 
 # ---------------------------------------------------------------------- checks of a padded batch
 
 
-def checked_spans(batch: PaddedBatch, *, keep_empty: bool) -> MaskSpans:
-    """Check a padded batch and return the position of the real tokens in each row.
+def checked_metadata(batch: PaddedBatch, *, keep_empty: bool) -> HostMetadata:
+    """Check a padded batch, and return its metadata; without any, those that its mask gives.
 
     Raises:
         LayoutError: see `vlmpack.layout.pack`.
     """
     _check_shapes(batch)
-    metadata, reads = batch.metadata, on_host(batch.attention_mask)  # of a mask on a device, to avoid a sync: shapes
-    read = lengths_from_mask(batch.attention_mask) if reads or metadata is None else None
-    if metadata is not None and not _fits(metadata, batch.input_ids.shape, read):
+    known, mask = batch.metadata, batch.attention_mask
+    read = lengths_from_mask(mask) if known is None or on_host(mask) else None  # to read it on a device is a sync
+    if known is not None and not _fits(known, batch.input_ids.shape, read):
         raise LayoutError(
-            f"the host's lengths {list(metadata.lengths)} do not describe this attention_mask of "
-            f"{list(batch.attention_mask.shape)}; was the batch split, concatenated or padded again on its way "
-            "(accelerate: set dispatch_batches=False)?"
+            f"the host's lengths {list(known.lengths)} do not describe this attention_mask of {list(mask.shape)}; was "
+            "the batch split, concatenated or padded again on its way (accelerate: set dispatch_batches=False)?"
         )
-    spans = read if metadata is None else metadata.spans
-    assert spans is not None
-    _check_empty_rows(batch, spans, keep_empty=keep_empty)
-    # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
-    counted = metadata is not None and metadata.num_targets is not None
-    if batch.labels is not None and not counted and sum(spans.lengths) < batch.labels.numel():
-        _check_labels(batch.labels, batch.attention_mask, spans, reads=reads)
+    metadata = known or read
+    assert metadata is not None
+    if 0 in metadata.lengths and not keep_empty:
+        raise LayoutError(
+            f"row {metadata.lengths.index(0)}: attention_mask is all zeros, there is nothing to pack; leave the sample "
+            "out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a segment of length 0"
+        )
+    _check_padding(batch, metadata)
     if batch.loss_weights is not None:
         check_weights(batch.loss_weights, batch.labels, "loss_weights")
-    return spans
+    return metadata
 
 
 def _check_shapes(batch: PaddedBatch) -> None:
-    check_is_tensor(batch.input_ids, "input_ids")
-    check_is_tensor(batch.attention_mask, "attention_mask")
-    if batch.input_ids.ndim != 2:
-        raise LayoutError(f"input_ids must be [batch, width], got {list(batch.input_ids.shape)}")
-    if batch.attention_mask.ndim == 2 and batch.attention_mask.shape != batch.input_ids.shape:
+    shape = check_is_tensor(batch.input_ids, "input_ids").shape
+    if len(shape) != 2:
+        raise LayoutError(f"input_ids must be [batch, width], got {list(shape)}")
+    mask_shape = check_is_tensor(batch.attention_mask, "attention_mask").shape
+    if len(mask_shape) == 2 and mask_shape != shape:
         raise LayoutError(
-            f"attention_mask is {list(batch.attention_mask.shape)} but input_ids is {list(batch.input_ids.shape)}; "
-            "both come from one call of the tokenizer: pad them together"
+            f"attention_mask is {list(mask_shape)} but input_ids is {list(shape)}; both come from one call of the "
+            "tokenizer: pad them together"
         )
     named = {"labels": batch.labels, "mm_token_type_ids": batch.mm_token_type_ids, "position_ids": batch.position_ids}
     for name, tensor in {**named, **batch.extras}.items():
         if tensor is None:
             continue
-        check_is_tensor(tensor, name)
-        whole = name in named and name != "position_ids"  # others may be [k, B, S]
-        if (tensor.shape if whole else tensor.shape[-2:]) != batch.input_ids.shape:
-            raise LayoutError(f"{name} is {list(tensor.shape)} but input_ids is {list(batch.input_ids.shape)}")
+        whole = name in ("labels", "mm_token_type_ids")  # others may be [k, B, S]
+        seen = check_is_tensor(tensor, name).shape
+        if (seen if whole else seen[-2:]) != shape:
+            raise LayoutError(f"{name} is {list(seen)} but input_ids is {list(shape)}")
     for name, tensor in (("input_ids", batch.input_ids), ("labels", batch.labels)):
         if tensor is not None:
             whole_numbers(tensor, name)
 
 
-def _fits(metadata: HostMetadata, shape: Sequence[int], read: MaskSpans | None) -> bool:
+def _fits(known: HostMetadata, shape: Sequence[int], read: HostMetadata | None) -> bool:
     """Return whether metadata describe a batch of this shape, whose mask was `read` (None: it was not)."""
-    (rows, width), spans = shape, metadata.spans
-    agree = len(spans.lengths) == len(spans.offsets) == rows
-    agree = agree and all(at + n <= width for at, n in zip(spans.offsets, spans.lengths, strict=True))
-    media = () if metadata.media is None else metadata.media.media
-    agree = agree and all(m.sample < rows and m.runs[-1][1] <= spans.lengths[m.sample] for m in media if m.runs)
-    return agree and read in (None, spans)
+    rows, width = shape
+    lengths, columns = known.lengths, known.columns
+    media = () if known.media is None else known.media.media
+    return (
+        len(lengths) == len(columns) == rows
+        and all(at + n <= width for at, n in zip(columns, lengths, strict=True))
+        and all(m.sample < rows and m.runs[-1][1] <= lengths[m.sample] for m in media if m.runs)
+        and (read is None or (read.lengths, read.columns) == (lengths, columns))
+    )
 
 
-def _check_empty_rows(batch: PaddedBatch, spans: MaskSpans, *, keep_empty: bool) -> None:
-    empty = [row for row, n in enumerate(spans.lengths) if n == 0]
-    if empty and not keep_empty:
-        raise LayoutError(
-            f"row {empty[0]}: attention_mask is all zeros, there is nothing to pack; "
-            "leave the sample out, or pass keep_empty=True (in StepConfig, for an enabled model) to keep it as a "
-            "segment of length 0"
-        )
-    types, mask = batch.mm_token_type_ids, batch.attention_mask
-    if batch.metadata is None and types is not None and (hidden := ((types != 0) & (mask == 0)).any(1).cpu()).any():
+@outside_graph
+def _check_padding(batch: PaddedBatch, metadata: HostMetadata) -> None:
+    """Refuse labels and media on padding. Packing drops them, but trainers count the labels, and towers the media."""
+    mask, types, labels, known = batch.attention_mask, batch.mm_token_type_ids, batch.labels, batch.metadata
+    if sum(metadata.lengths) == mask.numel():
+        return
+    if known is None and types is not None and (hidden := ((types != 0) & (mask == 0)).any(1).cpu()).any():
         raise LayoutError(
             f"row {int(hidden.int().argmax())}: attention_mask hides tokens of images, videos or audio, but these "
             "would still be used; leave the sample's media out, or unmask its tokens"
         )
-
-
-@outside_graph
-def _check_labels(labels: torch.Tensor, mask: torch.Tensor, spans: MaskSpans, *, reads: bool) -> None:
-    """Refuse labels on padding: packing drops them, but trainers count them and padded models train on them."""
-    fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
-    if not reads:
-        require(~((labels != IGNORE) & (mask == 0)).any(), fault, LayoutError)
-        return
-    padding = [
-        piece
-        for row, offset, n in zip(labels.numpy(), spans.offsets, spans.lengths, strict=True)
-        for piece in (row[:offset], row[offset + n :])
-    ]
-    if (np.concatenate(padding) != IGNORE).any():
-        row = next(at for at, piece in enumerate(padding) if (piece != IGNORE).any()) // 2
-        raise LayoutError(f"row {row}: {fault} (labels.masked_fill(mask == 0, -100))")
+    # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
+    if labels is not None and (known is None or known.num_targets is None):
+        stray = ((labels != IGNORE) & (mask == 0)).any(1)
+        named = f"row {int(stray.int().argmax())}: " if on_host(stray) else ""
+        fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
+        require(~stray.any(), f"{named}{fault} (labels.masked_fill(mask == 0, -100))", LayoutError)
 
 
 def check_is_batch(batch: Mapping[str, Any]) -> None:
@@ -498,13 +446,18 @@ def check_tensor(
         )
 
 
-def check_is_tensor(value: Any, name: str) -> None:
-    """Raise a `LayoutError` for a column that is missing, or is still a list or an array."""
+def check_is_tensor(value: Any, name: str) -> torch.Tensor:
+    """Return a column that is a tensor.
+
+    Raises:
+        LayoutError: it is missing, or is still a list or an array.
+    """
     if not isinstance(value, torch.Tensor):
         raise LayoutError(
             f"{name} must be a tensor [batch, width], got {type(value).__name__}; keep what the tokenizer gives with "
             "return_tensors='pt' (lengths come from its 2D mask alone)"
         )
+    return value
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -521,8 +474,7 @@ def whole_numbers(value: Any, name: str) -> torch.Tensor:
     Raises:
         LayoutError: `value` is not a tensor of signed whole numbers.
     """
-    check_is_tensor(value, name)
-    if value.dtype not in _WHOLE:
+    if check_is_tensor(value, name).dtype not in _WHOLE:
         raise LayoutError(
             f"{name} is {value.dtype}, but must hold whole numbers with a sign (int64): labels are token ids, -100 "
             "where nothing is trained on, not a mask of what is trained on"
@@ -530,10 +482,6 @@ def whole_numbers(value: Any, name: str) -> torch.Tensor:
     return value.long()
 
 
-_CHANGED = (
-    f"{{}} is not what the host metadata ({METADATA_KEY!r}) say of this batch, so media were changed behind "
-    "the collator; reorder samples before it, or leave the metadata out of the batch"
-)
 _COUNTS = (torch.int64, torch.int32)
 """Dtypes of grids in transformers."""
 _AUDIO_MASK = "feature_attention_mask"
@@ -550,39 +498,40 @@ def compare_media(held: MediaTable, media: Media) -> None:
         LayoutError: records and tensors differ, or a tensor is missing.
     """
     tensors, frames = media.to_hf(), [medium.frames for medium in held.audios]
-    needed = {"image_grid_thw": held.grids(IMAGE), "video_grid_thw": held.grids(VIDEO), _AUDIO_MASK: frames}
-    for name, records in needed.items():
+    records = {"image_grid_thw": held.grids(IMAGE), "video_grid_thw": held.grids(VIDEO), _AUDIO_MASK: frames}
+    for name, known in records.items():
         if name in tensors:
             values = _frames(tensors[name]) if name == _AUDIO_MASK else _grids(tensors[name], name)
-            _require_same(values, np.asarray(records, np.int64).reshape(-1, *values.shape[1:]), name)
-        elif records:
+            _require_same(values, np.asarray(known, np.int64).reshape(-1, *values.shape[1:]), name)
+        elif known:
             raise LayoutError(
-                f"the host metadata has {len(records)} media that {name} describes, but the batch has no {name}; give "
+                f"the host metadata has {len(known)} media that {name} describes, but the batch has no {name}; give "
                 "the media of every sample, or leave the metadata out"
             )
     for name, kind in SIZES.items():
         rows = [row for medium in held.of_kind(kind) for row in medium.sizes]
         if rows and name in tensors:
-            expected = np.asarray(rows, np.int64)
-            if not isinstance(tensors[name], torch.Tensor) or tensors[name].shape != expected.shape:
-                raise LayoutError(_CHANGED.format(name))
-            _require_same(tensors[name], expected, name)
+            _require_same(torch.as_tensor(tensors[name]), np.asarray(rows, np.int64), name)
     seconds = [medium.seconds for medium in held.videos if medium.seconds is not None]
     if seconds and media.seconds_per_grid is not None:
         values = _seconds(media.seconds_per_grid)
-        expected = to_device(np.asarray(seconds, np.float32), values.device)
-        is_close = values.shape == expected.shape and torch.isclose(values.float(), expected, rtol=_ROUNDED).all()
-        require(torch.as_tensor(is_close), _CHANGED.format("second_per_grid_ts"), LayoutError)
+        _require_same(values.float(), np.asarray(seconds, np.float32), "second_per_grid_ts", tolerance=_ROUNDED)
 
 
-def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str) -> None:
+def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str, *, tolerance: float = 0) -> None:
     """Compare the rows of a media tensor with those of the host metadata, on the device of the tensor."""
     if len(known) != len(tensor):
         raise LayoutError(
             f"the metadata has {len(known)} media but {name} is {list(tensor.shape)}; was the batch split "
             "or concatenated on its way (accelerate: set dispatch_batches=False)?"
         )
-    require((tensor == to_device(known, tensor.device)).all(), _CHANGED.format(name), LayoutError)
+    expected = to_device(known, tensor.device)
+    is_same = tensor == expected if not tolerance else torch.isclose(tensor, expected, rtol=tolerance)
+    message = (
+        f"{name} is not what the host metadata ({METADATA_KEY!r}) say of this batch, so media were changed behind the "
+        "collator; reorder samples before it, or leave the metadata out of the batch"
+    )
+    require(is_same.all(), message, LayoutError)
 
 
 def host_grids(tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:

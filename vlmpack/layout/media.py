@@ -11,9 +11,9 @@ T row tokens.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import pairwise
 from math import prod
 from typing import final
 
@@ -134,6 +134,10 @@ class MediaTable:
         spans = [np.add(medium.span, segments.stride[medium.sample]) for medium in self.of_kind(kind)]
         return np.asarray(spans, np.int64).reshape(-1, 2)
 
+    def starts(self, segments: Segments) -> list[np.ndarray]:
+        """Return the position in a row of the first placeholder of each image, of each video and of each audio."""
+        return [self.spans(segments, kind)[:, 0] for kind in KINDS]
+
     def in_tree(self, tree: PrefixTree) -> MediaTable:
         """Return only the media that a prefix tree computes, each kind in the order of the tree.
 
@@ -222,27 +226,59 @@ def place(
     for kind in KINDS:
         of_kind = [each for each in expected if each.medium.kind == kind]
         if of_kind or (types_T == kind).any():
-            of_row = _Found(kind, types_T, segments)
-            media += (_place_counted if kind in counted else _place_runs)(of_kind, of_row)
+            media += _placed(of_kind, _Found(kind, types_T, segments), by_number=kind in counted)
     return MediaTable(media=tuple(media))
 
 
-def _placed(medium: Medium, sample: int, runs: Iterable[tuple[int, int]], segments: Segments) -> Medium:
-    """Set sample and runs of a medium; the argument `runs` is counted from the start of the row."""
-    first = segments.stride[sample]
-    return replace(medium, sample=sample, runs=tuple([(start - first, stop - first) for start, stop in runs]))
-
-
-def _place_runs(expected: Sequence[Expected], found: _Found) -> list[Medium]:
-    sizes = np.asarray([tokens for each in expected for tokens in each.tokens], np.int64)
-    medium = np.repeat(np.arange(len(expected)), [len(each.tokens) for each in expected])
-    _check_runs(found, sizes, medium)
-    runs = zip(found.starts.tolist(), found.stops.tolist(), strict=True)
-    samples = found.samples[np.searchsorted(medium, np.arange(len(expected)))].tolist()
+def _placed(expected: Sequence[Expected], found: _Found, *, by_number: bool) -> list[Medium]:
+    """Set samples and runs of media of one kind."""
+    if _PADDING in found.samples:
+        is_padding = found.samples == _PADDING
+        raise LayoutError(
+            f"padding of the row has {found.lengths[is_padding].sum()} {found.name} placeholders, the first at place "
+            f"{found.starts[is_padding][0]}; {_EVERY}"
+        )
+    tokens = np.asarray([sum(each.tokens) for each in expected], np.int64)
+    if by_number:
+        _check_samples(found, tokens)
+    else:
+        sizes = np.asarray([size for each in expected for size in each.tokens], np.int64)
+        _check_runs(found, sizes, np.repeat(np.arange(len(expected)), [len(each.tokens) for each in expected]))
+    # count placeholders from the first one in the row: a piece ends where a run or a medium does
+    run_ends, ends = found.lengths.cumsum(), tokens.cumsum()
+    piece_ends = np.union1d(run_ends, ends)
+    run = run_ends.searchsorted(piece_ends)
+    samples = found.samples[run]
+    stops = found.stops[run] - (run_ends[run] - piece_ends) - np.asarray(found.segments.stride, np.int64)[samples]
+    pieces = list(zip((stops - np.diff(piece_ends, prepend=0)).tolist(), stops.tolist(), strict=True))
+    bounds = pairwise([0, *(1 + piece_ends.searchsorted(ends)).tolist()])
     return [
-        _placed(each.medium, sample, islice(runs, len(each.tokens)), found.segments)
-        for each, sample in zip(expected, samples, strict=True)
+        replace(each.medium, sample=int(samples[first]), runs=tuple(pieces[first:last]))
+        for each, (first, last) in zip(expected, bounds, strict=True)
     ]
+
+
+def _unequal(found: _Found, media: int, tokens: int, seen: str) -> LayoutError:
+    return LayoutError(
+        f"{seen}the row has {found.lengths.sum()} {found.name} placeholders, but its {media} {found.name}s make "
+        f"{tokens} tokens; {_EVERY} (was the batch split on its way? accelerate: set dispatch_batches=False)"
+    )
+
+
+def _check_samples(found: _Found, tokens: np.ndarray) -> None:
+    """Compare the placeholders of each sample with the tokens [N] of media: a sample must end where a medium ends."""
+    name, total = found.name, int(found.lengths.sum())
+    if len(empty := np.flatnonzero(tokens < 1)):
+        raise LayoutError(f"{name} {empty[0]} of the row makes no token; leave it out of its sample")
+    counted = np.bincount(found.samples, found.lengths, len(found.segments.lengths)).astype(int)
+    differs, seen = ~np.isin(counted.cumsum(), np.append(tokens.cumsum(), 0)), ""
+    if differs.any():
+        at = int(differs.argmax())
+        seen = f"sample {at} ends in the middle of an {name}: "
+        if total != tokens.sum():
+            seen = f"sample {at} has {counted[at]} {name} placeholders and ends where no {name} does: "
+    if seen or total != tokens.sum():
+        raise _unequal(found, len(tokens), tokens.sum(), seen)
 
 
 def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
@@ -252,18 +288,10 @@ def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
     first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # first mismatch
     if lengths.sum() != sizes.sum():
         seen = ""
-        if first < len(lengths) and samples[first] != _PADDING:
+        if first < len(lengths):
             makes = f"its next {name} makes {sizes[first]}" if first < len(sizes) else f"no {name} is left"
             seen = f"sample {samples[first]} has a run of {lengths[first]}, but {makes}: "
-        measure = "frames" if name == KINDS[AUDIO] else "grids"
-        raise LayoutError(
-            f"{seen}the {name} {measure} make {sizes.sum()} tokens, but the row has another number of {name} "
-            f"placeholders, {lengths.sum()}; {_EVERY} (was the batch split on its way? accelerate: set "
-            "dispatch_batches=False)"
-        )
-    if _PADDING in samples:
-        at = int(starts[samples.argmin()])
-        raise LayoutError(f"place {at} of the row is padding, but has {name} placeholders; {_EVERY}")
+        raise _unequal(found, len({*medium.tolist()}), sizes.sum(), seen)
     if first < shared:
         stop, follows = found.stops[first], samples[first + 1 : first + 2]
         cut_short = lengths[first] < sizes[first] and stop in starts
@@ -284,42 +312,6 @@ def _split(found: _Found, medium: int, sample: int) -> str:
         f"{name} {medium} of the row is cut in two where sample {sample} starts, at place {start} of the row: move "
         f"that boundary of cu_seqlens_q before the {name}, or behind it"
     )
-
-
-def _place_counted(expected: Sequence[Expected], found: _Found) -> list[Medium]:
-    tokens = np.asarray([sum(each.tokens) for each in expected], np.int64)
-    _check_totals(found, tokens)
-    places = ranges(found.starts, found.lengths)
-    sample_of = np.repeat(found.samples, found.lengths)
-    media: list[Medium] = []
-    for each, stop, count in zip(expected, tokens.cumsum().tolist(), tokens.tolist(), strict=True):
-        own = places[stop - count : stop]
-        breaks = np.flatnonzero(np.diff(own) > 1) + 1
-        starts, stops = own[np.append(0, breaks)], own[np.append(breaks, count) - 1] + 1
-        runs = zip(starts.tolist(), stops.tolist(), strict=True)
-        media.append(_placed(each.medium, int(sample_of[stop - count]), runs, found.segments))
-    return media
-
-
-def _check_totals(found: _Found, tokens: np.ndarray) -> None:
-    """Compare the placeholders of each sample with the tokens [N] of media: a sample must end where a medium ends."""
-    name, total, is_inside = found.name, int(found.lengths.sum()), found.samples != _PADDING
-    counted = np.bincount(found.samples[is_inside], found.lengths[is_inside], len(found.segments.lengths)).astype(int)
-    if total != counted.sum():
-        raise LayoutError(f"padding of the row has {total - counted.sum()} {name} placeholders; {_EVERY}")
-    if len(empty := np.flatnonzero(tokens < 1)):
-        raise LayoutError(f"{name} {empty[0]} of the row makes no token; leave it out of its sample")
-    differs, seen = ~np.isin(counted.cumsum(), np.append(tokens.cumsum(), 0)), ""
-    if differs.any():
-        at = int(differs.argmax())
-        seen = f"sample {at} ends in the middle of an {name}: "
-        if total != tokens.sum():
-            seen = f"sample {at} has {counted[at]} {name} placeholders and ends where no {name} does: "
-    if seen or total != tokens.sum():
-        raise LayoutError(
-            f"{seen}the row has {total} {name} placeholders, but its {len(tokens)} {name}s or tiles make "
-            f"{tokens.sum()} tokens; {_EVERY}"
-        )
 
 
 def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int]:

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError, check_whole_number
 from vlmpack.layout.device import outside_graph
-from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, MediaTable, image_counts
+from vlmpack.layout.media import KINDS, MediaTable, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.layout.row import IGNORE, PackedRow, columns_at
 from vlmpack.layout.segments import Segments, ranges
 from vlmpack.layout.sharing import ReadMedia, check_on_host, indivisible_runs, read_media_of_row, take_media, with_tree
 
@@ -96,7 +96,10 @@ def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = N
     check_on_host(row)
     row, table = read_media_of_row(row, read_media)
     if row.tree is None:
-        row = with_tree(row, _roots(row.segments, table))
+        samples = range(row.segments.num_samples)
+        parents, lengths = (-1,) * len(samples), row.segments.lengths
+        roots = PrefixTree(segments=row.segments, parents=parents, lengths=lengths, leaves=tuple(samples))
+        row = with_tree(row, roots.with_media(table.starts(row.segments)))
     assert row.tree is not None
     tree = _split_nodes(row.tree, indivisible_runs(row, table), capacity)
     cut = CutGroup(group=row, table=table, tree=tree, pieces=tuple(_pieces(tree, capacity)))
@@ -104,14 +107,6 @@ def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = N
         for piece in cut.pieces:
             cut.row(piece)  # raises for images that are counted
     return cut
-
-
-def _roots(segments: Segments, table: MediaTable) -> PrefixTree:
-    samples = range(segments.num_samples)
-    counts = {"images": len(table.images), "videos": len(table.videos), "audios": len(table.audios)}
-    media = {name: tuple(range(count)) for name, count in counts.items()}
-    parents = (-1,) * len(samples)
-    return PrefixTree(segments=segments, parents=parents, lengths=segments.lengths, leaves=tuple(samples), **media)
 
 
 # ---------------------------------------------------------------------- the tree in pieces
@@ -205,49 +200,46 @@ def _row(cut: CutGroup, piece: GroupPiece) -> PackedRow:
     number = {node: first + at for at, node in enumerate(piece.nodes)}
     leaves = [number.get(tree.leaves[sample], first) for sample in piece.samples]  # samples go on behind a kept piece
     parents = [number.get(tree.parents[node], first - 1) for node in piece.nodes]
-    own = [tree.lengths[node] for node in piece.nodes]
     segments = Segments.from_lengths(lengths.tolist())
     index = torch.from_numpy(cut.index(piece))
+    own_table, of_table = _table(table, piece.samples, lengths)
     part = PrefixTree(
         segments=segments,
         parents=(*[-1] * first, *parents),
-        lengths=(*[piece.kept] * first, *own),
+        lengths=(*[piece.kept] * first, *(tree.lengths[node] for node in piece.nodes)),
         leaves=tuple(leaves),
-    )
-    own_table, of_table = _table(table, piece.samples, lengths)
-    part, chosen = _with_media(part, own_table, of_table, row, table, piece.kept)
-    labels, known = row.shift_labels, row.known_metadata
-    if labels is not None:
+    ).with_media(own_table.starts(segments), kept=piece.kept)
+    columns, known = columns_at(row, lambda _: index), row.known_metadata
+    if row.shift_labels is not None:
         at = segments.position_in_segment()
         is_own = (at >= piece.kept - 1) & (at + 1 < torch.from_numpy(lengths)[segments.seq_idx().long()])
-        labels = labels[:, index].where(is_own, IGNORE)
+        columns["shift_labels"] = columns["shift_labels"].where(is_own, IGNORE)
+
+    def of_samples(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[sample] for sample in piece.samples) if values else ()
+
     metadata = replace(
         known,
         lengths=segments.lengths,
         offsets=(),
         media=own_table,
-        prefixes=tuple(min(known.prefixes[i], n) for i, n in zip(piece.samples, lengths.tolist(), strict=True))
-        if known.prefixes
-        else (),
-        num_targets=None if labels is None else int((labels != IGNORE).sum()),
-        sample_ids=tuple(known.sample_ids[i] for i in piece.samples) if known.sample_ids else (),
-        channels=tuple(known.channels[i] for i in piece.samples) if known.channels else (),
+        prefixes=tuple(map(min, of_samples(known.prefixes), lengths.tolist())),
+        num_targets=None if row.shift_labels is None else int((columns["shift_labels"] != IGNORE).sum()),
+        sample_ids=of_samples(known.sample_ids),
+        channels=of_samples(known.channels),
     )
     assert row.tree is not None
     held, computed = table.in_tree(row.tree), own_table.in_tree(part)
     _check_counts(computed, piece)
-    part_row = PackedRow(
-        input_ids=row.input_ids[:, index],
-        segments=segments,
-        shift_labels=labels,
-        shift_weights=None if row.shift_weights is None else row.shift_weights[:, index],
-        position_ids=None if row.position_ids is None else row.position_ids[..., index],
-        mm_token_type_ids=None if row.mm_token_type_ids is None else row.mm_token_type_ids[:, index],
-        media=take_media(held, row.media, chosen, computed, in_tree=True),
-        extras={name: column[..., index] for name, column in row.extras.items()},
-        metadata=metadata,
-    )
-    return with_tree(part_row, part)
+    chosen = {}
+    of_row = row.tree.place().numpy()
+    for kind, starts in zip(KINDS, table.starts(row.segments), strict=True):
+        # each medium of the piece has the same position in the group's tree as one that the group's tensors hold
+        places = of_row[starts]
+        taken = places[np.asarray(of_table[kind], np.int64)[list(part.of_kind(kind))]]
+        chosen[kind] = np.searchsorted(places[list(row.tree.of_kind(kind))], taken).tolist()
+    media = take_media(held, row.media, chosen, computed, in_tree=True)
+    return with_tree(replace(row, **columns, segments=segments, media=media, metadata=metadata, tree=None), part)
 
 
 def _check_counts(computed: MediaTable, piece: GroupPiece) -> None:
@@ -276,23 +268,3 @@ def _table(table: MediaTable, samples: Sequence[int], lengths: np.ndarray) -> tu
         media += [replace(of_kind[i], sample=number[of_kind[i].sample]) for i in found]
         of_table[kind] = found
     return replace(table, media=tuple(media)), of_table
-
-
-def _with_media(
-    part: PrefixTree, own: MediaTable, of_table: dict[int, list[int]], row: PackedRow, table: MediaTable, kept: int
-) -> tuple[PrefixTree, dict[int, list[int]]]:
-    """Return (the piece's tree with the media that it computes; for each kind, their indices among the media that the
-    row holds)."""
-    assert row.tree is not None
-    place, of_row = part.place().numpy(), row.tree.place().numpy()
-    source, chosen, computed = part.source().numpy(), {}, {}
-    for kind in KINDS:
-        starts = own.spans(part.segments, kind)[:, 0]
-        numbers = np.flatnonzero((source[place[starts]] == starts) & (place[starts] >= kept))
-        numbers = numbers[np.argsort(place[starts[numbers]])]
-        in_group = of_row[table.spans(row.segments, kind)[:, 0]]
-        places = in_group[np.asarray(of_table[kind], np.int64)[numbers]]
-        chosen[kind] = np.searchsorted(in_group[list(row.tree.of_kind(kind))], places).tolist()
-        computed[kind] = tuple(numbers.tolist())
-    media = {"images": computed[IMAGE], "videos": computed[VIDEO], "audios": computed[AUDIO]}
-    return replace(part, **media), chosen

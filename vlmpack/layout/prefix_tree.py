@@ -20,7 +20,7 @@ T row tokens, t tree tokens, n nodes, B samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, final
 
@@ -90,6 +90,23 @@ class PrefixTree:
     def of_kind(self, kind: int) -> tuple[int, ...]:
         """Return `images`, `videos` or `audios` (`vlmpack.layout.media.KINDS`)."""
         return (self.images, self.videos, self.audios)[kind - 1]
+
+    def with_media(self, starts_of_kinds: Sequence[np.ndarray], *, kept: int = 0) -> PrefixTree:
+        """Return the tree with the media that it computes: those whose first placeholder it takes from the row.
+
+        Args:
+            starts_of_kinds: for images, videos and audios, position in the row of the first placeholder of each.
+            kept: number of the tree's first tokens that do not go through the model again, nor do their media.
+        """
+        place, source = self.place().numpy(), self.source().numpy()
+
+        def computed(starts: np.ndarray) -> tuple[int, ...]:
+            at = place[starts]
+            numbers = np.flatnonzero((source[at] == starts) & (at >= kept))
+            return tuple(numbers[np.argsort(at[numbers])].tolist())
+
+        images, videos, audios = map(computed, starts_of_kinds)
+        return replace(self, images=images, videos=videos, audios=audios)
 
     @cached_property
     def nodes(self) -> Segments:

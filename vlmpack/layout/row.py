@@ -13,7 +13,7 @@ Lengths [3, 5, 2], padded to a multiple of 4, fill 0:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -27,16 +27,13 @@ from vlmpack.layout.batch import (
     TEACHER,
     HostMetadata,
     Media,
+    OfTensors,
     OnlyPacked,
     PaddedBatch,
     check_is_batch,
     check_is_tensor,
     check_weights,
-    checked_spans,
-    media_in_words,
-    moved,
-    pinned,
-    shape_of,
+    checked_metadata,
     whole_numbers,
 )
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
@@ -49,7 +46,7 @@ COLUMNS = ("input_ids", "shift_labels", "shift_weights", "position_ids", "mm_tok
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PackedRow:
+class PackedRow(OfTensors):
     """One [1, T] row of packed samples."""
 
     input_ids: torch.Tensor
@@ -105,21 +102,10 @@ class PackedRow:
     def __repr__(self) -> str:
         where = self.segments
         return (
-            f"PackedRow({shape_of(self.input_ids)}, {where.num_samples} samples, {where.num_tokens} tokens, "
-            f"{where.fill:.2%} full{media_in_words(self.media)}"
+            f"PackedRow({list(self.input_ids.shape)}, {where.num_samples} samples, {where.num_tokens} tokens, "
+            f"{where.fill:.2%} full{self.media.in_words}"
             f"{'' if self.tree is None else f', shared in {self.tree.num_tokens} tokens'})"
         )
-
-    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> PackedRow:
-        """Move tensors and media to a device; boundaries and metadata stay on the host."""
-        return moved(self, device, non_blocking=non_blocking)
-
-    def pin_memory(self) -> PackedRow:
-        """Return the same row in pinned memory, from which `to(device, non_blocking=True)` copies asynchronously.
-
-        `DataLoader(pin_memory=True)` calls this. Boundaries stay Python ints.
-        """
-        return pinned(self)
 
     @property
     def moe_padding_mask(self) -> torch.Tensor:
@@ -309,14 +295,14 @@ def pack(
     """
     if not isinstance(batch, PaddedBatch):
         check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
-    spans = checked_spans(batch, keep_empty=keep_empty)
-    segments = Segments.from_lengths(spans.lengths, rule)
+    metadata = checked_metadata(batch, keep_empty=keep_empty)
+    segments = Segments.from_lengths(metadata.lengths, rule)
     if not segments.total:
         raise LayoutError(
-            f"attention_mask is all zeros in all {len(spans.lengths)} rows, and a row of no tokens cannot go through a "
-            "model; leave the batch out, or give every row a fixed width with SlotRule(pad_to=...)"
+            f"attention_mask is all zeros in all {len(metadata.lengths)} rows, and a row of no tokens cannot go "
+            "through a model; leave the batch out, or give every row a fixed width with SlotRule(pad_to=...)"
         )
-    take = _Take(segments, spans.offsets, batch.input_ids)
+    take = _Take(segments, metadata.columns, batch.input_ids)
 
     def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else take(tensor, 0)
@@ -330,7 +316,7 @@ def pack(
         mm_token_type_ids=optional(batch.mm_token_type_ids),
         extras={name: take(tensor, 0) for name, tensor in batch.extras.items()},
         media=batch.media,
-        metadata=batch.metadata or HostMetadata(lengths=spans.lengths, offsets=spans.offsets),
+        metadata=metadata,
     )
 
 
@@ -413,17 +399,25 @@ def without_gaps(row: PackedRow, rule: SlotRule | None = None) -> Compact:
     def index_on(device: torch.device) -> torch.Tensor:
         return row.segments.derived(("without gaps", segments.total), device, lambda: _kept(row, segments))
 
-    def take(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        check_is_tensor(tensor, name)
-        if tensor.shape[-1:] != (row.segments.total,):
-            raise LayoutError(f"{name} is {list(tensor.shape)}, but the row has {row.segments.total} tokens")
-        return tensor.index_select(-1, index_on(tensor.device))
+    kept = replace(row, segments=segments, **columns_at(row, index_on))
+    return Compact(row=kept, given=row, index=index_on(row.input_ids.device))
+
+
+def columns_at(row: PackedRow, index_on: Callable[[torch.device], torch.Tensor]) -> dict[str, Any]:
+    """Return the row's columns, and its `extras`, at some of its tokens; `index_on` gives their positions on a device.
+
+    Raises:
+        LayoutError: a column is no tensor, or not as wide as the row.
+    """
+
+    def take(name: str, column: Any) -> torch.Tensor:
+        if check_is_tensor(column, name).shape[-1:] != (row.segments.total,):
+            raise LayoutError(f"{name} is {list(column.shape)}, but the row has {row.segments.total} tokens")
+        return column.index_select(-1, index_on(column.device))
 
     given = {name: getattr(row, name) for name in COLUMNS}
-    taken = {name: take(name, tensor) for name, tensor in given.items() if tensor is not None}
-    extras = {name: take(name, tensor) for name, tensor in row.extras.items()}
-    kept = replace(row, segments=segments, extras=extras, **taken)
-    return Compact(row=kept, given=row, index=index_on(row.input_ids.device))
+    taken = {name: take(name, column) for name, column in given.items() if column is not None}
+    return {**taken, "extras": {name: take(name, column) for name, column in row.extras.items()}}
 
 
 def _kept(row: PackedRow, segments: Segments) -> np.ndarray:

@@ -115,8 +115,7 @@ def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow
     check_on_host(row)
     row, table = read_media_of_row(row, read_media)
     place, chosen = tree.place().numpy(), {}
-    for kind in KINDS:
-        starts = table.spans(row.segments, kind)[:, 0]
+    for kind, starts in zip(KINDS, table.starts(row.segments), strict=True):
         # each medium of the row has the same position in the tree as a computed one
         chosen[kind] = np.searchsorted(place[starts[list(tree.of_kind(kind))]], place[starts]).tolist()
     media = take_media(table.in_tree(tree), row.media, chosen, table)
@@ -302,8 +301,8 @@ class _TokenNumbers:
     """int64 [T]: position in the row where the indivisible run of each token begins; for other tokens, their own."""
     segments: Segments
     """The row's boundaries."""
-    starts: Sequence[np.ndarray]
-    """One int64 array for images, videos and audios: position in the row of the first placeholder of each medium."""
+    table: MediaTable
+    """All media of the row."""
 
     @classmethod
     def of(cls, row: PackedRow, numbers: Sequence[Sequence[int]]) -> _TokenNumbers:
@@ -325,16 +324,16 @@ class _TokenNumbers:
             values[start:stop] = -1 - contents.setdefault(content, len(contents))
             run_starts[start:stop] = start
 
-        spans = [table.spans(segments, kind) for kind in KINDS]
-        for kind, of_kind, spans_N2 in zip(KINDS, numbers, spans, strict=True):
-            for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans_N2.tolist(), strict=True):
+        for kind, of_kind in zip(KINDS, numbers, strict=True):
+            spans = table.spans(segments, kind).tolist()
+            for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans, strict=True):
                 write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
         for start, stop in _two_way_runs(row, table):
             begin, last = int(run_starts[start]), int(run_starts[stop - 1])
             if begin != last:  # the last run may extend beyond this one
                 end = last + int(np.count_nonzero(run_starts == last))
                 write(begin, end, values[begin:end].tobytes())
-        return cls(values=values, run_starts=run_starts, segments=segments, starts=[s[:, 0] for s in spans])
+        return cls(values=values, run_starts=run_starts, segments=segments, table=table)
 
     @property
     def of_samples(self) -> list[np.ndarray]:
@@ -355,11 +354,14 @@ class _TokenNumbers:
             )
         first = tree.source().numpy()[tree.place().numpy()]  # position in the row that each token is taken from
         self._require(self.values == self.values[first], "is another one there, or stands for other media")
-        whole = (
-            self.run_starts[first] == self.run_starts[first[self.run_starts]]
-        )  # from the same sample as the start of its run
+        # each token of a run is taken from the same sample as the start of the run
+        whole = self.run_starts[first] == self.run_starts[first[self.run_starts]]
         self._require(whole, "is inside an image or video there, or inside tokens that all see each other")
         return self.with_media(tree)
+
+    def with_media(self, tree: PrefixTree) -> PrefixTree:
+        """Return the tree with the media that it computes."""
+        return tree.with_media(self.table.starts(self.segments))
 
     def _require(self, agree: np.ndarray, fault: str) -> None:
         if not agree.all():
@@ -369,18 +371,6 @@ class _TokenNumbers:
                 f"sample {sample}: the tree takes its token {place - self.segments.stride[sample]} from a sample "
                 f"before it, but it {fault}; leave the tree out: share finds it"
             )
-
-    def with_media(self, tree: PrefixTree) -> PrefixTree:
-        """Return the tree with the media that it computes: the ones whose placeholders it takes from the row."""
-        images, videos, audios = (_computed(tree, starts) for starts in self.starts)
-        return replace(tree, images=images, videos=videos, audios=audios)
-
-
-def _computed(tree: PrefixTree, starts: np.ndarray) -> tuple[int, ...]:
-    """Indices of the media that the tree takes from the row, in the order of the tree."""
-    place, source = tree.place().numpy(), tree.source().numpy()
-    computed = np.flatnonzero(source[place[starts]] == starts)
-    return tuple(computed[np.argsort(place[starts[computed]])].tolist())
 
 
 def _bidirectional(table: MediaTable, segments: Segments) -> list[list[int]]:
