@@ -300,7 +300,7 @@ class Needs:
     @property
     def too_large(self) -> np.ndarray:
         """bool [N]: samples that exceed a limit on their own."""
-        return (self.of_samples > self.limits).any(axis=1)
+        return np.any(self.of_samples > self.limits, axis=1)
 
     def refuse_too_large(self) -> None:
         """Raise if any sample is too large for a row.
