@@ -8,7 +8,7 @@ import os
 import pytest
 
 from vlmpack.errors import ConfigError
-from vlmpack.files import atomic_file, unreadable, write_text, writing
+from vlmpack.files import atomic_file, left_behind_in, unreadable, write_text, writing
 
 
 def test_a_file_has_the_permissions_of_any_other(tmp_path):
@@ -19,35 +19,23 @@ def test_a_file_has_the_permissions_of_any_other(tmp_path):
     assert (tmp_path / "atomic.txt").read_text(encoding="utf-8") == "ä"
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(elsewhere, tmp_path):
-    path, folder = tmp_path / "a.txt", tmp_path / "unfinished"
-    folder.mkdir()
+def test_a_block_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(KeyError), atomic_file(path, folder=folder if elsewhere else None) as temporary:
+    with pytest.raises(KeyError), atomic_file(path) as temporary:
         temporary.write_text("half")
         raise KeyError("of the block")
     assert path.read_text() == "old"
-    assert sorted(file.name for file in tmp_path.rglob("*")) == ["a.txt", "unfinished"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_file_gets_its_name_when_all_of_it_is_written(elsewhere, tmp_path):
-    folder = tmp_path / "unfinished"
-    folder.mkdir()
-    path = tmp_path / "a.txt" if elsewhere else tmp_path / "new" / "a.txt"
-    with atomic_file(path, folder=folder if elsewhere else None) as temporary:
+def test_a_file_gets_its_name_when_all_of_it_is_written(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    with atomic_file(path) as temporary:
         temporary.write_text("all of it")
-        assert not path.exists()
-        assert temporary.parent == (folder if elsewhere else path.parent)
-    assert [file.name for file in tmp_path.rglob("*.*")] == ["a.txt"]
+        assert left_behind_in(tmp_path / "new") == [temporary]  # what a process that is killed here would leave
+    assert list(path.parent.iterdir()) == [path]
     assert path.read_text() == "all of it"
-
-
-def test_a_folder_for_unfinished_files_that_is_gone_is_not_made_again(tmp_path):
-    with pytest.raises(ConfigError, match=r"a.txt cannot be written: .*See to the disk"):
-        write_text(tmp_path / "a.txt", "b", folder=tmp_path / "gone")
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -23,23 +23,20 @@ NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 @contextmanager
-def atomic_file(path: Path, *, folder: Path | None = None) -> Iterator[Path]:
-    """Yield a temporary name to write to; at the end of the block, the file is renamed to `path`.
+def atomic_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary name in the same folder to write to; at the end of the block, it is renamed to `path`.
 
-    Args:
-        path: the file; an existing one is replaced.
-        folder: folder of the temporary file, on the same disk; None: the folder of `path`, created if necessary.
+    The folder is created if necessary, and an existing file is replaced.
 
     Raises:
         ConfigError: the disk is full, or the file cannot be written or renamed. Other errors of the block propagate
             unchanged, because they may come from reading. Wrap code that only writes in `writing(path)`.
     """
     # `tempfile` would create a file that other users cannot read
-    temporary = (folder or path.parent) / f".{path.name}.{uuid4().hex}"
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        if folder is None:
-            with writing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with writing(path):
             with temporary.open("rb+") as file:
@@ -54,13 +51,18 @@ def atomic_file(path: Path, *, folder: Path | None = None) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def write_text(path: Path, text: str, *, folder: Path | None = None) -> None:
+def left_behind_in(folder: Path) -> list[Path]:
+    """Find the temporary files of processes that were killed."""
+    return list(folder.glob(f".*.{'[0-9a-f]' * 32}"))
+
+
+def write_text(path: Path, text: str) -> None:
     """Write a UTF-8 text file atomically, see `atomic_file`.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    with atomic_file(path, folder=folder) as temporary, writing(path):
+    with atomic_file(path) as temporary, writing(path):
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -48,7 +48,7 @@ from vlmpack.loading.resumable import check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import divided_up
 from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
-from vlmpack.workers import Executor, Start, in_order
+from vlmpack.workers import Executor, in_order
 
 __all__ = ["LengthCache", "measure_lengths"]
 
@@ -73,7 +73,6 @@ def measure_lengths(
     cache: str | Path | None = None,
     progress: Callable[[int, int | None], None] | None = None,
     min_shared: int | None = None,
-    start: Start | None = None,
 ) -> LengthTable:
     """Measure the length that `collator.collate` will give each sample, in a fraction of the time.
 
@@ -94,7 +93,6 @@ def measure_lengths(
         progress: called now and then with (samples done, total number of samples or None).
         min_shared: find samples that share a prefix of at least this many tokens (`LengthTable.groups`). Images and
             videos are compared by their bytes, so their files are read whole. None: do not look for shared prefixes.
-        start: how processes are started; None: Python's default on this system.
 
     Returns:
         One entry per usable sample, in the order of the data set, independent of the number of workers.
@@ -119,7 +117,7 @@ def measure_lengths(
     if total is None:
         parts = measurer.stream()
     else:
-        parts = in_order(measurer, divided_up(total, PART), workers=workers, executor=executor, start=start)
+        parts = in_order(measurer, divided_up(total, PART), workers=workers, executor=executor)
     samples: list[_Measured] = []
     with closing(parts), closing(parts if entries is None else _saved(parts, entries)) as measured:
         for part in measured:
@@ -354,10 +352,6 @@ class LengthCache:
         with self._connected() as connection:
             query = f"INSERT OR REPLACE INTO {_TABLE} VALUES (?{', ?' * len(Entry._fields)})"
             connection.executemany(query, ((key, *entry) for key, entry in entries.items()))
-
-    def __len__(self) -> int:
-        with self._connected() as connection:
-            return connection.execute(f"SELECT COUNT(*) FROM {_TABLE}").fetchone()[0]
 
     @contextmanager
     def _connected(self) -> Iterator[sqlite3.Connection]:

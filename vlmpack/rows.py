@@ -8,7 +8,7 @@ the last complete file and ends with the same bytes.
     OUT/.work/lock             held by the one process that writes; the system releases it when that process dies
     OUT/.work/lengths.sqlite   cache of lengths, unless another cache file is named
     OUT/.work/manifest.json    manifest without shards; until it exists, settings and samples may change
-    OUT/.work/unfinished/      files being written; the next run removes files that a killed run left behind
+    OUT/.NAME.<32 digits>      a file being written; the next run removes those that a killed run left behind
 
 Each row of a file is one row group, so reading a row touches no byte of another.
 
@@ -32,7 +32,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import lcm
@@ -42,6 +42,7 @@ from typing import Any, SupportsIndex, final
 
 import numpy as np
 from PIL import Image
+from pydantic import TypeAdapter
 from torch.utils.data import Dataset
 
 from vlmpack.collate import digests
@@ -64,11 +65,11 @@ from vlmpack.errors import (
     skipped_are_reported,
 )
 from vlmpack.families.registry import family_of_processor
-from vlmpack.files import atomic_file, unreadable, write_text, writing
+from vlmpack.files import atomic_file, left_behind_in, unreadable, write_text, writing
 from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.segments import SlotRule
 from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
 from vlmpack.loading.resumable import check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
@@ -82,8 +83,8 @@ __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
 FORMAT, VERSION = "vlmpack.rows", 8
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files besides the shards."""
-WORK, UNFINISHED = ".work", "unfinished"
-"""Folders for unfinished work."""
+WORK = ".work"
+"""Folder for unfinished work."""
 SAMPLES = "vlmpack.samples"
 """Metadata key in a shard's footer that holds the digest of its samples."""
 NAMED = 5
@@ -228,11 +229,11 @@ class Manifest:
         """Total size of all shards."""
         return sum(shard.bytes for shard in self.shards)
 
-    def save(self, folder: Path, *, unfinished: Path) -> None:
-        """Write the manifest to `folder`, by way of a temporary file in `unfinished`."""
+    def save(self, folder: Path) -> None:
+        """Write the manifest to `folder`."""
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         content["digest"] = digests.digest_of(content)
-        write_text(folder / NAME, json.dumps(content, indent=2) + "\n", folder=unfinished)
+        write_text(folder / NAME, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Manifest:
@@ -247,14 +248,12 @@ class Manifest:
             raise ConfigError(f"{folder} holds no {NAME}, so it holds no finished rows; {remedy}")
         with _reading(str(path)):
             content = json.loads(path.read_bytes())
-            kind = f"{content['format']} of version {content['version']}"
-            if kind == (own := f"{FORMAT} of version {VERSION}"):
-                if content.pop("digest") != digests.digest_of(content):
-                    raise ValueError("it was changed since it was written: its digest is another one")
-                content |= {"counts": Counts(**content["counts"]), "sizes": FixedSizes(**content["sizes"])}
-                content["shards"] = tuple(Shard(**shard) for shard in content["shards"])
-                return cls(**{field.name: content[field.name] for field in fields(cls)})
-        raise ConfigError(f"{path} is {kind}, and this vlmpack reads {own}; remove the folder and pack again")
+            kind, own = f"{content['format']} of version {content['version']}", f"{FORMAT} of version {VERSION}"
+            if kind != own:
+                raise ConfigError(f"{path} is {kind}, and this vlmpack reads {own}; remove the folder and pack again")
+            if content.pop("digest") != digests.digest_of(content):
+                raise ValueError("it was changed since it was written: its digest is another one")
+            return TypeAdapter(cls).validate_python(content)
 
     def load_plan(self, folder: Path) -> Plan:
         """Read the plan of the rows.
@@ -288,6 +287,8 @@ def _damaged(path: object, what: str) -> ConfigError:
 # ---------------------------------------------------------------------- encode and decode rows
 
 MEDIA = ("images", "videos")
+MEASURED = ("grid", "runs", "seconds", "timestamps")
+"""What is known of a medium's tokens before its pixels are read."""
 COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
 PNG_EFFORT = 3
 """PNG compression level, 0 to 9; higher levels take much longer and save little."""
@@ -318,9 +319,9 @@ def _describe(visual: Visual, media: Mapping[str, dict[Any, int]], collator: VLM
         with open_video(source, limits=collator.file_rules.limits) as file:
             content, about["is_file"] = (file.read(),), True
     numbers = media[f"{kind}s"]
-    about |= {"number": numbers.setdefault(content, len(numbers)), "grid": visual.grid, "runs": visual.runs or None}
-    about |= {"seconds": visual.seconds, "timestamps": visual.timestamps or None}
-    return {name: value for name, value in about.items() if value is not None}
+    about |= {"number": numbers.setdefault(content, len(numbers))}
+    about |= {name: getattr(visual, name) for name in MEASURED}
+    return {name: value for name, value in about.items() if value not in (None, ())}
 
 
 def _encoded(source: Any, collator: VLMCollator) -> bytes:
@@ -364,9 +365,9 @@ def _visual(about: Mapping[str, Any], media: Mapping[str, Sequence[Any] | None],
         content = of_kind[about["number"]]
         content = content[0] if "is_file" in about else content
         source = MediaRef(source=content, options=about["options"], kind=about["kind"], index=index)
-    grid, runs, timestamps = (tuple(about.get(name, ())) for name in ("grid", "runs", "timestamps"))
-    seconds = about.get("seconds")
-    return Visual(grid=grid or None, runs=runs, seconds=seconds, timestamps=timestamps, pixels=None, source=source)
+    known: dict[str, Any] = {name: about[name] for name in MEASURED if name in about}
+    known = {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
+    return Visual(**known, pixels=None, source=source)
 
 
 def _opened(folder: Path, shard: Shard) -> Any:
@@ -383,7 +384,7 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except (FileNotFoundError, PermissionError) as error:
         raise unreadable(name, error) from error
-    except MemoryError:
+    except (ConfigError, MemoryError):
         raise
     except Exception as error:  # on damaged bytes pyarrow raises errors of every kind; OSError: a wrong page checksum
         raise _damaged(name, f"it cannot be read: {error}") from error
@@ -490,7 +491,7 @@ def _locked(out: Path) -> Iterator[Path]:
     with writing(out):
         if not work.is_dir():
             _check_holds_only(out)
-        (work / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        work.mkdir(parents=True, exist_ok=True)
         lock = (work / "lock").open("a")
     with lock:
         try:
@@ -498,7 +499,7 @@ def _locked(out: Path) -> Iterator[Path]:
         except OSError as error:
             fault = f"another process is writing to {out}, or its disk has no locks ({error})"
             raise ConfigError(f"{fault}; wait for it, or choose another folder") from error
-        for left_behind in (work / UNFINISHED).iterdir():
+        for left_behind in left_behind_in(out):
             left_behind.unlink()
         yield work
 
@@ -559,7 +560,7 @@ class _Run:
                 shards[paths[number]] = shard
                 self.progress("write", len(shards), files)
         manifest = replace(manifest, shards=tuple(shards[path] for path in paths))
-        manifest.save(self.out, unfinished=work / UNFINISHED)
+        manifest.save(self.out)
         return manifest
 
     def _in_order(self, work: Callable[[int], Any], parts: int) -> closing:
@@ -579,7 +580,7 @@ class _Run:
         path, size, samples = paths[missing[part]], self.settings.shard_rows, hashlib.sha256()
         rows = range(len(plan))[missing[part] * size :][:size]
         options = {"compression": COMPRESSION, "use_dictionary": False, "write_statistics": False}
-        with atomic_file(path, folder=self.out / WORK / UNFINISHED) as temporary:
+        with atomic_file(path) as temporary:
             with _pyarrow().parquet.ParquetWriter(temporary, columns, write_page_checksum=True, **options) as writer:
                 for row in rows:
                     record = self._record(plan[row].tolist(), measured)
@@ -691,14 +692,14 @@ class _Run:
         plan = _plan_rows(table, self.settings, self.collator.slots, self.dataset)
         left_out = [{**each, "digest": self._digest(each["index"])} for each in _left_out(table, plan, self.dataset)]
         for path, content in ((self.out / LENGTHS, table), (self.out / PLAN, plan)):
-            with atomic_file(path, folder=work / UNFINISHED) as temporary, writing(path):
+            with atomic_file(path) as temporary, writing(path):
                 content.save(temporary)
         lines = "".join(json.dumps(entry) + "\n" for entry in left_out)
-        write_text(self.out / LEFT_OUT, lines, folder=work / UNFINISHED)
+        write_text(self.out / LEFT_OUT, lines)
         reasons = dict(Counter(entry["reason"] for entry in left_out).most_common())
         totals = _totals(table, plan, self.collator.slots.row_multiple)
         manifest = Manifest(**self._description(), **totals, plan=plan.digest, reasons=reasons)
-        manifest.save(work, unfinished=work / UNFINISHED)
+        manifest.save(work)
         return manifest
 
 
@@ -867,12 +868,6 @@ class PackedDataset(Dataset[dict[str, Any]]):
             ConfigError: a file is damaged.
         """
         return tuple(sample for _, sample in self._read(row, without=MEDIA))
-
-    def segments(self, row: SupportsIndex) -> Segments:
-        """Return a row's sample boundaries. Raises the same errors as `measured`."""
-        is_padded = self.slots.row_multiple == 1 or self.tree(row) is None  # a tree has no padding
-        lengths = [sample.num_tokens for sample in self.measured(row)]
-        return Segments.from_lengths(lengths, self.slots if is_padded else SlotRule())
 
     def tree(self, row: SupportsIndex) -> PrefixTree | None:
         """Return a row's prefix tree, without pixels; None: its samples share nothing. Needs no processor.

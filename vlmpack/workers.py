@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from vlmpack.errors import ConfigError, VlmpackError, check_choice, check_extra, check_whole_number
 
 Result = TypeVar("Result")
-Start = Literal["fork", "spawn", "forkserver"]
 Executor = Literal["local", "ray"]
 MOST_BLOCKS = 1000
 """Maximum number of Ray tasks that the parts are divided into."""
@@ -27,7 +26,6 @@ def in_order(
     *,
     workers: int = 0,
     executor: Executor = "local",
-    start: Start | None = None,
 ) -> Generator[Result]:
     """Yield `work(0)`, `work(1)`, ..., `work(parts - 1)` in that order, wherever each of them is computed.
 
@@ -37,7 +35,6 @@ def in_order(
         workers: number of torch DataLoader processes, with one thread each; 0: run everything in this process.
         executor: "ray" computes the parts as Ray Data tasks, on the connected cluster, a cluster that Ray finds, or a
             local one, and ignores `workers`.
-        start: how processes are started; None: Python's default on this system.
 
     Raises:
         ConfigError: the executor is unknown, `workers` is negative, the function cannot be sent to a worker, a worker
@@ -48,19 +45,18 @@ def in_order(
     if executor == "ray":
         yield from _on_ray(work, parts)
     elif workers and parts:
-        yield from _in_processes(work, parts, min(workers, parts), start)
+        yield from _in_processes(work, parts, min(workers, parts))
     else:
         yield from map(work, range(parts))
 
 
-def _in_processes(work: Callable[[int], Any], parts: int, workers: int, start: Start | None) -> Generator[Any]:
+def _in_processes(work: Callable[[int], Any], parts: int, workers: int) -> Generator[Any]:
     loader = DataLoader(
         cast(Dataset, range(parts)),
         batch_size=None,
         collate_fn=cast(Any, work),
         num_workers=workers,
         worker_init_fn=_disable_tokenizer_threads,
-        multiprocessing_context=start,
         generator=torch.Generator(),  # otherwise the loader would draw from the global generator
     )
     try:

@@ -140,6 +140,7 @@ KEYS = [
     ("metadata", {"lang": "en"}),
     ("id", "m-1"),
     ("name", "Ann"),
+    ("image", "a.png"),
 ]
 
 

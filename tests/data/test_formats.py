@@ -307,7 +307,7 @@ class TestColumns:
 
 def test_a_first_row_that_cannot_be_converted_is_the_data_sets_fault(tmp_path: Path) -> None:
     path = written([{"q": "2 + 2?", "a": False}], tmp_path)
-    with pytest.raises(ConfigError, match=r"the first sample of .* cannot be read: its row has no text for response"):
+    with pytest.raises(ConfigError, match=r"the first sample of .* cannot be read: it has no text for response"):
         open_dataset(path, columns={"q": "query", "a": "response"})
 
 

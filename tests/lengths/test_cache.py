@@ -49,7 +49,7 @@ def kill() -> None:
 
 def test_only_what_is_new_is_measured(tmp_path: Path, outlined: list[Any]) -> None:
     first = measure_lengths(SAMPLES[:60], COLLATOR, cache=tmp_path / "lengths")
-    assert len(outlined) == 60 == len(LengthCache(tmp_path / "lengths"))
+    assert len(outlined) == 60
     outlined.clear()
     assert measure_lengths(SAMPLES[:60], COLLATOR, cache=tmp_path / "lengths") == first
     assert outlined == [] and {one.sample_id for one in first.refused} == {None}
@@ -78,7 +78,7 @@ def test_an_image_that_was_replaced_is_measured_again_even_if_its_file_looks_the
 def test_a_sample_without_a_key_is_measured_every_time(tmp_path: Path, outlined: list[Any]) -> None:
     tables = [measure_lengths([{"messages": []}], COLLATOR, cache=tmp_path / "lengths") for _ in range(2)]
     assert tables[0] == tables[1]
-    assert len(outlined) == 2 and len(LengthCache(tmp_path / "lengths")) == 0
+    assert len(outlined) == 2
 
 
 # ---------------------------------------------------------------------- accidents
@@ -94,7 +94,6 @@ def test_a_run_that_is_killed_loses_little_and_breaks_nothing(
     process = in_a_fork(lambda: measure_lengths(SAMPLES, COLLATOR, cache=cache, progress=lambda done, total: kill()))
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(LengthCache(cache)) == lengths.PART
     table = measure_lengths(SAMPLES, COLLATOR, cache=cache)
     assert len(outlined) == len(SAMPLES) - lengths.PART
     assert table == measure_lengths(SAMPLES, COLLATOR)

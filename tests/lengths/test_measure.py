@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -153,12 +154,21 @@ def test_where_no_row_has_known_columns_the_first_that_could_be_read_is_named(tm
 # ---------------------------------------------------------------------- worker processes
 
 
+@pytest.fixture
+def spawning() -> Iterator[None]:
+    """Start workers with nothing of this process, as on macOS."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
 @pytest.mark.dist
 def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
     before, tokenizers = torch.random.get_rng_state(), os.environ.get("TOKENIZERS_PARALLELISM")
     told: list[int] = []
     table = measure_lengths(
-        Stored(tuple(SAMPLES)), collator_of(), workers=2, start="fork", progress=lambda done, total: told.append(done)
+        Stored(tuple(SAMPLES)), collator_of(), workers=2, progress=lambda done, total: told.append(done)
     )
     assert table == truth
     assert told == [*range(PART, 150, PART), 150]
@@ -171,12 +181,12 @@ def test_workers_give_what_one_process_gives(truth: LengthTable) -> None:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_path: Path) -> None:
+def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_path: Path, spawning: None) -> None:
     samples = SAMPLES[:20]
     collator, keys = collator_of(max_length=500), tmp_path / "keys"
     keys.mkdir()
     dataset = KeyTeller(samples, collator, keys)
-    table = measure_lengths(dataset, collator, workers=1, start="spawn", cache=tmp_path / "lengths.sqlite")
+    table = measure_lengths(dataset, collator, workers=1, cache=tmp_path / "lengths.sqlite")
     assert table == measure_lengths(samples, collator)
     (told,) = keys.iterdir()
     assert told.name != str(os.getpid())
@@ -186,10 +196,10 @@ def test_a_worker_that_shares_nothing_gives_the_same_and_has_the_same_keys(tmp_p
 @pytest.mark.dist
 def test_errors_of_workers_arrive_as_what_they_are() -> None:
     with pytest.raises(ConfigError, match="none of the columns"):
-        measure_lengths([{"text": "?"}] * 100, collator_of(), workers=1, start="fork")
+        measure_lengths([{"text": "?"}] * 100, collator_of(), workers=1)
     with pytest.raises(RuntimeError, match="out of paper"):
-        measure_lengths(Stored((RuntimeError("out of paper"),) * 9), collator_of(), workers=1, start="fork")
-    table = measure_lengths(Stored((UNREADABLE,) * 9), collator_of(), workers=1, start="fork")
+        measure_lengths(Stored((RuntimeError("out of paper"),) * 9), collator_of(), workers=1)
+    table = measure_lengths(Stored((UNREADABLE,) * 9), collator_of(), workers=1)
     assert table.reasons == {"bad_json": 9}
 
 
@@ -197,13 +207,13 @@ def test_errors_of_workers_arrive_as_what_they_are() -> None:
 @pytest.mark.dist
 def test_a_worker_that_dies_is_told() -> None:
     with pytest.raises(ConfigError, match=r"a worker process died .* fewer workers"):
-        measure_lengths(Deadly(), collator_of(), workers=1, start="fork")
+        measure_lengths(Deadly(), collator_of(), workers=1)
 
 
-def test_what_cannot_be_sent_to_a_worker_is_told() -> None:
+def test_what_cannot_be_sent_to_a_worker_is_told(spawning: None) -> None:
     samples = Stored(tuple({**sample, "source": lambda: None} for sample in SAMPLES))
     with pytest.raises(ConfigError, match="cannot be sent to a worker process"):
-        measure_lengths(samples, collator_of(), workers=1, start="spawn")
+        measure_lengths(samples, collator_of(), workers=1)
 
 
 @pytest.mark.dist
@@ -213,7 +223,7 @@ def test_an_interruption_ends_the_workers_and_keeps_what_was_measured(tmp_path: 
 
     cache, others = tmp_path / "lengths.sqlite", set(multiprocessing.active_children())
     with pytest.raises(KeyboardInterrupt):
-        measure_lengths(SAMPLES, collator_of(), workers=2, start="fork", cache=cache, progress=interrupt)
+        measure_lengths(SAMPLES, collator_of(), workers=2, cache=cache, progress=interrupt)
     assert set(multiprocessing.active_children()) <= others
     with patch.object(VLMCollator, "measure", autospec=True, side_effect=VLMCollator.measure) as measured:
         measure_lengths(SAMPLES, collator_of(), cache=cache)

@@ -127,15 +127,12 @@ def test_a_state_with_groups_needs_a_packer_with_groups():
         plain.load_state_dict(packer().state_dict(), {})
 
 
-def test_a_prefix_is_one_and_has_a_key():
+def test_a_prefix_is_one_and_without_a_key_nothing_is_shared():
     stream: StreamPacker[Sample] = StreamPacker(RowSettings(capacity=9), prefix=lambda each: 7)  # pyright: ignore
     with pytest.raises(ConfigError, match="the prefix of sample 0"):
         stream.add(sample(0, "a", 5, 1))
-    keyless: StreamPacker[Sample] = StreamPacker(
-        RowSettings(capacity=9), prefix=lambda each: SharedPrefix(key=None, tokens=5)
-    )
-    with pytest.raises(ConfigError, match="the prefix of sample 0 has the key None"):
-        keyless.add(sample(0, "a", 5, 1))
+    keyless = StreamPacker[Sample](RowSettings(capacity=9), prefix=lambda each: SharedPrefix(key=None, tokens=3))
+    assert keyless.pack([sample(at, "a", 5, 3) for at in range(2)]) == [[sample(at, "a", 5, 3)] for at in range(2)]
 
 
 class OneByOne(IterableDataset[Sample]):

@@ -31,7 +31,7 @@ def data() -> list[dict]:
 
 def finished(folder: Path) -> dict[str, str]:
     """The files that have their final names."""
-    return {name: digest for name, digest in digests(folder).items() if not name.startswith(".work")}
+    return {name: digest for name, digest in digests(folder).items() if not name.startswith(".")}
 
 
 def events(monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> list[str]:

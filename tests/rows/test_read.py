@@ -157,7 +157,6 @@ def test_rows_that_share_prefixes_have_the_tree_that_the_collator_finds_and_no_f
     dataset, outlined = PackedDataset(tmp_path, processor_of()), PackedDataset(tmp_path)
     rows = check_rows(dataset, samples, collator)
     trees = [row.tree for row in rows]
-    assert [row.segments for row in rows] == [outlined.segments(at) for at in range(len(outlined))]
     assert trees == [outlined.tree(at) for at in range(len(outlined))]
     assert sum(tree is not None for tree in trees) >= 4 if capacity == 80 else len(trees[0].images) == 4
     plan = Plan.load(tmp_path / "plan.zip")
@@ -184,7 +183,7 @@ def test_rows_get_one_width_and_one_number_of_boundaries(tmp_path):
     widths, most = [row.segments.total for row in rows], max(len(row.segments.lengths) for row in rows)
     assert len(set(widths)) > 1 and len({len(row.segments.lengths) for row in rows}) > 1  # the guard
     assert all(slot % 4 == 0 for row in rows for slot in row.segments.slots) and not any(w % 8 for w in widths)
-    assert plain.plan.tokens.tolist() == [sum(plain.segments(at).slots) for at in range(len(plain))]
+    assert plain.plan.tokens.tolist() == [sum(row.segments.slots) for row in rows]
     assert (plain.manifest.sizes.longest_row, plain.manifest.sizes.most_segments) == (max(widths), most)
     for at, row in enumerate(rows):
         padded, samples, width = fixed.row(at), len(row.segments.lengths), row.segments.total
@@ -214,7 +213,7 @@ def test_a_row_is_outlined_without_a_processor_or_an_image(kept, dataset):
     for at in range(len(outlined)):
         outline = outlined.measured(at)
         assert [sample.sample_id for sample in outline] == list(dataset.row(at).metadata.sample_ids)
-        assert [sample.num_tokens for sample in outline] == list(outlined.segments(at).lengths)
+        assert [sample.num_tokens for sample in outline] == list(dataset.row(at).segments.lengths)
         assert all(image.pixels is None and image.source is None for sample in outline for image in sample.images)
     for ask in (lambda: outlined[0], lambda: outlined.collate([])):
         with pytest.raises(ConfigError, match="need the processor"):

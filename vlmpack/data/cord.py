@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -55,9 +55,9 @@ def token2json(text: str) -> dict[str, Any] | list[dict[str, Any]]:
 
     Text whose tags do not balance is parsed as in Donut: a tag ends at the first end tag of its name, an opening tag
     without an end tag is ignored, and text between tags is skipped. There are two differences from Donut: values may
-    contain line breaks, and, if the tags balance, a key may occur inside itself.
+    contain line breaks, and a key may occur inside itself.
     """
-    items = _read_items(text, depth=0, closing=_matching_end if _balances(text) else _first_end)
+    items = _read_items(text, depth=0)
     return items if len(items) > 1 else next(iter(items), {"text_sequence": text.strip()})
 
 
@@ -120,20 +120,16 @@ def parse_of(record: Mapping[str, Any], *, index: int = 0) -> dict[str, Any]:
     return parses[0]
 
 
-_End = Callable[[str, "re.Match[str]"], "re.Match[str] | None"]
-"""Finds the end tag of an opening tag in a text."""
-
-
-def _read_items(text: str, depth: int, closing: _End) -> list[dict[str, Any]]:
+def _read_items(text: str, depth: int) -> list[dict[str, Any]]:
     """Parse the dicts of a list joined by `<sep/>`; without a separator, return one dict."""
     items: list[dict[str, Any]] = [{}]
     text = text.strip()
     while opening := re.search(r"<s_(.*?)>", text, re.IGNORECASE):
-        end = closing(text, opening)
+        end = _end_of(text, opening)
         if end is None:
             text = text.replace(opening.group(), "").strip()
             continue
-        value = _read_value(text[opening.end() : end.start()].strip(), depth + 1, closing)
+        value = _read_value(text[opening.end() : end.start()].strip(), depth + 1)
         if value is not None:
             items[-1][opening.group(1)] = value
         text = text[end.end() :].strip()
@@ -143,34 +139,21 @@ def _read_items(text: str, depth: int, closing: _End) -> list[dict[str, Any]]:
     return [item for item in items if item]
 
 
-def _read_value(content: str, depth: int, closing: _End) -> Any:
+def _read_value(content: str, depth: int) -> Any:
     """Parse a leaf's text, a list of texts, a dict or a list of dicts. None: the tags hold nothing."""
     if "<s_" in content and "</s_" in content and depth < DEEPEST:
-        items = _read_items(content, depth, closing)
+        items = _read_items(content, depth)
         return (items if len(items) > 1 else items[0]) if items else None
     leaves = [leaf.strip() for leaf in content.split(SEPARATOR)]
     return leaves if len(leaves) > 1 else leaves[0]
 
 
-def _balances(text: str) -> bool:
-    """Return whether every opening tag has its own end tag, properly nested."""
-    open_keys: list[str] = []
-    for tag in re.finditer(r"<(/?)s_(.*?)>", text):
-        if not tag.group(1):
-            open_keys.append(tag.group(2))
-        elif not open_keys or open_keys.pop() != tag.group(2):
-            return False
-    return not open_keys
-
-
-def _matching_end(text: str, opening: re.Match[str]) -> re.Match[str] | None:
+def _end_of(text: str, opening: re.Match[str]) -> re.Match[str] | None:
+    """Return the end tag that balances an opening tag, or else the first of its name; None: there is none."""
+    tags = list(re.compile(rf"<(/?)s_{re.escape(opening.group(1))}>", re.IGNORECASE).finditer(text, opening.end()))
     level = 1
-    for tag in re.compile(rf"<(/?)s_{re.escape(opening.group(1))}>").finditer(text, opening.end()):
+    for tag in tags:
         level += -1 if tag.group(1) else 1
         if level == 0:
             return tag
-    return None
-
-
-def _first_end(text: str, opening: re.Match[str]) -> re.Match[str] | None:
-    return re.compile(rf"</s_{re.escape(opening.group(1))}>", re.IGNORECASE).search(text, opening.end())
+    return next((tag for tag in tags if tag.group(1)), None)

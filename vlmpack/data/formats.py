@@ -50,7 +50,7 @@ from typing import Any, Literal, TypeGuard
 import numpy as np
 
 from vlmpack.data.cord import to_conversation
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, SampleError
 
 Kind = Literal["image", "video", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "video", "audio")
@@ -107,6 +107,11 @@ def is_empty(value: Any) -> bool:
     return all(map(is_empty, value)) if isinstance(value, list | tuple) else is_absent(value)
 
 
+def bad_row(fault: str) -> SampleError:
+    """Return the refusal of a sample that contradicts itself, or has another form than its format."""
+    return SampleError(fault, "bad_row")
+
+
 def sample_id_of(feature: Any) -> int | str | None:
     """Return the id in a sample's columns (`id` or `sample_id`), or None if it has none."""
     if not isinstance(feature, Mapping):
@@ -129,8 +134,7 @@ def as_messages(row: Mapping[str, Any], *, inline: bool = True) -> dict[str, Any
         inline: read `<img>dog.jpg</img>` in a user's text as an image; False: as text.
 
     Raises:
-        ValueError: the row has a format above and contradicts itself.
-        SampleError: the ground truth of a receipt cannot be read.
+        SampleError: the row has a format above and contradicts itself, or the ground truth of a receipt cannot be read.
     """
     written = dict(row.items())
     for read in (*READERS, *((_inline_media,) if inline else ()), _from_data_path):
@@ -148,11 +152,11 @@ def _pairs(row: dict[str, Any]) -> dict[str, Any]:
         if not _is_list(pairs) or not pairs or not isinstance(pairs[0], Mapping) or not {*keys} <= pairs[0].keys():
             continue  # the column may mean something else: `texts` may hold notes
         if more := next((other for other in TURNS if other != name and row.get(other) is not None), None):
-            raise ValueError(f"has {name} and {more}, of which only one would be read; keep one")
+            raise bad_row(f"it has {name} and {more}, of which only one would be read; keep one")
         messages = []
         for at, pair in enumerate(pairs):
             if not isinstance(pair, Mapping) or not all(isinstance(pair.get(key), str) for key in keys):
-                raise ValueError(f"has {name}[{at}], which needs a text for {' and '.join(keys)}: {pair!r:.60}")
+                raise bad_row(f"it has {name}[{at}], which needs a text for {' and '.join(keys)}: {pair!r:.60}")
             rest = {key: value for key, value in pair.items() if key not in (*keys, "source")}
             question, answer = ({"role": role, "content": pair[key]} for role, key in zip(_ROLES, keys, strict=True))
             messages += [question, {**rest, **answer}]
@@ -172,12 +176,12 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
         return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": answer}]}
     question = _text(row[shape[0]], shape[0])
     if choices := next((name for name in ("choices", "options") if row.get(name)), None):
-        raise ValueError(f"has {choices}, which its question does not show; write them, and the answer, as texts")
+        raise bad_row(f"it has {choices}, which its question does not show; write them, and the answer, as texts")
     if more := row.get("input"):
         question = f"{question}\n{_text(more, 'input')}" if question else _text(more, "input")
     history = row.get("history") or []
     if not _is_list(history) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
-        raise ValueError(f"has a history that is no list of [question, answer]: {history!r:.60}")
+        raise bad_row(f"it has a history that is no list of [question, answer]: {history!r:.60}")
     return {**rest, "messages": _turns_of([*map(tuple, history), (question, answer)])}
 
 
@@ -207,7 +211,7 @@ def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"has no text for {name}, but {value!r:.60}; write a text, or leave the sample out")
+        raise bad_row(f"it has no text for {name}, but {value!r:.60}; write a text, or leave the sample out")
     return value
 
 
@@ -237,42 +241,49 @@ def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(images, Mapping) or not images or not all(_NUMBERED.fullmatch(str(name)) for name in images):
         return row
     images = {name: image for name, image in images.items() if image is not None}  # Arrow adds the keys of all rows
-    column = next((name for name in TURNS if _is_list(row.get(name))), None)
-    turns, unused = [], set(images)
-    for turn in row[column] if column else ():
-        text = turn.get("content") if isinstance(turn, Mapping) else None
-        if isinstance(text, str) and turn.get("role") not in _ANSWERING:
-            pieces = [piece for piece in re.split(r"(<image(?:_\d+)?>)", text) if piece]
-            unused -= set(pieces)
-            parts = [_medium("image", images[p]) if p in images else {"type": "text", "text": p} for p in pieces]
-            turn = {**turn, "content": parts if images.keys() & set(pieces) else text}
-        turns.append(turn)
-    if unused:
-        raise ValueError(f"has images {', '.join(sorted(unused))}, which no user's text places; write the marker there")
-    return {**{name: value for name, value in row.items() if name != "image"}, **({column: turns} if column else {})}
+    placed = set[str]()
+
+    def medium(match: re.Match[str]) -> dict[str, Any] | None:
+        placed.add(match[0])
+        return _medium("image", images[match[0]]) if match[0] in images else None
+
+    row = _with_media_of_texts({name: value for name, value in row.items() if name != "image"}, _NUMBERED, medium)
+    if unused := sorted(images.keys() - placed):
+        raise bad_row(f"it has images {', '.join(unused)}, which no user's text places; write the marker there")
+    return row
 
 
 def _inline_media(row: dict[str, Any]) -> dict[str, Any]:
     """Convert ms-swift's inline media: paths inside users' texts, `<img>dog.jpg</img>`."""
-    return _with_turns(row, _holds_media, _split)
+
+    def medium(match: re.Match[str]) -> dict[str, Any]:
+        return _medium(match["tag"].lower().replace("img", "image"), match["source"])
+
+    return _with_media_of_texts(row, _INLINE, medium)
 
 
-def _holds_media(turn: Any) -> bool:
-    text = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
-    if not isinstance(text, str) or "</" not in text or turn.get("role", turn.get("from")) in _ANSWERING:
-        return False
-    return _INLINE.search(text) is not None
+def _with_media_of_texts(
+    row: dict[str, Any], pattern: re.Pattern[str], medium: Callable[[re.Match[str]], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """Split texts that are not the assistant's at what `medium` makes a part of; where it returns None, nothing."""
 
+    def holds_media(turn: Any) -> bool:
+        text = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
+        if not isinstance(text, str) or "<" not in text or turn.get("role", turn.get("from")) in _ANSWERING:
+            return False
+        return pattern.search(text) is not None
 
-def _split(turn: Any) -> list[Any]:
-    message, at, parts = _renamed(turn), 0, list[dict[str, Any]]()
-    text = message["content"]
-    for match in _INLINE.finditer(text):
-        before = [{"type": "text", "text": text[at : match.start()]}] if at < match.start() else []
-        parts += [*before, _medium(match["tag"].lower().replace("img", "image"), match["source"])]
-        at = match.end()
-    rest = [{"type": "text", "text": text[at:]}] if at < len(text) else []
-    return [{**message, "content": [*parts, *rest]}]
+    def split(turn: Any) -> list[Any]:
+        message, at, parts = _renamed(turn), 0, list[dict[str, Any]]()
+        text = message["content"]
+        for match in pattern.finditer(text):
+            if part := medium(match):
+                before = [{"type": "text", "text": text[at : match.start()]}] if at < match.start() else []
+                parts, at = [*parts, *before, part], match.end()
+        rest = [{"type": "text", "text": text[at:]}] if at < len(text) else []
+        return [{**message, "content": [*parts, *rest] if parts else text}]
+
+    return _with_turns(row, holds_media, split)
 
 
 def _from_data_path(row: dict[str, Any]) -> dict[str, Any]:
@@ -326,9 +337,7 @@ def _turn(turn: Any) -> list[Any]:
     for part in _parts_of(turn):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if (calls and kind not in ("tool_use", "tool_call")) or (said and kind == "tool_result"):
-            raise ValueError(
-                f"has a part of type {kind!r} where its place among its turn's would be lost; reorder them"
-            )
+            raise bad_row(f"it has a part of type {kind!r} where its place among others would be lost; reorder them")
         if kind == "tool_result":
             results.append({"role": "tool", "tool_call_id": part.get("tool_use_id"), **_result(part)})
         elif kind == "tool_use":
@@ -346,7 +355,7 @@ def _turn(turn: Any) -> list[Any]:
     more = {"tool_calls": calls} if calls else {}
     more |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     if clash := next((key for key in more if message.get(key)), None):
-        raise ValueError(f"has {clash} beside the message and in its parts; keep one of them")
+        raise bad_row(f"it has {clash} beside the message and in its parts; keep one of them")
     return [*results, *([{**message, "content": said or "", **more}] if said or more else [])]
 
 
@@ -369,18 +378,9 @@ def _result(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a text or media part."""
-    kind, source, medium = part.get("type"), None, _KINDS.get(str(part.get("type")))
-    held = part.get("input_audio" if kind == "input_audio" else "source")
-    if kind == "input_audio" and isinstance(held, Mapping):
-        medium, source = "audio", f"data:audio/{held.get('format')};base64,{held.get('data')}"
-    elif medium and isinstance(held, Mapping) and held.get("type") == "base64":
-        source = f"data:{held.get('media_type')};base64,{held.get('data')}"
-    elif medium and isinstance(held, Mapping) and held.get("type") == "url":
-        source = held.get("url")
-    elif medium and part.get("base64") is not None:
-        source = f"data:{medium};base64,{part['base64']}"
-    elif medium:
-        source = part.get("value")
+    kind = str(part.get("type"))
+    medium = "audio" if kind == "input_audio" else _KINDS.get(kind)
+    source = _source(part, medium) if medium else None
     read = (*_BOOKKEEPING, *(("input_audio", "source", "base64", "value") if source is not None else ()))
     rest = {key: value for key, value in part.items() if key not in read}
     if medium and source is not None:
@@ -388,6 +388,16 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "text" and rest.get("value") is not None:
         rest["text"] = rest.pop("value")
     return {**rest, "type": "text"} if kind == "output_text" else rest
+
+
+def _source(part: Mapping[str, Any], medium: str) -> Any:
+    """Return the path, URL or data URI of a medium; None: another key of the part holds it, or none."""
+    held = part.get("input_audio", part.get("source"))
+    if not isinstance(held, Mapping):
+        return f"data:{medium};base64,{part['base64']}" if part.get("base64") is not None else part.get("value")
+    if held.get("data") is None:
+        return held.get("url")
+    return f"data:{held.get('media_type') or medium + '/' + str(held.get('format'))};base64,{held['data']}"
 
 
 def _medium(kind: str, source: Any) -> dict[str, Any]:
@@ -492,7 +502,7 @@ class ColumnMap:
         """Return the row with renamed columns, and its turns or pairs as messages.
 
         Raises:
-            ValueError: two columns map to one name, or turns or pairs are malformed.
+            SampleError: two columns map to one name, or turns or pairs are malformed.
         """
         renamed: dict[str, Any] = {}
         if "chosen" in self.names:  # only chosen answers are trained on; rejected ones are left out on purpose
@@ -500,7 +510,7 @@ class ColumnMap:
         for name, value in row.items():
             target = self.names.get(name, name)
             if target in renamed and value is not None and renamed[target] is not None:
-                raise ValueError(f"has two columns that would be read as {target!r}; leave {name!r} out, or rename it")
+                raise bad_row(f"it has two columns that would be read as {target!r}; leave {name!r} out, or rename it")
             if renamed.get(target) is None:
                 renamed[target] = value
         if self.tags is not None and renamed.get("messages") is not None:
@@ -511,10 +521,10 @@ class ColumnMap:
 def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
     """Convert a turn to a message."""
     if not isinstance(turn, Mapping) or not {tags.role, tags.content} <= turn.keys():
-        raise ValueError(f"has a turn without {tags.role!r} and {tags.content!r}: {turn!r:.60}; correct the tags")
+        raise bad_row(f"it has a turn without {tags.role!r} and {tags.content!r}: {turn!r:.60}; correct the tags")
     role = turn[tags.role]
     if tags.roles and role not in tags.roles:
-        raise ValueError(f"has a turn of the role {role!r}, which the tags do not name ({', '.join(tags.roles)})")
+        raise bad_row(f"it has a turn of the role {role!r}, which the tags do not name ({', '.join(tags.roles)})")
     message = {key: value for key, value in turn.items() if key not in (tags.role, tags.content)}
     return {**message, "role": tags.roles.get(role, role), "content": turn[tags.content]}
 
@@ -702,13 +712,13 @@ def read_tools(value: Any) -> list[Any]:
     """Read a `tools` column: a list, or the JSON of a list. A tool in the list may be JSON text too.
 
     Raises:
-        ValueError: the column is neither.
+        SampleError: the column is neither.
     """
     if isinstance(value, str):
         value = _parsed(value, "tools") if value.strip() else []
     value = [value] if isinstance(value, Mapping) else [] if value is None else value
     if not isinstance(value, list | tuple):
-        raise ValueError(f"tools that are no list, and no JSON of one: {type(value).__name__} {value!r:.40}")
+        raise bad_row(f"it has tools that are no list, and no JSON of one: {type(value).__name__} {value!r:.40}")
     return [_parsed(tool, "tools") if isinstance(tool, str) else tool for tool in value]
 
 
@@ -718,7 +728,7 @@ def calls_in(text: str) -> list[dict[str, Any]]:
     The arguments stay JSON text, because nulls count in a text, and not in a mapping (`without_nulls`).
 
     Raises:
-        ValueError: the text is something else.
+        SampleError: the text is something else.
     """
     try:
         calls = json.loads(text)
@@ -727,7 +737,8 @@ def calls_in(text: str) -> list[dict[str, Any]]:
         if not functions:
             raise ValueError("no call")
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"a function call that is no JSON of a name and its arguments: {text!r:.60}") from error
+        fault = f"it has a function call that is no JSON of a name and its arguments: {text!r:.60}"
+        raise bad_row(f"{fault}; a turn of the role assistant may say anything") from error
     return [{"type": "function", "function": function} for function in functions]
 
 
@@ -735,7 +746,7 @@ def with_arguments(calls: Any) -> Any:
     """Parse tool calls whose `arguments` are JSON text (OpenAI's format); some templates would quote them again.
 
     Raises:
-        ValueError: the arguments are not a JSON object.
+        SampleError: the arguments are not a JSON object.
     """
     if isinstance(calls, str):
         calls = _parsed(calls, "tool_calls") if calls.strip() else []
@@ -757,7 +768,7 @@ def _arguments(value: Any) -> Any:
         return value
     arguments = _parsed(value, "arguments of a tool call") if value.strip() else {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"arguments of a tool call that are the JSON of no object: {value!r:.60}")
+        raise bad_row(f"it has arguments of a tool call that are the JSON of no object: {value!r:.60}")
     return arguments
 
 
@@ -765,7 +776,7 @@ def _parsed(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{name} that are no JSON: {text!r:.60} ({error}); write JSON, or an object") from error
+        raise bad_row(f"it has {name} that are no JSON: {text!r:.60} ({error}); write JSON, or an object") from error
 
 
 # ---------------------------------------------------------------------- a sample for each answer

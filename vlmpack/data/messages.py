@@ -42,6 +42,7 @@ from vlmpack.data.formats import (
     TURNS,
     Kind,
     as_messages,
+    bad_row,
     calls_in,
     is_absent,
     is_empty,
@@ -130,10 +131,6 @@ _SOURCE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """Keys of a part that may hold the source of its medium, by kind."""
 _SOURCES = frozenset(key for keys in _SOURCE_KEYS.values() for key in keys)
-_PAYLOADS = {"text": ("text",), **{kind: (kind, f"{kind}s", f"{kind}_url") for kind in KINDS}}
-_PAYLOADS["audio"] += ("input_audio",)
-"""Keys that may hold the content of a part, by kind."""
-_ANY_PAYLOAD = frozenset(key for keys in _PAYLOADS.values() for key in keys)
 
 
 @lru_cache(maxsize=1024)
@@ -248,12 +245,7 @@ def read_conversation(
     if ignored_keys:
         turns = [name for name in (*TURNS, *PAIRS) if name in feature]
         feature = {**feature, **{name: _without(feature[name], ignored_keys) for name in turns}}
-    try:
-        row = as_messages(feature, inline=reads_media)
-    except SampleError:
-        raise
-    except ValueError as error:
-        raise SampleError(f"it {error}", "bad_row") from error
+    row = as_messages(feature, inline=reads_media)
     present, marked = {k: v for k, v in row.items() if v is not None}, marked_kinds(row, markers if has_vision else "")
     conversation = _read(present, row, marked, has_audio=has_audio, reads_media=reads_media)
     said = "\n".join(conversation.questions())
@@ -296,26 +288,22 @@ def _read(
     if is_pair := TURNS[3] in present and TURNS[4] in present:
         forms.append("prompt and completion")
     if len(forms) > 1:
-        raise SampleError(f"it has {' and '.join(forms)}, of which only one would be read; keep one", "bad_row")
+        raise bad_row(f"it has {' and '.join(forms)}, of which only one would be read; keep one")
     if match := next((name for name in _OF_TOKENS if forms and not is_empty(present.get(name))), None):
-        raise SampleError(f"it has {match}, which belongs to input_ids, and {forms[0]}; keep one of them", "bad_row")
+        raise bad_row(f"it has {match}, which belongs to input_ids, and {forms[0]}; keep one of them")
     if match := next((name for name in MEDIA[4:] if not has_audio and not is_empty(present.get(name))), None):
-        raise SampleError(
-            f"it has {match}, which these models do not take; leave the sample or the column out", "bad_row"
-        )
+        raise bad_row(f"it has {match}, which these models do not take; leave the sample or the column out")
     if not forms:
         raise no_columns(feature)
     prompt, completion, turns = present.get("prompt"), present.get("completion"), list[dict[str, Any]]()
     if is_pair and isinstance(prompt, str) != isinstance(completion, str):
-        raise SampleError("prompt and completion must both be strings or both be lists of messages", "bad_row")
+        raise bad_row("prompt and completion must both be strings or both be lists of messages")
     if is_pair and isinstance(prompt, str):
         for column, named in ((BRANCH_COLUMN, "questions"), (ANSWER_COLUMN, "answers")):
             if (number := present.get(column)) is not None:
                 _number(column, number, 0, named)
         if present.get("system"):
-            raise SampleError(
-                f"it has a column system, {short(present['system'])}; write it into the prompt", "bad_row"
-            )
+            raise bad_row(f"it has a column system, {short(present['system'])}; write it into the prompt")
         if reads_media:
             _check_inline_media([prompt])
         return Conversation(plain=(prompt, str(completion)), media=_numbered(partial(_column_media, present)))
@@ -351,13 +339,10 @@ def _numbered(media_of: Callable[[Kind], Iterable[MediaRef]]) -> dict[Kind, tupl
 def _template_options(present: Mapping[str, Any]) -> dict[str, Any]:
     options, tools = without_nulls(present.get("chat_template_kwargs", {})), without_nulls(present.get("tools", []))
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise SampleError(f"chat_template_kwargs must be a mapping of names, got {short(options)}", "bad_row")
-    try:
-        tools = read_tools(tools)
-    except ValueError as error:
-        raise SampleError(f"it has {error}", "bad_row") from error
+        raise bad_row(f"chat_template_kwargs must be a mapping of names, got {short(options)}")
+    tools = read_tools(tools)
     if tools and not is_empty(options.get("tools")):
-        raise SampleError("it has tools in a column and in chat_template_kwargs; keep the column", "bad_row")
+        raise bad_row("it has tools in a column and in chat_template_kwargs; keep the column")
     return {**options, **({"tools": tools} if tools else {})}
 
 
@@ -369,10 +354,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         message["content"] = [{key: part[key] for key in ("type", "text") if key in part} for part in parts]
     written: dict[str, Any] = without_nulls(message)
     if "tool_calls" in written:
-        try:
-            written["tool_calls"] = with_arguments(written["tool_calls"])
-        except ValueError as error:
-            raise SampleError(f"it has {error}", "bad_row") from error
+        written["tool_calls"] = with_arguments(written["tool_calls"])
     return written
 
 
@@ -388,7 +370,8 @@ def short(value: Any) -> str:
     """Describe a value for an error: its type, and the start of a string or the keys of a mapping."""
     if isinstance(value, Mapping):
         return f"{type(value).__name__} with the keys {_keys(value)}"
-    return f"{type(value).__name__} {value[:40]!r}" if isinstance(value, str) else type(value).__name__
+    about = f" {value[:40]!r}" if isinstance(value, str) else _READ_AS_JSON if isinstance(value, Number) else ""
+    return f"{type(value).__name__}{about}"
 
 
 def _keys(message: Mapping[str, Any]) -> str:
@@ -409,7 +392,7 @@ def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool
             hint = ", as pandas and a numpy format give rows; give lists (dataset.with_format(None), value.tolist())"
         else:
             hint = ", of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
-        raise SampleError(f"{column} must be a non-empty list of messages, got {short(value)}{hint}", "bad_row")
+        raise bad_row(f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
     turns = []
     for at, item in enumerate(value):
         where = f"{column}[{at}]"
@@ -419,7 +402,7 @@ def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool
     if unknown := next((role for role in roles if role not in usable), None):
         near = get_close_matches(unknown.lower(), (*ROLES, *ALIASES), n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise SampleError(f"{column} has the unknown role {unknown!r}{hint}; known are {', '.join(usable)}", "bad_row")
+        raise bad_row(f"{column} has the unknown role {unknown!r}{hint}; known are {', '.join(usable)}")
     read: list[dict[str, Any]] = []
     for turn in turns:
         message = {**turn, "role": _canonical(turn["role"])}
@@ -441,12 +424,9 @@ def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -
     """Convert a turn of Qwen's fine-tuning format to a message. Split and strip its text as Qwen's own code does."""
     text, role = turn.get("value"), turn["from"]
     if not isinstance(text, str) or not isinstance(role, str):
-        seen = f"got {short(role)} and {short(text)}{_READ_AS_JSON if isinstance(text, Number) else ''}"
-        raise SampleError(f"{where} must have a from and a value that are texts, {seen}", "bad_row")
+        raise bad_row(f"{where} must have a from and a value that are texts, got {short(role)} and {short(text)}")
     if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
-        raise SampleError(
-            f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them", "bad_row"
-        )
+        raise bad_row(f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
     if marked and _canonical(role) == "user":
         _check_inline_media([text])
     content = text if _canonical(role) == "assistant" else _split_at_markers(text, marked, strip=True)
@@ -458,17 +438,15 @@ def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -
 
 def _turn(message: Any, where: str, kinds: Sequence[str]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        raise SampleError(f"{where} must be a mapping with a role and a content, got {short(message)}", "bad_row")
+        raise bad_row(f"{where} must be a mapping with a role and a content, got {short(message)}")
     content = message.get("content")
     if content is None and all(is_empty(message.get(key)) for key in SPEAKING):
-        raise SampleError(f"{where} ({role}) has no content; it has the keys {_keys(message)}", "bad_row")
+        raise bad_row(f"{where} ({role}) has no content; it has the keys {_keys(message)}")
     content = "" if content is None else [content] if isinstance(content, Mapping) else content
     if isinstance(content, list | tuple):
         content = [_part(part, f"{where}.content[{i}]", kinds, role) for i, part in enumerate(content)]
     elif not isinstance(content, str):
-        hint = _READ_AS_JSON if isinstance(content, Number) else ""
-        raise SampleError(f"{where}.content must be a string or a list of parts, got {short(content)}{hint}", "bad_row")
-    _check_no_payload(message, where, but=())
+        raise bad_row(f"{where}.content must be a string or a list of parts, got {short(content)}")
     rest = {key: value for key, value in message.items() if value is not None and key not in _UNWRITTEN}
     weight = _weight(message, role, where)
     if not is_empty(ranges := message.get(RANGES)):
@@ -492,7 +470,7 @@ def _trained_in(content: Any, ranges: Any, role: str, where: str, weight: float)
             raise TypeError
     except (TypeError, ValueError, KeyError) as error:
         usual = "a list of begin_offset, end_offset (of the last character) and train, beside the text of an answer"
-        raise SampleError(f"{where}.{RANGES} is {ranges!r:.80}; it must be {usual}", "bad_row") from error
+        raise bad_row(f"{where}.{RANGES} is {ranges!r:.80}; it must be {usual}") from error
     edges = [0, *(np.flatnonzero(is_trained[1:] != is_trained[:-1]) + 1).tolist(), len(content)]
     pieces = [(content[start:stop], float(is_trained[start])) for start, stop in pairwise(edges) if start < stop]
     return [{"type": "text", "text": text, "weight": weight * is_on} for text, is_on in pieces]
@@ -502,64 +480,51 @@ def _part(part: Any, where: str, kinds: Sequence[str], role: str) -> dict[str, A
     if isinstance(part, str):
         return {"type": "text", "text": part}
     if not isinstance(part, Mapping):
-        hint = _READ_AS_JSON if isinstance(part, Number) else ""
-        raise SampleError(f"{where} must be a mapping with a type, got {short(part)}{hint}", "bad_row")
+        raise bad_row(f"{where} must be a mapping with a type, got {short(part)}")
     part = {key: value for key, value in part.items() if not is_absent(value)}
     kind = part.get("type") or next((k for k in ("image", "image_url", "video", "audio", "text") if k in part), "")
     if not isinstance(kind, str):
-        raise SampleError(f"{where}.type must be a text, such as 'image', got {short(kind)}", "bad_row")
+        raise bad_row(f"{where}.type must be a text, such as 'image', got {short(kind)}")
     kind = {"image_url": "image", "video_url": "video", "input_image": "image", "input_text": "text"}.get(kind, kind)
     if kind not in kinds:
         usable, hint = f"{', '.join(kinds[:-1])} and {kinds[-1]}", "" if kind else _READ_AS_JSON
-        raise SampleError(f"{where} is of type {kind!r}; only {usable} parts can be used{hint}", "bad_row")
+        raise bad_row(f"{where} is of type {kind!r}; only {usable} parts can be used{hint}")
     if kind == "text" and not isinstance(part.get("text"), str):
-        raise SampleError(f"{where} is a text part without a text, got {short(part)}", "bad_row")
-    _check_no_payload(part, where, but=_PAYLOADS[kind])
-    known = ("text", *FLAGS) if kind == "text" else ("index", "sampling_rate", *_SOURCES, *KNOWN_KEYS)
+        raise bad_row(f"{where} is a text part without a text, got {short(part)}")
+    keys = {} if kind == "text" else _keys_beside(part)
+    known = ("type", "text", *FLAGS) if kind == "text" else ("type", "index", "sampling_rate", *KNOWN_KEYS)
     for key, value in part.items():
-        # a nearly known key beside a medium is refused later, with a suggestion
-        if key not in ("type", *known) and not is_empty(value) and (kind == "text" or not misspelt_key(str(key))):
+        if key not in (*known, *_SOURCE_KEYS.get(kind, ())) and not is_empty(value):
             fault = f"{where} has {key!r} beside its {kind}, which nothing reads; remove it, or choose"
-            raise SampleError(f"{fault} VLMCollator(ignored_keys=({key!r},))", "bad_row")
+            raise bad_row(f"{fault} VLMCollator(ignored_keys=({key!r},))")
     if kind != "text":
-        return {"type": kind, "medium": _medium(part, kind), "keys": _keys_beside(part), "index": part.get("index")}
+        return {"type": kind, "medium": _medium(part, kind), "keys": keys, "index": part.get("index")}
     weight = {"weight": _weight(part, role, where)} if part.keys() & {*FLAGS} else {}
     return {"type": "text", "text": part["text"], **weight}
-
-
-def _check_no_payload(holder: Mapping[str, Any], where: str, *, but: tuple[str, ...]) -> None:
-    """Refuse media or text outside the parts, or a second payload in one part: nothing reads them."""
-    held = ((key, value) for key, value in holder.items() if key in _ANY_PAYLOAD and key not in but)
-    if media := next((key for key, value in held if not is_empty(value)), None):
-        fault = f"{where} holds {media!r}, where no template reads it; give it as a part of the content or as a column"
-        raise SampleError(fault, "bad_row")
 
 
 def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dict[str, Any]]:
     """Add a turn of JSON calls: to the previous assistant turn, as ms-swift does, or as a separate turn."""
     before = turns[-1] if turns else None
     if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
-        raise SampleError(f"it has a function call with a part of type {medium!r}; a call is JSON text", "bad_row")
+        raise bad_row(f"it has a function call with a part of type {medium!r}; a call is JSON text")
+    calls = calls_in(text_of(message))
     is_more = before is not None and (before["role"], before["weight"]) == ("assistant", message["weight"])
-    try:
-        calls = calls_in(text_of(message))
-        if before is not None and is_more and message.keys() == {"role", "content", "weight"}:
-            return [*turns[:-1], {**before, "tool_calls": [*read_tools(before.get("tool_calls")), *calls]}]
-    except ValueError as error:
-        raise SampleError(f"it has {error}; a turn of the role assistant may say anything", "bad_row") from error
+    if is_more and message.keys() == {"role", "content", "weight"}:
+        return [*turns[:-1], {**before, "tool_calls": [*read_tools(before.get("tool_calls")), *calls]}]
     return [*turns, {**message, "content": "", "tool_calls": calls}]
 
 
 def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any]]:
     """Put the text of a column `system` in front of the turns, as LLaMA-Factory does."""
     if not isinstance(system, str):
-        raise SampleError(f"the column system must be a text, got {short(system)}; give it as a message", "bad_row")
+        raise bad_row(f"the column system must be a text, got {short(system)}; give it as a message")
     systems = [text_of(turn).strip() for turn in turns if turn["role"] == "system"]
     if not system.strip() or system.strip() in systems:
         return turns
     if systems:
         seen = f"the column system says {system[:40]!r}, the system message {systems[0][:40]!r}"
-        raise SampleError(f"{seen}; keep one of them", "bad_row")
+        raise bad_row(f"{seen}; keep one of them")
     return [{"role": "system", "content": system}, *turns]
 
 
@@ -572,10 +537,10 @@ def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
         if not isinstance(value, int | float) or not (0 <= value <= _LARGEST if is_factor else value in (0, 1)):
             usual = "a weight is a number from 0 that float32 holds" if is_factor else "a flag is true or false"
             usual = usual if is_answer else "only the assistant's turns have weights"
-            raise SampleError(f"{where}.{name} is {value!r}; {usual}", "bad_row")
+            raise bad_row(f"{where}.{name} is {value!r}; {usual}")
     factors = {float(value) for name, value in flags.items() if name in FACTORS}
     if len(factors) > 1 or len({bool(value) for value in flags.values()}) > 1:
-        raise SampleError(f"{where} has {flags}, which contradict each other", "bad_row")
+        raise bad_row(f"{where} has {flags}, which contradict each other")
     return next(iter(factors), float(all(flags.values()))) if is_answer else 1.0
 
 
@@ -602,7 +567,7 @@ def _number(column: str, turn: Any, count: int, named: str) -> int:
     except TypeError:
         number = -1
     if not 0 <= number < count:
-        raise SampleError(f"its {column} is {turn!r}, but it has {count} {named}, numbered from 0", "bad_row")
+        raise bad_row(f"its {column} is {turn!r}, but it has {count} {named}, numbered from 0")
     return number
 
 
@@ -621,9 +586,7 @@ def _branch_of(turns: list[dict[str, Any]], turn: Any) -> list[dict[str, Any]]:
     pairs, rest = divmod(len(roles) - first, 2)
     if rest or roles[first:] != ["user", "assistant"] * pairs:
         fault = f"it has the column {BRANCH_COLUMN}, but its turns are {', '.join(roles)}"
-        raise SampleError(
-            f"{fault}; questions and answers must alternate, or open with branches='conversation'", "bad_row"
-        )
+        raise bad_row(f"{fault}; questions and answers must alternate, or open with branches='conversation'")
     number = _number(BRANCH_COLUMN, turn, pairs, "questions")
     question, answer = turns[first + 2 * number : first + 2 * number + 2]
     shown = [part for part in _parts_in(turns[first]) if part["type"] != "text"]
@@ -791,14 +754,13 @@ def _medium(item: Any, kind: str) -> MediaRef | None:
 
 def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that set a medium's size or frames."""
-    known = {"type", "index", *_SOURCES}
-    given = {name: value for name, value in item.items() if name not in known and value is not None}
-    options = {name: value for name, value in given.items() if name != "text" or value}  # tables fill texts with ""
+    named = {name: value for name, value in item.items() if name not in ("type", "index", *_SOURCES)}
+    # tables fill texts with ""
+    options = {name: value for name, value in named.items() if value is not None and (name != "text" or value)}
     for name in options:
         if key := misspelt_key(str(name)):
-            raise SampleError(
-                f"the key {name!r} beside an image or video is unknown; did you mean {key!r}?", "vision_key"
-            )
+            fault = f"the key {name!r} beside an image or video is unknown"
+            raise SampleError(f"{fault}; did you mean {key!r}?", "vision_key")
     return options
 
 
@@ -862,7 +824,7 @@ def no_columns(feature: Mapping[str, Any]) -> SampleError:
     If a column exists but is None, the sample is at fault; if no column exists, the setup is.
     """
     if empty := [name for name in _TEXT_COLUMNS if feature.get(name, "") is None]:
-        return SampleError(f"its {' and '.join(empty)} is None; fill it, or leave the sample out", "bad_row")
+        return bad_row(f"its {' and '.join(empty)} is None; fill it, or leave the sample out")
     seen = f"it has none of the columns input_ids, {', '.join(TURNS[:4])} (with completion); it has:"
     names = {str(name): get_close_matches(str(name).lower(), _TEXT_COLUMNS, n=1, cutoff=0.8) for name in feature}
     near = [f"{name!r}: did you mean {hit[0]!r}?" for name, hit in names.items() if hit and name not in _TEXT_COLUMNS]

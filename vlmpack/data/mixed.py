@@ -214,25 +214,15 @@ def _order(weights: np.ndarray, start: int, stop: int) -> tuple[np.ndarray, np.n
         The dataset of each sample, int64 [stop - start], and the number of earlier samples of each dataset, int64 [K].
     """
     shares = weights / weights.sum()
-    time = max(start - len(weights), 0)  # at most `start` samples have appeared by this time
-    before = np.asarray([_come(share, time) for share in shares])
+    # A dataset is never a whole number of samples per dataset behind its share, so all of these come before `start`.
+    before = np.maximum((shares * start).astype(np.int64) - len(weights), 0)
     ahead = stop - int(before.sum())
-    most = np.ceil(shares * ahead).astype(np.int64) + len(weights) + 1
+    most = np.ceil(shares * ahead).astype(np.int64) + 2 * len(weights)
     which = np.repeat(np.arange(len(weights)), most)
     times = np.concatenate([(b + np.arange(m) + 0.5) / s for b, m, s in zip(before, most, shares, strict=True)])
     which = which[np.argsort(times, kind="stable")[:ahead]]
     passed, which = np.split(which, [start - int(before.sum())])
     return which, before + np.bincount(passed, minlength=len(weights))
-
-
-def _come(share: float, time: float) -> int:
-    """Count the samples of a dataset up to a time, with the same floats by which they are sorted."""
-    count = int(time * share + 0.5)
-    while (count + 0.5) / share <= time:
-        count += 1
-    while count and (count - 0.5) / share > time:
-        count -= 1
-    return count
 
 
 def _epoch(sizes: Mapping[str, int], shares: Mapping[str, float], strategy: StoppingStrategy) -> int:

@@ -38,20 +38,9 @@ from vlmpack.data.formats import (
     sample_id_of,
 )
 from vlmpack.data.messages import no_columns
-from vlmpack.data.readers import (
-    JSON_FILES,
-    JsonRows,
-    MapStyle,
-    Source,
-    StoredRows,
-    expand,
-    files_rows,
-    folder_rows,
-    hub_rows,
-)
+from vlmpack.data.readers import JsonRows, MapStyle, Source, StoredRows, find_rows
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LOOKED_AT = 100
 """Number of leading rows in a JSON file to search for a column that is to be renamed."""
 
@@ -99,51 +88,13 @@ def open_dataset(
     root = named.folder if image_root is None else Path(image_root).expanduser().absolute()
     if root is not None and not root.is_dir():
         raise ConfigError(f"image_root={str(image_root)!r} is not a folder; give the root of the images' paths")
-    dataset = replace(find_source(source, split), columns=named)
-    if root is not None:
-        dataset = replace(dataset, folders=(root,) * len(dataset.files))
+    files, folders = zip(*find_rows(source, split), strict=True)
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else f"{len(source)} files"
+    folders = folders if root is None else (root,) * len(files)
+    dataset = OpenDataset(files=files, folders=folders, name=name, columns=named)
     _check_first_rows(dataset)
     first_turns = None if branches == "conversation" else _first_turns(dataset, branches)
     return replace(dataset, branches=branches, first_turns=first_turns, num=num)
-
-
-def find_source(source: Source, split: str) -> OpenDataset:
-    """Find where the rows of a source are stored. The rows themselves are not checked.
-
-    Raises:
-        ConfigError: the source or split does not exist, or cannot be read.
-    """
-    is_name = isinstance(source, str | os.PathLike)
-    is_list = isinstance(source, list | tuple) and all(isinstance(name, str | os.PathLike) for name in source)
-    if not is_name and not is_list:
-        of = f" of {type(source[0]).__name__}" if isinstance(source, list | tuple) else ""
-        raise ConfigError(
-            "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
-            f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, "
-            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are"
-        )
-    names = [os.fspath(name) for name in ([source] if is_name else source)]  # pyright: ignore
-    if split != "train" and all(Path(name).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
-        fault = f"split {split!r} of {', '.join(names[:3])}: a file given by name is one split"
-        raise ConfigError(f"{fault}; leave the split out, or give the folder of the files")
-    name = names[0] if is_name else f"{len(names)} files"
-    try:
-        paths = [Path(each).expanduser().absolute() for pattern in names for each in expand(pattern)]
-        if is_name and paths[0].is_dir():
-            found = folder_rows(paths[0], split)
-        elif is_name and not paths[0].exists() and not paths[0].name.endswith((".parquet", ".tar")):
-            if not isinstance(source, str) or not _HUB_ID.fullmatch(source) or paths[0].suffix in JSON_FILES:
-                fault = (
-                    f"{name!r} is no file or folder here and no hub id such as 'naver-clova-ix/cord-v2'; check the path"
-                )
-                raise ConfigError(fault)
-            found = [(hub_rows(name, split), None)]
-        else:
-            found = files_rows(paths)
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error}; check the permissions") from error
-    rows, folders = zip(*found, strict=True)
-    return OpenDataset(files=rows, folders=folders, name=name)
 
 
 class SampleDataset(Dataset[Any]):
@@ -251,20 +202,14 @@ class OpenDataset(SampleDataset):
             SampleError: the row cannot be read.
         """
         file = bisect_right(self._starts, at) - 1
-        folder, stored, reason, sample_id = self.folders[file], {}, "row_unreadable", None
+        folder, stored = self.folders[file], dict[str, Any]()
         try:
             stored = self.files[file][at - self._starts[file]]
             row = self.columns.apply(stored)
             return row if folder is None else from_folder(row, folder)
         except SampleError as error:
-            cause, message, reason, sample_id = error, error.detail, error.reason, error.sample_id
-        except ValueError as error:
-            cause, message = error, f"its row {error}"
-        except RecursionError as error:  # the JSON parser accepts slightly deeper nesting than Python's recursion limit
-            cause, message = error, f"its images or videos, in {self.name}, are nested too deeply; give a list of paths"
-        own_id = sample_id_of({self.columns.names.get(name, name): value for name, value in stored.items()})
-        sample_id = sample_id if own_id is None else own_id
-        raise SampleError(message, index=at if index is None else index, reason=reason, sample_id=sample_id) from cause
+            own_id = sample_id_of({self.columns.names.get(name, name): value for name, value in stored.items()})
+            raise error.of_sample(at if index is None else index, own_id) from error
 
     def __repr__(self) -> str:
         return f"OpenDataset({len(self)} samples of {self.name})"

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,26 +48,13 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
         ConfigError: a processor was saved without its model and without its class name.
         OSError: nothing is there (transformers' own error).
     """
-    from transformers import AutoTokenizer
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
     of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_beside_model(source)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    if of_class.__name__ in QWEN:
-        processor = without_parts(
-            of_class,
-            absent=("video_processor",),
-            image_processor=Qwen2VLImageProcessorPil.from_pretrained(source),
-            tokenizer=tokenizer,
-            chat_template=_chat_template(of_class.get_processor_dict(source)[0], tokenizer),
-        )
-    else:
-        try:
-            processor = _load_parts(of_class, source, tokenizer)
-        except (ImportError, ValueError) as error:  # transformers raises these, naming what is missing
-            if "torchvision" not in str(error).lower():
-                raise
-            raise FamilyError(f"the processor of {source} needs torchvision, even for images; install it") from error
+    try:
+        processor = _load_parts(of_class, source)
+    except (ImportError, ValueError) as error:  # transformers raises these, naming what is missing
+        if "torchvision" not in str(error).lower():
+            raise
+        raise FamilyError(f"the processor of {source} needs torchvision, even for images; install it") from error
     processor.video_settings = _video_settings(source)
     return processor
 
@@ -80,13 +67,13 @@ def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
     return settings if "video_processor_type" in settings else {}
 
 
-def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -> Any:
-    """Load a processor outside Qwen-VL, with its Pillow image processor and its settings.
+def _load_parts(of_class: Any, source: str | os.PathLike[str]) -> Any:
+    """Load a processor with its Pillow image processor and its settings.
 
-    Loads the video processor if the family has videos and torchvision is installed, or if the processor needs one
-    anyway. Skips an audio part that is not used.
+    Loads the video processor if a family other than Qwen's has videos and torchvision is installed, or if the processor
+    needs one anyway. Skips an audio part that is not used.
     """
-    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoVideoProcessor
+    from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
     from transformers.utils.import_utils import is_torchvision_available
 
     if "Placeholder" in of_class.__name__:  # transformers' substitute for classes whose modules cannot be imported
@@ -97,22 +84,20 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str], tokenizer: Any) -
     kept = {name: value for name, value in settings.items() if name in names and name not in (*parts, "chat_template")}
     if of_class.__name__ in OMNI:
         kept["feature_extractor"] = AutoFeatureExtractor.from_pretrained(source)
-    reads_videos = by_processor()[of_class.__name__].has_videos or of_class.__name__ in FRAMES_AS_TILES
-    if of_class.__name__ in WITH_VIDEO_PART or (reads_videos and is_torchvision_available()):
+    class_name = of_class.__name__
+    has_videos = by_processor()[class_name].has_videos or class_name in FRAMES_AS_TILES
+    reads_videos = has_videos and class_name not in QWEN and is_torchvision_available()
+    if class_name in WITH_VIDEO_PART or reads_videos:
         kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     return without_parts(
         of_class,
         absent=[part for part in parts if part not in ("tokenizer", "image_processor", *kept)],
         image_processor=AutoImageProcessor.from_pretrained(source, backend="pil"),
         tokenizer=tokenizer,
-        chat_template=_chat_template(settings, tokenizer),
+        chat_template=settings.get("chat_template") or tokenizer.chat_template,
         **kept,
     )
-
-
-def _chat_template(settings: Mapping[str, Any], tokenizer: Any) -> Any:
-    """Return the processor's own chat template, from whichever file `AutoProcessor` uses, or else the tokenizer's."""
-    return settings.get("chat_template") or tokenizer.chat_template
 
 
 def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) -> Any:
@@ -125,72 +110,45 @@ def without_parts(processor_class: Any, *, absent: Sequence[str], **parts: Any) 
     if not absent:
         return processor_class(**parts)
     processor = processor_class.__new__(processor_class)
-    processor.check_argument_for_proper_class = _accept
+    processor.check_argument_for_proper_class = lambda *_: None
     processor_class.__init__(processor, **dict.fromkeys(absent), **parts)
     del processor.check_argument_for_proper_class
-    processor.save_pretrained = partial(_save_pretrained, processor)
+    processor.save_pretrained = partial(save_processor, processor)
     return processor
 
 
-def save_processor(processor: Any, folder: str | os.PathLike[str]) -> None:
-    """Write tokenizer, image processor, chat template and settings to a folder that `load_processor` can read.
+def save_processor(processor: Any, folder: str | os.PathLike[str], **settings: Any) -> None:
+    """Save a processor as transformers does, to a folder that `load_processor` can read, whichever parts it has.
 
-    This includes the settings of the video processor. A feature extractor goes into the same file as the image
-    processor, because transformers reads both from there.
+    This includes the settings of a video processor that was not loaded. Without them, another class would load.
+
+    Args:
+        processor: the processor.
+        folder: the folder; it is created if necessary.
+        settings: further arguments of `ProcessorMixin.save_pretrained`, such as `push_to_hub`.
     """
-    processor.image_processor.save_pretrained(folder)
-    if type(processor).__name__ in OMNI:
-        file = Path(folder, IMAGE_PROCESSOR)
-        both = {**processor.feature_extractor.to_dict(), **_read(file)}
-        file.write_text(json.dumps(both, indent=2, sort_keys=True), encoding="utf-8")
-    _save_videos(processor, Path(folder))
-    processor.tokenizer._set_processor_class(type(processor).__name__)  # as in transformers: its file names the class
-    processor.tokenizer.save_pretrained(folder)
-    _save_chat_template(processor.chat_template, Path(folder))
-    if type(processor).__name__ not in QWEN:
-        settings = json.dumps(settings_of(processor), indent=2, sort_keys=True)
-        Path(folder, ALL_PARTS).write_text(settings, encoding="utf-8")
+    from transformers import ProcessorMixin
 
-
-def _save_chat_template(template: str | Mapping[str, str] | None, folder: Path) -> None:
-    """Write a processor's template, or several named ones, to the files where transformers looks for them.
-
-    None: nothing is written here; the tokenizer has already written its own template.
-    """
-    named = template if isinstance(template, Mapping) else {} if template is None else {"default": template}
-    for name, text in named.items():
-        file = folder / ("chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja")
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-
-
-def _save_videos(processor: Any, folder: Path) -> None:
-    """Write the video processor, or only its settings if it was not loaded. Without them, another class would load."""
-    if (part := getattr(processor, "video_processor", None)) is not None:
-        part.save_pretrained(folder)
-    elif settings := getattr(processor, "video_settings", None):
-        file = folder / "video_preprocessor_config.json"
-        file.write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+    plain = _without_ours(processor)
+    parts = [name for name in processor.get_attributes() if getattr(processor, name) is not None]
+    if "video_processor" not in parts:
+        plain.video_processor = getattr(processor, "video_settings", None) or None
+    plain.get_attributes = lambda: parts  # transformers saves every part of this list
+    ProcessorMixin.save_pretrained(plain, os.fspath(folder), **settings)
 
 
 def settings_of(processor: Any) -> dict[str, Any]:
     """Return a processor's settings as in `ProcessorMixin.to_dict`, without those of its parts."""
-    plain = copy.copy(processor)
-    ours = ("save_pretrained", "video_settings")
-    plain.__dict__ = {name: value for name, value in vars(processor).items() if name not in ours}
     parts = processor.get_attributes()
-    return {name: value for name, value in plain.to_dict().items() if name not in parts}
+    return {name: value for name, value in _without_ours(processor).to_dict().items() if name not in parts}
 
 
-def _save_pretrained(processor: Any, save_directory: str | Path, push_to_hub: bool = False, **_: Any) -> None:
-    """Call `save_processor` as transformers calls it: a processor's `push_to_hub` saves with this and then uploads."""
-    if push_to_hub:
-        raise ConfigError("save_pretrained(push_to_hub=True) is not supported here; call push_to_hub of the processor")
-    save_processor(processor, save_directory)
-
-
-def _accept(argument_name: str, argument: Any) -> None:
-    return None
+def _without_ours(processor: Any) -> Any:
+    """Copy a processor without the attributes that are set here."""
+    plain = copy.copy(processor)
+    for name in ("save_pretrained", "video_settings"):
+        plain.__dict__.pop(name, None)
+    return plain
 
 
 def is_saved_alone(source: str | os.PathLike[str]) -> bool:

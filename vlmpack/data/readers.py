@@ -151,30 +151,23 @@ def _array_spans(path: Path) -> np.ndarray:
 
 
 def _item_edges(text: str) -> list[int]:
-    """Return the start and end of each item in characters."""
-    decoder, edges = json.JSONDecoder(), list[int]()
-    white = re.compile(r"[ \t\r\n]*")
-
-    def next_from(at: int) -> int:
-        match = white.match(text, at)
-        return match.end() if match else at
-
-    at, depth = next_from(0), 0
+    """Return the start and end of each item of lists, in characters, also of those in lists inside them (Qwen's)."""
+    decoder, between, edges = json.JSONDecoder(), re.compile(r"[ \t\r\n,]*"), list[int]()
+    at, depth = text.index("["), 0
     while at < len(text):
-        if text.startswith("[", at) and depth < 2:  # Qwen's samples may be in lists inside a list
-            depth, at = depth + 1, next_from(at + 1)
-        elif not depth:
+        if text[at] == "[" and depth < 2:
+            depth, at = depth + 1, at + 1
+        elif text[at] == "]" and depth:
+            depth, at = depth - 1, at + 1
+        elif depth:
+            edges.append(at)
+            _, at = decoder.raw_decode(text, at)
+            edges.append(at)
+        else:
             raise ValueError(f"the array has ended, but there is more at character {at}")
-        if not text.startswith(("[", "]"), at) or (depth == 2 and not text.startswith("]", at)):
-            _, stop = decoder.raw_decode(text, at)
-            edges += [at, stop]
-            at = next_from(stop)
-        while depth and text.startswith("]", at):
-            depth, at = depth - 1, next_from(at + 1)
-        if depth and text.startswith(",", at):
-            at = next_from(at + 1)
-        elif depth and not text.startswith("[", at):
-            raise ValueError(f"a comma or the end of the array is missing at character {at}")
+        at += len(between.match(text, at)[0])  # pyright: ignore[reportOptionalSubscript]
+    if depth:
+        raise ValueError("the end of the array is missing")
     return edges
 
 
@@ -291,7 +284,7 @@ def _saved_rows(folder: Path, split: str) -> StoredRows:
     return StoredRows(table=saved.with_format("arrow"))
 
 
-def hub_rows(source: str, split: str) -> StoredRows:
+def _hub_rows(source: str, split: str) -> StoredRows:
     """Return the rows of a dataset on the hub.
 
     Raises:
@@ -479,6 +472,7 @@ def expand(pattern: str) -> list[str]:
 
 # ---------------------------------------------------------------------- files and folders of tables and shards
 
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 ALIASES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -491,7 +485,41 @@ _SHARD = re.compile(r"(?P<split>\w+(\.\w+)*)-\d{5}-of-\d{5}.*")
 _WORDS = re.compile(r"[-._ 0-9]+")
 
 
-def files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[MapStyle, Path | None]]:
+def find_rows(source: Source, split: str) -> list[tuple[MapStyle, Path | None]]:
+    """Find the rows of a source, each file with the folder where relative paths in it start.
+
+    Raises:
+        ConfigError: the source or split does not exist, or cannot be read.
+    """
+    is_name = isinstance(source, str | os.PathLike)
+    is_list = isinstance(source, list | tuple) and all(isinstance(name, str | os.PathLike) for name in source)
+    if not is_name and not is_list:
+        of = f" of {type(source[0]).__name__}" if isinstance(source, list | tuple) else ""
+        raise ConfigError(
+            "what is opened is a file, a list of files, a folder or a hub id, each by its name; got a "
+            f"{type(source).__name__}{of}. Samples that are in memory, such as a list of dicts or a datasets.Dataset, "
+            "need no opening: give them to VLMCollator, to a DataLoader or to the trainer as they are"
+        )
+    names = [os.fspath(name) for name in ([source] if is_name else source)]  # pyright: ignore
+    if split != "train" and all(Path(name).suffix in (*JSON_FILES, ".parquet", ".tar") for name in names):
+        fault = f"split {split!r} of {', '.join(names[:3])}: a file given by name is one split"
+        raise ConfigError(f"{fault}; leave the split out, or give the folder of the files")
+    name = names[0] if is_name else f"{len(names)} files"
+    try:
+        paths = [Path(each).expanduser().absolute() for pattern in names for each in expand(pattern)]
+        if is_name and paths[0].is_dir():
+            return _folder_rows(paths[0], split)
+        if is_name and not paths[0].exists() and not paths[0].name.endswith((".parquet", ".tar")):
+            if not isinstance(source, str) or not _HUB_ID.fullmatch(source) or paths[0].suffix in JSON_FILES:
+                fault = f"{name!r} is no file or folder here and no hub id such as 'naver-clova-ix/cord-v2'"
+                raise ConfigError(f"{fault}; check the path")
+            return [(_hub_rows(name, split), None)]
+        return _files_rows(paths)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error}; check the permissions") from error
+
+
+def _files_rows(paths: Sequence[Path], folder: Path | None = None) -> list[tuple[MapStyle, Path | None]]:
     """Return the rows of files of one kind, with the folder where relative paths in them start.
 
     That is `folder`, or each file's own folder if it is None. Files that are named one by one are one split, whatever
@@ -523,7 +551,7 @@ def _kind_of(path: Path) -> str:
     return "parquet" if path.suffix in (".parquet", "") else ""
 
 
-def folder_rows(folder: Path, split: str) -> list[tuple[MapStyle, Path | None]]:
+def _folder_rows(folder: Path, split: str) -> list[tuple[MapStyle, Path | None]]:
     """Return the rows of a split in a folder of `save_to_disk`, parquet files, tar shards or JSON files.
 
     Raises:
@@ -542,7 +570,7 @@ def folder_rows(folder: Path, split: str) -> list[tuple[MapStyle, Path | None]]:
     for kind in _KINDS[: 2 if has_tables else 3]:
         if of_kind[kind]:
             chosen = _of_split(of_kind[kind], folder, split, kind)
-            return files_rows(chosen, None if kind == "JSON" else folder)
+            return _files_rows(chosen, None if kind == "JSON" else folder)
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     fault = f"{folder} holds no table for split {split!r} (it holds: {content})"
     raise ConfigError(f"{fault}; expected a dataset saved by datasets, {split}-*.parquet files or tar shards")

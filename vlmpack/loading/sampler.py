@@ -251,15 +251,13 @@ def _group_costs(plan: Plan, costs: np.ndarray | None, group_costs: np.ndarray |
         if group_costs is not None:
             raise ConfigError("group_costs= is for a plan with groups; leave it out, or plan with groups=")
         return None
-    if costs is None and group_costs is None:
-        return plan.groups.tokens.astype(np.float64)
-    if costs is None or group_costs is None:
+    if (costs is None) != (group_costs is None):
         given, missing = ("costs", "group_costs") if group_costs is None else ("group_costs", "costs")
         raise ConfigError(
             f"{given}= was given without {missing}=, and rows of a plan with groups cost what samples cost less what "
             "they share: give CostModel.of_samples(plan.lengths), and of (plan.groups.tokens, plan.groups.patches)"
         )
-    group_costs = np.asarray(group_costs, np.float64)
+    group_costs = np.asarray(plan.groups.tokens if group_costs is None else group_costs, np.float64)
     if len(group_costs) != len(plan.groups):
         raise ConfigError(f"{len(group_costs)} group_costs for {len(plan.groups)} groups; give one per group")
     return group_costs

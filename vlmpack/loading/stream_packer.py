@@ -69,34 +69,23 @@ def token_count(sample: Mapping[str, Any]) -> int:
         ConfigError: the sample has neither, or is not a dict.
         SampleError: its `input_ids` have another shape.
     """
-    if isinstance(sample, Mapping):
-        if "length" in sample:
-            return sample["length"]
-        if "input_ids" in sample:
-            return _number_of(sample["input_ids"])
-        fault = f"has no 'length' and no 'input_ids', only {list(sample)}"
-    else:
-        fault = f"is a {type(sample).__name__}, and not a dict"
-    raise ConfigError(f"a sample {fault}; count its tokens by `length`: {LENGTH}")
-
-
-def _number_of(ids: Any) -> int:
-    """Return n for token ids of shape [n] or [1, n]."""
-    shape = _shape(ids)
+    if not isinstance(sample, Mapping):
+        raise ConfigError(
+            f"a sample is a {type(sample).__name__}, and not a dict; count its tokens by `length`: {LENGTH}"
+        )
+    if "length" in sample:
+        return sample["length"]
+    if "input_ids" not in sample:
+        fault = f"a sample has no 'length' and no 'input_ids', only {list(sample)}"
+        raise ConfigError(f"{fault}; count its tokens by `length`: {LENGTH}")
+    ids = sample["input_ids"]
+    is_list = isinstance(ids, list | tuple)  # of which only the first item is converted, because that is slow
+    shape = (len(ids), *(np.shape(ids[0]) if ids else ())) if is_list else np.shape(ids)
     if len(shape) == 1 or (len(shape) == 2 and shape[0] == 1):
         return shape[-1]
     form = f"shape {list(shape)}" if shape else f"no shape, they are {ids!r:.40}"
-    raise SampleError(
-        f"input_ids have {form}; one sample's are [n] (or [1, n]). Give each sample by itself, or a function `length`",
-        reason="bad_shape",
-    )
-
-
-def _shape(ids: Any) -> tuple[int, ...]:
-    """Return the shape of an array, tensor or list. Looks only at first items, because lists are slow to convert."""
-    if isinstance(ids, list | tuple):
-        return (len(ids), *(_shape(ids[0]) if ids else ()))
-    return tuple(np.shape(ids))
+    fault = f"input_ids have {form}; one sample's are [n] (or [1, n])"
+    raise SampleError(f"{fault}. Give each sample by itself, or a function `length`", reason="bad_shape")
 
 
 # ---------------------------------------------------------------------- groups of samples that share a prefix
@@ -111,7 +100,8 @@ class SharedPrefix:
     """The prefix that a sample shares with neighbors of the same key."""
 
     key: Hashable
-    """Equal for all samples with this prefix (such as the number of a prompt), and different for other prefixes."""
+    """Equal for all samples with this prefix (such as the number of a prompt), and different for other prefixes. None:
+    the sample shares nothing."""
     tokens: int
     """Tokens of the prefix."""
     costs: Mapping[str, int] = field(default_factory=dict)
@@ -292,11 +282,7 @@ class StreamPacker(Generic[Sample]):
         if prefix is None:
             return None
         check_kind(f"the prefix of sample {number}", prefix, SharedPrefix, 'SharedPrefix(key="prompt 7", tokens=640)')
-        if prefix.key is None:
-            raise ConfigError(
-                f"the prefix of sample {number} has the key None; return None for a sample that shares nothing"
-            )
-        return prefix
+        return None if prefix.key is None else prefix
 
     def rows(self) -> Iterator[Row]:
         """Yield rows while enough tokens are buffered."""
