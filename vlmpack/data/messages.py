@@ -509,8 +509,8 @@ def _with_call(turns: list[dict[str, Any]], message: dict[str, Any]) -> list[dic
     if medium := next((part["type"] for part in _parts_in(message) if part["type"] != "text"), None):
         raise bad_row(f"it has a function call with a part of type {medium!r}; a call is JSON text")
     calls = calls_in(text_of(message))
-    is_more = before is not None and (before["role"], before["weight"]) == ("assistant", message["weight"])
-    if is_more and message.keys() == {"role", "content", "weight"}:
+    is_own = message.keys() != {"role", "content", "weight"}
+    if before and not is_own and (before["role"], before["weight"]) == ("assistant", message["weight"]):
         return [*turns[:-1], {**before, "tool_calls": [*read_tools(before.get("tool_calls")), *calls]}]
     return [*turns, {**message, "content": "", "tool_calls": calls}]
 
