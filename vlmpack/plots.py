@@ -35,7 +35,7 @@ from vlmpack.layout.row import PackedRow
 from vlmpack.layout.row import pack as pack_batch
 from vlmpack.layout.segments import Segments
 from vlmpack.plan.balance import EMPTY, Schedule
-from vlmpack.plan.length_table import histogram, summary
+from vlmpack.plan.length_table import summary
 from vlmpack.plan.plan import Plan
 
 check_extra("plots", "matplotlib", needed_by="vlmpack.plots")
@@ -142,8 +142,8 @@ def legend(where: Axes | Figure, **settings: Any) -> None:
 def plot_lengths(columns: Mapping[str, np.ndarray], *, title: str | None = None) -> Figure:
     """Draw one histogram per column, one below the other.
 
-    Bins have one round width up to the 99th percentile; a last bar, marked with a plus, holds everything above. Lines
-    mark the median and the 95th and 99th percentiles.
+    A last bar with a plus also holds everything above the 99th percentile. Lines mark the median and the 95th and 99th
+    percentiles.
 
     Args:
         columns: name -> int64 [N], not negative; at least one column, with at least one sample.
@@ -152,17 +152,15 @@ def plot_lengths(columns: Mapping[str, np.ndarray], *, title: str | None = None)
     figure = new_figure(8, 2.1 * len(columns), title)
     panels = figure.subplots(len(columns), 1, squeeze=False)[:, 0]
     for i, (axes, (name, values)) in enumerate(zip(panels, columns.items(), strict=True)):
-        bins, numbers = histogram(values, most=BINS), summary(values)
-        width = (bins[0].stop or 1) - bins[0].start
-        edges, counts = [each.start for each in bins], [each.count for each in bins]
-        axes.bar(edges, counts, width=0.92 * width, align="edge", color=SAMPLES[i % len(SAMPLES)], linewidth=0)
-        if bins[-1].stop is None:
-            axes.annotate("+", (edges[-1] + width / 2, counts[-1]), ha="center", va="bottom", fontsize=9, color=FAINT)
+        numbers = summary(values)
+        shown, color = np.minimum(values, numbers.p99), SAMPLES[i % len(SAMPLES)]
+        counts, edges, _ = axes.hist(shown, bins=BINS, rwidth=0.92, color=color, linewidth=0)
+        if numbers.max > numbers.p99:
+            axes.annotate("+", (edges[-2:].mean(), counts[-1]), ha="center", va="bottom", fontsize=9, color=FAINT)
         for line, (text, at) in enumerate({"median": numbers.median, "p95": numbers.p95, "p99": numbers.p99}.items()):
             axes.axvline(at, color=ACCENT, linewidth=1)
             above = axes.get_xaxis_transform()
             axes.text(at, 1 - 0.1 * line, f" {text}", transform=above, fontsize=7.5, color=ACCENT, ha="left", va="top")
-        axes.set_xlim(edges[0], edges[-1] + width)
         note = f"mean {numbers.mean:,.0f}   median {numbers.median:,.0f}   p99 {numbers.p99:,.0f}   max {numbers.max:,}"
         dress(axes, name, note, x="of a sample" if axes is panels[-1] else "", y="whole")
     return figure
@@ -230,8 +228,8 @@ def plot_fill(plans: Mapping[str, Plan], *, title: str | None = None) -> Figure:
     for at, (axes, (name, plan)) in enumerate(zip(panels, plans.items(), strict=True)):
         fills = 100 * np.asarray(plan.tree_tokens) / plan.capacity
         least = min(least, float(fills.min()))
-        counts, _ = np.histogram(np.minimum(fills, 100), edges)
-        axes.bar(edges[:-1], counts, width=0.92 * STEP, align="edge", color=SAMPLES[at % len(SAMPLES)], linewidth=0)
+        color = SAMPLES[at % len(SAMPLES)]
+        axes.hist(np.minimum(fills, 100), bins=edges, rwidth=0.92, color=color, linewidth=0)
         axes.axvline(fills.mean(), color=ACCENT, linewidth=1)
         note = f"{len(plan):,} rows of {plan.capacity:,} tokens, on average {fills.mean():.1f}% full"
         dress(axes, name, note, x="of a row are computed tokens" if axes is panels[-1] else "", y="whole")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -68,6 +68,13 @@ def print_table(
     with wide.capture() as text:
         wide.print(table)
     console.file.write("".join(line.rstrip() + "\n" for line in text.get().splitlines()))
+
+
+def print_facts(console: Console, facts: Mapping[str, object]) -> None:
+    """Print a name and a value a line; names get spaces for underscores, and whole numbers get commas."""
+    texts = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in facts.items()}
+    rows = [(name.replace("_", " "), Text(text)) for name, text in texts.items()]
+    print_table(console, ("", text_column("")), rows, header=False)
 
 
 def print_text(console: Console, text: str | Text, *, indent: int = 0) -> None:

@@ -20,7 +20,7 @@ from cli.test_app import check_keys
 from typer.testing import CliRunner
 
 from vlmpack.cli import app
-from vlmpack.cli.serve import announcement
+from vlmpack.cli.serve import announce
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.journal import Journal
 
@@ -110,7 +110,7 @@ def test_from_start_to_the_end_by_a_signal_the_key_is_printed_nowhere(tmp_path: 
     with serving(tmp_path, VLMPACK_API_KEY="") as (process, said):
         address, key_file = (re.search(rf"^{name} +(\S+)$", said, re.MULTILINE) for name in ("address", "key file"))
         assert address is not None and key_file is not None
-        assert "vlmpack/tiny-qwen3-vl (qwen3_vl, text and images)" in said
+        assert re.search(r"^model +vlmpack/tiny-qwen3-vl$", said, re.MULTILINE)
         assert f'tinker.ServiceClient(base_url="{address[1]}"' in said
         assert [entry for entry in (tmp_path, *tmp_path.rglob("*")) if entry.stat().st_mode & 0o077] == []
         with urllib.request.urlopen(f"{address[1]}/healthz") as reply:
@@ -125,18 +125,12 @@ def test_from_start_to_the_end_by_a_signal_the_key_is_printed_nowhere(tmp_path: 
         assert ended_by(signal.SIGINT, process) == ""
 
 
-def test_an_announcement_says_where_the_key_is() -> None:
-    limits = {"datum_tokens": 9, "row_tokens": 9, "row_patches": 9, "models": 9, "rank": 9, "body_bytes": 9 << 20}
-    facts = {
-        "address": "http://a",
-        "model": "m",
-        "architecture": "qwen3",
-        "takes_images": False,
-        "state": "s",
-        "tokenizer": "a/b",
-    }
-    facts |= {"limits": limits}
-    in_file = announcement({**facts, "key_file": "/k"})
-    assert "key file  /k\n" in in_file and 'api_key=open("/k").read().strip()' in in_file
-    outside = announcement({**facts, "key_file": None})
-    assert "key       VLMPACK_API_KEY\n" in outside and 'os.environ["VLMPACK_API_KEY"]' in outside
+def test_an_announcement_says_where_the_key_is(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"address": "http://a", "model": "m", "limits": {"row_tokens": 9000}}
+    announce({**facts, "key_file": "/k"})
+    in_file = capsys.readouterr().out
+    assert "key file    /k\n" in in_file and 'api_key=open("/k").read().strip()' in in_file
+    assert "row tokens  9,000\n" in in_file
+    announce({**facts, "key_file": None})
+    outside = capsys.readouterr().out
+    assert "key file    none: VLMPACK_API_KEY is set\n" in outside and 'os.environ["VLMPACK_API_KEY"]' in outside

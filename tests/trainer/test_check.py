@@ -59,10 +59,6 @@ def sharing(ranks):
     return share
 
 
-def another_processor(run, patch):
-    run.data_collator, run.args.remove_unused_columns = VLMCollator(processor_of("qwen2_5_vl"), layout="packed"), False
-
-
 NOT_CALLED = (
     "loss_metrics(model) is not called, and eval_loss not exact (prediction_loss_only, or compute_metrics is miss"
 )
@@ -81,8 +77,6 @@ NAMED = {
     "no metrics": (of_run(compute_metrics=None), NOT_CALLED),
     "metrics of another": (lambda run, patch: of_run(compute_metrics=loss_metrics(enabled()))(run, patch), NOT_CALLED),
     "no collator": (of_run(data_collator=default_data_collator), "it has no data_collator"),
-    "another processor": (another_processor, "its collator's processor belongs to another model ("),
-    "its patches": (another_processor, "values of a patch 1176, the model's 1536"),
     "disabled": (lambda run, patch: disable_packing(run.model), "packing is not enabled on its model"),
     "too late": (of_run(model_accepts_loss_kwargs=False), "enable packing before the Trainer is made"),
     "dispatched": (lambda run, patch: vars(run.accelerator.dataloader_config).update(dispatch_batches=True), "False}"),

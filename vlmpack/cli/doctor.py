@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from vlmpack.cli import options
 from vlmpack.errors import ConfigError, check_choice
@@ -41,6 +42,15 @@ PACKAGES = {
 IMPORT_TIMEOUT_S = 120
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
 """Attention of the released 8B models, for which back-ends are checked."""
+TITLES = {
+    "versions": "Versions",
+    "devices": "Devices",
+    "attention": f"Attention back-ends[/] [dim](heads {NUM_HEADS}, key-value heads {NUM_KV_HEADS}, head dimension "
+    f"{HEAD_DIM}; those without reasons serve)",
+    "gated_delta": "Gated delta layers[/] [dim](training; without reasons, it serves)",
+    "layers": "Attention layers of the model",
+}
+"""Parts of the environment, and the titles of their tables."""
 ALL = "all"
 PARTS = {
     "isolation": "isolation: how much other samples change",
@@ -247,41 +257,19 @@ def gated_delta_serving(device_types: Sequence[str]) -> Entries:
 
 
 def print_environment(parts: Mapping[str, Entries], console: Console) -> None:
-    """Print one table per part of the environment."""
-
-    def of_package(entry: Mapping[str, Any]) -> tuple[str, ...]:
-        style, said = ("yellow", entry["problem"]) if entry["problem"] else ("dim", entry["note"] or "")
-        return entry["name"], entry["version"] or "[dim]not installed[/]", "", f"[{style}]{escape(said)}[/]"
-
-    def of_backend(entry: Mapping[str, Any]) -> tuple[str, ...]:
-        reasons = escape("; ".join(entry["reasons"]))
-        answer = f"[dim]no: {reasons}[/]" if reasons else "[green]yes[/]"
-        return entry["device"], entry["dtype"], entry["backend"], answer
-
-    def of_layer(entry: Mapping[str, Any]) -> tuple[str, ...]:
-        kernel = f"[yellow]{entry['kernel']}[/]" if entry["kernel"] == "scores in memory" else entry["kernel"]
-        why = f" [dim]({escape('; '.join(entry['reasons']))})[/]" if entry["reasons"] else ""
-        what = f"{entry['dtype']} on {entry['device']}, {entry['heads']}{why}"
-        return entry["part"], str(entry["layers"] or ""), entry["backend"], kernel, what
-
-    heads = f"heads {NUM_HEADS}, key-value heads {NUM_KV_HEADS}, head dimension {HEAD_DIM}"
-    sections = {
-        "Versions": map(of_package, parts["versions"]),
-        "Devices": ((entry["type"], "", "", entry["name"]) for entry in parts["devices"]),
-        f"Attention back-ends[/] [dim]({heads})": map(of_backend, parts["attention"]),
-        "Gated delta layers[/] [dim](training)": map(of_backend, parts["gated_delta"]),
-    }
-    for title, rows in sections.items():
-        console.print(f"[bold]{title}[/]", highlight=False)
-        lines = ((f"  {name}", *cells) for name, *cells in rows)
-        print_table(console, ("", "", "", text_column("")), lines, header=False)
-        console.print()
-    if parts["layers"]:
-        console.print("[bold]Attention layers of the model[/]", highlight=False)
-        columns = ("part", *number_columns("layers"), "back-end", "kernel", text_column("of"))
-        print_table(console, columns, map(of_layer, parts["layers"]))
-        console.print()
+    """Print a table for each part of the environment, of the columns that JSON has."""
+    for name, entries in parts.items():
+        if entries:
+            console.print(f"[bold]{TITLES[name]}[/]", highlight=False)
+            *columns, last = entries[0]
+            rows = ([Text(_cell(value)) for value in entry.values()] for entry in entries)
+            print_table(console, (*columns, text_column(last)), rows)
+            console.print()
     print_text(console, "`vlmpack doctor --probe` checks whether packed samples leak into each other on this machine.")
+
+
+def _cell(value: Any) -> str:
+    return "; ".join(value) if isinstance(value, list) else "-" if value is None else str(value)
 
 
 # ---------------------------------------------------------------------- probes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -18,14 +17,7 @@ from vlmpack.cli import options
 from vlmpack.cli.inputs import mix_lines, mix_numbers, open_inputs
 from vlmpack.cli.options import DataOptions, of_rows, of_samples
 from vlmpack.errors import SampleError, check_extra
-from vlmpack.terminal import (
-    format_bytes,
-    number_columns,
-    print_table,
-    print_text,
-    progress_lines,
-    text_column,
-)  # fmt: skip
+from vlmpack.terminal import format_bytes, print_facts, print_text, progress_lines
 
 if TYPE_CHECKING:
     from vlmpack.rows import Manifest
@@ -112,37 +104,16 @@ def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
 def print_store(out: Path, manifest: Manifest, console: Console, *, mix: dict[str, Any] | None = None) -> None:
     """Print the rows, samples and sizes of a folder of packed rows, its mix, and the samples left out."""
     console.print(f"[bold]{escape(str(out))}[/]", highlight=False, soft_wrap=not console.is_terminal)
-    rows = [(f"[cyan]{name}[/]", number, f"[dim]{meaning}[/]") for name, number, meaning in _lines(manifest)]
-    print_table(console, ("name", *number_columns("number"), text_column("meaning")), rows, header=False)
+    numbers = store_numbers(out, manifest)
+    written = f"{format_bytes(manifest.bytes)} in {numbers['files']:,} files"
+    fill = {"capacity": manifest.capacity, "fill_ratio": f"{manifest.fill_ratio:.2%}"}
+    print_facts(console, {**numbers["counts"], **fill, "written": written, **numbers["sizes"]})
     for line in mix_lines(mix):
         print_text(console, Text(f"mixed: {line}"))
-    if manifest.counts.refused + manifest.counts.dropped:
-        from vlmpack.rows import LEFT_OUT
-
+    if (left_out := numbers["left_out"]) is not None:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
-        console.print(f"[yellow]Left out[/] (all are listed in {escape(str(out / LEFT_OUT))}): {escape(reasons)}")
-        with (out / LEFT_OUT).open(encoding="utf-8") as lines:
+        console.print(f"[yellow]Left out[/] (all are listed in {escape(left_out)}): {escape(reasons)}")
+        with Path(left_out).open(encoding="utf-8") as lines:
             for line in map(json.loads, islice(lines, LISTED)):
                 error = SampleError(line["detail"], line["reason"], index=line["index"], sample_id=line["sample_id"])
                 print_text(console, Text(str(error)), indent=2)
-
-
-def _lines(manifest: Manifest) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, number, meaning)."""
-    counts, sizes = manifest.counts, manifest.sizes
-    yield "rows", f"{counts.rows:,}", f"of {manifest.capacity:,} tokens"
-    yield "fill ratio", f"{manifest.fill_ratio:.2%}", "of the tokens of all rows"
-    yield "samples", f"{counts.samples:,}", f"of {counts.total:,}; {counts.samples / counts.rows:.2f} in a row"
-    yield "refused", f"{counts.refused:,}", "cannot be used, or longer than --max-length"
-    yield "dropped", f"{counts.dropped:,}", "longer than a row"
-    yield "tokens", f"{counts.tokens:,}", f"{counts.targets:,} of them targets"
-    if counts.patches:
-        yield "images", f"{counts.images:,}", f"and {counts.videos:,} videos: {counts.patches:,} patches"
-    yield "written", format_bytes(manifest.bytes), f"in {len(manifest.shards):,} file(s)"
-    yield "", "", ""
-    yield "longest row", f"{sizes.longest_row:,}", "tokens: sizes for CUDA graphs"
-    yield "longest segment", f"{sizes.longest_segment:,}", "tokens of a sample"
-    yield "most segments", f"{sizes.most_segments:,}", "samples in a row"
-    if counts.patches:
-        yield "most images", f"{sizes.most_images:,}", "images and videos in a row"
-        yield "most patches", f"{sizes.most_patches:,}", "in a row"

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from rich.console import Console
 
 from vlmpack.cli import options
 from vlmpack.errors import ConfigError, check_extra
-from vlmpack.terminal import progress_lines, quiet_transformers
+from vlmpack.terminal import print_facts, progress_lines, quiet_transformers
 
 if TYPE_CHECKING:
     from vlmpack.service.ranks.group import Ranks
@@ -147,8 +148,8 @@ def serve(
                 service = Service(base(), opened, settings, ranks=ranks)
         address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
         facts = described(service, address, None if given else key_file)
-        text = json.dumps(facts, indent=2) if as_json else announcement(facts)
-        service.run(listening, on_start=partial(typer.echo, text))
+        text = partial(typer.echo, json.dumps(facts, indent=2))
+        service.run(listening, on_start=text if as_json else partial(announce, facts))
     if launched is not None:
         launched.wait()
     end(0)  # the normal end of an interpreter with torch takes seconds
@@ -218,28 +219,17 @@ def described(service: Service, address: str, key_file: Path | None) -> dict[str
     }
 
 
-def announcement(facts: Mapping[str, Any]) -> str:
-    """Format `described` for people, with the first lines of a client; without the key, because logs keep it."""
-    address, key_file, limits = facts["address"], facts["key_file"], facts["limits"]
+def announce(facts: Mapping[str, Any]) -> None:
+    """Print `described` for people, with the first lines of a client; without the key, because logs keep it."""
+    address, key_file, model, limits = (facts[name] for name in ("address", "key_file", "model", "limits"))
+    told = {name: value for name, value in facts.items() if name != "limits"}
+    print_facts(Console(), {**told, "key_file": key_file or f"none: {KEY_VARIABLE} is set", **limits})
     source = f'open("{key_file}").read().strip()' if key_file else f'os.environ["{KEY_VARIABLE}"]'
-    imports = "import tinker" if key_file else "import os, tinker"
-    tokenizer, is_local = facts["tokenizer"], Path(facts["tokenizer"]).is_dir()
-    lines = [
-        f"address   {address}",
-        f"key file  {key_file}" if key_file else f"key       {KEY_VARIABLE}",
-        f"model     {facts['model']} ({facts['architecture']}, text{' and images' if facts['takes_images'] else ''})",
-        f"tokenizer {tokenizer}{' (on this machine alone; for others, serve with --tokenizer ID)' if is_local else ''}",
-        f"state     {facts['state']}",
-        f"limits    {limits['datum_tokens']:,} tokens per datum, rows of {limits['row_tokens']:,} tokens and "
-        f"{limits['row_patches']:,} patches, at most {limits['models']} models of rank {limits['rank']}, bodies of "
-        f"{limits['body_bytes'] >> 20} MiB",
-        "",
-        imports,
-        f'client = tinker.ServiceClient(base_url="{address}", api_key={source})',
-        f'training = client.create_lora_training_client(base_model="{facts["model"]}").result()',
-        "",
-    ]
-    return "\n".join(lines)
+    typer.echo(f"""
+import {"tinker" if key_file else "os, tinker"}
+client = tinker.ServiceClient(base_url="{address}", api_key={source})
+training = client.create_lora_training_client(base_model="{model}").result()
+""")
 
 
 def _shown(host: str) -> str:

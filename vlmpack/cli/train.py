@@ -17,7 +17,7 @@ from vlmpack.cli import options
 from vlmpack.cli.config import print_keys, read_config
 from vlmpack.cli.inputs import print_refused
 from vlmpack.errors import SkippedWarning, UnpackedWarning, check_extra
-from vlmpack.terminal import format_bytes, print_table, print_text, quiet_transformers, text_column
+from vlmpack.terminal import format_bytes, print_facts, print_text, quiet_transformers
 
 SHOWN = 1500
 """Number of characters of the sample that are printed."""
@@ -67,12 +67,10 @@ def train(
 
 def print_plan(numbers: Mapping[str, Any], console: Console) -> None:
     """Print the plan of a training."""
-    shown = {"fill": ".1%", "samples_per_update": ",.1f"}
-    lines = [(name, value) for name, value in numbers.items() if isinstance(value, str | int | float)]
-    texts = [(name, value if isinstance(value, str) else f"{value:{shown.get(name, ',')}}") for name, value in lines]
-    texts += [(f"memory, {name}", format_bytes(size)) for name, size in numbers["memory"].items() if size is not None]
-    rows = [(name.replace("_", " "), Text(text)) for name, text in texts]
-    print_table(console, ("", text_column("")), rows, header=False)
+    facts = {name: value for name, value in numbers.items() if isinstance(value, str | int | float)}
+    facts |= {"fill": f"{numbers['fill']:.1%}", "samples_per_update": f"{numbers['samples_per_update']:,.1f}"}
+    memory = {name: format_bytes(size) for name, size in numbers["memory"].items() if size is not None}
+    print_facts(console, facts | {f"memory, {name}": size for name, size in memory.items()})
     text = Text()
     for part in numbers["sample"]:
         text.append(*((f"[[{part['text']}]]", "green") if part["trained_on"] else (part["text"], "dim")))

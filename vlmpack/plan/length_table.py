@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, final
 
@@ -26,9 +25,6 @@ from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan.lengths import Budget
 from vlmpack.plan.plan import read_archive, write_archive
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
-
-ROUND = (1, 2, 5)
-"""Round bin widths: these, times a power of ten."""
 
 
 @final
@@ -52,46 +48,6 @@ def summary(values: np.ndarray) -> Summary:
     median, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
     mean, most, total = float(values.mean()), int(values.max()), int(values.sum())
     return Summary(mean=mean, median=median, p95=p95, p99=p99, max=most, total=total)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class HistogramBin:
-    """Histogram bin from `start` (included) to `stop` (excluded)."""
-
-    start: int
-    stop: int | None
-    """None: the last bin, open to the right."""
-    count: int
-    """Number of samples in the bin."""
-
-
-def histogram(values: np.ndarray, *, most: int = 12) -> tuple[HistogramBin, ...]:
-    """Count samples in bins of one round width, from the smallest value to the 99th percentile.
-
-    One open bin at the end holds larger values, so that a few long samples do not squeeze all others together.
-
-    Args:
-        values: int64 [N], not negative.
-        most: maximum number of bins, including the open one.
-    """
-    if not len(values):
-        return ()
-    smallest, p99 = int(values.min()), int(np.percentile(values, 99, method="higher"))
-    width = _width(smallest, p99, most - 1)
-    first, last = smallest // width, p99 // width
-    inside = values[values < (last + 1) * width] // width - first
-    counts = np.bincount(inside, minlength=last - first + 1).tolist()
-    edges = range(first * width, (last + 2) * width, width)
-    bins = [HistogramBin(start=a, stop=b, count=count) for (a, b), count in zip(pairwise(edges), counts, strict=True)]
-    beyond = len(values) - len(inside)
-    return (*bins, HistogramBin(start=(last + 1) * width, stop=None, count=beyond)) if beyond else tuple(bins)
-
-
-def _width(smallest: int, largest: int, most: int) -> int:
-    """Return the smallest round width with which `most` bins hold both values."""
-    widths = (factor * 10**power for power in count() for factor in ROUND)
-    return next(width for width in widths if largest // width - smallest // width < most)
 
 
 FORMAT = "vlmpack.lengths"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments, default_data_collator
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import PAIRS
 from vlmpack.data.messages import LABEL_COLUMNS, READ_COLUMNS
 from vlmpack.errors import ConfigError, SampleError
@@ -95,8 +94,6 @@ def _collator(trainer: Trainer) -> Iterator[str]:
         is_packed = isinstance(trainer.train_dataset, PackedDataset)
         remedy = "train_dataset.collate" if is_packed else "VLMCollator(processor, layout='packed')"
         yield f"it has no data_collator, so samples are stacked as they are: data_collator={remedy}"
-    if isinstance(collator, VLMCollator) and (state := _state(trainer)) is not None:
-        yield from _processor(collator.metadata, state, find_model(cast(Any, trainer.model)).config)
     is_ours = isinstance(collator, VLMCollator | RowCollator)
     if is_ours and trainer.args.remove_unused_columns and not _has_rows(trainer):
         before = trainer._signature_columns
@@ -106,26 +103,6 @@ def _collator(trainer: Trainer) -> Iterator[str]:
         if lost := ", ".join(repr(name) for name in READ if name in sample and name not in kept):
             reader = type(collator).__name__
             yield f"remove_unused_columns drops {lost} before {reader} reads it: set remove_unused_columns=False"
-
-
-def _processor(metadata: ProcessorMetadata, state: PackingState, config: Any) -> Iterator[str]:
-    """Yield the differences between the collator's processor and the model."""
-    family = state.family
-    if not (metadata.has_vision and family.has_vision):
-        return
-    pairs = {"image token": (metadata.image_token_id, config.image_token_id)}
-    if not metadata.by_processor:
-        pairs |= {
-            "video token": (metadata.video_token_id, config.video_token_id),
-            "values of a patch": (metadata.patch_dim, family.patch_channels(config)),
-            "merged side": (metadata.merge_size, family.merge(config)),
-        }
-    if metadata.has_audio and family.has_audio:
-        pairs["audio token"] = (metadata.audio_token_id, config.audio_token_id)
-    differing = [f"{name} {ours}, the model's {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
-    if differing:
-        detail = "; ".join(differing)
-        yield f"its collator's processor belongs to another model ({detail}): load both from the same checkpoint"
 
 
 def _ranks(trainer: Trainer) -> Iterator[str]:

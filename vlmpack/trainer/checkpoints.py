@@ -152,6 +152,11 @@ def remove_last_files(checkpoint: Path, rank: int, ranks: int, *, of_others: boo
 
 OF_TARGETS = ("train_on", "markers", "add_stop", "ignored_keys")
 """Settings of a collator that change targets, and are not seen in the lengths of samples."""
+WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "peft_version", "revision"),
+    "task_type",
+}
+"""Entries of an adapter's configuration that may differ when a run is resumed."""
 COMPARED = 16
 """How many samples of a data set are compared, spread over it."""
 
@@ -184,9 +189,13 @@ def described(trainer: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def described_weights(model: Any) -> dict[str, Any]:
-    """Describe what is trained of a model that nothing has wrapped or divided yet."""
+    """Describe what is trained of a model that nothing but PEFT has wrapped or divided yet."""
     trained = sum(each.requires_grad for each in model.parameters())
-    return {"trained_tensors": trained, "dtype": str(getattr(model, "dtype", None))}
+    adapters = {
+        name: {key: value for key, value in config.to_dict().items() if value and key not in WITHOUT_EFFECT}
+        for name, config in getattr(model, "peft_config", {}).items()
+    }
+    return {"trained_tensors": trained, "dtype": str(getattr(model, "dtype", None)), "adapters": adapters}
 
 
 def check_described(checkpoint: str | Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -398,36 +407,6 @@ def _loading(checkpoint: str | Path | None) -> Iterator[None]:
         ) from error
 
 
-_OF_NO_EFFECT = {
-    *("auto_mapping", "base_model_name_or_path", "inference_mode", "init_lora_weights", "peft_version", "revision"),
-    "task_type",
-}
-"""Entries of an adapter's configuration that may differ when a run is resumed."""
-
-
-def _check_adapter(file: Path, configs: Mapping[str, Any]) -> None:
-    """Check that an adapter of a checkpoint is one of the model's.
-
-    Raises:
-        ConfigError: its settings differ, or its base model has another name (folders may have been moved).
-    """
-    stored, own = (
-        json.loads(file.read_text(encoding="utf-8")),
-        configs.get(file.parent.name, next(iter(configs.values()))),
-    )
-    both = [
-        {**each, "base_model": Path(each.get("base_model_name_or_path") or "").name} for each in (stored, own.to_dict())
-    ]
-    compared = (both[0].keys() & both[1].keys()) - _OF_NO_EFFECT
-    was, now = (digests.as_json({name: each[name] for name in compared}) for each in both)
-    for each in (was, now):
-        each |= {name: sorted(value, key=str) for name, value in each.items() if isinstance(value, list)}
-    if differing := "; ".join(digests.differences(was, now)):
-        raise ConfigError(
-            f"{file.parent} has adapters of other settings than this training: {differing:.300}: train as before"
-        )
-
-
 class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
@@ -462,23 +441,8 @@ class RenamedWeights(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with _loading(resume_from_checkpoint):
-            self._load_weights(resume_from_checkpoint, model)
-
-    def _load_weights(self, resume_from_checkpoint: str, model: nn.Module | None) -> None:
-        target = self.model if model is None else model
-        if load_divided(target, resume_from_checkpoint):
-            return
-        folder = Path(resume_from_checkpoint)
-        has_adapters, adapts = any(folder.rglob("adapter_config.json")), hasattr(target, "peft_config")
-        if has_adapters != adapts and not self._writes_own_names:
-            parts = ("adapters", "all weights") if has_adapters else ("all weights", "adapters")
-            raise ConfigError(
-                f"{folder} is of a training of {parts[0]}, and this one is of {parts[1]}: train as before"
-            )
-        for file in folder.rglob("adapter_config.json") if adapts else ():
-            _check_adapter(file, cast(Any, target).peft_config)
-        if self._writes_own_names or not load_renamed(target, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
+            if not self._loads(self.model if model is None else model, resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with _loading(checkpoint):
@@ -486,15 +450,15 @@ class RenamedWeights(Trainer):
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if best is not None and load_divided(self.model, best):
-            return
-        if self._writes_own_names or best is None or not load_renamed(self.model, best):
+        if best is None or not self._loads(self.model, best):
             super()._load_best_model()
 
-    @property
-    def _writes_own_names(self) -> bool:
-        """Whether FSDP or DeepSpeed writes the checkpoints, under the model's own names."""
-        return self.is_fsdp_enabled or self.is_deepspeed_enabled
+    def _loads(self, model: Any, checkpoint: str) -> bool:
+        """Load weights that Trainer cannot; return False if it can: nothing was loaded then."""
+        if load_divided(model, checkpoint):
+            return True
+        has_own_names = self.is_fsdp_enabled or self.is_deepspeed_enabled  # they write the model's own names
+        return not has_own_names and load_renamed(model, checkpoint)
 
 
 def load_renamed(model: Any, checkpoint: str | Path) -> bool:

@@ -335,9 +335,8 @@ class RowLosses:
         if row is None:
             return
         named = batch[METADATA_KEY].sample_ids if METADATA_KEY in batch else ()
-        is_named = self._loader.names_samples or bool(named)
-        present = list(named if is_named else row)
-        if not is_named and len(result.sample_targets) != len(row):
+        present = list(named if named or self._loader.names_samples else row)
+        if present and len(result.sample_targets) != len(present):
             raise ConfigError(
                 f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not "
                 "name them: let the collator do so, in HostMetadata.sample_ids"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Sequence, Sized
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +21,15 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.context_parallel.mesh import mesh_of
-from vlmpack.errors import ConfigError, SkippedWarning, UnpackedWarning, check_choice, check_extra, check_kind
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata
+from vlmpack.errors import (
+    ConfigError,
+    SampleError,
+    SkippedWarning,
+    UnpackedWarning,
+    check_choice,
+    check_extra,
+    check_kind,
+)
 from vlmpack.loading.sampler import PackedBatchSampler, Remainder
 from vlmpack.loading.stream import PackedStream, StreamLoader
 from vlmpack.model.enable import enable_packing, is_packing
@@ -275,6 +283,7 @@ class PackedTrainer(RenamedWeights):
                 "one: plan_bins(measure_lengths(dataset, collator), capacity)"
             )
         check_sharing(self.plan, self.data_collator)
+        _check_first_row(self.plan, dataset, self.data_collator)
         plan = _with_whole_groups(self, self.plan)
         if count := len(dropped := self.plan.dropped):
             warnings.warn(
@@ -448,19 +457,19 @@ class PackedTrainer(RenamedWeights):
             ConfigError: packing is not enabled on the model.
         """
         losses, call = self._losses, StepCall(None)
+        if losses is not None and is_packing(model):
+            inputs = {**inputs, STEP: call}
+        outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if isinstance(losses, RowLosses):
-            super().prediction_step(model, {**inputs, STEP: call}, True, ignore_keys)
             if call.result is None:
                 raise ConfigError("evaluation in planned rows needs PackedTrainer(model=enable_packing(model), ...)")
             losses.add(inputs, call.result)
             return None, None, None
-        if losses is not None and is_packing(model):
-            outputs = super().prediction_step(model, {**inputs, STEP: call}, prediction_loss_only, ignore_keys)
-            if outputs[0] is not None:
-                losses.add(call.result)
+        if losses is None or outputs[0] is None:
             return outputs
-        outputs = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if losses is not None and outputs[0] is not None and not self._warned_of_means:
+        if is_packing(model):
+            losses.add(call.result)
+        elif not self._warned_of_means:
             self._warned_of_means = True
             warnings.warn(
                 "packing is not enabled on the model, so eval_loss is HF Trainer's mean of the batches' means. "
@@ -514,34 +523,21 @@ class RowLoader(DataLoader[Any]):
         """Go to the start of an epoch."""
         self.batch_sampler.set_epoch(epoch)
 
-    @cached_property
-    def _planned(self) -> set[tuple[int, ...]]:
-        """Sorted sample lengths of each row of the plan; the same in every epoch."""
-        plan = self.batch_sampler.plan
-        return {tuple(sorted(plan.lengths[row].tolist())) for row in plan}
 
-    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yield the rows; warn of the first row whose sample lengths match no row of the plan."""
-        plan, batches = self.batch_sampler.plan, super().__iter__()
-        numbered: NumberedCollator = cast(Any, self.collate_fn)
-        dataset, collator = numbered.dataset, numbered.collator
-        if isinstance(dataset, PackedDataset) or (isinstance(collator, VLMCollator) and collator.on_bad != "raise"):
-            yield from batches  # rows may lack planned samples
-            return
-        has_warned = False
-        for batch in batches:
-            metadata: HostMetadata | None = batch.get(METADATA_KEY)
-            # an empty row has tokens, but no targets
-            lengths = () if metadata is None or metadata.num_targets == 0 else metadata.lengths
-            if lengths and not has_warned and tuple(sorted(lengths)) not in self._planned:
-                has_warned = True
+def _check_first_row(plan: Plan, dataset: Any, collator: Any) -> None:
+    """Warn if the samples of the first row have other lengths than planned: the plan is of another data set."""
+    if not isinstance(collator, VLMCollator) or isinstance(dataset, PackedDataset):
+        return
+    for at in plan[0]:
+        with suppress(SampleError):  # raised, or skipped and listed, by its row
+            if (tokens := collator.measure(dataset[at], at).num_tokens) != plan.lengths[at]:
                 warnings.warn(
-                    f"a row has samples of {_shown(lengths)} tokens, and no row of the plan has those (capacity "
-                    f"{plan.capacity}). Plan this data set: plan_bins(measure_lengths(dataset, collator), capacity)",
+                    f"sample {at} has {tokens} tokens, and {plan.lengths[at]} in the plan, so rows may be longer than "
+                    f"{plan.capacity} tokens. Plan this data set: plan_bins(measure_lengths(dataset, collator), ...)",
                     UserWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
-            yield batch
+                return
 
 
 def _shown(numbers: Sequence[int] | np.ndarray) -> str:

@@ -350,15 +350,9 @@ def _check_unweighed(name: str, data: Any) -> None:
     """
     for part in data.values() if isinstance(data, dict) else [data]:
         sample: Any = next(iter(part), {}) if isinstance(part, Dataset) else {}
-        if column := next((column for column in TEACHER if column in sample), None):
-            raise ConfigError(f"{name} has the column {column}, which TRL would ignore; {_WEIGH_BY}")
-        columns = [column for column, turns in sample.items() if any({*FLAGS} & turn.keys() for turn in _turns(turns))]
-        for at, row in enumerate(part.select_columns(columns)) if columns else ():
-            for turn in (turn for column in columns for turn in _turns(row[column])):
-                if odd := next((f for f in {*FLAGS} & turn.keys() if turn[f] not in (None, 1)), None):
-                    raise ConfigError(
-                        f"sample {at} of {name} has {odd}={turn[odd]!r}, which TRL would ignore; {_WEIGH_BY}"
-                    )
+        keys = {key for value in sample.values() for turn in _turns(value) for key in turn}
+        for ignored in [f"the column {column}" for column in TEACHER if column in sample] + [*keys.intersection(FLAGS)]:
+            raise ConfigError(f"{name} has {ignored}, which TRL would ignore; leave it out, or {_WEIGH_BY}")
 
 
 def _turns(value: Any) -> list[Mapping[str, Any]]:
