@@ -41,6 +41,8 @@ VIDEO = {
     }, "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"),
     "llava_onevision": ("LlavaOnevisionVideoProcessor", {}, "<video>"),
     "minicpmv4_6": ("MiniCPMV4_6VideoProcessor", {"scale_resolution": 64, "max_slice_nums": 4}, "<|video_pad|>"),
+    **{family: (f"{name}VideoProcessor", {"patch_size": 4, "pooling_kernel_size": 2, "num_frames": 4}, "<|video|>")
+       for family, name in (("gemma4", "Gemma4"), ("gemma4_unified", "Gemma4Unified"))},
     "internvl": ("InternVLVideoProcessor", {"do_sample_frames": True, "num_frames": 3}, "<video>"),
     "smolvlm": ("SmolVLMVideoProcessor", {
         "size": {"longest_edge": 84}, "max_image_size": {"longest_edge": 28}, "do_sample_frames": True, "num_frames": 8,
@@ -144,7 +146,7 @@ def test_tokens_and_tensors_are_the_processor_s_own(family: str, case: str, clip
 
 
 @needs
-@pytest.mark.parametrize("family", ["internvl", "smolvlm"])
+@pytest.mark.parametrize("family", ["internvl", "smolvlm", "gemma4", "gemma4_unified"])
 def test_videos_beside_images_and_in_later_turns_are_packed_as_alone(family: str) -> None:
     processor, clips = processor_with_videos(family), [frames(3), frames(3)[::-1]]  # its own call takes one length
     first, other = ({"type": "video", "video": clip, "fps": 2} for clip in clips)
@@ -174,8 +176,8 @@ def test_videos_beside_images_and_in_later_turns_are_packed_as_alone(family: str
                 add_special_tokens=False,
             )
             assert truth["input_ids"].tolist() == alone["input_ids"].tolist()
-        sample = {name: truth[name] for name in truth if name.startswith("pixel")}
-        samples.append({**sample, "input_ids": alone["input_ids"][0], "labels": alone["labels"][0]})
+        sample = {name: truth[name] for name in truth if name not in (*TOKENS, "labels", "vlmpack")}
+        samples.append(sample | {name: alone[name][0] for name in ("input_ids", "labels", "mm_token_type_ids")})
         assert collator.length(feature) == len(samples[-1]["input_ids"])
     model = tiny_model(family, processor=processor)
     truth = run_alone(model, samples)
@@ -185,7 +187,8 @@ def test_videos_beside_images_and_in_later_turns_are_packed_as_alone(family: str
     cut = VLMCollator(processor, max_length=collator.length(features[0]) - 40, overlength="truncate").collate(
         features[:1]
     )
-    assert [len(image.runs) for image in cut.metadata.media.images] == [3, *[1] * len(2 * shown)]
+    assert [len(medium.runs) for medium in cut.metadata.media.media].count(3) == 1
+    assert len(cut.metadata.media.media) == 1 + 2 * len(shown)
 
 
 @needs

@@ -110,7 +110,7 @@ def refusal(feature, *, family="internvl", **settings):
 REFUSED = {
     "no_video": (
         {"messages": [user([{"type": "video", "video": [picture(), picture()]}]), says("A cat")]},
-        "video 0: the LlavaProcessor reads images alone; give frames as images",
+        "video 0: videos are not read for a LlavaProcessor, which takes none; give frames as images",
     ),
     "vision_key": (
         chat("?", "A cat", {"image": picture(), "max_pixels": 4096}),

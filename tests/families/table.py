@@ -7,6 +7,7 @@ page with this.
 from pathlib import Path
 from typing import Any
 
+from vlmpack.data.processor import FRAMES_AS_TILES
 from vlmpack.families import Family
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.spans import ImageSpans, Prefix
@@ -92,6 +93,7 @@ def table() -> str:
     for model_type, family in FAMILIES.items():
         config = tiny_config(model_type)
         kinds = {"text", *kinds_of(config), *(["audio"] if family.has_audio else [])}
+        kinds |= {"video"} if family.has_vision and family.processor in FRAMES_AS_TILES else set()
         ticks = ["✓" if kind in kinds else "" for kind in KINDS]
         apart = ", ".join(kept_apart(family, family.text_config(config)))
         version = ".".join(map(str, family.oldest_transformers))

@@ -76,6 +76,8 @@ SIZES_KEPT = 4096
 """Number of image or video sizes whose measurements are cached."""
 OPTIONS_OF_IMAGES: Mapping[str, Sequence[str]] = {"Lfm2VlProcessor": ("use_image_special_tokens",)}
 """Options that a processor passes on with the image options, by processor class."""
+NOT_READ: Mapping[str, str] = {"Kimi_K25Processor": "writes tokens that are means over several frames"}
+"""Why videos of a processor are not read although it takes them, by processor class."""
 NUMBERING = ("MiniCPMV4_6Processor",)
 """Processor classes that may number the images of a sample in the text."""
 
@@ -281,7 +283,8 @@ class MediaReader:
         """Make a video by the processor's own rules; only its file is decoded here. Measuring uses blank frames."""
         part, name = self.parts.video_processor, type(self.processor).__name__
         if not self.metadata.video_token:
-            raise SampleError(f"the {name} reads images alone; give frames as images", "no_video")
+            reason = NOT_READ.get(name, "takes none")
+            raise SampleError(f"videos are not read for a {name}, which {reason}; give frames as images", "no_video")
         if part is None:
             fault = f"this {name} has no video processor, which needs torchvision; install it and load it again"
             raise SampleError(fault, "no_video")

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from importlib.metadata import version
 from math import prod
 from typing import Any, Literal, final
 
@@ -43,6 +44,8 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 
+TRANSFORMERS = tuple(int(part) for part in version("transformers").split(".")[:2])
+"""The installed version of transformers: (major, minor)."""
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of the head's output and the text part's configuration; returns logits."""
 

@@ -11,11 +11,12 @@ Shared keys and values, per-layer embeddings and other head dimensions work on s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 
-from vlmpack.families.family import Rotary
+from vlmpack.families.family import TRANSFORMERS, Rotary
 from vlmpack.families.spans import ImageSpans, Prefix
 from vlmpack.families.text import capped_logits
 from vlmpack.families.tiled import tiled_family
@@ -29,15 +30,27 @@ def _tokens_of_images(tensors: Tensors, config: Any) -> Sequence[int]:
     return [config.mm_tokens_per_image] * len(tensors["pixel_values"])
 
 
-def _tokens_of_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """Tokens pooled from the real patches of `pixel_values` [N, P, C]; `image_position_ids` are -1 on padding."""
-    has_place = (tensors["image_position_ids"] != -1).all(-1)
-    return (has_place.sum(-1) // config.vision_config.pooling_kernel_size**2).tolist()
+def _tokens_of_patches(tensors: Tensors, config: Any, *, name: str = "image_position_ids") -> Sequence[int]:
+    """Tokens pooled from the real patches of images or frames [N, P, C]; their position ids are -1 on padding."""
+    return ((tensors[name] != -1).all(-1).sum(-1) // _pooling(config.vision_config) ** 2).tolist()
 
 
-def _tokens_of_merged_patches(tensors: Tensors, config: Any) -> Sequence[int]:
-    """One token for every real patch of `pixel_values` [N, P, C], whose patches are already merged."""
-    return (tensors["image_position_ids"] != -1).all(-1).sum(-1).tolist()
+def _pooling(vision: Any) -> int:
+    """Return the patches along each side of a token; 1 if the processor merges them."""
+    return 1 if hasattr(vision, "model_patch_size") else vision.pooling_kernel_size
+
+
+def _tokens_of_videos(tensors: Tensors, config: Any) -> Sequence[int]:
+    """Tokens of each video: those of its frames."""
+    of_frames = iter(_tokens_of_patches(tensors, config, name="video_position_ids"))
+    return [sum(islice(of_frames, count)) for count in tensors["num_frames_per_video"].tolist()]
+
+
+def _frames_of_videos(tensors: Tensors, config: Any) -> Mapping[str, Sequence[int]]:
+    """Number of frames of each video in `pixel_values_videos` [F, P, C] and their position ids."""
+    if (counts := tensors.get("num_frames_per_video")) is None:
+        return {}
+    return dict.fromkeys(("pixel_values_videos", "video_position_ids"), counts.tolist())
 
 
 def _tokens_of_tower(tensors: Tensors, config: Any) -> Sequence[int]:
@@ -56,19 +69,26 @@ def _images_are_bidirectional(text_config: Any) -> bool:
 
 
 def _blank_patches(config: Any) -> Tensors:
-    """Return an image of one token, as patches with their positions."""
+    """Return an image and a video of one token, as patches with their positions."""
     vision = config.vision_config
-    side, patch = 1, getattr(vision, "model_patch_size", None)
-    if patch is None:
-        side, patch = vision.pooling_kernel_size, vision.patch_size
+    side, patch = _pooling(vision), getattr(vision, "model_patch_size", vision.patch_size)
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
-    return {"pixel_values": torch.ones(1, side**2, 3 * patch**2), "image_position_ids": places[None]}
+    pixels = torch.ones(1, side**2, 3 * patch**2)
+    tensors = (pixels, places[None], pixels, places[None], torch.tensor([1]))
+    return dict(zip((*_IMAGES, *_VIDEOS), tensors, strict=True))
 
 
+_IMAGES = ("pixel_values", "image_position_ids")
+_VIDEOS = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+_TAKES_VIDEOS = TRANSFORMERS >= (5, 23)
+"""Whether the installed transformers takes videos of different lengths."""
 _WITH_PLACES = {
     "blank": _blank_patches,
     "token_types": "mm_token_type_ids",
-    "media": {"pixel_values": Join(), "image_position_ids": Join()},
+    "tile_tokens": _tokens_of_patches,
+    "tile_entries": _frames_of_videos,
+    "video_tokens": _tokens_of_videos if _TAKES_VIDEOS else None,
+    "media": dict.fromkeys((*_IMAGES, *_VIDEOS) if _TAKES_VIDEOS else _IMAGES, Join()),
     "logits": capped_logits,
 }
 
@@ -81,7 +101,6 @@ GEMMA = (
     ),
     tiled_family(
         "gemma4",
-        tile_tokens=_tokens_of_patches,
         bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional),
         **_WITH_PLACES,
     ),
@@ -89,7 +108,6 @@ GEMMA = (
         "gemma4_unified",
         oldest_transformers=(5, 23),
         vision_path="model.embed_vision",
-        tile_tokens=_tokens_of_merged_patches,
         bidirectional=ImageSpans(enabled=_images_are_bidirectional, beyond_window=True),
         **_WITH_PLACES,
     ),

@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from vlmpack.errors import FamilyError
-from vlmpack.families.family import Family
+from vlmpack.families.family import TRANSFORMERS, Family
 from vlmpack.families.gemma import GEMMA
 from vlmpack.families.grids import GRIDS
 from vlmpack.families.llama import LLAMA
@@ -22,9 +22,8 @@ from vlmpack.families.tiled import TILED
 
 DESCRIBED = (*QWEN, *OMNI, *GRIDS, *TILED, *GEMMA, *LLAMA, *TEXT)
 """All descriptors, also those for a newer transformers."""
-_INSTALLED = tuple(int(part) for part in version("transformers").split(".")[:2])
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in DESCRIBED if family.oldest_transformers <= _INSTALLED
+    family.model_type: family for family in DESCRIBED if family.oldest_transformers <= TRANSFORMERS
 }
 """The families that vlmpack supports with the installed transformers, by `config.model_type`."""
 

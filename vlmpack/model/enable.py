@@ -16,9 +16,8 @@ from torch import nn
 from vlmpack.context_parallel.mesh import Parallel, mesh_of, tensor_group
 from vlmpack.context_parallel.plans import check_plan
 from vlmpack.errors import ConfigError, check_kind
-from vlmpack.families.family import Family
+from vlmpack.families.family import TRANSFORMERS, Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
-from vlmpack.machine import version_of
 from vlmpack.model.adapters import fit_adapters
 from vlmpack.model.backbone import leave_backbone, pack_backbone, packed_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
@@ -185,7 +184,7 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
         )
     reason = family.not_over_ranks
     oldest = family.oldest_over_ranks
-    if tuple(int(part) for part in str(version_of("transformers")).split(".")[:2]) < oldest:
+    if oldest > TRANSFORMERS:
         reason = f"its model completes their features elsewhere before transformers {oldest[0]}.{oldest[1]}"
     if parallel is None and mesh_of(core) is not None:
         parallel = Parallel()

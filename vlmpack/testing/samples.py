@@ -618,6 +618,14 @@ def _frames_of_one_size(config: Any, grid: Grid, draw: Draw) -> Tensors:
     return {"pixel_values_videos": draw(1, 2, 3, _side(config), _side(config))}
 
 
+def _frames_of_patches(config: Any, grid: Grid, draw: Draw, *, merged: bool = False) -> Tensors:
+    """Frames as padded patches."""
+    frames = [_padded_patches(config, grid, draw, merged=merged) for _ in range(grid[0])]
+    pixels, places = (torch.cat([frame[name] for frame in frames]) for name in frames[0])
+    count = torch.tensor([grid[0]])
+    return {"pixel_values_videos": pixels, "video_position_ids": places, "num_frames_per_video": count}
+
+
 Written = Literal["joined", "ended", "rows", "apart", "bare"]
 """How runs of placeholders are written. joined: all between one start and one end token; ended: the end token follows
 each; rows: the same, with a run for each row of the grid; apart: each between start and end token; bare: without."""
@@ -643,7 +651,12 @@ IMAGES: dict[str, tuple[Callable[..., Tensors], Written]] = {
     "paligemma": (partial(_tiles, tiles=1), "bare"),
 }
 """For each `config.model_type`, the tensors of an image, and how its placeholders are written."""
-VIDEOS = {"llava_onevision": _frames_of_one_size, "minicpmv4_6": partial(_row_of_patches, of="_videos")}
+VIDEOS = {
+    "llava_onevision": _frames_of_one_size,
+    "minicpmv4_6": partial(_row_of_patches, of="_videos"),
+    "gemma4": _frames_of_patches,
+    "gemma4_unified": partial(_frames_of_patches, merged=True),
+}
 """Likewise the tensors of a video; each run of its placeholders is between start and end token."""
 
 
@@ -664,7 +677,8 @@ def _video_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw) -> tupl
     """Return the token ids and tensors of a video."""
     tensors, rule = VIDEOS[family.model_type](config, grid, draw), family.video_tokens
     assert rule is not None
-    return _written(config, config.video_token_id, rule(tensors, config), "apart"), tensors
+    runs, frames = rule(tensors, config), int(tensors.get("num_frames_per_video", 1))
+    return _written(config, config.video_token_id, [n // frames for n in runs for _ in range(frames)], "apart"), tensors
 
 
 def _written(config: Any, placeholder: int, runs: Sequence[int], written: Written) -> list[int]:
