@@ -13,7 +13,8 @@ from fixtures.processors import RECIPES, missing_packages, tiny_processor
 from PIL import Image
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.collate.video import VideoSettings, load_video
+from vlmpack.collate.processor_metadata import read_processor
+from vlmpack.collate.video import VideoReader
 from vlmpack.families import registry
 
 BEYOND = tuple(family for family in RECIPES if family in registry.FAMILIES)
@@ -106,8 +107,8 @@ class Frames:
     merge_size, temporal_patch_size, valid_kwargs = 2, 2, None
 
     def __init__(self, processor: Any, frames: list[Any], fps: float = 2.0) -> None:
-        settings = VideoSettings.from_processor(processor.image_processor)
-        self.patches = load_video({"video": frames, "sample_fps": fps}, settings=settings)
+        reader = VideoReader(processor=processor, metadata=read_processor(processor))
+        self.patches = reader.load({"video": frames, "sample_fps": fps})
         count = len(frames) + len(frames) % 2  # as in qwen-vl-utils, a repeated last frame is a frame
         numbers: dict[str, Any] = {"fps": fps, "duration": count / fps, "frames_indices": [*range(count)]}
         self.metadata = VideoMetadata(total_num_frames=count, **numbers)

@@ -316,7 +316,7 @@ def _describe(visual: Visual, media: Mapping[str, dict[Any, int]], collator: VLM
     elif isinstance(source, list | tuple):
         content = tuple(_encoded(frame, collator) for frame in source)
     else:
-        with open_video(source, limits=collator.file_rules.limits) as file:
+        with open_video(source, limits=collator.videos.file_limits) as file:
             content, about["is_file"] = (file.read(),), True
     numbers = media[f"{kind}s"]
     about |= {"number": numbers.setdefault(content, len(numbers))}
@@ -916,7 +916,8 @@ class PackedDataset(Dataset[dict[str, Any]]):
             raise ConfigError(f"{', '.join(wrong)}: decided when the rows were packed; pack again to change that")
         decided = {"layout": "packed", "slots": self.slots, "share_prefixes": self.share_prefixes or False}
         decided["vocab_size"] = self.manifest.processor["tokens"]["vocab_size"]
-        decided["sampling"] = FrameSampling(**self.manifest.settings["collator"]["sampling"])
+        if sampling := self.manifest.settings["collator"]["sampling"]:
+            decided["sampling"] = FrameSampling(**sampling)
         collator = VLMCollator(processor, **decided, **settings)
         if lines := list(digests.differences(self.manifest.processor, digests.fingerprint(collator))):
             fault = f"{self.path} was packed with another processor: {'; '.join(lines)}"

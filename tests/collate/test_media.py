@@ -16,6 +16,7 @@ from transformers import Qwen2VLImageProcessorPil
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
 from vlmpack.collate import VLMCollator
+from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.media import MediaReader
 from vlmpack.collate.processor_metadata import read_processor
@@ -32,7 +33,9 @@ SIZES = 100
 
 
 def reader_of(processor: Any, limits: ImageLimits | None = None) -> MediaReader:
-    return MediaReader(processor=processor, metadata=read_processor(processor), limits=limits or ImageLimits())
+    return Encoder(
+        processor=processor, metadata=read_processor(processor), limits=limits or ImageLimits(), train_on="all"
+    ).media
 
 
 def measured(reader: MediaReader, source: Any, kind: Any = "image", **options: Any) -> Visual:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from PIL import Image
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from vlmpack.collate.video import VideoSettings, load_video, patchify, read_frames, resize_frames
+from vlmpack.collate.video import VideoReader, patchify, read_frames
 from vlmpack.data.images import load_image
 from vlmpack.errors import SampleError
 
@@ -29,6 +30,11 @@ REFERENCE = Path(__file__).with_name("qwen_reference.py")
 
 def image_processor(**options):
     return transformers.Qwen2VLImageProcessorPil(**{"patch_size": 14, "max_pixels": 16384 * 784, **options})
+
+
+def reader_of(part):
+    parts = SimpleNamespace(tokenizer=None, image_processor=part, get_attributes=list)
+    return VideoReader(processor=parts, metadata=SimpleNamespace(frame_timestamps=True, by_processor=False))
 
 
 def noise_frames(count: int, height: int = 112, width: int = 168, seed: int = 0) -> list[Image.Image]:
@@ -45,9 +51,7 @@ def test_a_still_video_equals_the_still_image_bit_for_bit(patch_size, count):
     processor = image_processor(patch_size=patch_size)
     frame = noise_frames(1, 4 * 2 * patch_size, 6 * 2 * patch_size)[0]
     still = processor([frame], return_tensors="pt")
-    video = load_video(
-        {"video": [frame] * count, "min_pixels": 4 * 32 * 32 * 4}, settings=VideoSettings.from_processor(processor)
-    )
+    video = reader_of(processor).load({"video": [frame] * count, "min_pixels": 4 * 32 * 32 * 4})
     assert video.grid == tuple(still["image_grid_thw"][0].tolist())
     assert video.pixels.dtype == torch.float32
     assert torch.equal(video.pixels, still["pixel_values"])
@@ -58,7 +62,7 @@ def test_a_processor_that_leaves_out_a_step_is_followed(flags):
     processor = image_processor(**flags)
     frame = noise_frames(1)[0]
     pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
-    patches, _ = patchify(pixels, settings=VideoSettings.from_processor(processor))
+    patches, _ = patchify(pixels, processor)
     assert torch.equal(patches, processor([frame], return_tensors="pt")["pixel_values"].float())
 
 
@@ -75,11 +79,10 @@ def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
         {"patch_size": 16, "element": {"video": noise_frames(5), "total_pixels": 64 * 1024, "raw_fps": 30}},
     ]
     for case, answer in zip(cases, qwen_videos(cases, tmp_path), strict=True):
-        s = VideoSettings.from_processor(image_processor(patch_size=case["patch_size"]))
-        frames = case["element"]["video"]
-        resized = resize_frames(frames, case["element"], settings=s)
-        np.testing.assert_array_equal(resized.numpy(), answer["video"][: len(frames)])
-        video = load_video(case["element"], settings=s)
+        part, count = image_processor(patch_size=case["patch_size"]), len(case["element"]["video"])
+        video = reader_of(part).load(case["element"])
+        patches, _ = patchify(torch.from_numpy(answer["video"][:count]).byte(), part)
+        assert torch.equal(video.pixels, patches)
         metadata = VideoMetadata(**answer["metadata"])
         assert video.grid[0] * 2 == len(answer["video"])
         assert video.seconds == 2 / answer["sample_fps"]

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 
 from vlmpack import VLMCollator
 from vlmpack.collate import FrameSampling
-from vlmpack.collate.video import VideoSettings, file_rules_of, sample_frames
-from vlmpack.collate.video import load_video as load_clip
+from vlmpack.collate.video import VideoReader, sample_frames
 from vlmpack.data.videos import VideoHeader
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.lengths import measure_lengths
@@ -106,7 +105,7 @@ def test_frames_are_those_that_transformers_takes(
     count = len(frames.indices)
     assert list(frames.indices) == expected[:count]
     assert expected[count:] in ([], [total])  # by its rounding arange may name a frame that is not there
-    assert frames.sampled_fps == count / total * rate
+    assert frames.fps == count / total * rate
 
 
 @pytest.mark.parametrize(
@@ -195,13 +194,11 @@ def test_pixels_grids_and_times_are_those_of_transformers_video_processors(tmp_p
             tokenizer=None,
             image_processor=None,
             get_attributes=lambda: ["video_processor"],
-            video_processor=SimpleNamespace(to_dict=lambda values=values: values),
+            video_processor=SimpleNamespace(**{"fps": None, "num_frames": None, **values}),
         )
-        rules = file_rules_of(processor, SimpleNamespace(frame_timestamps=case["is_per_clip"], by_processor=False))
-        numbers = {**values, "image_mean": list(values["image_mean"]), "image_std": list(values["image_std"])}
-        cut = VideoSettings.from_processor(SimpleNamespace(**numbers))
-        video = load_clip({"video": case["path"]}, settings=cut, rules=rules)
-        measured = load_clip({"video": case["path"]}, settings=cut, rules=rules, is_measured=True)
+        metadata = SimpleNamespace(frame_timestamps=case["is_per_clip"], by_processor=False)
+        reader = VideoReader(processor=processor, metadata=metadata)
+        video, measured = (reader.load({"video": case["path"]}, is_measured=x) for x in (False, True))
         assert video.grid == measured.grid == expected["grid"], case
         assert video.seconds == measured.seconds == expected["seconds"]
         assert list(video.timestamps) == list(measured.timestamps) == expected["timestamps"]

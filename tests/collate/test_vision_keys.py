@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cases import slow
 
-from vlmpack.collate.video import check_enlarged, has_image_keys, image_size, number, video_frame_size
+from vlmpack.collate.video import check_enlarged, has_keys, image_size, number, video_frame_size
 from vlmpack.errors import SampleError
 
 needs_qwen = pytest.mark.skipif(
@@ -104,8 +104,8 @@ def test_random_shapes_get_the_sizes_of_qwen_vl_utils(count):
 def test_none_is_absent_and_text_is_a_number():
     absent = {"min_pixels": None, "max_pixels": None, "resized_height": None, "resized_width": None}
     assert image_size(absent, (100, 200), factor=28) == image_size({}, (100, 200), factor=28)
-    assert not has_image_keys(absent)
-    assert has_image_keys({"max_pixels": 1})
+    assert not has_keys(absent)
+    assert has_keys({"max_pixels": 1})
     assert number({"sample_fps": "1.5"}, "sample_fps", 2.0) == 1.5
 
 

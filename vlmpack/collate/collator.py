@@ -21,7 +21,7 @@ from vlmpack.collate.encoded import Encoded, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.collate.video import FrameSampling, file_rules_of
+from vlmpack.collate.video import FrameSampling, VideoReader
 from vlmpack.data.formats import channel_of, sample_id_of
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import Markers
@@ -122,8 +122,13 @@ class VLMCollator:
         check_whole_number("pixel_buffers", pixel_buffers, at_least=0, remedy="0: new memory every time")
         if pixel_dtype is not None and not pixel_dtype.is_floating_point:
             raise ConfigError(f"pixel_dtype={pixel_dtype} would round normalized pixels to integers; use a float type")
-        if skip_limit is not None:
-            check_kind("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)")
+        for name, setting, kind, such_as in (
+            ("skip_limit", skip_limit, SkipLimit, "SkipLimit(max_bad_fraction=0.05)"),
+            ("sampling", sampling, FrameSampling, "FrameSampling(fps=1.0)"),
+            ("video_limits", video_limits, VideoLimits, "VideoLimits(max_frames=10_000)"),
+        ):
+            if setting is not None:
+                check_kind(name, setting, kind, such_as)
         self.layout = layout
         self.slots = slots or SlotRule()
         self.max_length = max_length
@@ -144,7 +149,13 @@ class VLMCollator:
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
         is_whole = self.metadata.by_processor and self.metadata.has_vision
         self._family = family_of_processor(processor) if is_whole or self.metadata.has_audio else None
-        self.file_rules = file_rules_of(processor, self.metadata, sampling=sampling, limits=video_limits)
+        self.videos = VideoReader(
+            processor=processor,
+            metadata=self.metadata,
+            limits=self.limits,
+            sampling=sampling,
+            file_limits=video_limits or VideoLimits(),
+        )
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
         self._encoder = Encoder(
@@ -156,7 +167,7 @@ class VLMCollator:
             log=self.skip_log,
             max_length=max_length,
             truncates_start=overlength == "truncate_start",
-            file_rules=self.file_rules,
+            videos=self.videos,
             add_stop=add_stop,
             ignored_keys=self.ignored_keys,
         )

@@ -37,7 +37,7 @@ DIGEST_BYTES = 16
 
 def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
     """Compute the digest of everything besides the samples that determines lengths, and marks if entries have them."""
-    parts = parts_of(collator.processor)
+    parts, videos = parts_of(collator.processor), collator.videos
     tokenizer: Any = [parts.tokenizer.get_vocab(), parts.tokenizer.init_kwargs]
     if parts.tokenizer.is_fast:  # everything except the state left by its last call
         tokenizer = {**json.loads(parts.tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
@@ -51,7 +51,8 @@ def settings_key(collator: VLMCollator, *, has_marks: bool = False) -> bytes:
         "settings": settings_of(collator.processor) if collator.metadata.has_vision else None,
         "metadata": asdict(collator.metadata) | {"newline_ids": sorted(collator.metadata.newline_ids)},
         "limits": asdict(collator.limits),
-        "video_files": asdict(collator.file_rules),
+        "video_processor": None if parts.video_processor is None else parts.video_processor.to_dict(),
+        "video_files": [videos.sampling, videos.file_limits],
         "collator": [collator.train_on, collator.max_length, collator.overlength, collator.markers],
         "messages": [collator.add_stop, collator.ignored_keys],
         "marks": has_marks,
@@ -92,7 +93,7 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
         sample: a sample that the collator takes, or the SampleError in its place.
         collator: provides the limits for images.
     """
-    read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.file_rules.limits)
+    read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.videos.file_limits)
     try:
         return _digest([sample_id_of(sample), *_content_of(sample, collator, *read)], default=_plain).hex()
     except (TypeError, ValueError, RecursionError):  # a bad sample, or a tokenized one
@@ -201,7 +202,7 @@ COLLATOR_SETTINGS = (
 
 def collator_settings(collator: VLMCollator) -> dict[str, Any]:
     """Return the values of `COLLATOR_SETTINGS`."""
-    values = {"sampling": collator.file_rules.sampling}
+    values = {"sampling": collator.videos.rule}
     return {name: values.get(name, getattr(collator, name, None)) for name in COLLATOR_SETTINGS}
 
 
@@ -238,7 +239,7 @@ def _image_settings(image_processor: Any, metadata: ProcessorMetadata) -> dict[s
     settings = image_processor.to_dict()
     if metadata.by_processor:  # any of its settings may have an effect
         return {"settings": digest_of(settings)[:16]}
-    fewest, most = pixel_bounds(image_processor, image_processor.size)
+    fewest, most = pixel_bounds(image_processor)
     return {
         **{name: settings.get(name) for name in IMAGE_SETTINGS},
         **{name: [float(value) for value in getattr(image_processor, name)] for name in ("image_mean", "image_std")},

@@ -46,7 +46,7 @@ from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.skipped import SkipLog
 from vlmpack.collate.tokenized import read_tokenized, token_types, with_teacher
-from vlmpack.collate.video import DEFAULT_RULES, FileRules
+from vlmpack.collate.video import VideoReader
 from vlmpack.data.formats import KINDS, Kind, is_empty
 from vlmpack.data.images import ImageLimits
 from vlmpack.data.messages import (
@@ -143,8 +143,8 @@ class Encoder:
     """Media beyond this number of tokens are not processed, since no sample can hold them; None: no limit."""
     truncates_start: bool = False
     """True: overlong samples keep their end and lose their first media. False: they lose their last media."""
-    file_rules: FileRules = DEFAULT_RULES
-    """Rules for sampling and sizing video files."""
+    videos: VideoReader | None = None
+    """Reads videos; None: by the processor's own settings."""
     add_stop: str | None = None
     """Token to append after the last answer if the template does not end it with one; None: none."""
     ignored_keys: Collection[str] = ()
@@ -196,9 +196,8 @@ class Encoder:
     @cached_property
     def media(self) -> MediaReader:
         """Reads and measures media."""
-        return MediaReader(
-            processor=self.processor, metadata=self.metadata, limits=self.limits, file_rules=self.file_rules
-        )
+        videos = self.videos or VideoReader(processor=self.processor, metadata=self.metadata, limits=self.limits)
+        return MediaReader(processor=self.processor, metadata=self.metadata, limits=self.limits, videos=videos)
 
     @cached_property
     def filler(self) -> Encoded:

@@ -42,18 +42,14 @@ from vlmpack.collate.processor_metadata import (
     pixel_bounds,
 )
 from vlmpack.collate.video import (
-    DEFAULT_RULES,
     FILE_TYPES,
     IMAGE_KEYS,
-    FileRules,
     Size,
-    VideoSettings,
+    VideoReader,
     check_enlarged,
     check_times,
-    has_image_keys,
+    has_keys,
     image_size,
-    load_video,
-    read_clip,
     resize,
 )
 from vlmpack.data.images import ImageLimits, load_image, read_size
@@ -147,8 +143,8 @@ class MediaReader:
     """Its metadata."""
     limits: ImageLimits
     """Size limits for images and frames."""
-    file_rules: FileRules = DEFAULT_RULES
-    """Rules for sampling and sizing video files."""
+    videos: VideoReader
+    """Reads videos."""
 
     # ------------------------------------------------------------------ the media of a sample
 
@@ -175,7 +171,7 @@ class MediaReader:
         for ref in refs:
             load = self._image if ref.kind == "image" else self._video
             made = partial(read_named, partial(media.load_once, load=load), ref)
-            is_sized = remaining < inf and (ref.kind == "video" or has_image_keys(ref.options))
+            is_sized = remaining < inf and (ref.kind == "video" or has_keys(ref.options))
             visual = read_named(self._measured, ref) if is_sized else made()
             remaining -= sum(tokens_of(visual, self.metadata, kind=ref.kind))
             visuals.append(made() if is_sized and remaining >= 0 else visual)
@@ -233,7 +229,7 @@ class MediaReader:
 
     def _image(self, ref: MediaRef) -> Visual:
         image, options = self._picture(ref), {}
-        if has_image_keys(ref.options):
+        if has_keys(ref.options):
             image, options = resize(image, self._keyed_size(ref, (image.height, image.width))), {"do_resize": False}
         (visual,) = self.process([image], **options)
         return replace(visual, source=ref)
@@ -247,7 +243,7 @@ class MediaReader:
         return read_size(ref.source, limits=self.limits)
 
     def _check_keys(self, ref: MediaRef) -> None:
-        if self.metadata.by_processor and has_image_keys(ref.options):
+        if self.metadata.by_processor and has_keys(ref.options):
             keys = ", ".join(key for key in IMAGE_KEYS if ref.options.get(key) is not None)
             name = type(self.processor).__name__
             raise SampleError(f"it has {keys} beside it; the {name} sizes images alike: leave them out", "vision_key")
@@ -265,7 +261,7 @@ class MediaReader:
         if self.metadata.by_processor:
             visual = self._counted(size) if self._counted is not None else self._blank((size,))[0]
             return replace(visual, source=ref)
-        is_keyed = has_image_keys(ref.options)
+        is_keyed = has_keys(ref.options)
         grid = self._grid_of(*self._keyed_size(ref, size)) if is_keyed else self._resize_rule(*size)
         return Visual(pixels=None, grid=grid, source=ref)
 
@@ -274,24 +270,22 @@ class MediaReader:
         check_times(element, is_file=isinstance(ref.source, FILE_TYPES))
         if self.metadata.by_processor:
             return replace(self._video_of_processor(element, is_measured=is_measured), source=ref)
-        settings = VideoSettings.from_processor(self.parts.video_processor or self.parts.image_processor)
-        caps = {"limits": self.limits, "rules": self.file_rules}
-        video = load_video(element, settings=settings, is_measured=is_measured, **caps)
+        video = self.videos.load(element, is_measured=is_measured)
         return replace(video, seconds=video.seconds if self.metadata.seconds_per_grid else None, source=ref)
 
     def _video_of_processor(self, element: Mapping[str, Any], *, is_measured: bool) -> Visual:
         """Make a video by the processor's own rules; only its file is decoded here. Measuring uses blank frames."""
-        part, name = self.parts.video_processor, type(self.processor).__name__
+        name = type(self.processor).__name__
         if not self.metadata.video_token:
             reason = NOT_READ.get(name, "takes none")
             raise SampleError(f"videos are not read for a {name}, which {reason}; give frames as images", "no_video")
-        if part is None:
+        if self.parts.video_processor is None:
             fault = f"this {name} has no video processor, which needs torchvision; install it and load it again"
             raise SampleError(fault, "no_video")
-        frames = read_clip(element, part, rules=self.file_rules, limits=self.limits)
+        clip = self.videos.clip(element)
         if is_measured:
-            return self._blank_video(frames.shape, frames.metadata)
-        return self.process_video(frames.decode(), frames.metadata)
+            return self._blank_video(clip.shape, clip.metadata)
+        return self.process_video(clip.decode(), clip.metadata)
 
     @cached_property
     def _blank_video(self) -> Callable[[tuple[int, ...], tuple[Any, ...]], Visual]:
@@ -399,7 +393,7 @@ class MediaReader:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         image_processor = self.parts.image_processor
-        low, high = bounds or pixel_bounds(image_processor, image_processor.size)
+        low, high = bounds or pixel_bounds(image_processor)
         return self._grid_of(*smart_resize(height, width, self._side, min_pixels=low, max_pixels=high))
 
     def _unresized(self, height: int, width: int) -> Grid:

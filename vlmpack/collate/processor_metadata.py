@@ -171,13 +171,13 @@ def parts_of(processor: Any) -> ProcessorParts:
     )
 
 
-def pixel_bounds(part: Any, size: Any) -> tuple[int, int]:
-    """Return the minimum and maximum number of pixels to which an image or video processor of this `size` resizes.
+def pixel_bounds(part: Any) -> tuple[int, int]:
+    """Return the minimum and maximum number of pixels to which an image or video processor resizes.
 
-    The bounds come from `size`, or from `min_pixels` and `max_pixels` if they were set on the processor after loading
-    and the installed transformers supports that.
+    The bounds come from its `size`, or from `min_pixels` and `max_pixels` if they were set on it after loading and the
+    installed transformers supports that.
     """
-    set_later = {name: getattr(part, name, None) for name in ("min_pixels", "max_pixels")}
+    size, set_later = part.size, {name: getattr(part, name, None) for name in ("min_pixels", "max_pixels")}
     if any(value is not None for value in set_later.values()):
         size = part._standardize_kwargs(size=size, **set_later)["size"]
     return size["shortest_edge"], size["longest_edge"]

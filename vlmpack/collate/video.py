@@ -4,7 +4,7 @@
     file ──header──▶ frames, rate, size ──sample_frames──▶ decode, resize ──▶ pixels ──▶ patches
 
 transformers' video processors need torchvision, which does not exist for every torch version. This module implements
-their math with torch alone, using the settings of the processor's video or image part (`VideoSettings.from_processor`).
+their math with torch alone, using the settings of the processor's video or image part (`VideoReader.part`).
 
 ```
 frames            0 1 2 3 4 4     the last one repeated up to a multiple of temporal_patch_size
@@ -77,6 +77,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -91,7 +92,7 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixe
 from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits, load_image, read_size
 from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, TIMES, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
-from vlmpack.errors import ConfigError, SampleError, check_kind, check_whole_number
+from vlmpack.errors import ConfigError, SampleError, check_whole_number
 from vlmpack.layout.batch import Grid
 
 Size = tuple[int, int]
@@ -138,189 +139,261 @@ class FrameSampling:
         check_whole_number("max_frames", self.max_frames, at_least=max(self.min_frames, MIN_FRAMES))
 
 
-DEFAULT_SAMPLING = FrameSampling()
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampledFrames:
-    """The frames chosen from a video."""
+    """The frames chosen from a video file."""
 
     indices: tuple[int, ...]
     """Indices of the frames in the file, ascending."""
     fps: float
-    """Frame rate of the file."""
-    sampled_fps: float
     """Frame rate of the chosen frames: transformers' `VideoMetadata.sampled_fps`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoSettings:
-    """Numbers for making patches from frames, read from a video processor or an image processor."""
+class Frames:
+    """The chosen frames of a Qwen video, not decoded yet."""
 
-    patch_size: int
-    """Side of a patch in pixels."""
-    merge_size: int
-    """Side of a token in patches."""
-    temporal_patch_size: int
-    """Frames in one patch."""
-    image_mean: tuple[float, float, float]
-    """Subtracted from each channel after rescaling."""
-    image_std: tuple[float, float, float]
-    """Divides each channel after that."""
-    rescale_factor: float
-    """Multiplies pixel values, which are 0 to 255."""
-
-    @classmethod
-    def from_processor(cls, part: Any) -> VideoSettings:
-        """Read the settings of a Qwen video or image processor, including `do_rescale` and `do_normalize`."""
-        return cls(
-            patch_size=part.patch_size,
-            merge_size=part.merge_size,
-            temporal_patch_size=part.temporal_patch_size,
-            image_mean=tuple(part.image_mean) if part.do_normalize else (0.0, 0.0, 0.0),
-            image_std=tuple(part.image_std) if part.do_normalize else (1.0, 1.0, 1.0),
-            rescale_factor=part.rescale_factor if part.do_rescale else 1.0,
-        )
+    count: int
+    """Number of frames."""
+    size: Size
+    """Height and width to which they are resized."""
+    indices: Sequence[float]
+    """Index of each frame in a video of `fps` frames per second."""
+    fps: float
+    """Frame rate to which the indices refer."""
+    seconds: float
+    """Seconds from one temporal patch to the next."""
+    decode: Callable[[], torch.Tensor]
+    """Returns the resized frames, uint8 [F, C, H, W]."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileRules:
-    """Rules for choosing and sizing the frames of a video file, from the video processor's settings."""
+class Clip:
+    """The chosen frames of a video for a processor's own video processor, not decoded yet."""
 
-    sampling: FrameSampling = DEFAULT_SAMPLING
-    """Number of frames, if no key beside the video sets it."""
-    is_chosen: bool = False
-    """True: `sampling` is a setting of the collator. False: it comes from the video processor, or is the default."""
-    is_per_clip: bool = False
-    """True: Qwen3-VL's rules (linspace, and bounds for the whole clip). False: Qwen2-VL's (bounds for each frame)."""
-    bounds: tuple[int, int] | None = None
-    """Minimum and maximum pixels of a frame, or of a clip; None: no video processor, so qwen-vl-utils' rule applies."""
-    is_capped: bool = False
-    """The video processor's `cap_pixels_per_frame`."""
-    max_tokens: int = 0
-    """The video processor's `max_video_tokens`; used if `is_capped` is set."""
-    limits: VideoLimits = DEFAULT_VIDEO_LIMITS
+    shape: tuple[int, int, int, int]
+    """[F, H, W, 3]."""
+    metadata: tuple[tuple[str, Any], ...]
+    """Names and values of transformers' `VideoMetadata`."""
+    decode: Callable[[], np.ndarray]
+    """Returns the frames, uint8 [F, H, W, 3]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoReader:
+    """Chooses and decodes the frames of videos; for Qwen, also resizes them and cuts them into patches.
+
+    An element is `video` with the keys beside it. `video` is a file (a path, bytes or {"bytes", "path"}) or a list of
+    images that `load_image` accepts. The times of a list come from one of these: `sample_fps`, frames per second
+    (default 2), with `raw_fps`, the rate for Qwen3-VL's timestamps (default `sample_fps`), as in qwen-vl-utils 0.0.14;
+    or `timestamps`, each frame's time in seconds; or `frames_indices`, the frames' indices (default 0, 1, ...), with
+    `fps`. For the size keys see `video_frame_size`; for the frames of a file see `sample_frames`.
+    """
+
+    processor: Any
+    """The processor."""
+    metadata: ProcessorMetadata
+    """Its metadata."""
+    limits: ImageLimits = DEFAULT_LIMITS
+    """Size limits for each frame of a list."""
+    sampling: FrameSampling | None = None
+    """The collator's setting; None: the video processor's own rule."""
+    file_limits: VideoLimits = DEFAULT_VIDEO_LIMITS
     """Size limits for files."""
 
+    def load(self, element: Mapping[str, Any], *, is_measured: bool = False) -> Visual:
+        """Convert an element to patches by Qwen's rules, with its seconds and timestamps.
 
-DEFAULT_RULES = FileRules()
+        Args:
+            element: a video and its keys.
+            is_measured: read only headers and make no patches; damage behind a sound header goes unnoticed.
+
+        Raises:
+            SampleError: there are no frames; a frame cannot be used (it is named); frames differ in size; or a file or
+                a key cannot be used.
+            ConfigError: the video is a file, and PyAV is not installed.
+        """
+        frames = self._of_file(element) if isinstance(element.get("video"), FILE_TYPES) else self._of_list(element)
+        pixels, side, depth = None, self.part.patch_size, self.part.temporal_patch_size
+        grid = -(-frames.count // depth), frames.size[0] // side, frames.size[1] // side
+        if not is_measured:
+            pixels, grid = patchify(frames.decode(), self.part)
+        timestamps = frame_timestamps(frames.indices, fps=frames.fps, depth=depth)
+        return Visual(pixels=pixels, grid=grid, seconds=frames.seconds, timestamps=tuple(timestamps))
+
+    def clip(self, element: Mapping[str, Any]) -> Clip:
+        """Choose the frames of an element by its video processor's `sample_frames`. All frames of a list are taken.
+
+        Raises:
+            SampleError: as in `load`; or this video processor does not read a key.
+        """
+        name = type(self.part).__name__
+        if key := next((key for key in VIDEO_KEYS if element.get(key) is not None), None):
+            fault = f"it has {key} beside it, by which Qwen's videos are sized; a {name} sizes all videos alike"
+            raise SampleError(f"{fault}: leave it out", "vision_key")
+        is_file = isinstance(element.get("video"), FILE_TYPES)
+        return self._clip_of_file(element, name) if is_file else self._clip_of_list(element)
+
+    @cached_property
+    def part(self) -> Any:
+        """The processor's video processor, or its image processor if it was loaded without torchvision."""
+        parts = parts_of(self.processor)
+        return parts.video_processor or parts.image_processor
+
+    @cached_property
+    def rule(self) -> FrameSampling | None:
+        """How many frames to take from a file; None: a family with its own `sample_frames` decides."""
+        part = parts_of(self.processor).video_processor
+        if self.sampling is not None or self.metadata.by_processor:
+            return self.sampling
+        if part is None:
+            return FrameSampling()
+        fps = (part.fps or FPS) if part.num_frames is None else None
+        limits = {"min_frames": part.min_frames, "max_frames": part.max_frames}
+        return FrameSampling(fps=fps, num_frames=part.num_frames, **limits)
+
+    # ------------------------------------------------------------------ Qwen
+
+    @property
+    def _factor(self) -> int:
+        """Side of a token in pixels."""
+        return self.part.patch_size * self.part.merge_size
+
+    def _of_list(self, element: Mapping[str, Any]) -> Frames:
+        video, depth = element.get("video"), self.part.temporal_patch_size
+        sizes = read_frames(video, read_size, limits=self.limits)
+        first, final = _frame_sizes(sizes, element, factor=self._factor)
+        if (times := _times(element, len(sizes))) is not None:
+            indices, fps = times, 1.0
+            seconds = depth * (times[-1] - times[0]) / max(len(times) - 1, 1) or depth / FPS
+        else:  # the repeated last frame counts as a separate frame, as in qwen-vl-utils
+            sample_fps = _rate(element, "sample_fps", FPS)
+            indices, fps = range(len(sizes) + -len(sizes) % depth), _rate(element, "raw_fps", sample_fps)
+            seconds = depth / sample_fps
+
+        def decode() -> torch.Tensor:
+            return resize_frames(read_frames(video, load_image, limits=self.limits), first, final)
+
+        return Frames(count=len(sizes), size=final, indices=indices, fps=fps, seconds=seconds, decode=decode)
+
+    def _of_file(self, element: Mapping[str, Any]) -> Frames:
+        header, depth = read_video_header(element["video"], limits=self.file_limits), self.part.temporal_patch_size
+        assert self.rule is not None, "a Qwen processor"
+        chosen = sample_frames(
+            header,
+            element,
+            sampling=self.rule,
+            spacing="linspace" if self.metadata.frame_timestamps else "arange",
+            depth=depth,
+            max_sampled=self.file_limits.max_sampled,
+        )
+        size, count = (header.height, header.width), len(chosen.indices)
+        is_own = self.part is parts_of(self.processor).video_processor and not has_keys(element, VIDEO_KEYS)
+        if is_own:
+            final = self._own_size(size, count)
+        else:
+            final = video_frame_size(element, size, num_frames=count, factor=self._factor, is_file=True)
+            check_enlarged(final, source=size, factor=self._factor, num_frames=count)
+
+        def decode() -> torch.Tensor:
+            """Decode and resize frames one at a time, so that only final pixels stay in memory."""
+            frames = []
+            for index, frame in self._decoded(element["video"], chosen.indices):
+                if frame.shape[:2] != size:
+                    seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {size[1]} x {size[0]}"
+                    fault = f"{seen}; all frames of a video must have one size: encode it again"
+                    raise SampleError(fault, "video_frames")
+                frame_CHW = torch.from_numpy(frame).permute(2, 0, 1)
+                frames.append((resize_levels if is_own else resize_floats)(frame_CHW, final))
+            return torch.stack(frames)
+
+        seconds = depth / chosen.fps
+        return Frames(count=count, size=final, indices=chosen.indices, fps=header.fps, seconds=seconds, decode=decode)
+
+    def _own_size(self, size: Size, num_frames: int) -> Size:
+        """Apply the rule of `Qwen2VLVideoProcessor.resize` (bounds for each frame) or of `Qwen3VLVideoProcessor.resize`
+        (bounds for the whole clip)."""
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_clip
+
+        part, factor, depth = self.part, self._factor, self.part.temporal_patch_size
+        low, high = pixel_bounds(part)
+        is_per_clip, is_capped = self.metadata.frame_timestamps, getattr(part, "cap_pixels_per_frame", False)
+        most = (getattr(part, "max_video_tokens", None) or 0) * factor**2
+        if is_per_clip:
+            if is_capped:
+                high = num_frames * max(min(most, high // num_frames), int(low * 1.05))
+            return resize_clip(num_frames, *size, depth, factor, min_pixels=low, max_pixels=high)
+        if is_capped:
+            high = max(min(high, int(most * 0.9) * depth // num_frames), int(low * 1.05))
+        return smart_resize(*size, factor, min_pixels=low, max_pixels=high)
+
+    # ------------------------------------------------------------------ a processor's own video processor
+
+    def _clip_of_list(self, element: Mapping[str, Any]) -> Clip:
+        video = element.get("video")
+        sizes = read_frames(video, read_size, limits=self.limits)
+        if len({*sizes}) > 1:
+            raise SampleError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
+        times = _times(element, len(sizes)) or [at / _rate(element, "sample_fps", FPS) for at in range(len(sizes))]
+        metadata = {"total_num_frames": len(sizes), "fps": 1.0, "duration": times[-1], "frames_indices": tuple(times)}
+        return Clip(
+            shape=(len(sizes), *sizes[0], 3),
+            metadata=tuple(metadata.items()),
+            decode=lambda: np.stack([np.asarray(x) for x in read_frames(video, load_image, limits=self.limits)]),
+        )
+
+    def _clip_of_file(self, element: Mapping[str, Any], name: str) -> Clip:
+        video, part, most = element["video"], self.part, self.file_limits.max_sampled
+        header = read_video_header(video, limits=self.file_limits)
+        chosen = {} if self.sampling is None else {"fps": self.sampling.fps, "num_frames": self.sampling.num_frames}
+        chosen |= {ours: element.get(key) for key, ours in _CHOOSING.items() if element.get(key) is not None}
+        chosen = {key: value for key, value in chosen.items() if value is not None}
+        read = [key for key in _CHOOSING.values() if key in signature(part.sample_frames).parameters]
+        unread = [*(chosen.keys() - read), *(key for key in FILE_KEYS[2:] if element.get(key) is not None)]
+        if unread:
+            reads = " and ".join(read) or "its own settings alone"
+            raise SampleError(f"{unread[0]} chooses no frames of a {name}; it reads {reads}", "vision_key")
+        duration = header.num_frames / header.fps
+        metadata = {"total_num_frames": header.num_frames, "fps": header.fps, "duration": duration}
+        metadata |= {"height": header.height, "width": header.width, "video_backend": "pyav"}
+        indices = range(header.num_frames)
+        if chosen or part.do_sample_frames:
+            from transformers.video_utils import VideoMetadata
+
+            own = {key: getattr(part, key, None) for key in part.valid_kwargs.__annotations__}
+            own |= {**dict.fromkeys(_CHOOSING.values()), **chosen} if chosen else {}
+            try:
+                indices = [int(at) for at in part.sample_frames(metadata=VideoMetadata(**metadata), **own)]
+            except ValueError as error:
+                raise SampleError(f"its video processor takes no frames of it: {error}", "video_frames") from error
+        if not 0 < len(indices) <= most:
+            fault = f"{len(indices)} frames would be taken of it, and VideoLimits.max_sampled={most}"
+            raise SampleError(f"{fault}; choose fewer by fps", "video_too_large")
+
+        def decode() -> np.ndarray:
+            frames = dict(self._decoded(video, sorted({*indices})))
+            return np.stack([frames[at] for at in indices])
+
+        taken = (*metadata.items(), ("frames_indices", tuple(indices)))
+        return Clip(shape=(len(indices), header.height, header.width, 3), metadata=taken, decode=decode)
+
+    def _decoded(self, video: Any, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        return zip(indices, decode_frames(video, indices, limits=self.file_limits), strict=True)
 
 
-def file_rules_of(
-    processor: Any,
-    metadata: ProcessorMetadata,
-    *,
-    sampling: FrameSampling | None = None,
-    limits: VideoLimits | None = None,
-) -> FileRules:
-    """Read the rules from a processor's video processor.
-
-    Args:
-        processor: the user's processor.
-        metadata: its metadata.
-        sampling: overrides the video processor's sampling; None: its own.
-        limits: size limits for files; None: the default.
-
-    Raises:
-        ConfigError: a setting has the wrong type.
-    """
-    if sampling is not None:
-        check_kind("sampling", sampling, FrameSampling, "FrameSampling(fps=1.0)")
-    if limits is not None:
-        check_kind("video_limits", limits, VideoLimits, "VideoLimits(max_frames=10_000)")
-    video_processor = None if metadata.by_processor else parts_of(processor).video_processor
-    rules = DEFAULT_RULES if video_processor is None else _rules(video_processor)
-    chosen = {"sampling": sampling or rules.sampling, "is_chosen": sampling is not None}
-    return replace(rules, is_per_clip=metadata.frame_timestamps, limits=limits or rules.limits, **chosen)
+_CHOOSING = {"fps": "fps", "nframes": "num_frames"}
+"""Keys beside a file, and their names in video processors."""
 
 
-def _rules(video_processor: Any) -> FileRules:
-    values = video_processor.to_dict()
-    num_frames = values.get("num_frames")
-    return FileRules(
-        sampling=FrameSampling(
-            fps=(values.get("fps") or FPS) if num_frames is None else None,
-            num_frames=num_frames,
-            min_frames=values["min_frames"],
-            max_frames=values["max_frames"],
-        ),
-        bounds=pixel_bounds(video_processor, values["size"]),
-        is_capped=bool(values.get("cap_pixels_per_frame")),
-        max_tokens=values.get("max_video_tokens") or 0,
-    )
-
-
-def load_video(
-    element: Mapping[str, Any],
-    *,
-    settings: VideoSettings,
-    limits: ImageLimits = DEFAULT_LIMITS,
-    rules: FileRules = DEFAULT_RULES,
-    is_measured: bool = False,
-) -> Visual:
-    """Convert a message element `{"video": ..., ...}` to patches, with its seconds and timestamps.
-
-    Args:
-        element: `video` is a file (a path, bytes or {"bytes", "path"}) or a list of images that `load_image` accepts.
-            The times of a list come from one of these: `sample_fps`, frames per second (default 2), with `raw_fps`, the
-            rate for Qwen3-VL's timestamps (default `sample_fps`), as in qwen-vl-utils 0.0.14; or `timestamps`, each
-            frame's time in seconds; or `frames_indices`, the frames' indices (default 0, 1, ...), with `fps`. For
-            the size keys see `video_frame_size`; for the frames of a file see `sample_frames`.
-        settings: from the video or image processor.
-        limits: size limits for each frame of a list.
-        rules: rules for files, from the video processor.
-        is_measured: read only headers and make no patches; damage behind a sound header goes unnoticed.
-
-    Raises:
-        SampleError: there are no frames; a frame cannot be used (it is named); frames differ in size; or a file or a
-            key cannot be used.
-        ConfigError: the video is a file, and PyAV is not installed.
-    """
-    if isinstance(element.get("video"), FILE_TYPES):
-        return _of_file(element, settings, rules, is_measured=is_measured)
-    depth = settings.temporal_patch_size
-    if is_measured:
-        sizes, pixels = read_frames(element.get("video"), read_size, limits=limits), None
-        _, size = _frame_sizes(sizes, element, settings=settings)
-        grid = grid_of(len(sizes), size, settings)
-    else:
-        frames = read_frames(element.get("video"), load_image, limits=limits)
-        pixels, grid = patchify(resize_frames(frames, element, settings=settings), settings=settings)
-    if (times := _times(element, len(element["video"]))) is not None:
-        seconds = depth * (times[-1] - times[0]) / max(len(times) - 1, 1)
-        of_patches = frame_timestamps(times, fps=1.0, depth=depth)
-        return Visual(pixels=pixels, grid=grid, seconds=seconds or depth / FPS, timestamps=tuple(of_patches))
-    # The repeated last frame counts as a separate frame, as in qwen-vl-utils
-    sample_fps = _rate(element, "sample_fps", FPS)
-    timestamps = frame_timestamps(range(grid[0] * depth), fps=_rate(element, "raw_fps", sample_fps), depth=depth)
-    return Visual(pixels=pixels, grid=grid, seconds=depth / sample_fps, timestamps=tuple(timestamps))
-
-
-def _of_file(element: Mapping[str, Any], settings: VideoSettings, rules: FileRules, *, is_measured: bool) -> Visual:
-    """Convert a file. Frames are decoded and resized one at a time, so that only final pixels stay in memory."""
-    header, depth = read_video_header(element["video"], limits=rules.limits), settings.temporal_patch_size
-    spacing, most = "linspace" if rules.is_per_clip else "arange", rules.limits.max_sampled
-    frames = sample_frames(header, element, sampling=rules.sampling, spacing=spacing, depth=depth, max_sampled=most)
-    size, resized = _file_size(header, len(frames.indices), element, settings, rules)
-    pixels, grid = None, grid_of(len(frames.indices), size, settings)
-    if not is_measured:
-        decoded = _decoded(element["video"], header, frames, rules.limits)
-        pixels, grid = patchify(torch.stack([resized(frame, size) for frame in decoded]), settings=settings)
-    timestamps = frame_timestamps(frames.indices, fps=frames.fps, depth=depth)
-    return Visual(pixels=pixels, grid=grid, seconds=depth / frames.sampled_fps, timestamps=tuple(timestamps))
-
-
-def grid_of(num_frames: int, size: Size, settings: VideoSettings) -> Grid:
-    """Return the grid (t, h, w) in patches for frames of a size in pixels."""
-    side = settings.patch_size
-    return -(-num_frames // settings.temporal_patch_size), size[0] // side, size[1] // side
+# ---------------------------------------------------------------------- frames to patches
 
 
 def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits = DEFAULT_LIMITS) -> list[Result]:
     """Read each frame of a video with `load_image` or `read_size`.
 
     Raises:
-        SampleError: see `load_video`.
+        SampleError: there are none, or one cannot be used.
     """
     if isinstance(video, str | bytes) or not isinstance(video, Sequence):
         fault = f"a video of type {type(video).__name__} cannot be read; give its file (a path or bytes)"
@@ -336,21 +409,11 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
     return results
 
 
-def resize_frames(
-    frames: Sequence[Image.Image], element: Mapping[str, Any], *, settings: VideoSettings
-) -> torch.Tensor:
-    """Resize frames to their final size. Return uint8 `[F, C, H, W]`.
-
-    Pillow first resizes each frame to a multiple of two tokens. All frames are then resized together to the final size,
-    in float32 with rounding, like torchvision's `resize` in qwen-vl-utils.
-
-    Raises:
-        SampleError: frames differ in size after the first step; see also `video_frame_size`.
-    """
-    first, size = _frame_sizes([(frame.height, frame.width) for frame in frames], element, settings=settings)
+def resize_frames(frames: Sequence[Image.Image], first: Size, final: Size) -> torch.Tensor:
+    """Resize each frame to `first` with Pillow, then to `final` as in qwen-vl-utils. Return uint8 `[F, C, H, W]`."""
     arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
     frames_FCHW = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
-    return torch.stack([resize_floats(frame, size) for frame in frames_FCHW])
+    return torch.stack([resize_floats(frame, final) for frame in frames_FCHW])
 
 
 def resize_floats(frames: torch.Tensor, size: Size) -> torch.Tensor:
@@ -361,9 +424,19 @@ def resize_floats(frames: torch.Tensor, size: Size) -> torch.Tensor:
     return resized.clamp(0, 255).round().to(torch.uint8)
 
 
-def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings: VideoSettings) -> tuple[Size, Size]:
-    """Compute (the size to which each frame is resized first, the final size of all frames)."""
-    factor = settings.patch_size * settings.merge_size
+def resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:
+    """Resize uint8 `[..., H, W]` like torchvision's `transforms.v2`, which transformers uses for videos."""
+    if tuple(frames.shape[-2:]) == size:
+        return frames
+    return interpolate(frames[None], size=size, mode="bicubic", antialias=True)[0]
+
+
+def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, factor: int) -> tuple[Size, Size]:
+    """Compute (the size to which each frame is resized first, the final size of all frames).
+
+    Raises:
+        SampleError: frames differ in size after the first step; see also `video_frame_size`.
+    """
     first = [first_frame_size(element, size, factor=factor) for size in sizes]
     final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
     for index, (height, width) in enumerate(first):
@@ -375,7 +448,7 @@ def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, settings:
     return first[0], final
 
 
-def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[torch.Tensor, Grid]:
+def patchify(frames_FCHW: torch.Tensor, part: Any) -> tuple[torch.Tensor, Grid]:
     """Split frames into the patches of Qwen's vision tower.
 
     Follows `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal). The last frame is repeated up to a multiple of the
@@ -386,12 +459,12 @@ def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[tor
 
     Args:
         frames_FCHW: uint8; the sides are multiples of patch_size * merge_size.
-        settings: see `VideoSettings`.
+        part: the processor's video or image part, for the sizes of patches and the normalization.
 
     Returns:
         Patches `[P, D]` float32 and the grid (t, h, w).
     """
-    depth, side, merge = settings.temporal_patch_size, settings.patch_size, settings.merge_size
+    depth, side, merge = part.temporal_patch_size, part.patch_size, part.merge_size
     missing = -len(frames_FCHW) % depth
     frames_FCHW = torch.cat([frames_FCHW, frames_FCHW[-1:].expand(missing, -1, -1, -1)])
     frames, channels, height, width = frames_FCHW.shape
@@ -400,7 +473,7 @@ def patchify(frames_FCHW: torch.Tensor, *, settings: VideoSettings) -> tuple[tor
         grid[0], depth, channels, grid[1] // merge, merge, side, grid[2] // merge, merge, side
     ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     levels = blocks.reshape(grid[0] * grid[1] * grid[2], channels, depth * side * side).numpy()
-    table = _value_table(settings)
+    table = _value_table(part)
     patches = np.stack([table[c][levels[:, c]] for c in range(channels)], axis=1)
     return torch.from_numpy(patches.reshape(len(patches), -1)), grid
 
@@ -442,12 +515,12 @@ def frame_timestamps(indices: Sequence[float], *, fps: float, depth: int = 2) ->
     return [(filled[i] / fps + filled[i + depth - 1] / fps) / 2 for i in range(0, len(filled), depth)]
 
 
-def _value_table(settings: VideoSettings) -> np.ndarray:
+def _value_table(part: Any) -> np.ndarray:
     """Compute the normalized value of each pixel value in each channel, float32 `[C, 256]`."""
-    rescaled = (np.arange(256, dtype=np.float64) * settings.rescale_factor).astype(np.float32)
-    mean = np.array(settings.image_mean, dtype=np.float32)[:, None]
-    std = np.array(settings.image_std, dtype=np.float32)[:, None]
-    return (rescaled - mean) / std
+    mean, std = (part.image_mean, part.image_std) if part.do_normalize else ([0.0] * 3, [1.0] * 3)
+    mean_C, std_C = (np.array(values, np.float32)[:, None] for values in (mean, std))
+    rescaled = np.arange(256, dtype=np.float64) * (part.rescale_factor if part.do_rescale else 1.0)
+    return (rescaled.astype(np.float32) - mean_C) / std_C
 
 
 def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
@@ -455,85 +528,6 @@ def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
         return rate
     raise SampleError(f"{key}=0 frames per second has no meaning; give the rate of the frames", "vision_key")
 
-
-# ---------------------------------------------------------------------- videos for a processor's own video processor
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clip:
-    """The chosen frames of a video, not decoded yet, with transformers' `VideoMetadata` for them."""
-
-    shape: tuple[int, int, int, int]
-    """[F, H, W, 3]."""
-    metadata: tuple[tuple[str, Any], ...]
-    """Names and values of `VideoMetadata`."""
-    decode: Callable[[], np.ndarray]
-    """Returns the frames, uint8 [F, H, W, 3]."""
-
-
-def read_clip(element: Mapping[str, Any], part: Any, *, rules: FileRules, limits: ImageLimits) -> Clip:
-    """Choose the frames of a video by its video processor's `sample_frames`. All frames of a list are taken.
-
-    Args:
-        element: `video` and the keys beside it: `fps` or `nframes` for a file, the times for a list (`load_video`).
-        part: the video processor.
-        rules: the limits for files, and the collator's setting that overrides the video processor's own.
-        limits: size limits for each frame of a list.
-
-    Raises:
-        SampleError: as in `load_video`; or this video processor does not read a key.
-    """
-    video, name = element.get("video"), type(part).__name__
-    if key := next((key for key in VIDEO_KEYS if element.get(key) is not None), None):
-        fault = f"it has {key} beside it, by which Qwen's videos are sized; a {name} sizes all videos alike"
-        raise SampleError(f"{fault}: leave it out", "vision_key")
-    if not isinstance(video, FILE_TYPES):
-        sizes = read_frames(video, read_size, limits=limits)
-        if len({*sizes}) > 1:
-            raise SampleError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
-        times = _times(element, len(sizes)) or [at / _rate(element, "sample_fps", FPS) for at in range(len(sizes))]
-        metadata = {"total_num_frames": len(sizes), "fps": 1.0, "duration": times[-1], "frames_indices": tuple(times)}
-        return Clip(
-            shape=(len(sizes), *sizes[0], 3),
-            metadata=tuple(metadata.items()),
-            decode=lambda: np.stack([np.asarray(frame) for frame in read_frames(video, load_image, limits=limits)]),
-        )
-    header = read_video_header(video, limits=rules.limits)
-    chosen = {"fps": rules.sampling.fps, "num_frames": rules.sampling.num_frames} if rules.is_chosen else {}
-    chosen |= {ours: element[key] for key, ours in _CHOOSING.items() if element.get(key) is not None}
-    chosen = {key: value for key, value in chosen.items() if value is not None}
-    read = [key for key in _CHOOSING.values() if key in signature(part.sample_frames).parameters]
-    unread = [*(chosen.keys() - read), *(key for key in FILE_KEYS[2:] if element.get(key) is not None)]
-    if unread:
-        fault = f"{unread[0]} chooses no frames of a {name}; it reads {' and '.join(read) or 'its own settings alone'}"
-        raise SampleError(fault, "vision_key")
-    metadata = {"total_num_frames": header.num_frames, "fps": header.fps, "duration": header.num_frames / header.fps}
-    metadata |= {"height": header.height, "width": header.width, "video_backend": "pyav"}
-    indices = range(header.num_frames)
-    if chosen or part.do_sample_frames:
-        from transformers.video_utils import VideoMetadata
-
-        own = {key: getattr(part, key, None) for key in part.valid_kwargs.__annotations__}
-        own |= {**dict.fromkeys(_CHOOSING.values()), **chosen} if chosen else {}
-        try:
-            indices = [int(at) for at in part.sample_frames(metadata=VideoMetadata(**metadata), **own)]
-        except ValueError as error:
-            raise SampleError(f"its video processor takes no frames of it: {error}", "video_frames") from error
-    if not 0 < len(indices) <= rules.limits.max_sampled:
-        fault = f"{len(indices)} frames would be taken of it, and VideoLimits.max_sampled={rules.limits.max_sampled}"
-        raise SampleError(f"{fault}; choose fewer by fps", "video_too_large")
-
-    def decode() -> np.ndarray:
-        wanted = sorted({*indices})
-        frames = dict(zip(wanted, decode_frames(video, wanted, limits=rules.limits), strict=True))
-        return np.stack([frames[at] for at in indices])
-
-    taken = (*metadata.items(), ("frames_indices", tuple(indices)))
-    return Clip(shape=(len(indices), header.height, header.width, 3), metadata=taken, decode=decode)
-
-
-_CHOOSING = {"fps": "fps", "nframes": "num_frames"}
-"""Keys beside a file, and their names in video processors."""
 
 # ---------------------------------------------------------------------- which frames of a file
 
@@ -578,7 +572,7 @@ def sample_frames(
     else:  # rounding may make `arange` return one more index, `total` itself, which is no frame
         chosen = torch.arange(0, total, total / count).int()[:count].tolist()
     indices = tuple(first + index for index in chosen)
-    return SampledFrames(indices=indices, fps=header.fps, sampled_fps=len(indices) / total * header.fps)
+    return SampledFrames(indices=indices, fps=len(indices) / total * header.fps)
 
 
 def _count(total: int, fps: float, sampling: FrameSampling, spacing: Spacing, depth: int) -> int:
@@ -639,53 +633,6 @@ def _range(header: VideoHeader, element: Mapping[str, Any]) -> tuple[int, int]:
     return first, last
 
 
-# ---------------------------------------------------------------------- files
-
-
-def _decoded(video: Any, header: VideoHeader, frames: SampledFrames, limits: VideoLimits) -> Iterator[torch.Tensor]:
-    """Yield frames as uint8 `[3, H, W]`."""
-    for index, frame in zip(frames.indices, decode_frames(video, frames.indices, limits=limits), strict=True):
-        if frame.shape[:2] != (header.height, header.width):
-            seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {header.width} x {header.height}"
-            raise SampleError(f"{seen}; all frames of a video must have one size: encode it again", "video_frames")
-        yield torch.from_numpy(frame).permute(2, 0, 1)
-
-
-def _file_size(
-    header: VideoHeader, num_frames: int, element: Mapping[str, Any], settings: VideoSettings, rules: FileRules
-) -> tuple[Size, Callable[[torch.Tensor, Size], torch.Tensor]]:
-    """Return the final size of each frame, and the function that resizes it."""
-    factor, size = settings.patch_size * settings.merge_size, (header.height, header.width)
-    if rules.bounds is None or any(element.get(key) is not None for key in VIDEO_KEYS):
-        final = video_frame_size(element, size, num_frames=num_frames, factor=factor, is_file=True)
-        check_enlarged(final, source=size, factor=factor, num_frames=num_frames)
-        return final, resize_floats
-    return _sized(size, num_frames, rules.bounds, factor, settings.temporal_patch_size, rules), _resize_levels
-
-
-def _sized(size: Size, num_frames: int, bounds: tuple[int, int], factor: int, depth: int, rules: FileRules) -> Size:
-    """Apply the rule of `Qwen2VLVideoProcessor.resize` (bounds for each frame) or of `Qwen3VLVideoProcessor.resize`
-    (bounds for the whole clip)."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-    from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as resize_clip
-
-    (low, high), most = bounds, rules.max_tokens * factor * factor
-    if not rules.is_per_clip:
-        if rules.is_capped:
-            high = max(min(high, int(most * 0.9) * depth // num_frames), int(low * 1.05))
-        return smart_resize(*size, factor, min_pixels=low, max_pixels=high)
-    if rules.is_capped:
-        high = num_frames * max(min(most, high // num_frames), int(low * 1.05))
-    return resize_clip(num_frames, *size, depth, factor, min_pixels=low, max_pixels=high)
-
-
-def _resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resize uint8 `[..., H, W]` like torchvision's `transforms.v2`, which transformers uses for videos."""
-    if tuple(frames.shape[-2:]) == size:
-        return frames
-    return interpolate(frames[None], size=size, mode="bicubic", antialias=True)[0]
-
-
 # ---------------------------------------------------------------------- sizes from the keys of qwen-vl-utils
 
 IMAGE_KEYS = VIDEO_KEYS[:4]
@@ -704,9 +651,9 @@ ENLARGED_TOKENS = 4 * IMAGE_TOKENS[1]
 """Most tokens to which keys beside a video can enlarge all its frames together."""
 
 
-def has_image_keys(element: Mapping[str, Any]) -> bool:
-    """Return whether the element sets its image's size, so that qwen-vl-utils' rule replaces the processor's."""
-    return any(element.get(key) is not None for key in IMAGE_KEYS)
+def has_keys(element: Mapping[str, Any], keys: Sequence[str] = IMAGE_KEYS) -> bool:
+    """Return whether the element sets its size by a key, so that qwen-vl-utils' rule replaces the processor's."""
+    return any(element.get(key) is not None for key in keys)
 
 
 def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
