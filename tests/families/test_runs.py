@@ -142,12 +142,12 @@ def test_seconds_that_are_no_times(name, value):
         config = config_of(name)
         row = row_of([0, *VIDEO * 4, 0, *VIDEO * 4], [5, 5], name, **grids, seconds=(0.5, value))
         row.input_ids[0, [0, 5]] = config.vision_start_token_id
-        with pytest.raises(LayoutError, match="sample 1: video 1: seconds_per_grid is"):
+        with pytest.raises(LayoutError, match="video 1: seconds_per_grid is"):
             media_of_row(FAMILIES[name], row, config)
         return
     assert refusal(types, [6, 4], name, **grids, seconds=(0.0, 0.5)) is None
     message = refusal(types, [6, 4], name, **grids, seconds=(0.5, value))
-    assert message.startswith(f"sample 1: video 1: seconds_per_grid is {value}; it must be a finite time, not negative")
+    assert message.startswith(f"video 1: seconds_per_grid is {value}; it must be a finite time, not negative")
 
 
 FOUR_EIGHT = X + IMAGE * 4 + X + X + IMAGE * 8 + X

@@ -177,12 +177,10 @@ def check_markers(input_ids: torch.Tensor, table: MediaTable, segments: Segments
         return
     places = np.asarray([segments.stride[sample] + start for sample, start in runs], np.int64)
     before = input_ids[0].index_select(0, to_device(np.maximum(places - 1, 0), input_ids.device))
-    marked = before == config.vision_start_token_id
-    wrong = [at for at, (_, start) in enumerate(runs) if start == 0]
-    if on_host(marked):
-        wrong += np.flatnonzero(~marked.numpy()).tolist()
-    if wrong:
-        at = min(wrong)
+    is_inside = to_device(np.asarray([start > 0 for _, start in runs]), input_ids.device)
+    marked = (before == config.vision_start_token_id) & is_inside
+    if on_host(marked) and not marked.all():
+        at = int(marked.int().argmin())
         raise LayoutError(f"sample {runs[at][0]}: at place {places[at]} of the row {_MARKERS}")
     require(marked.all(), f"somewhere in the row {_MARKERS}", LayoutError)
 

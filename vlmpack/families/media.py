@@ -45,40 +45,29 @@ def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
         LayoutError: the family does not take such media, or they do not match their placeholders or the metadata. On
             the host, the message names the sample.
     """
-    known = row.known_metadata.media
+    media, known = row.media, row.known_metadata.media
     if known is None and row.tree is not None:
         known = MediaTable()
-    table = _read(family, row, config) if known is None else _compared(family, row, known, config)
+    if known is None:
+        grids = {name: host_grids(media.to_hf().get(name), name) for name in ("image_grid_thw", "video_grid_thw")}
+        family.check_takes(*grids.values())
+        table = _read(family, row, config, *grids.values()) if family.has_vision else MediaTable()
+    else:
+        family.check_takes(known.grids(IMAGE), known.grids(VIDEO))
+        compare_media(known if row.tree is None else known.in_tree(row.tree), media)
+        table = _compared(family, row, known, config) if family.has_vision else known
     if family.positions_rule.of_sample is not None:
         check_markers(row.input_ids, table, row.segments, config)
-    _check_seconds(table.videos)
     return table
 
 
-def _check_seconds(videos: Sequence[Medium]) -> None:
-    """Check the seconds from one frame of each video to the next.
-
-    Raises:
-        LayoutError: a value is NaN, infinite or negative.
-    """
-    for at, video in enumerate(videos):
-        if video.seconds is not None and not 0 <= video.seconds < float("inf"):
-            raise LayoutError(
-                f"sample {video.sample}: video {at}: seconds_per_grid is {video.seconds}; it must be a finite time, "
-                "not negative: give what the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
-            )
-
-
-def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
-    """Read the media from the tensors of a row, and find their placeholders."""
+def _read(family: Family, row: PackedRow, config: Any, images: Sequence[Grid], videos: Sequence[Grid]) -> MediaTable:
+    """Read the media from the tensors of a row, some of which have these grids, and find their placeholders."""
     media = row.media
-    images = host_grids(media.image_grid_thw, "image_grid_thw")
-    videos = host_grids(media.video_grid_thw, "video_grid_thw")
-    family.check_takes(images, videos)
-    if not family.has_vision:
-        return MediaTable()
     if family.has_grids:
-        records = [Medium(kind=IMAGE, grid=grid) for grid in images] + _timed(videos, media.seconds_per_grid)
+        timed = zip(videos, host_seconds(media.seconds_per_grid, len(videos)), strict=True)
+        records = [Medium(kind=IMAGE, grid=grid) for grid in images]
+        records += [Medium(kind=VIDEO, grid=grid, seconds=seconds) for grid, seconds in timed]
         records += [Medium(kind=AUDIO, frames=count) for count in host_frames(media.audio_mask)]
         expected = _expected(family, records, config)
     else:
@@ -89,22 +78,6 @@ def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
         require(~(types_1T != 0).any(), message, LayoutError)
         return MediaTable()
     return _place(family, expected, types_1T[0].cpu().numpy(), row.segments)
-
-
-def _timed(grids: Sequence[Grid], seconds: Any) -> list[Medium]:
-    """Videos with these grids, and with seconds if they are given."""
-    if not grids:
-        return []
-    of_each = host_seconds(seconds)
-    if of_each and len(of_each) != len(grids):
-        raise LayoutError(
-            f"there are {len(grids)} videos but seconds_per_grid has {len(of_each)} values; give one for each "
-            "video (the processor's second_per_grid_ts), or none"
-        )
-    return [
-        Medium(kind=VIDEO, grid=grid, seconds=time)
-        for grid, time in zip(grids, of_each or (None,) * len(grids), strict=True)
-    ]
 
 
 def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expected]:
@@ -160,18 +133,12 @@ def _place(family: Family, expected: Sequence[Expected], types_T: np.ndarray, se
 def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) -> MediaTable:
     """Compare the media of the metadata with the tensors and token ids."""
     media, segments = row.media, row.segments
-    family.check_takes(known.grids(IMAGE), known.grids(VIDEO))
-    if not family.has_vision:
-        compare_media(known, media)
-        return known
-    held = known if row.tree is None else known.in_tree(row.tree)
-    compare_media(held, media)
-    if row.tree is None and known.videos and all(video.seconds is None for video in known.videos):
-        timed = iter(host_seconds(media.seconds_per_grid))
-        videos = tuple(replace(m, seconds=next(timed, None)) if m.kind == VIDEO else m for m in known.media)
+    if row.tree is None and all(video.seconds is None for video in known.videos):
+        timed = iter(host_seconds(media.seconds_per_grid, len(known.videos)))
+        videos = tuple(replace(m, seconds=next(timed)) if m.kind == VIDEO else m for m in known.media)
         known = replace(known, media=videos)
     if not family.has_grids:
-        _check_tiles(family, held, media, config)
+        _check_tiles(family, known if row.tree is None else known.in_tree(row.tree), media, config)
     expected = _expected(family, known.media, config)
     types_1T, known_T = family.types_of_row(row, config), known.types(segments)
     found = _place(family, expected, types_1T[0].numpy() if on_host(types_1T) else known_T, segments)
@@ -217,12 +184,7 @@ def _with_media_table(family: Family, row: PackedRow, *, config: Any) -> PackedR
     counts = next((name for name, join in family.media.items() if join.counts_images), None)
     axes = {name: join.axis for name, join in family.media.items() if join.axis}
     table = replace(family.with_contexts(table), axes=axes, image_counts=counts)
-    if family.has_grids:
-        row = with_entries(row, table)
-        table = row.known_metadata.media
-        assert table is not None
-    else:
-        table = _with_tiles(family, row, table, config)
+    table = with_entries(table, row.media) if family.has_grids else _with_tiles(family, row, table, config)
     if family.audio is not None:
         each = dict.fromkeys(("input_features", "feature_attention_mask"), 1)
         media = [replace(m, entries=each) if m.kind == AUDIO else m for m in table.media]
@@ -268,18 +230,11 @@ def tile_entries(
 
 def _check_same(known: MediaTable, found: MediaTable) -> None:
     """Check that the placeholders are where the host metadata has them."""
-    if len(known.media) != len(found.media):
-        raise LayoutError(
-            f"the host metadata has {len(known.media)} media, but the row has {len(found.media)}; leave the metadata "
-            "out of a batch that was changed"
-        )
-    numbers = dict.fromkeys(KINDS, 0)
-    for told, seen in zip(known.media, found.media, strict=True):
-        number, name = numbers[told.kind], KINDS[told.kind]
-        numbers[told.kind] += 1
-        if (told.sample, told.runs) != (seen.sample, seen.runs):
-            of_seen, of_told = (f"{list(m.runs[:4])} of sample {m.sample}" for m in (seen, told))
-            raise LayoutError(
-                f"{name} {number} of the row lies at tokens {of_seen}, but the host metadata says that it lies at "
-                f"{of_told}; leave the metadata out of a batch whose tokens were moved"
-            )
+    for kind, name in KINDS.items():
+        for number, (told, seen) in enumerate(zip(known.of_kind(kind), found.of_kind(kind), strict=True)):
+            if (told.sample, told.runs) != (seen.sample, seen.runs):
+                of_seen, of_told = (f"{list(m.runs[:4])} of sample {m.sample}" for m in (seen, told))
+                raise LayoutError(
+                    f"{name} {number} of the row lies at tokens {of_seen}, but the host metadata says that it lies at "
+                    f"{of_told}; leave the metadata out of a batch whose tokens were moved"
+                )

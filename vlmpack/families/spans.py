@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ class ImageSpans:
     """Function of the text part's configuration; returns whether the model has bidirectional runs."""
     beyond_window: bool = False
     """True if tokens of a run also attend to its tokens outside the layer's sliding window."""
-    noun: ClassVar[str] = "an image"
-    """Name of a run in messages."""
 
     def is_in(self, window: int | None) -> bool:
         """Return whether layers with this sliding window have bidirectional runs; None: no window."""
@@ -71,8 +69,6 @@ class Prefix:
     """Name of that column."""
     beyond_window: bool = True
     """True if tokens of a prefix also attend to its tokens outside the sliding window."""
-    noun: ClassVar[str] = "a prefix"
-    """Name of a run in messages."""
 
     def enabled(self, text_config: Any) -> bool:
         """Return True: all models of the family have a prefix."""
@@ -142,31 +138,28 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
         name: name of the column, for messages.
     """
     message = f"prefixes of the host metadata are not those of {name}; leave the metadata out"
-    if len(known) not in (0, segments.num_samples):
+    spans = segments.spans[: segments.num_samples]
+    if len(known) not in (0, len(spans)):
         raise LayoutError(message)
-    compared = bool(known) and not on_host(column_1T)
-    column_T = np.zeros(0) if compared else column_1T[0].cpu().numpy()
-    runs, expected_T = [], np.zeros(segments.total, np.int64)
-    for sample, (start, stop) in enumerate(segments.spans[: segments.num_samples]):
-        length = known[sample] if compared else prefix_length(column_T[start:stop])
-        if known and known[sample] != length:
-            raise LayoutError(f"sample {sample}: {message} (it has {known[sample]} tokens there, and {length} here)")
+    is_read = on_host(column_1T) or not known
+    column_T = column_1T[0].cpu().numpy() if is_read else np.zeros(segments.total)
+    lengths = known or [prefix_length(column_T[start:stop]) for start, stop in spans]
+    expected_T = np.zeros(segments.total, np.int64)
+    for sample, ((start, stop), length) in enumerate(zip(spans, lengths, strict=True)):
         expected_T[start + length : stop] = 1
-        runs += [(start, start + length)] if length else []
-        if not compared and (column_T[start:stop] != expected_T[start:stop]).any():
+        if is_read and (column_T[start:stop] != expected_T[start:stop]).any():
+            seen = f"sample {sample}: its {name} are {column_T[start : min(stop, start + 16)].tolist()}"
+            if known:
+                raise LayoutError(f"{seen}, and its prefix there has {length} tokens: {message}")
             raise LayoutError(
-                f"sample {sample}: its {name} are {_shown(column_T[start:stop])}, which is no prefix and its suffix; "
-                "they have to be 0 from its first token to the last of the prompt, and 1 from there on"
+                f"{seen}, which is no prefix and its suffix; they have to be 0 from its first token to the last of the "
+                "prompt, and 1 from there on"
             )
-    if compared:  # values on padding are ignored
+    if not is_read:  # values on padding are ignored
         device = column_1T.device
         agree_T = column_1T[0].masked_fill(segments.padding_mask(device), 0) == to_device(expected_T, device)
         require(agree_T.all(), message, LayoutError)
-    return tuple(runs)
-
-
-def _shown(values: np.ndarray) -> str:
-    return f"[{', '.join(map(str, values[:16].tolist()))}{', ...' if len(values) > 16 else ''}]"
+    return tuple((start, start + length) for (start, _), length in zip(spans, lengths, strict=True) if length)
 
 
 def _runs(number_T: np.ndarray) -> Runs:

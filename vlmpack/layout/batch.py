@@ -552,13 +552,26 @@ def host_frames(mask: torch.Tensor | None) -> tuple[int, ...]:
     return () if mask is None else tuple(_frames(mask).tolist())
 
 
-def host_seconds(seconds: Any) -> tuple[float, ...]:
+def host_seconds(seconds: Any, videos: int) -> tuple[float | None, ...]:
     """Read the seconds from one grid of each video to the next: a list or a tensor, [N] or [N, 1]. None: not given.
 
     Raises:
-        LayoutError: `seconds` are malformed.
+        LayoutError: `seconds` are malformed, are of another number of videos, or one is NaN, infinite or negative.
     """
-    return () if seconds is None else tuple(_seconds(seconds).tolist())
+    if seconds is None or not videos:
+        return (None,) * videos
+    values = tuple(_seconds(seconds).tolist())
+    if len(values) != videos:
+        raise LayoutError(
+            f"there are {videos} videos but seconds_per_grid has {len(values)} values; give one for each video (the "
+            "processor's second_per_grid_ts), or none"
+        )
+    if bad := [(video, value) for video, value in enumerate(values) if not 0 <= value < float("inf")]:
+        raise LayoutError(
+            f"video {bad[0][0]}: seconds_per_grid is {bad[0][1]}; it must be a finite time, not negative: give what "
+            "the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
+        )
+    return values
 
 
 def _grids(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -213,12 +213,12 @@ def _read_grids(row: PackedRow) -> PackedRow:
             "VLMCollator(share_prefixes=True) needs nothing"
         )
     compare_media(table if row.tree is None else table.in_tree(row.tree), row.media)
-    return with_entries(row, table)
+    return replace(row, metadata=replace(row.known_metadata, media=with_entries(table, row.media)))
 
 
-def with_entries(row: PackedRow, table: MediaTable) -> PackedRow:
-    """Return the row with this table, after counting the entries of images and videos with grids."""
-    tensors = row.media.to_hf()
+def with_entries(table: MediaTable, media: Media) -> MediaTable:
+    """Return the table with the number of entries that images and videos with grids have in each tensor."""
+    tensors = media.to_hf()
 
     def counted(medium: Medium) -> Medium:
         if medium.grid is None:
@@ -226,8 +226,7 @@ def with_entries(row: PackedRow, table: MediaTable) -> PackedRow:
         names = [name for name in _OF_GRIDS[medium.kind] if name in tensors]
         return replace(medium, entries={name: medium.patches if name in _PIXELS else 1 for name in names})
 
-    media = tuple(map(counted, table.media))
-    return replace(row, metadata=replace(row.known_metadata, media=replace(table, media=media)))
+    return replace(table, media=tuple(map(counted, table.media)))
 
 
 _OF_GRIDS = {

@@ -24,8 +24,6 @@ EMPTY = -1
 ROWS_EXCHANGED = 32
 """Default size of the exchange window, in rows per rank."""
 
-Method = Literal["karmarkar_karp", "as_given"]
-
 LastStep = Literal["empty", "drop"]
 
 
@@ -57,11 +55,10 @@ def balance_rows(
     ranks: int,
     accumulation: int = 1,
     window: int | None = None,
-    method: Method = "karmarkar_karp",
     remainder: LastStep = "empty",
     seed: int | None = None,
 ) -> Schedule:
-    """Distribute G rows over steps of `ranks` times `accumulation` rows.
+    """Distribute G rows over steps of `ranks` times `accumulation` rows; Karmarkar-Karp deals out each step.
 
     Args:
         costs: [G]: cost of each row, in any unit, not negative: `plan.sums(model.of_samples(...))`.
@@ -70,7 +67,6 @@ def balance_rows(
         window: number of consecutive steps that may exchange rows. The rows of a window are sorted by cost and cut into
             steps of similar rows. 1: each step keeps its rows; None: as many steps as give `ROWS_EXCHANGED` rows per
             rank. With A = 1 this is the only way to balance.
-        method: how to distribute the rows of one step over ranks: by Karmarkar-Karp differencing, or as given.
         remainder: what to do with rows that do not fill a last step: fill it up with `EMPTY`, or drop the rows.
         seed: shuffles rows first, and the steps of each window afterwards. None: the order given.
 
@@ -81,7 +77,6 @@ def balance_rows(
     costs = _checked_costs(costs)
     ranks, accumulation = checked_capacity(ranks, "ranks"), checked_capacity(accumulation, "accumulation")
     window = max(1, ROWS_EXCHANGED // accumulation) if window is None else checked_capacity(window, "window")
-    check_choice("method", method, get_args(Method))
     check_choice("remainder", remainder, get_args(LastStep))
     check_seed(seed)
     random = None if seed is None else np.random.default_rng(seed)
@@ -90,9 +85,8 @@ def balance_rows(
     priced = np.append(costs, 0.0)
     if window > 1:
         steps = _similar_steps(steps, priced, window, random)
-    if method == "karmarkar_karp":
-        steps = np.asarray([karmarkar_karp(step.tolist(), priced, ranks) for step in steps], np.int64)
-    steps = steps.reshape(-1, ranks, accumulation)
+    dealt = [karmarkar_karp(step.tolist(), priced, ranks) for step in steps]
+    steps = np.asarray(dealt, np.int64).reshape(-1, ranks, accumulation)
     dear_first = np.argsort(-priced[steps], axis=2, kind="stable")
     return Schedule(rows=np.take_along_axis(steps, dear_first, 2), costs=costs)
 
