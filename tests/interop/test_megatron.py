@@ -349,7 +349,7 @@ def cut_by_megatron(row: PackedRow, ranks: int, rank: int) -> torch.Tensor:
     """The tokens that megatron-core gives to a rank: by 0.16's function, or by that of later versions."""
     from megatron.core import utils
 
-    slots, longest = row.segments.cu_seqlens_padded(), torch.tensor([row.segments.max_slot])
+    slots, longest = row.segments.cu_seqlens_padded(), torch.tensor([max(row.segments.slots)])
     batch, real = {"tokens": row.input_ids}, row.segments.cu_seqlens()
     if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
         where = {"cp_size": ranks, "cp_rank": rank}

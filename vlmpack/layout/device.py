@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import ParamSpec, TypeVar, final
 
@@ -96,25 +96,19 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 
 @contextmanager
-def nothing_on_host() -> Iterator[None]:
+def nothing_on_host(is_device: bool = True) -> Iterator[None]:
     """Take the code paths of an accelerator on a CPU, so that host-device syncs can be counted without one."""
     global _nothing_on_host
-    before, _nothing_on_host = _nothing_on_host, True
+    before, _nothing_on_host = _nothing_on_host, is_device
     try:
         yield
     finally:
         _nothing_on_host = before
 
 
-@contextmanager
-def host_values() -> Iterator[None]:
+def host_values() -> AbstractContextManager[None]:
     """Mark computations of tensors that are on the host in any case: in `nothing_on_host` they are no syncs."""
-    global _nothing_on_host
-    before, _nothing_on_host = _nothing_on_host, False
-    try:
-        yield
-    finally:
-        _nothing_on_host = before
+    return nothing_on_host(False)
 
 
 def counts_as_device() -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, final, get_args
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError
+from vlmpack.errors import LayoutError, check_choice, check_whole_number
 from vlmpack.layout.device import outside_graph, to_device
 
 Kept = TypeVar("Kept")
@@ -98,16 +98,13 @@ class SlotRule:
             max_segments: see the field.
 
         Raises:
-            LayoutError: a number of ranks is below 1, `precision` or `layout` is unknown, or `pad_to` cannot be split
-                evenly.
+            LayoutError: a number of ranks is below 1, or `pad_to` cannot be split evenly.
+            ConfigError: `precision` or `layout` is unknown.
         """
-        for name, count in (("context", context), ("tensor", tensor)):
-            if not isinstance(count, int) or count < 1:
-                raise LayoutError(f"SlotRule.for_parallel: {name} counts ranks, at least 1, got {count!r}")
-        for name, value, choices in (("precision", precision, Precision), ("layout", layout, Layout)):
-            if value not in (known := get_args(choices)):
-                known = ", ".join(known)
-                raise LayoutError(f"SlotRule.for_parallel: {name}={value!r} is not known; use one of {known}")
+        check_whole_number("SlotRule.for_parallel: context", context, error=LayoutError)
+        check_whole_number("SlotRule.for_parallel: tensor", tensor, error=LayoutError)
+        check_choice("SlotRule.for_parallel: precision", precision, get_args(Precision))
+        check_choice("SlotRule.for_parallel: layout", layout, get_args(Layout))
         shards = context * tensor if sequence_parallel else context
         multiple = lcm(2 * context if context > 1 else 1, shards) if layout == "mirrored" else 1
         return cls(
@@ -120,9 +117,8 @@ class SlotRule:
 
     def __post_init__(self) -> None:
         for name in ("multiple", "row_multiple", "pad_to", "max_segments"):
-            value = self.__dict__[name]
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise LayoutError(f"SlotRule.{name} must be a whole number of at least 1, got {value!r}")
+            if (value := getattr(self, name)) is not None:
+                check_whole_number(f"SlotRule.{name}", value, error=LayoutError)
         if self.pad_to is not None and self.pad_to % self.row_multiple:
             raise LayoutError(
                 f"SlotRule.pad_to={self.pad_to} is not a multiple of row_multiple={self.row_multiple}; "
@@ -148,8 +144,9 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
     try:
         boundaries = tuple(index(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values))
     except TypeError:
+        seen = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor | np.ndarray) else repr(values)
         raise LayoutError(
-            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {_describe(values)}"
+            f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {seen:.80}"
         ) from None
     if len(boundaries) < 2 or boundaries[0] != 0:
         raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
@@ -157,12 +154,6 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
         if b < a:
             raise LayoutError(f"{name} must never decrease, but segment {i} runs from {a} to {b}")
     return boundaries
-
-
-def _describe(values: object) -> str:
-    if isinstance(values, torch.Tensor | np.ndarray):
-        return f"{values.dtype} {list(values.shape)}"
-    return f"{type(values).__name__} {values!r}"[:80]
 
 
 @final
@@ -199,9 +190,8 @@ class Segments:
             raise LayoutError(f"lengths are whole numbers of tokens, got {lengths!r:.80}") from None
         if not lengths:
             raise LayoutError("a row needs at least one sample, got an empty list of lengths")
-        if min(lengths) < 0:
-            at = next(i for i, n in enumerate(lengths) if n < 0)
-            raise LayoutError(f"row {at}: a length cannot be negative, got {lengths[at]}")
+        if (least := min(lengths)) < 0:
+            raise LayoutError(f"row {lengths.index(least)}: a length cannot be negative, got {least}")
         slots = tuple(round_up(n, rule.multiple) for n in lengths)
         needed, count = sum(slots), len(lengths)
         if rule.pad_to is not None and needed > rule.pad_to:
@@ -308,11 +298,6 @@ class Segments:
     def max_length(self) -> int:
         """Length of the longest segment in real tokens."""
         return max(self.lengths)
-
-    @property
-    def max_slot(self) -> int:
-        """Longest padded length in tokens."""
-        return max(self.slots)
 
     @property
     def sample_lengths(self) -> tuple[int, ...]:
