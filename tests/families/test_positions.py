@@ -15,19 +15,13 @@ from vlmpack.errors import LayoutError
 from vlmpack.families import Family, family_of
 from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import FAMILIES
-from vlmpack.families.videos import timed_run, truncates_seconds
+from vlmpack.families.videos import timed_run
 from vlmpack.layout import Media, PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.media import MediaTable
 from vlmpack.testing import Sample, build_sample, padded, tiny_config, tiny_model
 from vlmpack.testing.samples import word_ids
 
 text_alone = pytest.mark.parametrize("name", ["llama", "qwen3_next", "llama4_text"])
-
-
-@pytest.fixture(autouse=True)
-def asked_once() -> None:
-    """A family is compared with the model when packing is enabled, not in a step: transformers is tried before."""
-    truncates_seconds()
 
 
 @cache

@@ -46,6 +46,7 @@ from vlmpack.layout.segments import Segments
 
 TRANSFORMERS = tuple(int(part) for part in version("transformers").split(".")[:2])
 """The installed version of transformers: (major, minor)."""
+
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of the head's output and the text part's configuration; returns logits."""
 
@@ -83,7 +84,7 @@ returns the runs that the family's processor writes. Its LayoutErrors do not nam
 
 
 def single_run(grid: Grid, seconds: float | None, vision: Any) -> Placement:
-    """Place a video as one run of tokens; frames are one position apart."""
+    """Place an image, or a video, as one run of tokens; frames are one position apart."""
     return Placement(cells=(grid,))
 
 
@@ -310,18 +311,15 @@ class Family:
         Raises:
             LayoutError: a grid is impossible. Names the image or video by its index among those of its kind.
         """
-        merge, vision = self.merge(config), config.vision_config
-        numbers, placements = dict.fromkeys(KINDS, 0), []
-        for medium in media:
-            name = f"{KINDS[medium.kind]} {numbers[medium.kind]}"
-            numbers[medium.kind] += 1
+        merge, placements = self.merge(config), list[Placement]()
+        for at, medium in enumerate(media):
             assert medium.grid is not None, "a family with grids"
-            grid = merged_grid(medium.grid, merge, name)
+            place = self.videos if medium.kind == VIDEO else single_run
             try:
-                of_video = self.videos(grid, medium.seconds, vision) if medium.kind == VIDEO else None
+                placements.append(place(merged_grid(medium.grid, merge), medium.seconds, config.vision_config))
             except LayoutError as error:
-                raise LayoutError(f"{name}: {error}") from None
-            placements.append(of_video or Placement(cells=(grid,)))
+                number = sum(other.kind == medium.kind for other in media[:at])
+                raise LayoutError(f"{KINDS[medium.kind]} {number}: {error}") from None
         return placements
 
     def media_tokens(self, grids: Sequence[Grid], config: Any) -> int:
@@ -602,20 +600,18 @@ class Family:
 # ---------------------------------------------------------------------- placeholders and positions
 
 
-def merged_grid(grid: Grid, merge: int, name: str) -> Grid:
+def merged_grid(grid: Grid, merge: int) -> Grid:
     """Convert a grid of patches to a grid of tokens: (frames, rows, columns), `merge` x `merge` patches per token.
-
-    `name`: name of the medium, for messages.
 
     Raises:
         LayoutError: the grid is not (frames, rows, columns), has a side of 0, or is not divisible by `merge`.
     """
     if len(grid) != 3 or min(grid) < 1:
-        raise LayoutError(f"{name}: its grid is {tuple(grid)}; it must be (frames, rows, columns), all >= 1")
+        raise LayoutError(f"its grid is {tuple(grid)}; it must be (frames, rows, columns), all >= 1")
     frames, rows, columns = grid
     if rows % merge or columns % merge:
         raise LayoutError(
-            f"{name}: its grid {tuple(grid)} is not a multiple of the merge size {merge} in height and width; grids "
+            f"its grid {tuple(grid)} is not a multiple of the merge size {merge} in height and width; grids "
             "are counted in patches, before merging: give `image_grid_thw` as the processor made it"
         )
     return frames, rows // merge, columns // merge

@@ -32,36 +32,25 @@ _TALKER = (
     "load the {0}, which reads the same checkpoint"
 )
 
-_CROSS = "its cross-attention layers take one mask over all images of a call, so samples would see each other's images"
-_ENCODER = "its encoder attends in both directions over a whole call, with padding masks alone between samples"
-_QFORMER = "its Q-Former reads images and instructions of a call as one batch, which a row has no place for"
-_MAMBA = "its Mamba layers carry state along the row, and nothing restarts it at a boundary"
-_DIFFUSION = "its objective is no next-token loss: noise is drawn for whole blocks of a call"
-
-_REFUSED = {
-    "qwen2_5_omni": _TALKER.format("Qwen2_5OmniThinkerForConditionalGeneration"),
-    "qwen3_omni_moe": _TALKER.format("Qwen3OmniMoeThinkerForConditionalGeneration"),
-    "mllama": _CROSS,
-    "idefics": _CROSS,
-    "florence2": _ENCODER,
-    "t5gemma2": _ENCODER,
-    "udop": _ENCODER,
-    "pix2struct": _ENCODER,
-    "vision-encoder-decoder": _ENCODER,
-    "blip-2": _QFORMER,
-    "instructblip": _QFORMER,
-    "instructblipvideo": _QFORMER,
-    "diffusion_gemma": _DIFFUSION,
-    "pi0": _DIFFUSION,
-    "nemotron_h_omni": _MAMBA,
-    "nemotron_h": _MAMBA,
-    "bamba": _MAMBA,
-    "jamba": _MAMBA,
-    "falcon_h1": _MAMBA,
-    "granitemoehybrid": _MAMBA,
-    "zamba2": _MAMBA,
-    "phi4_multimodal": "its rotary frequencies (longrope) change with the longest sample of a call",
+_REASONS = {
+    _TALKER.format("Qwen2_5OmniThinkerForConditionalGeneration"): ["qwen2_5_omni"],
+    _TALKER.format("Qwen3OmniMoeThinkerForConditionalGeneration"): ["qwen3_omni_moe"],
+    "its cross-attention layers take one mask over all images of a call, so samples would see each other's images": [
+        *("mllama", "idefics"),
+    ],
+    "its encoder attends in both directions over a whole call, with padding masks alone between samples": [
+        *("florence2", "t5gemma2", "udop", "pix2struct", "vision-encoder-decoder"),
+    ],
+    "its Q-Former reads images and instructions of a call as one batch, which a row has no place for": [
+        *("blip-2", "instructblip", "instructblipvideo"),
+    ],
+    "its Mamba layers carry state along the row, and nothing restarts it at a boundary": [
+        *("nemotron_h_omni", "nemotron_h", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "zamba2"),
+    ],
+    "its objective is no next-token loss: noise is drawn for whole blocks of a call": ["diffusion_gemma", "pi0"],
+    "its rotary frequencies (longrope) change with the longest sample of a call": ["phi4_multimodal"],
 }
+_REFUSED = {model_type: reason for reason, model_types in _REASONS.items() for model_type in model_types}
 """Model types that vlmpack refuses, with the reason."""
 
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -145,16 +134,15 @@ def family_named(model_type: str) -> Family:
     """
     if model_type in _REFUSED:
         raise FamilyError(f"{model_type} cannot be packed exactly yet: {_REFUSED[model_type]} ({_supported()})")
-    newer = next(
-        (family for family in DESCRIBED if family.model_type == model_type and family not in FAMILIES.values()), None
-    )
-    if newer is not None:
+    described = {family.model_type: family for family in DESCRIBED}
+    if model_type not in described:
+        raise FamilyError(f"{model_type}: unknown family ({_supported()})")
+    if model_type not in FAMILIES:
+        oldest = ".".join(map(str, described[model_type].oldest_transformers))
         raise FamilyError(
             f"{model_type}: transformers {version('transformers')} is installed, but vlmpack supports this family from "
-            f"{'.'.join(map(str, newer.oldest_transformers))} on, with which it was tested; upgrade transformers"
+            f"{oldest} on, with which it was tested; upgrade transformers"
         )
-    if model_type not in FAMILIES:
-        raise FamilyError(f"{model_type}: unknown family ({_supported()})")
     return FAMILIES[model_type]
 
 
@@ -188,12 +176,7 @@ def check_parts(family: Family, model: Any) -> None:
         FamilyError: the model lacks a part that the descriptor names, or its layers have a part that the descriptor
             does not name.
     """
-    problems = list(_differences(family, model))
-    if family.has_grids and family.has_videos and not problems:
-        merge = family.merge(model.config)
-        # `truncates_seconds` may have to call transformers; do it here and not in a step
-        family.video_runs([(2, merge, merge)], model.config)
-    if problems:
+    if problems := list(_differences(family, model)):
         raise FamilyError(
             f"this {type(model).__name__} is not as {family.model_type} is described: {'; '.join(problems)}. Use a "
             "transformers of the supported range, and an unmodified model"

@@ -333,8 +333,6 @@ def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int
 
 LOOKED_AT = 2**13
 """Approximate number of evenly spaced values that must agree before two media are compared in full."""
-PIECE = 2**15
-"""Number of values to compare at a time; they fit the cache of a core."""
 
 
 def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
@@ -352,8 +350,8 @@ def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
         if id(block) not in by_object:
             values = _bits(block)
             step = len(values) // LOOKED_AT | 1  # odd, because the sides of patches are even
-            candidates = alike.setdefault((block.shape, block.dtype, values[::step].tobytes()), [])
-            equal = next((other for other in candidates if _are_equal(values, _bits(blocks[other]))), at)
+            candidates = alike.setdefault((block.shape, block.dtype, values[::step].numpy().tobytes()), [])
+            equal = next((other for other in candidates if torch.equal(values, _bits(blocks[other]))), at)
             if equal == at:
                 candidates.append(at)
             by_object[id(block)] = equal
@@ -364,12 +362,6 @@ def content_numbers(blocks: Sequence[torch.Tensor]) -> list[int]:
 _OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _bits(block: torch.Tensor) -> np.ndarray:
+def _bits(block: torch.Tensor) -> torch.Tensor:
     """Reinterpret every value as an integer with the same bits: NaN equals itself, and numpy supports every dtype."""
-    return block.detach().contiguous().view(_OF_WIDTH[block.element_size()]).numpy().reshape(-1)
-
-
-def _are_equal(values: np.ndarray, others: np.ndarray) -> bool:
-    """Compare piece by piece and stop at the first difference."""
-    pieces = range(0, len(values), PIECE)
-    return all(np.array_equal(values[at : at + PIECE], others[at : at + PIECE]) for at in pieces)
+    return block.detach().contiguous().view(_OF_WIDTH[block.element_size()]).view(-1)
