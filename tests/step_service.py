@@ -18,7 +18,7 @@ from vlmpack.families.registry import FAMILIES, family_named
 from vlmpack.service.engine.datums import EncodedSequence, not_served
 from vlmpack.service.engine.engine import Engine, EngineConfig
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.ranks.group import Ranks
+from vlmpack.service.ranks import Ranks
 from vlmpack.service.wire.messages import (
     AdamParams,
     Chunk,

@@ -36,7 +36,7 @@ def refused(*arguments: str, **environment: str) -> str:
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """Options for two ranks; a test fails if the second one is started."""
-    monkeypatch.setattr("vlmpack.service.ranks.group.Launched", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr("vlmpack.service.ranks.Launched", lambda *_: pytest.fail("a process was started"))
     return "--workers", "2"
 
 

@@ -21,7 +21,7 @@ from vlmpack.errors import ConfigError, check_extra
 from vlmpack.terminal import print_facts, progress_lines, quiet_transformers
 
 if TYPE_CHECKING:
-    from vlmpack.service.ranks.group import Ranks
+    from vlmpack.service.ranks import Ranks
     from vlmpack.service.server import Base, Service, ServiceSettings
 
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
@@ -92,7 +92,7 @@ def serve(
     from vlmpack.layout.sharing import MIN_SHARED
     from vlmpack.service.limits import ServiceLimits
     from vlmpack.service.queue.checkpoints import StateFolder
-    from vlmpack.service.ranks.group import Launched, end, join
+    from vlmpack.service.ranks import Launched, end, join
     from vlmpack.service.server import (
         Service,
         ServiceSettings,
@@ -157,7 +157,7 @@ def serve(
 
 def _follow(base: Callable[[], Base], settings: ServiceSettings, ranks: Ranks) -> NoReturn:
     """Compute what rank 0 sends, until it stops."""
-    from vlmpack.service.ranks.group import end
+    from vlmpack.service.ranks import end
     from vlmpack.service.server import follow_rank_0
 
     try:

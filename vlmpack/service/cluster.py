@@ -24,7 +24,7 @@ from vlmpack.errors import ConfigError
 from vlmpack.service import server
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
-from vlmpack.service.ranks.group import FAILED, Ranks, end, join_at
+from vlmpack.service.ranks import FAILED, Ranks, end, join_at
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -35,8 +35,7 @@ from vlmpack.service.engine.engine import Engine, EngineConfig
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.journal import ModelRow
 from vlmpack.service.queue.queue import RequestQueue
-from vlmpack.service.ranks.group import Ranks
-from vlmpack.service.ranks.mirror import Rank
+from vlmpack.service.ranks import Rank, Ranks
 from vlmpack.service.sampling.samplers import open_sampler
 from vlmpack.service.web import status
 from vlmpack.service.web.gate import KEEP_ALIVE, BodyReader, Connection, raise_file_limit

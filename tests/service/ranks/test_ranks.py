@@ -25,9 +25,9 @@ from torch import distributed as dist
 
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.families.registry import family_named
+from vlmpack.service import ranks as sharding
 from vlmpack.service.engine.engine import Engine
-from vlmpack.service.ranks import group as sharding
-from vlmpack.service.ranks.group import Ranks
+from vlmpack.service.ranks import Ranks
 from vlmpack.service.sampling.samplers import open_sampler
 from vlmpack.service.wire.messages import Sample, SampleResult, SamplingParams, TextChunk
 

@@ -39,7 +39,7 @@ from torch import nn
 
 from vlmpack.errors import RequestError
 from vlmpack.families.family import Family
-from vlmpack.service.ranks.group import Gradients
+from vlmpack.service.ranks import Gradients
 from vlmpack.service.wire.messages import AdamParams, LoraConfig
 
 ALPHA = 32

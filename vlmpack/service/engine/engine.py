@@ -30,7 +30,7 @@ from vlmpack.service.engine.clients import Adapter, Adapters, ClientModel, new_a
 from vlmpack.service.engine.datums import EncodedRequest, Encoder, image_token_of, not_served
 from vlmpack.service.engine.rows import RowContext, RowSettings, RowWork
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.ranks.group import Ranks, Sharding
+from vlmpack.service.ranks import Ranks, Sharding
 from vlmpack.service.wire.messages import AdamParams, LoraConfig
 
 

@@ -44,7 +44,7 @@ from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.engine.clients import Adapters, ClientModel
 from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of
 from vlmpack.service.engine.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind_loss
-from vlmpack.service.ranks.group import Gradients, Ranks, Sharding
+from vlmpack.service.ranks import Gradients, Ranks, Sharding
 from vlmpack.service.wire.messages import Failure, ForwardBackwardResult
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, final
 
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -45,8 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vlmpack.service")
 
-INLINE_BYTES = 65_536
-"""Largest body that is parsed in the event loop."""
 PIECE_BYTES = 2**20
 """Bytes of a download that are read at a time."""
 BINARY = "application/octet-stream"
@@ -54,9 +53,11 @@ SIGNED_SECONDS = 3600
 """Seconds for which a signed download path is valid."""
 OWNER = "vlmpack"
 """Owner of every training run: a service has only one key."""
-PAGE = 100
-"""Default number of entries in a page of a list."""
-OLDEST_CLIENT = (0, 25)
+PAGE = {"limit": 100, "offset": 0}
+"""The default page of a list."""
+InUrl = Annotated[int, Field(ge=0, le=INT32)]
+"""A whole number among the parameters of a URL."""
+OLDEST_CLIENT = "0.25"
 """Oldest supported client version; older clients send training requests in JSON."""
 NamedSamples = Annotated[int, between(1, 65_536)]
 """Number of sequences of a refused sampling request that still get ids; the client expects one for each."""
@@ -168,12 +169,9 @@ class Endpoints:
 
     # ------------------------------------------------------------------ bodies
 
-    async def values(self, request: Request, *, most: int | None = None) -> dict[str, Any]:
-        """Receive a JSON object."""
-        body = await self.body(request, most=most or self.limits.json_bytes)
-        if len(body) <= INLINE_BYTES:  # the threads may all be waiting for a slow disk
-            return parse(body)
-        return await run_in_threadpool(parse, body)
+    async def values(self, request: Request) -> dict[str, Any]:
+        """Receive a small JSON object. It is parsed here, because the threads may all be waiting for a slow disk."""
+        return parse(await self.body(request, most=self.limits.json_bytes))
 
     async def body(self, request: Request, *, most: int, under_way: ExitStack | None = None) -> bytes:
         """Receive a body.
@@ -299,7 +297,7 @@ class Endpoints:
         """Enqueue a training request."""
         self.refuse_if_draining()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
-            detail = f"training requests are {PROTOBUF}: use tinker {_version(OLDEST_CLIENT)} or newer"
+            detail = f"training requests are {PROTOBUF}: use tinker {OLDEST_CLIENT} or newer"
             return await self._refuse_unread(request, Rejected(detail, status=415))
         with ExitStack() as under_way:
             try:
@@ -341,7 +339,7 @@ class Endpoints:
     async def _refuse_unread(self, request: Request, refusal: Rejected) -> Response:
         """Fail the future of an operation of a model; answer any other request with a status."""
         try:
-            values = await self.values(request, most=self.limits.sample_bytes)
+            values = await run_in_threadpool(parse, await self.body(request, most=self.limits.sample_bytes))
             model_id, seq_id = codec.owner_of(messages.Operation, values)
         except RequestError:
             raise refusal from None
@@ -518,31 +516,16 @@ def check_client(version: str) -> None:
         RequestError: the client is too old.
     """
     numbers = re.match(r"(\d{1,9})\.(\d{1,9})", version)
-    if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST_CLIENT:
-        raise RequestError(
-            f"tinker {version}: this service needs {_version(OLDEST_CLIENT)} or newer; pip install -U tinker"
-        )
-
-
-def _version(numbers: tuple[int, int]) -> str:
-    return ".".join(map(str, numbers))
+    if numbers and (int(numbers[1]), int(numbers[2])) < tuple(map(int, OLDEST_CLIENT.split("."))):
+        raise RequestError(f"tinker {version}: this service needs {OLDEST_CLIENT} or newer; pip install -U tinker")
 
 
 def _page(request: Request, entries: Sequence[Any]) -> tuple[list[Any], Mapping[str, int]]:
     """Return (the requested entries, their position in the whole list)."""
-    limit, offset = _number(request, "limit", PAGE), _number(request, "offset", 0)
+    limit, offset = (get(request.query_params, name, InUrl, default) for name, default in PAGE.items())
     codec.refuse(request.query_params)
     cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
     return list(entries[offset : offset + limit]), cursor
-
-
-def _number(request: Request, name: str, default: int) -> int:
-    text = request.query_params.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= INT32):
-        raise RequestError(f"{name}: {text[:40]!r}; a whole number from 0 to {INT32} is needed")
-    return int(text)
 
 
 def _rank(lora: messages.LoraConfig | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from math import isnan
@@ -39,7 +39,7 @@ from vlmpack.service.queue.queue import Pending
 from vlmpack.service.web.gate import answer
 from vlmpack.service.web.http import Endpoints, status_of
 from vlmpack.service.wire import codec, schema_pb2
-from vlmpack.service.wire.fields import STRICT, Count, between, read_object, settings, shown
+from vlmpack.service.wire.fields import STRICT, Count, between, parse, read_object, settings, shown
 from vlmpack.service.wire.messages import (
     Chunk,
     NewSession,
@@ -208,8 +208,8 @@ class OpenAI:
     async def _serve(self, kind: type[Any], request: Request) -> Response:
         try:
             self._endpoints.refuse_if_draining()
-            values = await self._endpoints.values(request, most=self._endpoints.limits.sample_bytes)
-            wanted = _read(kind, values)
+            body = await self._endpoints.body(request, most=self._endpoints.limits.sample_bytes)
+            wanted = await run_in_threadpool(_read, kind, body)
             asked = await run_in_threadpool(self._submit, wanted)
             if wanted.stream:
                 return StreamingResponse(self._events(wanted, asked), media_type="text/event-stream")
@@ -405,12 +405,13 @@ def _floats(data: bytes) -> list[float]:
     return np.frombuffer(data, "<f4").tolist()
 
 
-def _read(kind: type[Any], values: Mapping[str, Any]) -> Any:
+def _read(kind: type[Any], body: bytes) -> Any:
     """Read a body.
 
     Raises:
         RequestError: a field is unknown, or this service does not have it.
     """
+    values = parse(body)
     codec.refuse(values, REFUSED, OFF)
     return read_object(kind, {name: value for name, value in values.items() if name not in REFUSED})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from html import escape
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,29 +39,40 @@ EVERY = 5
 """Seconds between two points of a curve."""
 
 
+class Metric(NamedTuple):
+    """A number that the service counts."""
+
+    about: str
+    """Description, for Prometheus."""
+    section: str = ""
+    """Section of the status page; empty: it is not there."""
+    label: str = ""
+    """Name on the status page."""
+
+
 METRICS = {
-    "uptime_seconds": "Seconds since the start.",
-    "up": "1 while work goes on, 0 on a full disk or after a fault.",
-    "sessions": "Open sessions.",
-    "models": "Models of open sessions.",
-    "samplers": "Sampling sessions.",
-    "checkpoints": "Checkpoints.",
-    "queued_requests": "Requests that wait.",
-    "queued_bytes": "Bytes of the bodies of requests that wait.",
-    "queued_samples": "Samples that wait or run.",
-    "requests_total": "Requests carried out.",
-    "requests_failed_total": "Requests that failed.",
-    "engine_seconds_total": "Time of the engine.",
-    "snapshots_total": "States of models written.",
-    "rows_total": "Packed rows.",
-    "trained_tokens_total": "Tokens of datums.",
-    "computed_tokens_total": "Tokens less what datums shared.",
-    "patches_total": "Patches of images.",
-    "sampled_tokens_total": "Tokens sampled.",
-    "memory_bytes": "Resident memory of the process, and memory that its tensors take on the device.",
-    "disk_bytes": "Space of the disk with the state folder, by what is used and what is free.",
+    "uptime_seconds": Metric("Seconds since the start."),
+    "up": Metric("1 while work goes on, 0 on a full disk or after a fault."),
+    "trained_tokens_total": Metric("Tokens of datums.", "Training", "tokens"),
+    "computed_tokens_total": Metric("Tokens less what datums shared.", "Training", "tokens, shared prefixes once"),
+    "rows_total": Metric("Packed rows.", "Training", "packed rows"),
+    "patches_total": Metric("Patches of images.", "Training", "image patches"),
+    "sampled_tokens_total": Metric("Tokens sampled.", "Sampling", "tokens"),
+    "samplers": Metric("Sampling sessions.", "Sampling", "sampling sessions"),
+    "queued_samples": Metric("Samples that wait or run.", "Sampling", "samples that wait or run"),
+    "queued_requests": Metric("Requests that wait.", "Requests", "waiting"),
+    "queued_bytes": Metric("Bytes of the bodies of requests that wait."),
+    "requests_total": Metric("Requests carried out.", "Requests", "done"),
+    "requests_failed_total": Metric("Requests that failed.", "Requests", "failed"),
+    "engine_seconds_total": Metric("Time of the engine."),
+    "snapshots_total": Metric("States of models written."),
+    "memory_bytes": Metric("Resident memory, and memory of tensors on the device.", "Machine", "memory"),
+    "disk_bytes": Metric("Space of the disk with the state folder.", "Machine", "disk of the state folder"),
+    "sessions": Metric("Open sessions.", "Machine", "sessions"),
+    "models": Metric("Models of open sessions."),
+    "checkpoints": Metric("Checkpoints.", "Machine", "checkpoints"),
 }
-"""The metrics of a service and their descriptions. Counters end in `_total`. Some metrics have one value per kind."""
+"""The metrics of a service. Counters end in `_total`. Some metrics have one value per kind."""
 
 
 @final
@@ -119,9 +130,9 @@ class Snapshot:
 
     def lines(self) -> Iterable[str]:
         """Yield all metrics in Prometheus' text format, line by line."""
-        for name, about in METRICS.items():
+        for name, metric in METRICS.items():
             value = self.numbers[name]
-            yield f"# HELP vlmpack_{name} {about}"
+            yield f"# HELP vlmpack_{name} {metric.about}"
             yield f"# TYPE vlmpack_{name} {'counter' if name.endswith('_total') else 'gauge'}"
             for kind, number in sorted(value.items()) if isinstance(value, Mapping) else (("", value),):
                 label = f'{{kind="{kind}"}}' if kind else ""
@@ -143,30 +154,6 @@ def routes(snapshot: Callable[[], Snapshot], history: History) -> list[Route]:
 def render(state: Snapshot, history: History) -> str:
     """Render the status page. It has no scripts and no external resources, and reloads every 5 s."""
     fault = "" if state.fault is None else f'<p class="fault">{escape(state.fault)}</p>'
-    memory, disk = state.numbers["memory_bytes"], state.numbers["disk_bytes"]
-    rows = max(state.number("rows_total"), 1)
-    training = {
-        "tokens": _count(state, "trained_tokens_total"),
-        "packed rows": _count(state, "rows_total"),
-        "tokens per row": f"{state.number('computed_tokens_total') / rows:,.0f}",
-        "image patches": _count(state, "patches_total"),
-    }
-    sampling = {
-        "tokens": _count(state, "sampled_tokens_total"),
-        "sampling sessions": _count(state, "samplers"),
-        "samples that wait or run": _count(state, "queued_samples"),
-    }
-    requests = {
-        "waiting": _count(state, "queued_requests"),
-        "done": _count(state, "requests_total"),
-        "failed": _count(state, "requests_failed_total"),
-    }
-    machine = {
-        **{f"memory, {kind}": _gigabytes(value) for kind, value in memory.items()},
-        **{f"disk of the state folder, {kind}": _gigabytes(value) for kind, value in disk.items()},
-        "checkpoints": _count(state, "checkpoints"),
-        "sessions": _count(state, "sessions"),
-    }
     models = {
         f"{number}: {model.trains}": f"created {_ago(model.age)}, last request {_ago(model.idle)}"
         for number, model in enumerate(state.models, 1)
@@ -177,11 +164,23 @@ def render(state: Snapshot, history: History) -> str:
         f"<title>{escape(state.title)}: vlmpack serve</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(state.title)}</h1>"
         f"<p>vlmpack serve, up {timedelta(seconds=int(state.number('uptime_seconds')))}</p>{fault}"
-        f"<h2>Training</h2>{_curve(history.rates(1))}{_table(training)}"
-        f"<h2>Sampling</h2>{_curve(history.rates(2))}{_table(sampling)}"
-        f"<h2>Requests</h2>{_table(requests)}<h2>Machine</h2>{_table(machine)}"
+        f"<h2>Training</h2>{_curve(history.rates(1))}{_table(_rows(state, 'Training'))}"
+        f"<h2>Sampling</h2>{_curve(history.rates(2))}{_table(_rows(state, 'Sampling'))}"
+        f"<h2>Requests</h2>{_table(_rows(state, 'Requests'))}<h2>Machine</h2>{_table(_rows(state, 'Machine'))}"
         f"<h2>Models: {len(models)}</h2>{_table(models)}</body></html>\n"
     )
+
+
+def _rows(state: Snapshot, section: str) -> dict[str, str]:
+    """Return the numbers of a section by their labels."""
+    rows = {}
+    for name, metric in METRICS.items():
+        if metric.section == section and name.endswith("_bytes"):
+            kinds = state.numbers[name].items()
+            rows |= {f"{metric.label}, {kind}": f"{value / 2**30:,.2f} GiB" for kind, value in kinds}
+        elif metric.section == section:
+            rows[metric.label] = f"{state.number(name):,.0f}"
+    return rows
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -199,14 +198,6 @@ def _curve(rates: Sequence[tuple[float, float]]) -> str:
         f'<svg viewBox="0 -.05 1 1.05" preserveAspectRatio="none"><polyline points="{line}"/></svg>'
         f'<div class="scale"><span>{_ago(longest)}</span><span>now</span></div>'
     )
-
-
-def _count(state: Snapshot, name: str) -> str:
-    return f"{state.number(name):,.0f}"
-
-
-def _gigabytes(value: float) -> str:
-    return f"{value / 2**30:,.2f} GiB"
 
 
 def _ago(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""The ranks of a service: their processes, their collective operations, and a base model sharded over them (FSDP2).
+"""The ranks of a service: processes, collective operations, mirrored calls, and a sharded base model (FSDP2).
 
     rank 0   row 0   row 2   row 4 ┐
     rank 1   row 1   row 3         ┘ gradients are summed once, after the last row; results go to all ranks
@@ -16,12 +16,24 @@ With a sharded base model, each rank keeps its shard of every layer. To compute 
 afterwards. So all ranks must run the same passes in the same order: a forward pass, and a backward pass if every rank
 has one. A rank without a row runs an idle row with one token that does not count. Adapters are small and not sharded.
 If one rank fails during a pass, the others wait for it forever; so the service ends, and its state is on disk.
+
+    rank 0    HTTP ─ queue ─ Mirror ────┬── its own engine and sampler
+                           calls        │
+    rank 1    follow ◀──────────────────┴── an engine and a sampler with the same models
+
+Rank 0 has the queue and the clients, and all other ranks mirror its calls. Each rank has the base model, or its shard
+of it, and all client models; every rank takes the same optimizer step. Only rank 0 writes files; `load` reads the state
+folder on every rank. Only rank 0 samples, unless the base model is sharded.
+
+Commands are objects that rank 0 pickles and its own workers unpickle. They go over gloo, on 127.0.0.1 or the address
+that torchrun sets. Nothing that a client sends is ever unpickled.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +41,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn, TypeVar, final
 
 import torch
@@ -37,13 +50,13 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from vlmpack.errors import ConfigError, VlmpackError
+from vlmpack.errors import ConfigError, RequestError, VlmpackError
 from vlmpack.families.family import Family
+
+log = logging.getLogger("vlmpack.service")
 
 IDLE = timedelta(days=3650)
 """Maximum time that a rank waits for work."""
-BUCKET = 2**24
-"""Number of elements that are summed in one call."""
 FAILED = 1
 """Exit status of a rank that cannot continue."""
 
@@ -126,27 +139,13 @@ class Ranks:
             return None
         ours = gradients or [None] * len(parameters)
         summed: Gradients = [
-            (torch.zeros_like(parameter) if gradient is None else gradient) if is_there else None
+            (torch.zeros_like(parameter) if gradient is None else gradient.contiguous()) if is_there else None
             for gradient, parameter, is_there in zip(ours, parameters, there, strict=True)
         ]
-        for bucket in _buckets([gradient for gradient in summed if gradient is not None]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat)
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+        sums = [dist.all_reduce(gradient, async_op=True) for gradient in summed if gradient is not None]
+        for one in sums:
+            one.wait()
         return summed
-
-
-def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Group adjacent tensors of the same dtype into buckets of at most `BUCKET` elements, or one tensor."""
-    buckets: list[list[torch.Tensor]] = []
-    for tensor in tensors:
-        last = buckets[-1] if buckets else []
-        if last and last[0].dtype == tensor.dtype and sum(t.numel() for t in last) + tensor.numel() <= BUCKET:
-            last.append(tensor)
-        else:
-            buckets.append([tensor])
-    return buckets
 
 
 def end(status: int) -> NoReturn:
@@ -159,10 +158,92 @@ def end(status: int) -> NoReturn:
     os._exit(status)
 
 
+# ---------------------------------------------------------------------- mirrored calls
+
+
+ON_ALL = {
+    "engine": ("create", "create_from", "free", "load", "optim_step", "forward_backward"),
+    "work": ("run_row", "cancel"),
+    "sampler": ("close", "add", "step"),
+}
+"""Methods that every rank calls: of the engine, because they change a model (the queue has drawn all seeds before); of
+a `RowWork`; and of the sampler of a sharded base model, because all ranks run its passes. All others run on rank 0."""
+
+Call = tuple[str | int, str, tuple[Any, ...], dict[str, Any]]
+"""A call that every rank makes: the owner of the method ("engine", "sampler", or the number of a `RowWork`), the
+method, its positional and its keyword arguments."""
+
+
+@final
+class Rank:
+    """The engine, the sampler and the running `RowWork`s of one rank."""
+
+    def __init__(self, ranks: Ranks, *, engine: Any, sampler: Any) -> None:
+        self.ranks = ranks
+        self._owners: dict[str | int, Any] = {"engine": engine, "sampler": sampler}
+        self._begun = 0
+        """Number of `RowWork`s started. It is the key of the latest one, and the same on every rank."""
+
+    def run(self, call: Call) -> Any:
+        """Make a call on this rank, as all ranks do.
+
+        Raises:
+            RequestError: a client's mistake, which all ranks found.
+            RuntimeError: the call failed on some ranks.
+        """
+        self._begun += call[1] == "forward_backward"
+        return self.ranks.together(lambda: self._call(*call), name=call[1])
+
+    def _call(self, of: str | int, method: str, arguments: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+        result = getattr(self._owners[of], method)(*arguments, **settings)
+        if method == "forward_backward":
+            done = [key for key, work in self._owners.items() if isinstance(key, int) and not work.rows_left]
+            for key in done:
+                del self._owners[key]
+            self._owners[self._begun] = result
+        return result
+
+    def mirror(self, of: str) -> Any:
+        """Return a proxy of the engine or the sampler, for rank 0; the other ranks call `follow`."""
+        return Mirror(self, of, self._owners[of], ON_ALL[of])
+
+    def call_on_all(self, call: Call) -> Any:
+        """Make a call on every rank; for rank 0."""
+        self.ranks.send(call)
+        result = self.run(call)
+        return Mirror(self, self._begun, result, ON_ALL["work"]) if call[1] == "forward_backward" else result
+
+    def follow(self) -> None:
+        """Make the calls of rank 0 until it sends None. Called by every other rank.
+
+        Raises:
+            ConnectionError: the connection to rank 0 is lost.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun signals all ranks: rank 0 drains, stops the others
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        while (call := self.ranks.receive()) is not None:
+            try:
+                self.run(call)
+            except (RequestError, RuntimeError, OSError):
+                continue  # rank 0 reports it to its queue
+
+
+@final
+class Mirror:
+    """A proxy on rank 0 that calls some methods of an object on every rank, and all others only on rank 0."""
+
+    def __init__(self, rank: Rank, of: str | int, own: Any, on_all: tuple[str, ...]) -> None:
+        self._rank, self._of, self._own, self._on_all = rank, of, own, on_all
+
+    def __getattr__(self, name: str) -> Any:
+        return partial(self._call, name) if name in self._on_all else getattr(self._own, name)
+
+    def _call(self, method: str, *arguments: Any, **settings: Any) -> Any:
+        return self._rank.call_on_all((self._of, method, arguments, settings))
+
+
 # ---------------------------------------------------------------------- processes
 
-
-log = logging.getLogger("vlmpack.service")
 
 LAUNCHED = "VLMPACK_LAUNCHED"
 """Environment variable of processes that `Launched` started. Their standard input is a pipe from rank 0."""

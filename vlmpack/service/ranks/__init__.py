@@ -1,1 +1,0 @@
-"""Several processes: their collective operations, and calls that all of them make."""
