@@ -158,8 +158,6 @@ def check(request: Request, limits: ServiceLimits) -> None:
         images = [chunk for chunk in chunks if isinstance(chunk, ImageChunk)]
         count += len(images)
         if (size := max((len(image.data) for image in images), default=0)) > limits.image_bytes:
-            raise RequestError(
-                f"{name}: an image of {size:,} bytes; at most {limits.image_bytes:,}, so make it smaller"
-            )
+            raise RequestError(f"{name}: an image of {size:,} bytes; send at most {limits.image_bytes:,}")
     if count > limits.images:
         raise RequestError(f"{count} images in a request: send at most {limits.images}")

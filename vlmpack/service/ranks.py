@@ -143,7 +143,7 @@ class Ranks:
             for gradient, parameter, is_there in zip(ours, parameters, there, strict=True)
         ]
         sums = [dist.all_reduce(gradient, async_op=True) for gradient in summed if gradient is not None]
-        for one in sums:
+        for one in filter(None, sums):
             one.wait()
         return summed
 

@@ -118,9 +118,8 @@ def load_base(
         processor = load_processor(source) if has_vision else AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{source}: no model can be read there ({reason}); give a hub name or a model's folder"
-        ) from error
+        remedy = "give a hub name or a model's folder"
+        raise ConfigError(f"{source}: no model can be read there ({reason}); {remedy}") from error
     return Base(
         name=name or model_name(source),
         source=str(Path(source).resolve()) if Path(source).is_dir() else source,

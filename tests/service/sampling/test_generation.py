@@ -38,7 +38,7 @@ from vlmpack.families import family_named
 from vlmpack.service.engine.datums import placeholders_of
 from vlmpack.service.engine.engine import Engine
 from vlmpack.service.sampling import caches
-from vlmpack.service.sampling.generation import Ending, Growing, Reader
+from vlmpack.service.sampling.generation import Ending, Growing, Job, Reader
 from vlmpack.service.wire.messages import LoraConfig, SampleResult, SparseMatrix
 
 DENSE = [name for name in FAMILY_NAMES if not family_named(name).has("experts")]
@@ -178,12 +178,13 @@ def test_experts_check_one_token_at_a_time(family: str) -> None:
     sequence = growing(prompt_of(engine, np.random.default_rng(0), length=5), [30, 31, 32, 33])
     row, start = reader.canonical_row(sequence)
     assert (reader.block, start) == (1, 3)
-    assert row.input_ids.tolist() == [*sequence.prompt.input_ids.tolist(), 30, 31, 32]
+    assert row.input_ids.tolist() == [*sequence.job.prompt.input_ids.tolist(), 30, 31, 32]
 
 
 def growing(prompt, tokens: list[int]) -> Growing:
     """A sequence of which these tokens are sampled."""
-    sequence = Growing(prompt=prompt, params=sample().params, ending=ending(max_tokens=99), seed=1)
+    job = Job(key="a", folder=None, prompt=prompt, request=sample(), ending=ending(max_tokens=99))
+    sequence = Growing(job=job, seed=1)
     sequence.tokens = tokens
     return sequence
 

@@ -251,20 +251,16 @@ class BatchInvariant(TorchFunctionMode):
         raise ConfigError(_NOT_HERE.format(f"attention with head dimension {of[0]} in {of[1]}"))
 
 
+_NO_FORM = "has no batch-invariant form here; serve without --batch-invariant"
 _NOT_HERE = (
     "on this machine {} gives a row other bits in another place of a block, so that sampling cannot equal training; "
     "serve without --batch-invariant"
 )
-_NO_ATTENTION = (
-    "this model's attention has windows, biases, dropout or values of another width than keys, which has no "
-    "batch-invariant form here; serve without --batch-invariant"
-)
+_NO_ATTENTION = f"this model's attention with windows, biases or dropout {_NO_FORM}"
 
 
 def _refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise FamilyError(
-        f"this model calls {func.__name__}, which has no batch-invariant form here; serve without --batch-invariant"
-    )
+    raise FamilyError(f"this model calls {func.__name__}, which {_NO_FORM}")
 
 
 # ---------------------------------------------------------------------- the check of a service
@@ -285,15 +281,10 @@ def check(model: Any, family: Family, *, context: int, is_sharded: bool) -> None
         raise ConfigError("--batch-invariant: it replaces kernels of CPUs, and no shards; serve with --device cpu")
     parts = packing_state(model).parts_of(model)
     if any(family.has(mechanism) for mechanism in _RECURRENT):
-        raise FamilyError(
-            f"{family.model_type}: its recurrent layers or convolutions compute prompts by other functions than "
-            "sampled tokens, with other bits; serve without --batch-invariant"
-        )
+        raise FamilyError(f"{family.model_type}: a model with recurrent layers or convolutions {_NO_FORM}")
     if narrow := next((mask for mask in layer_masks(parts).values() if mask.first_key(context - 1)), None):
-        raise FamilyError(
-            f"{family.model_type}: its attention has a {narrow}, and only sequences that fit it have a batch-invariant "
-            f"form here: set --max-length to that instead of {context}, or serve without --batch-invariant"
-        )
+        remedy = f"set --max-length to that instead of {context}, or serve without --batch-invariant"
+        raise FamilyError(f"{family.model_type}: only sequences within its {narrow} are batch-invariant: {remedy}")
     for parameter in model.parameters():  # kernels may treat weights at other addresses differently
         parameter.data = parameter.data.clone()
 

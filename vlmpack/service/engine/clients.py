@@ -330,16 +330,12 @@ def copy_into(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torc
         RequestError: names or shapes differ.
     """
     if different := sorted(parameters.keys() ^ tensors.keys()):
-        raise RequestError(
-            f"{what} has other targets than this model (such as {different[0]}); create the model with the "
-            "checkpoint's train_attn, train_mlp and train_unembed"
-        )
+        remedy = "create the model with the checkpoint's train_attn, train_mlp and train_unembed"
+        raise RequestError(f"{what} has other targets than this model (such as {different[0]}); {remedy}")
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
-            raise RequestError(
-                f"{what} has {name} of shape {list(tensors[name].shape)}, but this model has "
-                f"{list(parameter.shape)}; create the model with the checkpoint's rank"
-            )
+            shapes = f"{list(tensors[name].shape)}, but this model has {list(parameter.shape)}"
+            raise RequestError(f"{what} has {name} of shape {shapes}; create the model with the checkpoint's rank")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -409,8 +405,8 @@ class ClientModel:
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if not math.isfinite(norm.item()):
             raise RequestError(
-                "the accumulated gradient is not finite, so the step was not taken and the gradient was dropped; look "
-                "at the weights, advantages and log-probabilities sent, and at the learning rate of earlier steps"
+                "the accumulated gradient is not finite: it was dropped, and no step taken; look at the weights, "
+                "advantages and log-probabilities sent, and at the learning rate of earlier steps"
             )
         if adam.grad_clip_norm > 0:
             factor = (adam.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -480,10 +476,8 @@ class ClientModel:
         for key, tensor in tensors.items():
             kind, _, name = key.partition(".")
             if name not in shapes or (kind in _MOMENTS and tensor.shape != shapes[name]):
-                raise RequestError(
-                    f"the checkpoint's optimizer state ({key}) belongs to an adapter of another rank or other targets; "
-                    "create the model with the checkpoint's, or load without the optimizer"
-                )
+                remedy = "create the model with the checkpoint's, or load without the optimizer"
+                raise RequestError(f"the optimizer state has {key}, of another rank or other targets; {remedy}")
         return tensors
 
 

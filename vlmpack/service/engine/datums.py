@@ -227,19 +227,16 @@ class Encoder:
     def _check_patches(self, patches: int) -> None:
         size = 4 * patches * self.family.patch_channels(self.config) if patches else 0
         if size > self.limits.pixel_bytes:
-            raise RequestError(
-                f"the images take {size} bytes as patches, more than {self.limits.pixel_bytes}; send smaller or fewer "
-                "images at a time"
-            )
+            limit = self.limits.pixel_bytes
+            raise RequestError(f"the images take {size} bytes as patches, more than {limit}; send smaller or fewer")
 
     def _check_ids(self, name: str, ids: np.ndarray) -> None:
         outside = (ids < 0) | (ids >= self.vocabulary)
         if outside.any():
             at = int(np.flatnonzero(outside)[0])
             raise RequestError(
-                f"{name} holds the id {ids[at]} at place {at}, outside the model's vocabulary of "
-                f"{self.vocabulary}; use ids from 0 to {self.vocabulary - 1} (a target that does not count "
-                "is 0 with weight 0)"
+                f"{name} holds the id {ids[at]} at place {at}; use ids from 0 to {self.vocabulary - 1}, the model's "
+                "vocabulary (a target that does not count is 0 with weight 0)"
             )
 
     # ------------------------------------------------------------------ its chunks
@@ -259,10 +256,8 @@ class Encoder:
                 after_image = after_image and not len(chunk.tokens)
                 continue
             if after_image and self.family.has_grids:
-                raise RequestError(
-                    f"chunk {at} is an image right after another one, and the model would take both for one; put text "
-                    "between them, such as <|vision_end|><|vision_start|>"
-                )
+                remedy = "put text between them, such as <|vision_end|><|vision_start|>"
+                raise RequestError(f"chunk {at} is an image right after another, and both would count as one; {remedy}")
             size, after_image = size + self._measure(at, chunk, *next(measured)), True
         self._check_length(size.tokens)
         return size
@@ -278,9 +273,10 @@ class Encoder:
         self._check_ids(name, chunk.tokens)
         for token, meaning in self.placeholders.items():
             if (chunk.tokens == token).any():
+                place = int(np.flatnonzero(chunk.tokens == token)[0])
                 raise RequestError(
-                    f"{name} has the id {token} at place {int(np.flatnonzero(chunk.tokens == token)[0])}, the "
-                    f"placeholder of {meaning}, in its text; leave it out and send the image as a chunk in its place"
+                    f"{name} has the id {token} at place {place}, the placeholder of {meaning}, in its text; leave it "
+                    "out and send the image as a chunk in its place"
                 )
 
     def _images(self, chunks: Sequence[Chunk], *, is_measured: bool = False) -> Sequence[tuple[Visual, np.ndarray]]:
@@ -290,9 +286,8 @@ class Encoder:
             if not self.family.has_vision:
                 raise RequestError(f"chunk {at} is an image, but {self.family.model_type} is a text model")
             if chunk.format not in FORMATS:
-                raise RequestError(
-                    f"chunk {at} is an image of format {chunk.format!r:.40}; send {' or '.join(FORMATS)} bytes"
-                )
+                kinds = " or ".join(FORMATS)
+                raise RequestError(f"chunk {at} is an image of format {chunk.format!r:.40}; send {kinds} bytes")
         refs = [MediaRef(source=chunk.data, index=number) for number, (_, chunk) in enumerate(images)]
         try:
             return self._reader.images(refs, is_measured=is_measured)
@@ -302,10 +297,8 @@ class Encoder:
     def _measure(self, at: int, chunk: ImageChunk, visual: Visual, ids: np.ndarray) -> MeasuredSize:
         """Return the size of a measured image. Patches of an image without a grid are counted once it is decoded."""
         if chunk.expected_tokens is not None and chunk.expected_tokens != len(ids):
-            raise RequestError(
-                f"chunk {at} is an image of {len(ids)} tokens by the model's own processor, but expected_tokens is "
-                f"{chunk.expected_tokens}; count with the processor of the model, or leave expected_tokens out"
-            )
+            seen = f"an image of {len(ids)} tokens, but expected_tokens is {chunk.expected_tokens}"
+            raise RequestError(f"chunk {at} is {seen}; count with the model's processor, or leave expected_tokens out")
         return MeasuredSize(tokens=len(ids), patches=0 if visual.grid is None else prod(visual.grid))
 
     def _encode_chunks(self, chunks: Sequence[Chunk], size: MeasuredSize) -> EncodedSequence:
@@ -319,10 +312,8 @@ class Encoder:
             patches_of_images=tuple(self._patches(visual) for visual, _ in images),
         )
         if sequence.length != size.tokens:
-            raise RequestError(
-                f"its images decode to {sequence.length} tokens with the text, but their headers say {size.tokens}; "
-                "save them again"
-            )
+            seen = f"{sequence.length} tokens with the text, but their headers say {size.tokens}"
+            raise RequestError(f"its images decode to {seen}; save them again")
         return sequence
 
     def _patches(self, visual: Visual) -> int:

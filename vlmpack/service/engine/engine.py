@@ -323,10 +323,7 @@ class Engine:
     def _whole(self) -> ClientModel:
         """Return a copy of the base model that is trained as a whole."""
         if self.sharding is not None:
-            raise RequestError(
-                "the base model of this server is sharded over several ranks, so that it trains LoRA adapters only; "
-                "send a lora_config"
-            )
+            raise RequestError("a sharded base model trains LoRA adapters only; send a lora_config")
         return ClientModel(copy.deepcopy(self.model).requires_grad_(True), None)
 
     def _adapted(self, lora: LoraConfig) -> ClientModel:

@@ -173,10 +173,8 @@ def bind_loss(name: str, config: Mapping[str, float | str]) -> BoundLoss:
 
 def _check_thresholds(place: str, low: float, high: float) -> None:
     if not 0 <= low <= high:
-        raise RequestError(
-            f"{place}: thresholds are {low:g} and {high:g}; they are bounds of the ratio itself, such as 0.8 and 1.2, "
-            "the lower one at least 0"
-        )
+        remedy = "send bounds of the ratio itself, such as 0.8 and 1.2, the lower one at least 0"
+        raise RequestError(f"{place}: thresholds are {low:g} and {high:g}; {remedy}")
 
 
 @final
@@ -219,9 +217,8 @@ def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix
     needed, clips = (TARGETS, *LOSSES[loss.name].needs), {key: value for key, value in loss.settings if key in _CLIP}
     allowed = (*needed, "weights", *clips)
     if unread := sorted(set(inputs) - set(allowed)):
-        raise RequestError(
-            f"{loss.name} does not read the input {unread[0]!r:.80}; it reads {', '.join(allowed)}: leave it out"
-        )
+        known = ", ".join(allowed)
+        raise RequestError(f"{loss.name} does not read the input {unread[0]!r:.80}; it reads {known}: leave it out")
     if missing := [name for name in needed if name not in inputs]:
         raise RequestError(f"{loss.name} needs {', '.join(missing)}, one number for each of the {length} tokens")
     if loss.name == "cross_entropy" and len(inputs[TARGETS].shape) == 2:
@@ -229,10 +226,8 @@ def check_inputs(loss: BoundLoss, inputs: Mapping[str, np.ndarray | SparseMatrix
     arrays: dict[str, np.ndarray] = {}
     for name, values in inputs.items():
         if isinstance(values, SparseMatrix) or values.shape != (length,):
-            raise RequestError(
-                f"{name} has shape {list(values.shape)}, but the datum has {length} tokens (those of its images "
-                f"included); send one number for each, [{length}]"
-            )
+            seen = f"{list(values.shape)}, but the datum has {length} tokens, with its images"
+            raise RequestError(f"{name} has shape {seen}; send one number for each, [{length}]")
         arrays[name] = values
     floats = {name: _checked_floats(name, values) for name, values in arrays.items() if name != TARGETS}
     filled = {name: np.full(length, value, np.float32) for name, value in {"weights": 1.0, **clips}.items()}
@@ -252,8 +247,8 @@ def _soft_targets(inputs: Mapping[str, np.ndarray | SparseMatrix], length: int) 
     shape = targets.shape
     if weights is None or weights.shape != shape or shape[0] != length or not 1 <= shape[1] <= MOST_TARGETS:
         raise RequestError(
-            f"{TARGETS} has shape {list(shape)}, but the datum has {length} tokens (those of its images included); "
-            f"send [{length}], or [{length}, K], K at most {MOST_TARGETS}, with weights of the same shape"
+            f"{TARGETS} has shape {list(shape)}, but the datum has {length} tokens, with its images; send [{length}], "
+            f"or [{length}, K] with K at most {MOST_TARGETS} and weights of the same shape"
         )
     if isinstance(weights, SparseMatrix):
         keys, values = weights.keys, weights.values

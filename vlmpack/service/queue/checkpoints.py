@@ -32,7 +32,7 @@ from uuid import uuid4
 
 from vlmpack.errors import ConfigError, RequestError
 from vlmpack.files import unwritable, writing
-from vlmpack.service.queue.journal import NAME, CheckpointRow, Journal
+from vlmpack.service.queue.journal import ANOTHER, NAME, CheckpointRow, Journal
 
 log = logging.getLogger("vlmpack.service")
 
@@ -55,10 +55,8 @@ def check_name(name: str) -> str:
         RequestError: the name cannot be part of a path.
     """
     if not NAME.fullmatch(name):
-        raise RequestError(
-            f"a checkpoint cannot be named {name!r:.150}: use 1 to 128 letters, digits, '.', '_' and '-', "
-            "beginning with a letter or digit"
-        )
+        rule = "1 to 128 letters, digits, '.', '_' and '-', beginning with a letter or digit"
+        raise RequestError(f"a checkpoint cannot be named {name!r:.150}: use {rule}")
     return name
 
 
@@ -86,9 +84,7 @@ class StateFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(self._lock)
-            raise ConfigError(
-                f"the state folder {path} is used by another server: stop that one, or choose another folder (--state)"
-            ) from error
+            raise ConfigError(f"the state folder {path} is used by another server: {ANOTHER}") from error
         try:
             with writing(self._weights):
                 self._weights.mkdir(exist_ok=True, mode=0o700)
@@ -104,14 +100,10 @@ class StateFolder:
             foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ENTRIES)
             states = [*(self.path / "weights").iterdir()] if (self.path / "weights").is_dir() else []
             if foreign:
-                raise ConfigError(
-                    f"{self.path} is no state folder: it holds {foreign[0]!r}. Choose an empty or new folder (--state)"
-                )
+                raise ConfigError(f"{self.path} is no state folder, because it holds {foreign[0]!r}: {ANOTHER}")
             if states:
-                raise ConfigError(
-                    f"{self.path} has {len(states)} saved states and no journal.sqlite3 that says whose they are: "
-                    "restore that file from a backup, or choose another folder (--state)"
-                )
+                seen = f"{len(states)} saved states and no journal.sqlite3 that says whose they are"
+                raise ConfigError(f"{self.path} has {seen}: restore that file from a backup, or {ANOTHER}")
 
     def make_private(self) -> None:
         """Remove group and other permissions from the folder and from everything that an earlier run left in it."""

@@ -63,6 +63,7 @@ BEGIN DELETE FROM bodies WHERE owner = OLD.owner AND seq = OLD.seq; END;
 """
 FAULT_SECONDS = 5.0
 """Minimum seconds to report a failed write: on a disk that is full for large writes, small ones may succeed."""
+ANOTHER = "choose another state folder (--state)"
 SCHEME = "tinker://"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -169,10 +170,8 @@ def parse_path(path: str) -> tuple[str, str, str]:
     """
     model, *rest = path.removeprefix(SCHEME).split("/") if path.startswith(SCHEME) else [""]
     if not model or len(rest) != 2 or rest[0] not in get_args(Kind) or not NAME.fullmatch(rest[1]):
-        raise RequestError(
-            f"{path!r:.200} is no path of a checkpoint: use one that a save returned, "
-            "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
-        )
+        known = "tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME"
+        raise RequestError(f"{path!r:.200} is no path of a checkpoint: use one that a save returned, {known}")
     return model, rest[0], rest[1]
 
 
@@ -255,10 +254,8 @@ class Journal:
             self._check(base_model)
             self._reader = self._connect()
         except (OSError, sqlite3.DatabaseError) as error:
-            raise ConfigError(
-                f"{path} is damaged, or cannot be written ({error}). Restore the state folder from a backup, or "
-                "start with another one (--state); checkpoints in its folder `weights` are whole without the journal"
-            ) from error
+            remedy = f"restore the state folder from a backup, or {ANOTHER}; folders in `weights` are whole"
+            raise ConfigError(f"{path} is damaged, or cannot be written ({error}): {remedy}") from error
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=60)
@@ -281,21 +278,17 @@ class Journal:
                 self._writer.execute(f"PRAGMA user_version = {VERSION}")
             return
         if application != APPLICATION:
-            raise ConfigError(f"{self.path} is no journal of vlmpack: choose another state folder (--state)")
+            raise ConfigError(f"{self.path} is no journal of vlmpack: {ANOTHER}")
         if version != VERSION:
-            raise ConfigError(
-                f"{self.path} has tables of version {version}, this vlmpack knows version {VERSION}: "
-                "use the vlmpack that wrote it, or another state folder (--state)"
-            )
+            seen = f"{self.path} has tables of version {version}, not {VERSION}"
+            raise ConfigError(f"{seen}: use the vlmpack that wrote it, or {ANOTHER}")
         (result,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
         if result != "ok":
             raise sqlite3.DatabaseError(result)
         (name,) = self._writer.execute("SELECT value FROM facts WHERE name = 'base_model'").fetchone()
         if name != base_model:
-            raise ConfigError(
-                f"{self.path} belongs to the base model {name!r}, not to {base_model!r}: "
-                "serve that model, or choose another state folder (--state)"
-            )
+            seen = f"{self.path} belongs to the base model {name!r}, not to {base_model!r}"
+            raise ConfigError(f"{seen}: serve that model, or {ANOTHER}")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

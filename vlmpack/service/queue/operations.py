@@ -110,9 +110,8 @@ class Operations:
     def _create_from(self, lane: Lane, request: messages.CreateFromCheckpoint) -> Done:
         checkpoint = self._journal.checkpoint(request.path)
         if request.base_model not in (None, checkpoint.base_model):
-            raise RequestError(
-                f"{request.path} is of the base model {checkpoint.base_model!r}, not {request.base_model!r}"
-            )
+            seen = f"{request.path} is of the base model {checkpoint.base_model!r}"
+            raise RequestError(f"{seen}, not {request.base_model!r}")
         folder = self._training_folder(checkpoint, optimizer=request.optimizer)
         lora = self._engine.create_from(lane.id, folder, optimizer=request.optimizer)
         reply = {"type": "load_weights", "path": request.path}
@@ -135,10 +134,8 @@ class Operations:
         if checkpoint.kind == "external_weights":
             raise RequestError(f"{checkpoint.path} is for download only: load a checkpoint of save_state")
         if optimizer and checkpoint.kind != "weights":
-            raise RequestError(
-                f"{checkpoint.name!r} of {checkpoint.model} is for sampling and has no optimizer state: load one of "
-                "save_state, or load it without the optimizer"
-            )
+            remedy = "load one of save_state, or load it without the optimizer"
+            raise RequestError(f"{checkpoint.path} is for sampling and has no optimizer state: {remedy}")
         return self._state.folder(checkpoint.folder)
 
     def _save(self, lane: Lane, request: messages.Save) -> Done:

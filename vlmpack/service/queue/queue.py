@@ -30,17 +30,7 @@ from vlmpack.service.queue.engine_thread import EngineThread
 from vlmpack.service.queue.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
 from vlmpack.service.queue.ledger import Entry, Lane, Ledger, content_digest
 from vlmpack.service.queue.operations import with_seed
-from vlmpack.service.wire import codec
-from vlmpack.service.wire.messages import (
-    Creation,
-    Failure,
-    ForwardBackward,
-    NewSession,
-    Rejected,
-    Reply,
-    Request,
-    Sample,
-)
+from vlmpack.service.wire import codec, messages
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.engine import Engine
@@ -121,7 +111,7 @@ class RequestQueue:
 
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, session: NewSession = NewSession()) -> str:  # noqa: B008 (frozen)
+    def create_session(self, session: messages.NewSession = messages.NewSession()) -> str:  # noqa: B008 (frozen)
         """Open a session and return its id.
 
         Raises:
@@ -183,7 +173,7 @@ class RequestQueue:
 
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._ledger.sessions:
-            raise Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
+            raise messages.Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
 
     def _touch(self, session_id: str) -> None:
         if session_id in self._ledger.sessions:
@@ -207,14 +197,14 @@ class RequestQueue:
             message = (
                 f"base_model {base_model!r}: this service has only {self._base_name!r}; send that, or a model_path"
             )
-            raise Rejected(message, status=400)
+            raise messages.Rejected(message, status=400)
         with self._accepting:
             with ledger.lock:
                 self._touch(session_id)
                 self._check_session(session_id)
             if (known := self.journal.row(SamplingRow, id=name)) is not None:
                 if known.path != path or known.model is not None:
-                    raise Rejected(f"the sampling session {name} was created for another model", status=400)
+                    raise messages.Rejected(f"the sampling session {name} was created for another model", status=400)
                 return name
             with self._writing(), self.journal.transaction():  # not under the lock, because the disk may be slow
                 folder = None if path is None else self.journal.checkpoint(path).folder
@@ -259,8 +249,8 @@ class RequestQueue:
             expires = None if seconds is None else time.time() + seconds
             self.journal.set_expiry(self.journal.checkpoint(path), expires)
 
-    def _busy(self, message: str) -> Rejected:
-        return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
+    def _busy(self, message: str) -> messages.Rejected:
+        return messages.Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -283,7 +273,7 @@ class RequestQueue:
             with self._ledger.lock:
                 lane.receiving -= 1
 
-    def submit(self, request: Request, body: bytes) -> str:
+    def submit(self, request: messages.Request, body: bytes) -> str:
         """Accept a request, and return the id of its future. When this returns, the request is on disk.
 
         Args:
@@ -299,9 +289,9 @@ class RequestQueue:
             owner=owner, seq=seq, session=_session_of(owner), kind=type(request).__name__,
             digest=content_digest(request), seed=seed, size=len(body),
         )  # fmt: skip
-        forward_only = isinstance(request, ForwardBackward) and request.forward_only
+        forward_only = isinstance(request, messages.ForwardBackward) and request.forward_only
         entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
-        self._accept(entry, body, is_creation=isinstance(request, Creation))
+        self._accept(entry, body, is_creation=isinstance(request, messages.Creation))
         return f"{owner}:{seq}"
 
     def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> str:
@@ -327,7 +317,7 @@ class RequestQueue:
         """Write a request to the journal, and let it wait; with `failure`, it fails at once."""
         row, ledger, journal = entry.row, self._ledger, self.journal
         if not 0 <= row.seq < 2**63:
-            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
+            raise messages.Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
         with self._accepting:
             with ledger.lock:
                 self._touch(row.session)
@@ -342,14 +332,14 @@ class RequestQueue:
             with self._writing(), journal.transaction():
                 is_model = is_creation or row.owner in ledger.lanes
                 if not is_model and journal.row(SamplingRow, id=row.owner) is None:
-                    raise Rejected(
+                    raise messages.Rejected(
                         f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed "
                         f"save and {ledger.limits.unnamed_saves} later ones took its place (save under a name)",
                         status=404,
                     )
                 journal.add_request(row, body=body, now=time.time())
                 if failure is not None:
-                    reply = codec.encode(Failure(message=failure, category="user"))
+                    reply = codec.encode(messages.Failure(message=failure, category="user"))
                     journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
             with ledger.lock:
                 self._check_session(row.session)
@@ -372,15 +362,15 @@ class RequestQueue:
             return  # later requests wait for it, so rejecting it could block them forever
         if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
             message = f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number"
-            raise Rejected(message, status=400)
+            raise messages.Rejected(message, status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
-        full |= row.kind == Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
+        full |= row.kind == messages.Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
         if full and row.kind not in (REFUSED, MISSING):
             raise self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
 
     # ------------------------------------------------------------------ futures
 
-    async def reply(self, request_id: str, timeout: float) -> Reply | Pending | None:
+    async def reply(self, request_id: str, timeout: float) -> messages.Reply | Pending | None:
         """Wait for a reply.
 
         Args:
@@ -451,7 +441,9 @@ class RequestQueue:
 
         The engine thread calls it about twice a second.
         """
-        with suppress(JournalError, Rejected):  # the journal has logged its fault once; the next call tries again
+        with suppress(
+            JournalError, messages.Rejected
+        ):  # the journal has logged its fault once; the next call tries again
             self.journal.try_again()
             self._fail_gaps()
             for session in self._ledger.silent(self._ledger.limits.idle_seconds):
@@ -486,7 +478,7 @@ class RequestQueue:
         """
         message = f"request {missing} of {lane.id} never arrived, so this one, which comes after it, did not run"
         late = f"this request of {lane.id} came too late: those after it have already failed"
-        self._thread.finish([(entry, Failure(message=message, category="user")) for entry in early])
+        self._thread.finish([(entry, messages.Failure(message=message, category="user")) for entry in early])
         for number in range(missing, early[-1].row.seq):
             with self._ledger.lock:
                 is_absent = lane.is_absent(number)
@@ -516,7 +508,9 @@ class RequestQueue:
 def _check_same(known: RequestRow, row: RequestRow) -> None:
     """Check that a repeated request is the one that has its number."""
     if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
-        raise Rejected(f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400)
+        raise messages.Rejected(
+            f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400
+        )
 
 
 def _session_of(owner: str) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from secrets import randbits
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -27,81 +26,17 @@ from vlmpack.service.sampling.generation import (
     Batch,
     Ending,
     Growing,
+    Job,
     Prefilled,
     Reader,
     begin,
     groups_by_length,
     itself,
 )
-from vlmpack.service.wire.messages import Failure, PromptScores, Sample, SampleResult
+from vlmpack.service.wire.messages import Failure, Sample, SampleResult
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.engine import BaseModel, Engine, Weights
-
-
-@final
-@dataclass(kw_only=True, eq=False)
-class Job:
-    """A sampling request and its sequences."""
-
-    key: str
-    """Key of the request."""
-    folder: Path | None
-    """Folder of the snapshot; None: the base model."""
-    prompt: EncodedSequence
-    """The prompt that the sequences continue."""
-    request: Sample
-    """The request."""
-    waiting: deque[Growing] = field(default_factory=deque)
-    """Sequences that have not started."""
-    sequences: tuple[Growing, ...] = ()
-    """All sequences, in the order of their seeds."""
-    scores: PromptScores | None = None
-    """Scores of the prompt; None: not requested, or not yet computed."""
-    is_cached: bool = False
-    """Whether the prompt had been computed for another request."""
-    unfinished: int = 0
-    """Number of unfinished sequences."""
-    is_alone: bool = False
-    """Whether the request runs by itself, because it failed together with others."""
-
-    @property
-    def needs_scores(self) -> bool:
-        """Return whether the prompt's log-probabilities still have to be computed."""
-        return self.request.wants_scores and self.scores is None
-
-    @property
-    def ends_at_once(self) -> bool:
-        """Return whether each sequence has only one token."""
-        return self.sequences[0].ending.max_tokens == 1
-
-    def begin(self, ending: Ending) -> None:
-        """Create the sequences anew, none of them started."""
-        params = self.request.params
-        seed = randbits(63) if params.seed is None else params.seed
-        self.sequences = tuple(
-            Growing(
-                prompt=self.prompt,
-                params=params,
-                ending=ending,
-                seed=seed + i,
-                key=self.key,
-                is_alone=self.is_alone,
-                top=self.request.topk_sample_logprobs,
-            )
-            for i in range(self.request.num_samples)
-        )
-        self.waiting = deque(self.sequences)
-        self.unfinished = len(self.sequences)
-
-    def outcome(self) -> SampleResult | Failure:
-        """Return the result of the request."""
-        for sequence in self.sequences:
-            if sequence.error is not None:
-                return Failure(message=sequence.error, category="server")
-        results = tuple(sequence.result() for sequence in self.sequences)
-        hits = self.prompt.length if self.is_cached else 0
-        return SampleResult(sequences=results, scores=self.scores, prompt_cache_hit_tokens=hits)
 
 
 def ending_of(prompt: EncodedSequence, request: Sample, base: BaseModel) -> Ending:
@@ -113,18 +48,14 @@ def ending_of(prompt: EncodedSequence, request: Sample, base: BaseModel) -> Endi
     if (last := request.prompt_logprobs_last_n) is not None and not last < prompt.length:
         raise RequestError(f"prompt_logprobs_last_n is {last}; the prompt has {prompt.length} tokens, so send 1 less")
     if (ids := request.target_prompt_logprobs) is not None and ids.shape[0] != prompt.length - 1:
-        raise RequestError(
-            f"target_prompt_logprobs has shape {list(ids.shape)}; the prompt has {prompt.length} tokens, so send "
-            f"[{prompt.length - 1}, K]"
-        )
+        seen = f"{list(ids.shape)}; the prompt has {prompt.length} tokens"
+        raise RequestError(f"target_prompt_logprobs has shape {seen}, so send [{prompt.length - 1}, K]")
     params, room = request.params, base.max_context - prompt.length + 1  # the last token is not read again
     if room < 1:
         raise RequestError(f"the prompt has {prompt.length} tokens, but the model reads {base.max_context}; shorten it")
     if params.max_tokens is not None and params.max_tokens > room:
-        raise RequestError(
-            f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}, but the model reads "
-            f"{base.max_context} tokens; leave max_tokens out, or set it to {room} at most"
-        )
+        seen = f"the prompt has {prompt.length} tokens and max_tokens is {params.max_tokens}"
+        raise RequestError(f"{seen}, but the model reads {base.max_context}; set max_tokens to {room} at most")
     ids = [token for token in params.stop or () if isinstance(token, int)]
     return Ending(
         stop_tokens=frozenset(() if params.stop == () else (*base.eos, *ids)),
@@ -299,13 +230,13 @@ class BatchedSampling:
             prompt: the encoded prompt.
             request: the request.
         """
-        job = Job(key=key, folder=folder, prompt=prompt, request=request)
         try:
             ending = ending_of(prompt, request, self._base)
         except RequestError as error:
             self._finished.append((key, Failure.of(error)))
             return
-        job.begin(ending)
+        job = Job(key=key, folder=folder, prompt=prompt, request=request, ending=ending)
+        job.begin()
         self._jobs[key] = job
         self._lanes.setdefault(folder, _Lane(folder=folder)).waiting.append(job)
 
@@ -330,7 +261,7 @@ class BatchedSampling:
         taken = [] if lane.decodes_next and lane.batches else self._admitted(lane)
         lane.decodes_next = bool(taken)
         batch = None if taken else lane.batches[0]
-        keys = {job.key for job, _ in taken} if batch is None else {sequence.key for sequence in batch.sequences}
+        involved = {job for job, _ in taken} if batch is None else batch.jobs
         try:
             with self._weights(lane.folder) as reader:
                 if batch is None:
@@ -338,8 +269,8 @@ class BatchedSampling:
                 else:
                     self._decode(lane, batch, reader)
         except Exception as error:  # whatever the error, other requests continue
-            joined = set() if batch is None else {sequence.key for sequence in batch.sequences}
-            jobs = [job for key, job in self._jobs.items() if key in keys | joined]
+            involved |= set() if batch is None else batch.jobs  # other batches may have joined
+            jobs = [job for job in self._jobs.values() if job in involved]
             if len(jobs) > 1:
                 self._again(lane, jobs)
             else:
@@ -349,10 +280,10 @@ class BatchedSampling:
         """Take waiting sequences, in order of arrival, as long as there is room."""
         settings, taken, tokens = self._settings, [], 0
         running = lane.running
-        cached = sum(sequence.reserved for batch in lane.batches for sequence in batch.sequences)
+        cached = sum(sequence.job.reserved for batch in lane.batches for sequence in batch.sequences)
         while lane.waiting:
             job = lane.waiting[0]
-            reserved = job.sequences[0].reserved
+            reserved = job.reserved
             room = min(settings.max_sequences - running, (settings.max_cached_tokens - cached) // reserved)
             room = room if running else max(room, 1)
             is_next = not taken or not (job.is_alone or tokens + job.prompt.length > settings.prefill_tokens)
@@ -396,7 +327,7 @@ class BatchedSampling:
         def keep(prompt: EncodedSequence, prefilled: Prefilled) -> None:
             self._prompts.put((lane.folder, prompt.digest), prefilled)
 
-        for indices in groups_by_length([group[0].prompt for group in groups]):
+        for indices in groups_by_length([group[0].job.prompt for group in groups]):
             batch = begin([sequence for index in indices for sequence in groups[index]], reader, keep=keep)
             self._started(lane, batch, reader)
 
@@ -452,16 +383,17 @@ class BatchedSampling:
         if batch.open:
             return used
         for sequence in batch.leave():
-            job = self._jobs[sequence.key]
+            job = sequence.job
             job.unfinished -= 1
             if not job.unfinished:
-                self._finished.append((job.key, self._jobs.pop(job.key).outcome()))
+                del self._jobs[job.key]
+                self._finished.append((job.key, job.outcome()))
         behind = batch.fall_behind()
         if not batch.sequences:
             lane.batches.remove(batch)
         for indices in groups_by_length([sequence.context for sequence in behind]):
             self._started(lane, begin([behind[index] for index in indices], reader), reader)
-        return used + sum(sequence.prompt.length + len(sequence.tokens) for sequence in behind)
+        return used + sum(sequence.length for sequence in behind)
 
     # ------------------------------------------------------------------ failures and weights
 
@@ -478,16 +410,15 @@ class BatchedSampling:
         self.begun_again += len(jobs)
         for job in reversed(jobs):
             job.is_alone = True
-            job.begin(job.sequences[0].ending)
+            job.begin()
             lane.waiting.appendleft(job)
 
     def _withdraw(self, jobs: Sequence[Job]) -> None:
         """Remove requests from the waiting lists and from all batches."""
-        keys = {job.key for job in jobs}
         for lane in self._lanes.values():
-            lane.waiting = deque(job for job in lane.waiting if job.key not in keys)
+            lane.waiting = deque(job for job in lane.waiting if job not in jobs)
             for batch in list(lane.batches):
-                batch.drop([row for row, sequence in enumerate(batch.sequences) if sequence.key in keys])
+                batch.drop([row for row, sequence in enumerate(batch.sequences) if sequence.job in jobs])
                 if not batch.sequences:
                     lane.batches.remove(batch)
 

@@ -79,9 +79,8 @@ def check_cache(cache: Any) -> None:
     layers = getattr(cache, "layers", None)
     held = {type(cache).__name__} if layers is None else {type(layer).__name__ for layer in layers} - _LAYERS
     if held:
-        raise FamilyError(
-            f"this model caches in {', '.join(sorted(held))}, whose sequences cannot leave one by one; sample with vLLM"
-        )
+        names = ", ".join(sorted(held))
+        raise FamilyError(f"this model caches in {names}, whose sequences cannot leave one by one; sample with vLLM")
 
 
 def selected(cache: Any, rows: Sequence[int]) -> Any:

@@ -21,9 +21,12 @@ B sequences, S cached tokens with padding, N tokens of a prompt, V vocabulary.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
+from pathlib import Path
+from secrets import randbits
 from typing import Any, final
 
 import numpy as np
@@ -42,7 +45,7 @@ from vlmpack.service.engine.datums import EncodedSequence, image_token_of, place
 from vlmpack.service.engine.rows import last_hidden
 from vlmpack.service.sampling import caches
 from vlmpack.service.sampling.choice import Choice, Draw, choose
-from vlmpack.service.wire.messages import PromptScores, Sample, SampledSequence, SamplingParams, StopReason, TopTokens
+from vlmpack.service.wire import messages
 
 Agree = Callable[[list[Choice]], list[Choice]]
 """Maps the choices of this rank to the choices that count."""
@@ -71,7 +74,7 @@ class Ending:
     decode: Callable[[Sequence[int]], str] | None = None
     """Converts token ids to text; None: there are no stop strings."""
 
-    def reason(self, tokens: Sequence[int]) -> StopReason | None:
+    def reason(self, tokens: Sequence[int]) -> messages.StopReason | None:
         """Return why a sequence ends after these tokens; None: it continues.
 
         The sequence must not have ended at an earlier token.
@@ -92,51 +95,102 @@ class Ending:
 
 @final
 @dataclass(kw_only=True, eq=False)
+class Job:
+    """A sampling request and its sequences."""
+
+    key: str
+    """Key of the request."""
+    folder: Path | None
+    """Folder of the snapshot; None: the base model."""
+    prompt: EncodedSequence
+    """The prompt that the sequences continue."""
+    request: messages.Sample
+    """The request."""
+    ending: Ending
+    """When the sequences end."""
+    waiting: deque[Growing] = field(default_factory=deque)
+    """Sequences that have not started."""
+    sequences: tuple[Growing, ...] = ()
+    """All sequences, in the order of their seeds."""
+    scores: messages.PromptScores | None = None
+    """Scores of the prompt; None: not requested, or not yet computed."""
+    is_cached: bool = False
+    """Whether the prompt had been computed for another request."""
+    unfinished: int = 0
+    """Number of unfinished sequences."""
+    is_alone: bool = False
+    """Whether the request runs by itself, because it failed together with others."""
+
+    @property
+    def needs_scores(self) -> bool:
+        """Return whether the prompt's log-probabilities still have to be computed."""
+        return self.request.wants_scores and self.scores is None
+
+    @property
+    def ends_at_once(self) -> bool:
+        """Return whether each sequence has only one token."""
+        return self.ending.max_tokens == 1
+
+    @property
+    def reserved(self) -> int:
+        """Maximum number of tokens that a sequence can reach, including the prompt."""
+        return self.prompt.length + self.ending.max_tokens
+
+    def begin(self) -> None:
+        """Create the sequences anew, none of them started."""
+        seed = self.request.params.seed
+        first = randbits(63) if seed is None else seed
+        self.sequences = tuple(Growing(job=self, seed=first + i) for i in range(self.request.num_samples))
+        self.waiting = deque(self.sequences)
+        self.unfinished = len(self.sequences)
+
+    def outcome(self) -> messages.SampleResult | messages.Failure:
+        """Return the result of the request."""
+        if error := next((sequence.error for sequence in self.sequences if sequence.error), None):
+            return messages.Failure(message=error, category="server")
+        results = tuple(sequence.result() for sequence in self.sequences)
+        hits = self.prompt.length if self.is_cached else 0
+        return messages.SampleResult(sequences=results, scores=self.scores, prompt_cache_hit_tokens=hits)
+
+
+@final
+@dataclass(kw_only=True, eq=False)
 class Growing:
     """A sequence that is being sampled."""
 
-    prompt: EncodedSequence
-    """The prompt."""
-    params: SamplingParams
-    """Sampling settings."""
-    ending: Ending
-    """When the sequence ends."""
+    job: Job
+    """Its request."""
     seed: int
     """Seed of this sequence."""
-    key: str = ""
-    """Key of its request."""
-    is_alone: bool = False
-    """Whether the sequence runs only with sequences of the same request."""
-    top: int = 0
-    """Number of most likely tokens to return with each token."""
     tokens: list[int] = field(default_factory=list)
     """Tokens sampled so far."""
     choices: list[Choice] = field(default_factory=list)
     """The choices of these tokens, with their log-probabilities."""
     unsure: list[Draw] = field(default_factory=list)
     """Draws that rounding could change and that have not been checked."""
-    stop_reason: StopReason | None = None
+    stop_reason: messages.StopReason | None = None
     """Why the sequence ended; None: it continues."""
     error: str | None = None
     """Why the sequence failed; None: it did not fail."""
 
     @property
-    def reserved(self) -> int:
-        """Maximum number of tokens that the sequence can reach, including the prompt."""
-        return self.prompt.length + self.ending.max_tokens
+    def length(self) -> int:
+        """Number of tokens, including the prompt."""
+        return self.job.prompt.length + len(self.tokens)
 
     @property
     def context(self) -> EncodedSequence:
         """The prompt followed by the tokens sampled so far."""
+        prompt = self.job.prompt
         if not self.tokens:
-            return self.prompt
-        ids = np.concatenate((self.prompt.input_ids, np.asarray(self.tokens, np.int64)))
-        return replace(self.prompt, input_ids=ids)
+            return prompt
+        return replace(prompt, input_ids=np.concatenate((prompt.input_ids, np.asarray(self.tokens, np.int64))))
 
     @property
     def draw(self) -> Draw:
         """The draw of the next token."""
-        return Draw(params=self.params, seed=self.seed, place=len(self.tokens), top=self.top)
+        request = self.job.request
+        return Draw(params=request.params, seed=self.seed, place=len(self.tokens), top=request.topk_sample_logprobs)
 
     @property
     def is_done(self) -> bool:
@@ -151,7 +205,7 @@ class Growing:
             self.unsure.append(self.draw)
         self.tokens.append(choice.token)
         self.choices.append(choice)
-        self.stop_reason = self.ending.reason(self.tokens)
+        self.stop_reason = self.job.ending.reason(self.tokens)
 
     def has_to_be_checked(self, block: int) -> bool:
         """Return whether unsure choices have to be checked now: at the end of the sequence or of a block."""
@@ -177,15 +231,16 @@ class Growing:
             self.choices[draw.place] = choice
         return 0
 
-    def result(self) -> SampledSequence:
+    def result(self) -> messages.SampledSequence:
         """Return the finished sequence."""
-        top = np.array([choice.top for choice in self.choices]).reshape(len(self.tokens), self.top, 2)
-        tops = TopTokens(ids=top[..., 0].astype(np.int32), logprobs=top[..., 1].astype(np.float32))
-        return SampledSequence(
+        count = self.job.request.topk_sample_logprobs
+        top = np.array([choice.top for choice in self.choices]).reshape(len(self.tokens), count, 2)
+        tops = messages.TopTokens(ids=top[..., 0].astype(np.int32), logprobs=top[..., 1].astype(np.float32))
+        return messages.SampledSequence(
             tokens=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray([choice.logprob for choice in self.choices], np.float32),
             stop_reason=self.stop_reason or "length",
-            top=tops if self.top else None,
+            top=tops if count else None,
         )
 
 
@@ -208,13 +263,12 @@ class Reader:
         """Number of tokens that a canonical row checks."""
         self.device = next(self.core.parameters()).device
         """Device of the model."""
+        self.placeholders = tuple(placeholders_of(self.family, self.core.config))
+        """Ids of image and video placeholders, which are never sampled."""
+        self._fill = next(id_ for id_ in range(3) if id_ not in self.placeholders)  # pads ids
+        self._image_token = image_token_of(self.family, self.core.config)
         self._agree = agree
         self._cache_name = cache_name(self.core.forward)
-
-    @property
-    def placeholders(self) -> tuple[int, ...]:
-        """Ids of image and video placeholders, which are never sampled."""
-        return tuple(placeholders_of(self.family, self.core.config))
 
     def choose(self, logits_BV: torch.Tensor, draws: Sequence[Draw], *, is_canonical: bool = False) -> list[Choice]:
         """Choose a token for each sequence. Logits of the canonical computation count as exact."""
@@ -223,10 +277,8 @@ class Reader:
 
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Return the rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
-        config = self.core.config
-        table = media_table([prompt.sample(image_token_of(self.family, config))])
-        segments = Segments.from_lengths([prompt.length])
-        return self.family.rotary_ids(self.family.positions(table, segments, config=config))
+        table, segments = media_table([prompt.sample(self._image_token)]), Segments.from_lengths([prompt.length])
+        return self.family.rotary_ids(self.family.positions(table, segments, config=self.core.config))
 
     def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
         """Return the logits [B, V] after each prompt, and a cache of the prompts, padded on the left."""
@@ -267,8 +319,8 @@ class Reader:
         return output.logits[:, -1]
 
     def score(
-        self, prompts: Sequence[EncodedSequence], requests: Sequence[Sample]
-    ) -> tuple[list[PromptScores], torch.Tensor]:
+        self, prompts: Sequence[EncodedSequence], requests: Sequence[messages.Sample]
+    ) -> tuple[list[messages.PromptScores], torch.Tensor]:
         """Run prompts as one packed row, as in training.
 
         Args:
@@ -284,7 +336,9 @@ class Reader:
         found = [self._scores(hidden_ND[:-1], prompt, request) for hidden_ND, prompt, request in pieces]
         return found, self.family.to_logits(self.core)(hidden_TD[[end - 1 for end in accumulate(lengths)]])
 
-    def _scores(self, hidden_nD: torch.Tensor, prompt: EncodedSequence, request: Sample) -> PromptScores:
+    def _scores(
+        self, hidden_nD: torch.Tensor, prompt: EncodedSequence, request: messages.Sample
+    ) -> messages.PromptScores:
         """Return the scores of a prompt from the n = N - 1 hidden states before its last token.
 
         Full logits are computed once for all scores that need them.
@@ -304,7 +358,7 @@ class Reader:
             best.ids[start + 1 : end + 1], best.logprobs[start + 1 : end + 1] = likeliest.indices, likeliest.values
             for number in range(k):
                 seed = (request.params.seed or 0) + (number + 1) * 2**32  # no sequence of the request uses this seed
-                params = SamplingParams(temperature=request.params.temperature)
+                params = messages.SamplingParams(temperature=request.params.temperature)
                 draws = [Draw(params=params, seed=seed, place=at) for at in range(start, end)]
                 choices = self.choose(logits_nV, draws, is_canonical=True)
                 drawn.ids[start:end, number] = [choice.token for choice in choices]
@@ -314,27 +368,22 @@ class Reader:
                 values[here] = logprobs_nV.numpy()[rows[here] - start, wanted.values[here]]
         found = None if wanted is None else replace(wanted, values=values)
         logprobs = np.concatenate((np.full(1, np.nan, np.float32), logprobs))
-        return PromptScores(logprobs=logprobs, top=best, targets=found, drawn=drawn if k else None)
+        return messages.PromptScores(logprobs=logprobs, top=best, targets=found, drawn=drawn if k else None)
 
     def canonical_row(self, sequence: Growing) -> tuple[EncodedSequence, int]:
         """Return the row that checks the block of the last token, and the index of the block's first token."""
         start = (len(sequence.tokens) - 1) // self.block * self.block
         longest = self.family.text_config(self.core.config).max_position_embeddings
-        length = min(sequence.prompt.length + start + self.block - 1, longest)
+        length = min(sequence.job.prompt.length + start + self.block - 1, longest)
         ids = np.full(length, self._fill, np.int64)
         known = sequence.context.input_ids[:length]
         ids[: len(known)] = known
-        return replace(sequence.prompt, input_ids=ids), start
+        return replace(sequence.job.prompt, input_ids=ids), start
 
     def canonical(self, row: EncodedSequence, *, before: int) -> torch.Tensor:
         """Return the logits [block, V] of a canonical row, from its token number `before` on."""
         hidden_TD = last_hidden(self.core, [row])
         return self.family.to_logits(self.core)(hidden_TD[before - 1 :])
-
-    @property
-    def _fill(self) -> int:
-        """A padding id that is not a placeholder."""
-        return next(id_ for id_ in range(3) if id_ not in self.placeholders)
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Return prompts as a batch [B, S], padded on the left, on the model's device."""
@@ -344,18 +393,18 @@ class Reader:
         mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self.family.has_vision:
-            token = image_token_of(self.family, self.core.config)
             if self.family.token_types is not None:
-                tensors[self.family.token_types] = torch.where(ids == token, IMAGE, TEXT)
+                tensors[self.family.token_types] = torch.where(ids == self._image_token, IMAGE, TEXT)
             tensors |= self.family.expert_types_of(ids, self.core.config)
-            tensors |= join_media([prompt.sample(token) for prompt in prompts], self.family, self.core.dtype).to_hf()
+            samples = [prompt.sample(self._image_token) for prompt in prompts]
+            tensors |= join_media(samples, self.family, self.core.dtype).to_hf()
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
 
-def no_tokens(places: int, count: int) -> TopTokens:
+def no_tokens(places: int, count: int) -> messages.TopTokens:
     """Return an empty table of tokens for some positions, with unknown log-probabilities."""
     ids, logprobs = np.zeros((places, count), np.int32), np.full((places, count), np.nan, np.float32)
-    return TopTokens(ids=ids, logprobs=logprobs)
+    return messages.TopTokens(ids=ids, logprobs=logprobs)
 
 
 # ---------------------------------------------------------------------- a running batch
@@ -373,7 +422,7 @@ class Batch:
         """Sequences, in the order of the cache's rows."""
         self.cache = cache
         """The key-value cache of the sequences; None: they end at their first token."""
-        self.lengths = [sequence.prompt.length + len(sequence.tokens) for sequence in sequences]
+        self.lengths = [sequence.length for sequence in sequences]
         """Number of cached tokens of each sequence."""
         self.offsets = list(offsets)
         """For each sequence, the difference between a token's rotary position and its index."""
@@ -381,6 +430,11 @@ class Batch:
         """Rows of sequences with choices to check."""
         self.forgotten = 0
         """Number of tokens that checks have discarded."""
+
+    @property
+    def jobs(self) -> set[Job]:
+        """Return the requests of the sequences."""
+        return {sequence.job for sequence in self.sequences}
 
     def take(self, logits_BV: torch.Tensor, reader: Reader) -> None:
         """Choose the next token of each sequence."""
@@ -404,9 +458,10 @@ class Batch:
         while self.open and used < tokens:
             sequence = self.sequences[self.open.pop()]
             row, start = reader.canonical_row(sequence)
-            key = (id(sequence.prompt), row.input_ids.tobytes())  # samples of a prompt may share a prefix
+            prompt = sequence.job.prompt
+            key = (id(prompt), row.input_ids.tobytes())  # samples of a prompt may share a prefix
             if key not in known:
-                known = {key: reader.canonical(row, before=sequence.prompt.length + start)}
+                known = {key: reader.canonical(row, before=prompt.length + start)}
                 used += row.length
             draws = sequence.unsure
             logits = known[key][[draw.place - start for draw in draws]]
@@ -415,19 +470,16 @@ class Batch:
 
     def leave(self) -> list[Growing]:
         """Remove finished sequences and return them."""
-        kept = [row for row, sequence in enumerate(self.sequences) if not sequence.is_done]
-        done = [sequence for sequence in self.sequences if sequence.is_done]
-        if done:
-            self.keep(kept)
-        return done
+        done = [row for row, sequence in enumerate(self.sequences) if sequence.is_done]
+        sequences = [self.sequences[row] for row in done]
+        self.drop(done)
+        return sequences
 
     def fall_behind(self) -> list[Growing]:
         """Remove and return the sequences whose cache holds discarded tokens. They have to be prefilled again."""
-        held = zip(self.sequences, self.lengths, strict=True)
-        is_behind = [sequence.prompt.length + len(sequence.tokens) <= length for sequence, length in held]
-        behind = [sequence for sequence, is_late in zip(self.sequences, is_behind, strict=True) if is_late]
-        if behind:
-            self.keep([row for row, is_late in enumerate(is_behind) if not is_late])
+        rows = [row for row, sequence in enumerate(self.sequences) if sequence.length <= self.lengths[row]]
+        behind = [self.sequences[row] for row in rows]
+        self.drop(rows)
         return behind
 
     def drop(self, rows: Sequence[int]) -> None:
@@ -464,7 +516,7 @@ class Batch:
         """Return whether neither batch has open choices, and padding would be at most half of the joint cache."""
         if self.cache is None or other.cache is None or self.open or other.open:
             return False
-        if any(sequence.is_alone for sequence in (*self.sequences, *other.sequences)):
+        if any(job.is_alone for job in self.jobs | other.jobs):
             return False
         lengths = (*self.lengths, *other.lengths)
         return len(lengths) * max(lengths) <= 2 * sum(lengths)
@@ -512,7 +564,7 @@ def begin(
         reader: the model.
         keep: called with each prefilled prompt; None: keep none.
     """
-    groups = [list(group) for _, group in groupby(sequences, key=lambda s: (s.prompt.digest, *s.tokens))]
+    groups = [list(group) for _, group in groupby(sequences, key=lambda s: (s.job.prompt.digest, *s.tokens))]
     contexts = [group[0].context for group in groups]
     logits_BV, cache = reader.prefill(contexts)
     longest = max(context.length for context in contexts)

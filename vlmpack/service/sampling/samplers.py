@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
 from PIL import Image
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of, placeholders_of
+from vlmpack.service.engine.datums import image_token_of, placeholders_of
 from vlmpack.service.engine.engine import Engine
-from vlmpack.service.engine.losses import TARGETS, LossInputs, bind_loss
+from vlmpack.service.engine.losses import TARGETS
 from vlmpack.service.sampling.batched import BatchedSampling, new_sampling
 from vlmpack.service.sampling.vllm import VllmSampling, open_vllm
-from vlmpack.service.wire.messages import Failure, ImageChunk, LoraConfig, Sample, SamplingParams, TextChunk
+from vlmpack.service.wire import messages
 
 SAMPLERS = ("exact", "fast", "vllm")
 """The samplers: "exact" and "fast" use the built-in engine, and "vllm" uses vLLM. "exact" samples the same tokens
@@ -61,50 +60,44 @@ def check_batch_invariance(engine: Engine) -> None:
         FamilyError: a layer of the model has no batch-invariant form.
         ConfigError: this machine's kernels give other bits in another place.
     """
-    family = engine.family
-    sampler, results = new_sampling(engine), {}
+    family, name = engine.family, "batch-invariant"
+    sampler, results, data = new_sampling(engine), {}, []
     prompts = {str(length): _prompt(engine, length) for length in (5, 40)}
-    params = SamplingParams(max_tokens=8, seed=0, stop=())
+    params = messages.SamplingParams(max_tokens=8, seed=0, stop=())
     for key, prompt in prompts.items():
-        sampler.add(
-            key, None, prompt, Sample(sampling_session_id="", seq_id=0, prompt=(), num_samples=3, params=params)
-        )
+        request = messages.Sample(sampling_session_id="", seq_id=0, prompt=prompt, num_samples=3, params=params)
+        sampler.add(key, None, engine.encode_prompt(request), request)
     while not sampler.is_idle:
         results |= dict(sampler.step())
-    data, sampled = [], []
-    for key, result in results.items():
-        if isinstance(result, Failure):
-            raise FamilyError(f"{family.model_type}: {result.message}")
-        for sequence in result.sequences:
-            ids = np.concatenate((prompts[key].input_ids, sequence.tokens.astype(np.int64)))
-            arrays = {TARGETS: ids[1:], "weights": np.ones(len(ids) - 1, np.float32)}
-            inputs = LossInputs(arrays=arrays, shape=(len(ids) - 1,))
-            data.append(EncodedDatum(sequence=replace(prompts[key], input_ids=ids[:-1]), inputs=inputs))
-            sampled.append(sequence.logprobs)
-    name = "batch-invariant"
-    engine.create(name, LoraConfig(rank=1))
-    loss = bind_loss("cross_entropy", {})
-    work = engine.forward_backward([EncodedRequest(model_id=name, data=tuple(data), loss=loss)])
+    if failed := next((result for result in results.values() if isinstance(result, messages.Failure)), None):
+        raise FamilyError(f"{family.model_type}: {failed.message}")
+    sampled = [(prompts[key], sequence) for key, result in results.items() for sequence in result.sequences]
+    for prompt, sequence in sampled:
+        chunks = (*prompt, messages.TextChunk(tokens=sequence.tokens[:-1]))
+        before = engine.measure(prompt).tokens - 1
+        targets = np.concatenate((np.zeros(before, np.int64), sequence.tokens))
+        data.append(messages.Datum(chunks=chunks, inputs={TARGETS: targets}))
+    engine.create(name, messages.LoraConfig(rank=1))
+    request = messages.ForwardBackward(model_id=name, seq_id=1, data=tuple(data), loss_fn="cross_entropy")
+    work = engine.forward_backward([engine.encode(request)])
     while work.rows_left:
         work.run_row()
     engine.free(name)
     engine.counts.subtract(engine.counts)  # no client has sent this work
     (trained,) = work.results()
-    if isinstance(trained, Failure) or not all(
-        np.array_equal(of_datum[-len(logprobs) :], logprobs)
-        for of_datum, logprobs in zip(trained.logprobs, sampled, strict=True)
+    if isinstance(trained, messages.Failure) or not all(
+        np.array_equal(logprobs[-len(sequence.tokens) :], sequence.logprobs)
+        for logprobs, (_, sequence) in zip(trained.logprobs, sampled, strict=True)
     ):
-        raise FamilyError(
-            f"{family.model_type}: sampling and training differ in a bit, so a layer computes a token differently "
-            "beside others; serve without --batch-invariant"
-        )
+        remedy = "serve without --batch-invariant"
+        raise FamilyError(f"{family.model_type}: sampling and training differ in a bit beside other tokens; {remedy}")
 
 
-def _prompt(engine: Engine, length: int) -> EncodedSequence:
+def _prompt(engine: Engine, length: int) -> tuple[messages.Chunk, ...]:
     """Return a prompt of text, with an image if the model takes images."""
-    first, rest = (TextChunk(tokens=np.arange(*ids, dtype=np.int32)) for ids in ((20, 23), (23, 20 + length)))
+    first, rest = (messages.TextChunk(tokens=np.arange(*ids, dtype=np.int32)) for ids in ((20, 23), (23, 20 + length)))
     if not engine.base.is_vision:
-        return engine.encode_chunks([first, rest])
+        return first, rest
     file = BytesIO()
     Image.effect_noise((64, 64), 64).save(file, "PNG")
-    return engine.encode_chunks([first, ImageChunk(data=file.getvalue(), format="png"), rest])
+    return first, messages.ImageChunk(data=file.getvalue(), format="png"), rest

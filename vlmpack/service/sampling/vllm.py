@@ -155,10 +155,8 @@ class VllmSampling:
                     raise RequestError(f"{name}: vLLM does not compute it; start the server with another --sampler")
             ending = ending_of(prompt, request, self._base)
             if folder is not None and not (folder / ADAPTER).is_file():
-                raise RequestError(
-                    f"the snapshot {folder.name!r} is not there, or is not an adapter; vLLM samples from adapters and "
-                    "from the base model"
-                )
+                known = "vLLM samples from adapters and from the base model"
+                raise RequestError(f"the snapshot {folder.name!r} is not there, or is not an adapter; {known}")
         except RequestError as error:
             self._finished.append((key, messages.Failure.of(error)))
             return

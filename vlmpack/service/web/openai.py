@@ -38,18 +38,8 @@ from vlmpack.service.queue.journal import CheckpointRow
 from vlmpack.service.queue.queue import Pending
 from vlmpack.service.web.gate import answer
 from vlmpack.service.web.http import Endpoints, status_of
-from vlmpack.service.wire import codec, schema_pb2
+from vlmpack.service.wire import codec, messages, schema_pb2
 from vlmpack.service.wire.fields import STRICT, Count, between, parse, read_object, settings, shown
-from vlmpack.service.wire.messages import (
-    Chunk,
-    NewSession,
-    Rejected,
-    Sample,
-    SamplingParams,
-    TextChunk,
-    TopCount,
-    read_base64,
-)
 
 REFUSED = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "logit_bias"), "the distribution is the model's own"),
@@ -84,7 +74,7 @@ class StreamOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted(SamplingParams):
+class Wanted(messages.SamplingParams):
     """Fields of both endpoints. `top_k` is an extension of OpenAI's API."""
 
     model: str
@@ -100,7 +90,7 @@ class Completions(Wanted):
 
     prompt: Annotated[Sequence[str | list[int]], PlainValidator(_prompts)]
     max_tokens: Count | None = 16
-    logprobs: TopCount | None = None
+    logprobs: messages.TopCount | None = None
     echo: StrictBool = False
 
 
@@ -108,7 +98,7 @@ def _data_url(value: Any) -> tuple[str, str]:
     """Read an image's format and its bytes in base64."""
     if not isinstance(value, str) or (match := DATA_URL.fullmatch(value)) is None:
         raise ValueError("nothing is fetched here: send data:image/png;base64,...")
-    read_base64(match[2])
+    messages.read_base64(match[2])
     return "png" if match[1] == "png" else "jpeg", match[2]
 
 
@@ -162,14 +152,14 @@ class Chat(Wanted):
     messages: tuple[Annotated[Message, settings(Message)], ...]
     max_completion_tokens: Annotated[int, between(1)] | None = None
     logprobs: StrictBool = False
-    top_logprobs: TopCount = 0
+    top_logprobs: messages.TopCount = 0
 
 
-Asked = tuple[str, Sample]
+Asked = tuple[str, messages.Sample]
 """Id of a submitted request, and the request."""
 Words = list[dict[str, Any]]
 """Tokens of a reply in the format of `/v1/chat/completions`."""
-Measure = Callable[[Sequence[Chunk]], MeasuredSize]
+Measure = Callable[[Sequence[messages.Chunk]], MeasuredSize]
 
 
 @final
@@ -225,7 +215,7 @@ class OpenAI:
         prompts = [self._chunks(wanted.messages)] if is_chat else [*map(self._tokens, wanted.prompt)]
         most = (wanted.max_completion_tokens if is_chat else None) or wanted.max_tokens
         top, echo = (wanted.top_logprobs if is_chat else wanted.logprobs) or 0, not is_chat and wanted.echo
-        params = {column.name: getattr(wanted, column.name) for column in fields(SamplingParams)}
+        params = {column.name: getattr(wanted, column.name) for column in fields(messages.SamplingParams)}
         params["max_tokens"] = None if most is None else max(most, 1)
         common = {
             "num_samples": wanted.n,
@@ -251,15 +241,15 @@ class OpenAI:
         is_base = model == self._base.name
         if not is_base and not model.startswith("tinker://"):
             message = f"model {shown(model)}: this service has {self._base.name!r}, and tinker:// paths of checkpoints"
-            raise Rejected(message, status=404)
+            raise messages.Rejected(message, status=404)
         folder = "" if is_base else self._queue.journal.checkpoint(model).folder
         with self._lock:
             if self._session not in self._queue.sessions():
-                self._session, self._samplers = self._queue.create_session(NewSession(tags=("openai",))), {}
+                self._session, self._samplers = self._queue.create_session(messages.NewSession(tags=("openai",))), {}
             self._queue.heartbeat(self._session)
             try:
                 return self._queue.journal.sampler(self._samplers.get(folder, "")).id
-            except Rejected:
+            except messages.Rejected:
                 of = {"path": None, "base_model": model} if is_base else {"path": model, "base_model": None}
                 name = self._queue.create_sampling_session(self._session, next(self._numbers), **of)
                 self._samplers[folder] = name
@@ -269,14 +259,14 @@ class OpenAI:
         ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         return [{"type": "encoded_text", "tokens": ids}]
 
-    def _chunks(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _chunks(self, chat: Sequence[Message]) -> list[dict[str, Any]]:
         """Apply the model's chat template, and return text chunks with an image chunk at each image placeholder."""
-        urls = [part.image_url.url for message in messages for part in message.content if part.image_url]
-        if not messages or (urls and self._image is None):
-            raise RequestError("messages: none" if not messages else "messages: an image, but this is a text model")
+        urls = [part.image_url.url for message in chat for part in message.content if part.image_url]
+        if not chat or (urls and self._image is None):
+            raise RequestError("messages: none" if not chat else "messages: an image, but this is a text model")
         images = [{"type": "image", "format": kind, "data": data} for kind, data in urls]
         turns = []
-        for message in messages:
+        for message in chat:
             content: Any = [part.in_template() for part in message.content]
             if self._image is None:
                 content = "".join(part.text for part in message.content)
@@ -305,10 +295,10 @@ class OpenAI:
         while isinstance(reply := await self._queue.reply(request_id, self._endpoints.limits.poll_seconds), Pending):
             self._endpoints.refuse_if_draining()
         if reply is None:
-            raise Rejected("the request is not known any more: send it again", status=500)
+            raise messages.Rejected("the request is not known any more: send it again", status=500)
         if reply.content_type == codec.JSON:
             failure = json.loads(reply.body)
-            raise Rejected(failure["error"], status=400 if failure["category"] == "user" else 500)
+            raise messages.Rejected(failure["error"], status=400 if failure["category"] == "user" else 500)
         return schema_pb2.SampleResponse.FromString(reply.body)
 
     async def _whole(self, wanted: Any, asked: Sequence[Asked]) -> dict[str, Any]:
@@ -351,7 +341,7 @@ class OpenAI:
             "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after},
         }
 
-    def _choice(self, wanted: Any, request: Sample, response: Any, sequence: Any) -> dict[str, Any]:
+    def _choice(self, wanted: Any, request: messages.Sample, response: Any, sequence: Any) -> dict[str, Any]:
         """Return one choice: its text up to what ended it, and the tokens of this text."""
         ids, is_stop = np.frombuffer(sequence.tokens, "<i4").tolist(), sequence.stop_reason == 0
         words = self._words(ids, _floats(sequence.logprobs), sequence.topk_sampled_logprobs)
@@ -365,7 +355,7 @@ class OpenAI:
         if isinstance(wanted, Chat):
             message = {"role": "assistant", "content": text, "refusal": None}
             return {"message": message, "logprobs": {"content": words} if wanted.logprobs else None, **end}
-        if wanted.echo and isinstance(prompt := request.prompt[0], TextChunk):
+        if wanted.echo and isinstance(prompt := request.prompt[0], messages.TextChunk):
             known = _floats(response.prompt_logprobs)
             words = [*self._words(prompt.tokens.tolist(), known, response.topk_prompt_logprobs), *words]
             text = self._tokenizer.decode(prompt.tokens, clean_up_tokenization_spaces=False) + text
