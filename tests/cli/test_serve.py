@@ -66,7 +66,7 @@ def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_writ
 ) -> None:
     (tmp_path / "holiday.jpg").touch()
     said = refused("--demo", "--state", str(tmp_path), "--port", "0", *workers)
-    assert "is no state folder: it holds 'holiday.jpg'" in said
+    assert "is no state folder, because it holds 'holiday.jpg'" in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
     state = tmp_path / "state"
     locked = StateFolder(state, base_model="no/model")

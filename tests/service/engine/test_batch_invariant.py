@@ -182,7 +182,7 @@ def test_a_model_that_differs_in_a_bit_is_refused_when_the_service_starts(monkey
     ("family", "message"),
     [
         *((name, "recurrent layers or convolutions") for name in ("qwen3_5", "lfm2")),
-        *((name, "has a window of 5, and .* set --max-length") for name in ("mistral", "gpt_oss")),
+        *((name, "within its window of 5 .* set --max-length") for name in ("mistral", "gpt_oss")),
         ("eager", "calls matmul"),
     ],
 )

@@ -116,14 +116,17 @@ def test_threads_encode_at_a_time(engine: Engine) -> None:
 # ---------------------------------------------------------------------- bad ones
 
 BAD = {
-    "a negative token": (datum(text(5, -1)), "holds the id -1 at place 1, outside the model's vocabulary"),
+    "a negative token": (datum(text(5, -1)), "holds the id -1 at place 1; use ids from 0"),
     "a token that does not exist": (datum(text(5, 10**6)), "chunk 0 holds the id 1000000 at place 1"),
     "a negative target": (datum(text(5), target_tokens=np.array([-100])), "target_tokens holds the id -100"),
     "a target that does not exist": (datum(text(5), target_tokens=np.array([2**40])), f"holds the id {2**40}"),
     "the placeholder of an image in text": (datum(text(5, IMAGE_ID)), "the placeholder of an image, in its text"),
     "the placeholder of a video in text": (datum(text(5, VIDEO_ID)), "the placeholder of a video, in its text"),
     "targets of the text alone": (datum(text(5), image(), tokens=1), "has shape [1], but the datum has 5"),
-    "another count": (datum(text(5), image(expected_tokens=5), tokens=5), "4 tokens by the model's own processor"),
+    "another count": (
+        datum(text(5), image(expected_tokens=5), tokens=5),
+        "an image of 4 tokens, but expected_tokens is 5",
+    ),
     "no image": (datum(text(5), image(b"hello"), tokens=5), "image 0: 5 bytes starting with b'hello'"),
     "an empty image": (datum(text(5), image(b""), tokens=5), "the image is empty"),
     "half an image": (datum(text(5), image(png(64, 64)[:800]), tokens=5), "image 0: "),
@@ -133,7 +136,7 @@ BAD = {
     "a narrow image": (datum(text(5), image(saved((3, 900), "PNG")), tokens=5), "aspect ratio"),
     "another format by name": (datum(text(5), image(format="webp"), tokens=5), "format 'webp'; send png or jpeg"),
     "another format by content": (datum(text(5), image(saved((64, 64), "GIF")), tokens=5), "not an image of the"),
-    "two images without text between": (datum(text(5), image(), text(), image(), tokens=9), "right after another one"),
+    "two images without text between": (datum(text(5), image(), text(), image(), tokens=9), "right after another"),
     "more tokens than the context": (datum(text(*[5] * 201)), "201 tokens, but the context here is 200"),
     "more tokens with its image": (datum(text(*[5] * 197), image(), tokens=201), "201 tokens, but the context here is"),
 }
@@ -152,7 +155,7 @@ def test_a_bad_datum_is_named_and_leaves_no_gradient(engine: Engine, case: str) 
 
 def test_all_datums_are_checked_before_an_image_is_decoded(engine: Engine) -> None:
     half = datum(text(5), image(png(64, 64)[:800]), tokens=5)
-    with pytest.raises(RequestError, match=r"datum 1: .*outside the model's vocabulary"):
+    with pytest.raises(RequestError, match=r"datum 1: .*use ids from 0"):
         engine.encode(request([half, datum(text(-5))]))
 
 

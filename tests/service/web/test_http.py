@@ -167,7 +167,7 @@ def with_images(message: Any, *sizes: int) -> None:
          "datum 2: a dmel chunk: this service takes text and images, no audio"),
         ({"images": 2}, lambda sent: with_images(sent, 5, 5, 5), "3 images in a request"),
         ({"image_bytes": 5}, lambda sent: with_images(sent, 5, 6, 5),
-         "datum 1: an image of 6 bytes; at most 5, so make it smaller"),
+         "datum 1: an image of 6 bytes; send at most 5"),
     ],
 )  # fmt: skip
 def test_a_bad_training_request_fails_in_its_future_and_uses_its_number_up(

@@ -151,9 +151,6 @@ class MeasuredSize:
     patches: int = 0
     """Number of image patches."""
 
-    def __add__(self, other: MeasuredSize) -> MeasuredSize:
-        return MeasuredSize(tokens=self.tokens + other.tokens, patches=self.patches + other.patches)
-
 
 @final
 class Encoder:
@@ -247,24 +244,28 @@ class Encoder:
         Raises:
             RequestError: the chunks cannot be used.
         """
-        size, after_image = MeasuredSize(), False
+        tokens, patches, after_image = 0, 0, False
         measured = iter(self._images(chunks, is_measured=True))
         for at, chunk in enumerate(chunks):
             if isinstance(chunk, TextChunk):
                 self._check_text(at, chunk)
-                size += MeasuredSize(tokens=len(chunk.tokens))
+                tokens += len(chunk.tokens)
                 after_image = after_image and not len(chunk.tokens)
                 continue
             if after_image and self.family.has_grids:
                 remedy = "put text between them, such as <|vision_end|><|vision_start|>"
                 raise RequestError(f"chunk {at} is an image right after another, and both would count as one; {remedy}")
-            size, after_image = size + self._measure(at, chunk, *next(measured)), True
-        self._check_length(size.tokens)
-        return size
-
-    def _check_length(self, length: int) -> None:
-        if length > self.context:
-            raise RequestError(f"it has {length} tokens, but the context here is {self.context}; shorten or split it")
+            visual, ids = next(measured)
+            if chunk.expected_tokens not in (None, len(ids)):
+                seen = f"an image of {len(ids)} tokens, but expected_tokens is {chunk.expected_tokens}"
+                raise RequestError(
+                    f"chunk {at} is {seen}; count with the model's processor, or leave expected_tokens out"
+                )
+            tokens, after_image = tokens + len(ids), True
+            patches += 0 if visual.grid is None else prod(visual.grid)  # others are counted once they are decoded
+        if tokens > self.context:
+            raise RequestError(f"it has {tokens} tokens, but the context here is {self.context}; shorten or split it")
+        return MeasuredSize(tokens=tokens, patches=patches)
 
     def _check_text(self, at: int, chunk: TextChunk) -> None:
         name = f"chunk {at}"
@@ -293,13 +294,6 @@ class Encoder:
             return self._reader.images(refs, is_measured=is_measured)
         except SampleError as error:
             raise RequestError(str(error)) from error
-
-    def _measure(self, at: int, chunk: ImageChunk, visual: Visual, ids: np.ndarray) -> MeasuredSize:
-        """Return the size of a measured image. Patches of an image without a grid are counted once it is decoded."""
-        if chunk.expected_tokens is not None and chunk.expected_tokens != len(ids):
-            seen = f"an image of {len(ids)} tokens, but expected_tokens is {chunk.expected_tokens}"
-            raise RequestError(f"chunk {at} is {seen}; count with the model's processor, or leave expected_tokens out")
-        return MeasuredSize(tokens=len(ids), patches=0 if visual.grid is None else prod(visual.grid))
 
     def _encode_chunks(self, chunks: Sequence[Chunk], size: MeasuredSize) -> EncodedSequence:
         """Decode images and cut them into patches. `size` is the size that the headers give."""

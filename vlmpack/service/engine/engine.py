@@ -28,7 +28,7 @@ from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.service.engine.batch_invariant import BatchInvariant, check
 from vlmpack.service.engine.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
 from vlmpack.service.engine.datums import EncodedRequest, Encoder, image_token_of, not_served
-from vlmpack.service.engine.rows import RowContext, RowSettings, RowWork
+from vlmpack.service.engine.rows import RowSettings, RowWork
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.ranks import Ranks, Sharding
 from vlmpack.service.wire.messages import AdamParams, LoraConfig
@@ -83,17 +83,14 @@ class Weights:
     """The module to call, inside `applied`."""
     adapter: Adapter | None
     """The adapter; None: there is none."""
-    adapters: Adapters
-    """The hooks on the base model."""
-    sharding: Sharding | None = None
-    """Sharding of the base model, in which case every rank makes the same calls; None: the base model is not
-    sharded."""
+    engine: Engine
+    """The engine. If its base model is sharded, every rank makes the same calls."""
 
     @contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """Yield the module. Calls inside the block compute with these weights, whatever their shapes."""
-        passes = nullcontext() if self.sharding is None else self.sharding.passes()
-        with passes, self.adapters.applied(self.adapter):
+        sharding = self.engine.sharding
+        with nullcontext() if sharding is None else sharding.passes(), self.engine.adapters.applied(self.adapter):
             yield self.model
 
 
@@ -158,18 +155,15 @@ class Engine:
         self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         """Counts of the rows computed since the engine started, see `status.METRICS`."""
         self._clients: dict[str, ClientModel] = {}
-        rows = RowSettings(
+        self.rows = RowSettings(
             tokens=self.config.limits.row_tokens,
             patches=self.config.limits.patches,
             min_shared=self.config.min_shared if self.sharding is None else None,
             image_token=image_token_of(self.family, self.model.config),
             family=self.family,
             has_pieces=has_pieces,
-            recomputes=self.config.gradient_checkpointing,
         )
-        self._rows = RowContext(
-            settings=rows, adapters=self.adapters, counts=self.counts, ranks=ranks, sharding=self.sharding
-        )
+        """Budgets of a row."""
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         tokenizer = parts_of(processor).tokenizer
@@ -270,7 +264,7 @@ class Engine:
 
     def forward_backward(self, requests: Sequence[EncodedRequest]) -> RowWork:
         """Plan the packed rows of requests of one model that run together: all up to its next barrier."""
-        return RowWork(self.client(requests[0].model_id), requests, self._rows)
+        return RowWork(self.client(requests[0].model_id), requests, self)
 
     def optim_step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         """Take a step with the accumulated gradient, clear it, and return metrics.
@@ -299,7 +293,7 @@ class Engine:
 
     def _open_weights(self, folder: Path | None) -> Weights:
         if folder is None:
-            return Weights(model=self.model, adapter=None, adapters=self.adapters, sharding=self.sharding)
+            return Weights(model=self.model, adapter=None, engine=self)
         if not folder.is_dir():
             raise RequestError(f"the snapshot {folder.name!r} was deleted; sample from another one")
         lora = read_settings(folder, model_type=self.base.arch)
@@ -307,7 +301,7 @@ class Engine:
         client.load(folder, optimizer=False)
         for parameter in client.parameters:
             parameter.requires_grad_(False)
-        return Weights(model=client.model, adapter=client.adapter, adapters=self.adapters, sharding=self.sharding)
+        return Weights(model=client.model, adapter=client.adapter, engine=self)
 
     def _new(self, lora: LoraConfig | None) -> ClientModel:
         if len(self._clients) >= self.config.limits.models:

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
@@ -41,11 +41,14 @@ from vlmpack.model.step import PackedStep
 from vlmpack.plan.lengths import Budget
 from vlmpack.plan.planner import plan_bins
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
-from vlmpack.service.engine.clients import Adapters, ClientModel
+from vlmpack.service.engine.clients import ClientModel
 from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of
 from vlmpack.service.engine.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind_loss
 from vlmpack.service.ranks import Gradients, Ranks, Sharding
 from vlmpack.service.wire.messages import Failure, ForwardBackwardResult
+
+if TYPE_CHECKING:
+    from vlmpack.service.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 
@@ -70,25 +73,6 @@ class RowSettings:
     """Family of the model; needed if it takes images."""
     has_pieces: bool = False
     """Whether the model computes a larger row in pieces. Large groups that share a long prefix then get one row."""
-    recomputes: bool = False
-    """Recompute layers in the backward pass."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RowContext:
-    """What rows are computed with, besides the client's model."""
-
-    settings: RowSettings
-    """Budgets of a row."""
-    adapters: Adapters
-    """The hooks on the base model."""
-    counts: Counter[str]
-    """Counts of computed rows, see `status.METRICS`."""
-    ranks: Ranks | None
-    """The process group that computes rows together; None: this process runs alone."""
-    sharding: Sharding | None
-    """Sharding of the base model; None: this rank holds the full model."""
 
 
 # ---------------------------------------------------------------------- which datums share a row
@@ -227,9 +211,7 @@ class ComputedRow:
     """Number of tokens that went through the model."""
 
 
-def compute_row(
-    row: Row, client: ClientModel, context: RowContext, *, agree: Callable[[bool], bool] = bool
-) -> ComputedRow:
+def compute_row(row: Row, client: ClientModel, engine: Engine, *, agree: Callable[[bool], bool] = bool) -> ComputedRow:
     """Compute one row, and add its gradient, if needed, to `.grad` of the model's parameters.
 
     If a loss is not finite, there is no backward pass.
@@ -237,15 +219,14 @@ def compute_row(
     Args:
         row: the row.
         client: the model.
-        context: what rows are computed with.
+        engine: the engine that the model belongs to.
         agree: called with whether this row can have a backward pass; returns whether to run it. With a sharded base
             model, all ranks have to agree.
     """
-    model, items, settings = client.model, row.items, context.settings
-    if settings.recomputes:
-        _set_recomputing(model, recomputes=row.backward)
-    packed = row_of([item.datum.sequence for item in items], model, min_shared=settings.min_shared)
-    with torch.set_grad_enabled(row.backward), context.adapters.applied(client.adapter):
+    model, items = client.model, row.items
+    packed = row_of([item.datum.sequence for item in items], model, min_shared=engine.rows.min_shared)
+    recomputing = _recomputing(model) if engine.config.gradient_checkpointing and row.backward else nullcontext()
+    with recomputing, torch.set_grad_enabled(row.backward), engine.adapters.applied(client.adapter):
         logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
         leaf = logprobs.detach().requires_grad_(row.backward)
         losses = _token_losses(leaf, items)
@@ -257,14 +238,20 @@ def compute_row(
     return ComputedRow(results=results, tokens=tokens if packed.tree is None else packed.tree.num_tokens)
 
 
-def _set_recomputing(model: Any, *, recomputes: bool) -> None:
-    """Switch gradient checkpointing by the layers' training mode.
+@contextmanager
+def _recomputing(model: Any) -> Iterator[None]:
+    """Recompute layers in the backward pass, which is where gradient checkpointing finds them in training mode.
 
-    Layers in training mode are recomputed. Their submodules stay in evaluation mode, without dropout.
+    Their submodules stay in evaluation mode, without dropout.
     """
-    family = packing_state(model).family
-    for layer in family.language_model(model).get_submodule("layers").children():
-        layer.training = recomputes
+    layers = [*packing_state(model).family.language_model(model).get_submodule("layers").children()]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def last_hidden(model: Any, sequences: Sequence[EncodedSequence]) -> torch.Tensor:
@@ -364,9 +351,9 @@ def _split(
 class RowWork:
     """Training requests of one model that run together. The model changes only when the last row has run."""
 
-    def __init__(self, client: ClientModel, requests: Sequence[EncodedRequest], context: RowContext) -> None:
+    def __init__(self, client: ClientModel, requests: Sequence[EncodedRequest], engine: Engine) -> None:
         """Plan the rows of requests that run together on a client's model."""
-        self._client, self._requests, self._context = client, list(requests), context
+        self._client, self._requests, self._engine = client, list(requests), engine
         self._rows: deque[Row] = deque()
         self._failures: dict[int, Failure] = {}
         self._results: dict[tuple[int, int], DatumResult] = {}
@@ -384,11 +371,11 @@ class RowWork:
         Raises:
             Exception: any error of the model, which has not changed then; `cancel` must be called.
         """
-        if self._context.ranks is None:
+        if self._engine.ranks is None:
             row = self._rows[0]
             self._take(row, self._compute(row))
         else:
-            self._run_on(self._context.ranks, self._context.sharding)
+            self._run_on(self._engine.ranks, self._engine.sharding)
 
     def cancel(self) -> None:
         """Discard all work. The model has not changed."""
@@ -403,7 +390,7 @@ class RowWork:
     # ------------------------------------------------------------------ rows
 
     def _plan(self) -> None:
-        ranks = 1 if self._context.ranks is None else self._context.ranks.size
+        ranks = 1 if self._engine.ranks is None else self._engine.ranks.size
         for backward in (True, False):
             group = [
                 RowItem(request=at, number=number, datum=datum, loss=request.loss)
@@ -412,12 +399,12 @@ class RowWork:
                 for number, datum in enumerate(request.data)
             ]
             if group:
-                for numbers in plan_rows([item.datum.sequence for item in group], self._context.settings, ranks=ranks):
+                for numbers in plan_rows([item.datum.sequence for item in group], self._engine.rows, ranks=ranks):
                     self._rows.append(Row(items=tuple(group[number] for number in numbers), backward=backward))
 
     def _compute(self, row: Row, *, agree: Callable[[bool], bool] = bool) -> ComputedRow:
         with self._lent() if row.backward else nullcontext():
-            return compute_row(row, self._client, self._context, agree=agree)
+            return compute_row(row, self._client, self._engine, agree=agree)
 
     def _run_on(self, ranks: Ranks, sharding: Sharding | None) -> None:
         """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients.
@@ -449,7 +436,7 @@ class RowWork:
 
         If datums are not finite, fail their requests, and restart the work without them.
         """
-        self._context.counts.update(
+        self._engine.counts.update(
             rows_total=1,
             trained_tokens_total=sum(item.datum.sequence.length for item in row.items),
             computed_tokens_total=computed.tokens,
@@ -476,8 +463,8 @@ class RowWork:
 
     def _finish(self) -> None:
         gradients, self._gradients = self._gradients, None
-        if self._context.ranks is not None:
-            gradients = self._context.ranks.sum(gradients, self._client.parameters)
+        if self._engine.ranks is not None:
+            gradients = self._engine.ranks.sum(gradients, self._client.parameters)
         if gradients is not None:
             self._client.add(gradients)
 

@@ -16,6 +16,7 @@ created with mode 0700 before anything is written to them, and files get mode 06
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -44,6 +45,7 @@ ENTRIES = {
     *(f"journal.sqlite3{end}" for end in ("", "-wal", "-shm", "-journal")),
 }
 """Names that may be in a state folder. The command-line program writes the key and the demo model."""
+_NO_SPACE = os.strerror(errno.ENOSPC)
 ABOUT = "vlmpack_checkpoint.json"
 """File in a checkpoint's folder that says what the checkpoint is; written by `describe`."""
 
@@ -135,18 +137,20 @@ class StateFolder:
         return sorted(entry.name for entry in self.folder(name).iterdir() if entry.name != ABOUT)
 
     @contextmanager
-    def new(self, label: str) -> Iterator[Path]:
+    def new(self, owner: str, what: str) -> Iterator[Path]:
         """Yield an empty folder to write to. After the block it is flushed to disk and gets its final name.
 
         Until then its name has a leading dot, which marks it as unfinished; `final_name` returns the name without it.
 
         Args:
-            label: start of the folder's name, for human readers.
+            owner: id of the model or sampling session, with which the folder's name begins, for human readers.
+            what: what it holds.
 
         Raises:
             ConfigError: the disk is full or fails; nothing is left behind.
         """
-        folder = self._weights / f".{label}-{uuid4().hex}"
+        owner = re.sub(r"[^A-Za-z0-9]+", "_", owner)  # characters that all file systems accept
+        folder = self._weights / f".{owner[:80]}-{what[:60]}-{uuid4().hex}"
         try:
             with writing(folder):
                 folder.mkdir(mode=0o700)
@@ -160,6 +164,8 @@ class StateFolder:
                 _to_disk(self._weights)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
+            if _NO_SPACE in str(error):  # safetensors has errors of its own
+                error = OSError(errno.ENOSPC, _NO_SPACE)
             if isinstance(error, OSError):
                 raise unwritable(folder, error) from error
             raise
@@ -185,11 +191,6 @@ def describe(folder: Path, row: CheckpointRow) -> None:
 def size_of(folder: Path) -> int:
     """Return the total bytes of the files in a folder."""
     return sum(entry.stat().st_size for entry in folder.rglob("*") if entry.is_file())
-
-
-def label_of(model: str, what: str) -> str:
-    """Return the start of a folder's name, with only characters that file systems accept."""
-    return f"{re.sub(r'[^A-Za-z0-9]+', '_', model)[:80]}-{what[:60]}"
 
 
 def _make_private(folder: Path) -> None:

@@ -25,7 +25,7 @@ from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.journal import JournalError, State
 from vlmpack.service.queue.ledger import Entry, Lane, Ledger
-from vlmpack.service.queue.operations import Done, Operations, describe_failure
+from vlmpack.service.queue.operations import Done, Operations
 from vlmpack.service.wire import codec
 from vlmpack.service.wire.messages import Failure, ForwardBackward, Outcome, Reply, Sample
 
@@ -125,7 +125,7 @@ class EngineThread:
             pass
         except BaseException as error:
             log.exception("the engine thread ended")
-            self.fault = describe_failure(error)
+            self.fault = Failure.of(error).message
 
     def _is_drained(self) -> bool:
         if self._drain_until is None:
@@ -164,9 +164,8 @@ class EngineThread:
         except Exception as error:
             log.exception("%s is stopped", lane.id)
             lane.work, lane.group = None, []
-            lane.failure = (
-                f"{describe_failure(error)}; the state of {lane.id} comes back when the server is started anew"
-            )
+            message = Failure.of(error).message
+            lane.failure = f"{message}; the state of {lane.id} comes back when the server is started anew"
 
     def _lanes(self) -> list[Lane]:
         with self._ledger.lock:
@@ -291,7 +290,7 @@ class EngineThread:
             finished = self._sampler.step()
         except Exception as error:
             log.exception("the sampling engine failed")
-            self._fail_samples(describe_failure(error))
+            self._fail_samples(Failure.of(error))
         else:  # a name is unknown if its snapshot was closed when the engine failed
             self.finish([(self._sampling.pop(name)[1], got) for name, got in finished if name in self._sampling])
 
@@ -306,27 +305,27 @@ class EngineThread:
         except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("a sample could not be begun")
-            self.finish([(entry, _failure(error))])
+            self.finish([(entry, Failure.of(error))])
         else:
             self._sampling[name] = snapshot, entry
             if snapshot is not None:
                 self._folders.add(snapshot)
 
-    def _fail_samples(self, message: str) -> None:
+    def _fail_samples(self, failure: Failure) -> None:
         failed, self._sampling = self._sampling, {}
         for folder in {folder for folder, _ in failed.values()}:
             try:
                 self._sampler.close(folder)
             except Exception:
                 log.exception("a snapshot could not be closed")
-        self.finish([(entry, Failure(message=message, category="server")) for _, entry in failed.values()])
+        self.finish([(entry, failure) for _, entry in failed.values()])
 
     # ------------------------------------------------------------------ forward_backwards
 
     def _begin_group(self, lane: Lane, group: list[Entry], encoded: list[Future[Any]]) -> None:
         lane.alone = max(lane.alone - len(group), 0)
         errors = [future.exception() for future in encoded]
-        bad = [(entry, _failure(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
+        bad = [(entry, Failure.of(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
         if bad:
             self.finish(bad)
         lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
@@ -374,7 +373,7 @@ class EngineThread:
         if len(group) > 1:
             lane.alone = len(group)
         else:
-            self.finish([(entry, _failure(error)) for entry in group])
+            self.finish([(entry, Failure.of(error)) for entry in group])
 
     # ------------------------------------------------------------------ other operations
 
@@ -385,7 +384,7 @@ class EngineThread:
                 self._make_room(lane)
             done = self._operations.run(lane, entry)
         except Exception as error:
-            done = Done(outcome=_failure(error))
+            done = Done(outcome=Failure.of(error))
             self._clean_up(lane, entry, error)
         lane.seconds += time.perf_counter() - begin
         self.seconds["training"] += time.perf_counter() - begin
@@ -483,7 +482,7 @@ class EngineThread:
             reply = codec.encode(outcome)
         except Exception as error:  # the wire format cannot express a number
             log.exception("a reply could not be encoded")
-            outcome = _failure(error)
+            outcome = Failure.of(error)
             reply = codec.encode(outcome)
         return entry, "failed" if isinstance(outcome, Failure) else "done", reply
 
@@ -506,8 +505,3 @@ class EngineThread:
 
 def _is_encoded(entry: Entry) -> bool:
     return entry.encoded is not None and entry.encoded.done()
-
-
-def _failure(error: BaseException) -> Failure:
-    is_ours = isinstance(error, VlmpackError)
-    return Failure.of(error) if is_ours else Failure(message=describe_failure(error), category="server")

@@ -9,8 +9,6 @@ once its reply is in the journal. Any other work of the engine is lost with the 
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError
-from vlmpack.service.queue.checkpoints import StateFolder, check_name, describe, final_name, label_of, size_of
+from vlmpack.service.queue.checkpoints import StateFolder, check_name, describe, final_name, size_of
 from vlmpack.service.queue.journal import CheckpointRow, Kind, ModelRow, RequestRow, SamplingRow
 from vlmpack.service.queue.ledger import Entry, Lane, Ledger
 from vlmpack.service.wire import codec, messages
@@ -149,7 +147,7 @@ class Operations:
         exists = self._journal.row(CheckpointRow, model=lane.id, kind=kind, name=name) is not None
         if exists and not (isinstance(request, messages.SaveWeights) and request.overwrite):
             raise RequestError(f"{row.path} exists: choose another name, or delete it first")
-        with self._state.new(label_of(lane.id, name)) as folder:
+        with self._state.new(lane.id, name) as folder:
             if kind == "external_weights":
                 self._engine.export(lane.id, folder)
             else:
@@ -162,7 +160,7 @@ class Operations:
         sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
         if self._journal.row(SamplingRow, id=sampler) is not None:
             raise RequestError(f"the sampling session {sampler} exists: save with the next sampling_session_seq_id")
-        with self._state.new(label_of(sampler, "unnamed")) as folder:
+        with self._state.new(sampler, "unnamed") as folder:
             self._engine.save(lane.id, folder, optimizer=False)
         now, saved = time.time(), final_name(folder)
         row = SamplingRow(id=sampler, session=lane.session, created=now, model=lane.id, folder=saved)
@@ -188,7 +186,7 @@ class Operations:
 
     def _write_state(self, lane: Lane) -> str:
         begin = time.perf_counter()
-        with self._state.new(label_of(lane.id, "state")) as folder:
+        with self._state.new(lane.id, "state") as folder:
             self._engine.save(lane.id, folder, optimizer=True)
         lane.snapshot_seconds = time.perf_counter() - begin
         lane.seconds = lane.replayed_bytes = 0
@@ -259,12 +257,3 @@ def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
             return replace(request, params=replace(params, seed=seed))
         case _:
             return request
-
-
-_NO_SPACE = os.strerror(errno.ENOSPC)
-
-
-def describe_failure(error: BaseException) -> str:
-    """Return the message for a client about an error that the client did not cause."""
-    remedy = "; the disk of its state folder is full: make room there" if _NO_SPACE in str(error) else ""
-    return f"the server failed: {type(error).__name__}: {error}{remedy}"

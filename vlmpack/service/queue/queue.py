@@ -31,6 +31,7 @@ from vlmpack.service.queue.journal import CheckpointRow, JournalError, ModelRow,
 from vlmpack.service.queue.ledger import Entry, Lane, Ledger, content_digest
 from vlmpack.service.queue.operations import with_seed
 from vlmpack.service.wire import codec, messages
+from vlmpack.service.wire.messages import Rejected
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.engine import Engine
@@ -173,7 +174,7 @@ class RequestQueue:
 
     def _check_session(self, session_id: str) -> None:
         if session_id not in self._ledger.sessions:
-            raise messages.Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
+            raise Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
 
     def _touch(self, session_id: str) -> None:
         if session_id in self._ledger.sessions:
@@ -197,14 +198,14 @@ class RequestQueue:
             message = (
                 f"base_model {base_model!r}: this service has only {self._base_name!r}; send that, or a model_path"
             )
-            raise messages.Rejected(message, status=400)
+            raise Rejected(message, status=400)
         with self._accepting:
             with ledger.lock:
                 self._touch(session_id)
                 self._check_session(session_id)
             if (known := self.journal.row(SamplingRow, id=name)) is not None:
                 if known.path != path or known.model is not None:
-                    raise messages.Rejected(f"the sampling session {name} was created for another model", status=400)
+                    raise Rejected(f"the sampling session {name} was created for another model", status=400)
                 return name
             with self._writing(), self.journal.transaction():  # not under the lock, because the disk may be slow
                 folder = None if path is None else self.journal.checkpoint(path).folder
@@ -249,8 +250,8 @@ class RequestQueue:
             expires = None if seconds is None else time.time() + seconds
             self.journal.set_expiry(self.journal.checkpoint(path), expires)
 
-    def _busy(self, message: str) -> messages.Rejected:
-        return messages.Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
+    def _busy(self, message: str) -> Rejected:
+        return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -317,7 +318,7 @@ class RequestQueue:
         """Write a request to the journal, and let it wait; with `failure`, it fails at once."""
         row, ledger, journal = entry.row, self._ledger, self.journal
         if not 0 <= row.seq < 2**63:
-            raise messages.Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
+            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
         with self._accepting:
             with ledger.lock:
                 self._touch(row.session)
@@ -332,7 +333,7 @@ class RequestQueue:
             with self._writing(), journal.transaction():
                 is_model = is_creation or row.owner in ledger.lanes
                 if not is_model and journal.row(SamplingRow, id=row.owner) is None:
-                    raise messages.Rejected(
+                    raise Rejected(
                         f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed "
                         f"save and {ledger.limits.unnamed_saves} later ones took its place (save under a name)",
                         status=404,
@@ -362,7 +363,7 @@ class RequestQueue:
             return  # later requests wait for it, so rejecting it could block them forever
         if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
             message = f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number"
-            raise messages.Rejected(message, status=400)
+            raise Rejected(message, status=400)
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         full |= row.kind == messages.Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
         if full and row.kind not in (REFUSED, MISSING):
@@ -441,9 +442,7 @@ class RequestQueue:
 
         The engine thread calls it about twice a second.
         """
-        with suppress(
-            JournalError, messages.Rejected
-        ):  # the journal has logged its fault once; the next call tries again
+        with suppress(JournalError, Rejected):  # the journal has logged its fault once; the next call tries again
             self.journal.try_again()
             self._fail_gaps()
             for session in self._ledger.silent(self._ledger.limits.idle_seconds):
@@ -508,9 +507,7 @@ class RequestQueue:
 def _check_same(known: RequestRow, row: RequestRow) -> None:
     """Check that a repeated request is the one that has its number."""
     if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
-        raise messages.Rejected(
-            f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400
-        )
+        raise Rejected(f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400)
 
 
 def _session_of(owner: str) -> str:

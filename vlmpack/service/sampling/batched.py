@@ -424,18 +424,11 @@ class BatchedSampling:
 
     @contextmanager
     def _weights(self, folder: Path | None) -> Iterator[Reader]:
-        """Yield a reader of the model with a snapshot's weights, in evaluation mode."""
+        """Yield a reader of the model with a snapshot's weights."""
+        settings = self._settings
         with self._weights_of(folder).applied() as model:
-            training = [module for module in model.modules() if module.training]  # some layers may be in training mode
-            try:
-                for module in training:
-                    module.training = False
-                settings = self._settings
-                rounding = settings.rounding_of(model)
-                yield Reader(model, rounding=rounding, block=settings.check_tokens, agree=self._agree)
-            finally:
-                for module in training:
-                    module.training = True
+            rounding = settings.rounding_of(model)
+            yield Reader(model, rounding=rounding, block=settings.check_tokens, agree=self._agree)
 
     def _weights_of(self, folder: Path | None) -> Weights:
         """Return the weights of a snapshot; load them if they are not in memory."""

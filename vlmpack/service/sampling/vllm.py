@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -26,7 +25,7 @@ from vlmpack.errors import ConfigError, RequestError, check_extra
 from vlmpack.service.engine.datums import EncodedSequence
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.sampling.batched import CLOSED, Finished, ending_of
-from vlmpack.service.sampling.generation import Ending, no_tokens
+from vlmpack.service.sampling.generation import Job, no_tokens
 from vlmpack.service.wire import messages
 
 if TYPE_CHECKING:
@@ -79,23 +78,8 @@ def open_vllm(model: str, *, max_context: int, limits: ServiceLimits, **more: An
     return import_module("vllm").LLM(model=model, **(arguments | more))
 
 
-@final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Job:
-    """A sampling request."""
-
-    key: str
-    """Key of the request."""
-    folder: Path | None
-    """Folder of the snapshot; None: the base model."""
-    adapter: Any
-    """The `LoRARequest` of the snapshot; None: the base model."""
-    prompt: EncodedSequence
-    """The prompt as the trained model reads it."""
-    request: messages.Sample
-    """The request."""
-    ending: Ending
-    """When the sequences end."""
+Adapters = Mapping[Path | None, Any]
+"""The `LoRARequest` of each snapshot; None: the base model."""
 
 
 @final
@@ -127,7 +111,7 @@ class VllmSampling:
         self._forbidden = tuple(forbidden)
         self._adapters: dict[Path, Any] = {}
         self._numbers = count(1)
-        self._waiting: list[_Job] = []
+        self._waiting: list[Job] = []
         self._running: Future[list[Finished]] | None = None
         self._finished: list[Finished] = []
         self.sampled_tokens = 0
@@ -160,15 +144,14 @@ class VllmSampling:
         except RequestError as error:
             self._finished.append((key, messages.Failure.of(error)))
             return
-        adapter = None if folder is None else self._adapter(folder)
-        job = _Job(key=key, folder=folder, adapter=adapter, prompt=prompt, request=request, ending=ending)
-        self._waiting.append(job)
+        self._waiting.append(Job(key=key, folder=folder, prompt=prompt, request=request, ending=ending))
 
     def step(self) -> list[Finished]:
         """Pass waiting requests to vLLM if it is free, and return what is finished."""
         if self._running is None and self._waiting:
-            jobs, self._waiting = self._waiting, []
-            self._running = self._thread.submit(self._generate, jobs)
+            adapters = {job.folder: self._adapter(job.folder) for job in self._waiting}
+            self._running = self._thread.submit(self._generate, self._waiting, adapters)
+            self._waiting = []
         if self._running is not None and not self._finished:
             wait([self._running], PATIENCE)
         if self._running is not None and self._running.done():
@@ -181,26 +164,26 @@ class VllmSampling:
 
     # ------------------------------------------------------------------ in the thread
 
-    def _generate(self, jobs: Sequence[_Job]) -> list[Finished]:
+    def _generate(self, jobs: Sequence[Job], adapters: Adapters) -> list[Finished]:
         """Run requests together. If vLLM fails, run each alone, so that only the request at fault fails."""
         try:
-            return self._together(jobs)
+            return self._together(jobs, adapters)
         except Exception as error:  # whatever vLLM raises
             if len(jobs) > 1:
-                return [finished for job in jobs for finished in self._generate([job])]
+                return [finished for job in jobs for finished in self._generate([job], adapters)]
             return [(jobs[0].key, messages.Failure.of(error, place="vLLM: "))]
 
-    def _together(self, jobs: Sequence[_Job]) -> list[Finished]:
-        prompts, params, adapters = [], [], []
+    def _together(self, jobs: Sequence[Job], adapters: Adapters) -> list[Finished]:
+        prompts, params, chosen = [], [], []
         for job in jobs:
             prompt, samples = self._prompt(job), job.request.num_samples
             prompts += [prompt] * samples
             params += [self._params(job, index) for index in range(samples)]
-            adapters += [job.adapter] * samples
-        outputs = iter(self._llm.generate(prompts, params, lora_request=adapters, use_tqdm=False))
+            chosen += [adapters[job.folder]] * samples
+        outputs = iter(self._llm.generate(prompts, params, lora_request=chosen, use_tqdm=False))
         return [(job.key, self._result(job, [next(outputs) for _ in range(job.request.num_samples)])) for job in jobs]
 
-    def _prompt(self, job: _Job) -> dict[str, Any]:
+    def _prompt(self, job: Job) -> dict[str, Any]:
         """Return the prompt in vLLM's format: one placeholder per image, and the decoded images."""
         ids: list[int] = []
         pictures = []
@@ -212,7 +195,7 @@ class VllmSampling:
                 ids += chunk.tokens.tolist()
         return {"prompt_token_ids": ids} | ({"multi_modal_data": {"image": pictures}} if pictures else {})
 
-    def _params(self, job: _Job, index: int) -> Any:
+    def _params(self, job: Job, index: int) -> Any:
         """Return the settings of sequence `index` of a request."""
         params, first = job.request.params, index == 0
         seed = None if params.seed is None else (params.seed + index) % 2**63
@@ -233,15 +216,17 @@ class VllmSampling:
             logit_bias=dict.fromkeys(self._forbidden, NEVER) or None,
         )
 
-    def _adapter(self, folder: Path) -> Any:
+    def _adapter(self, folder: Path | None) -> Any:
         """Return the adapter of a snapshot. vLLM tells adapters apart by their numbers, so none is used twice."""
+        if folder is None:
+            return None
         if folder not in self._adapters:
             number, request = next(self._numbers), import_module("vllm.lora.request").LoRARequest
             self._adapters[folder] = request(f"snapshot_{number}", number, str(folder))
         return self._adapters[folder]
 
     @staticmethod
-    def _result(job: _Job, outputs: Sequence[Any]) -> messages.SampleResult | messages.Failure:
+    def _result(job: Job, outputs: Sequence[Any]) -> messages.SampleResult | messages.Failure:
         read = len(outputs[0].prompt_token_ids)
         if read != job.prompt.length:
             return messages.Failure(

@@ -558,7 +558,7 @@ class Failure:
     """Whose fault it is."""
 
     @classmethod
-    def of(cls, error: BaseException, *, place: str = "") -> Failure:
+    def of(cls, error: BaseException, *, place: str = "the server failed: ") -> Failure:
         """Make a failure from an error; `place` says where an error came from that is not the package's own."""
         message = str(error) if isinstance(error, VlmpackError) else f"{place}{type(error).__name__}: {error}"
         return cls(message=message, category="user" if isinstance(error, RequestError) else "server")
