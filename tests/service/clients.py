@@ -17,6 +17,8 @@ import pytest
 from service.fakes import FakeEngine, PickleCodec
 
 from vlmpack.service.limits import ServiceLimits
+from vlmpack.service.queue import ledger as ledgers
+from vlmpack.service.queue import queue as queues
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.journal import CheckpointRow, SamplingRow
 from vlmpack.service.queue.queue import RequestQueue
@@ -142,6 +144,18 @@ def served(
             if engine.gate is not None:
                 engine.gate.release(10_000)
             queue.close()
+
+
+class Clock:
+    """The clock of queues, moved by hand."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, self.time = 1000.0, time.time
+        for module in (queues, ledgers):
+            patch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        return self.now
 
 
 def until(is_so: Any, seconds: float = 20.0) -> None:

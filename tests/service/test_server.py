@@ -79,7 +79,7 @@ def serving(folder: Path, limits: ServiceLimits, **settings: Any) -> Iterator[Ru
 
 @pytest.fixture(name="running", scope="module")
 def _running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    limits = ServiceLimits(gap_seconds=0.5, chunk_bytes=20_000, body_bytes=200_000, row_tokens=256)
+    limits = ServiceLimits(chunk_bytes=20_000, body_bytes=200_000, row_tokens=256)
     with serving(tmp_path_factory.mktemp("service"), limits) as running:
         yield running
 
@@ -238,7 +238,7 @@ def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, 
 
 def is_closed(connection: socket.socket) -> bool:
     """Return whether the other side has closed a connection, in time."""
-    connection.settimeout(5.0)
+    connection.settimeout(WAIT)
     try:
         while connection.recv(4096):
             pass
@@ -285,9 +285,9 @@ def test_a_disk_that_is_slow_for_many_requests_stops_no_answer_that_needs_none(t
             ]
             time.sleep(0.5)
             answers = [
-                http.get("healthz", timeout=5.0),
-                http.post("session_heartbeat", json={"session_id": session}, timeout=5.0),
-                http.post("retrieve_future", json={"request_id": f"{session}:train:0:0"}, timeout=5.0),
+                http.get("healthz", timeout=20.0),
+                http.post("session_heartbeat", json={"session_id": session}, timeout=20.0),
+                http.post("retrieve_future", json={"request_id": f"{session}:train:0:0"}, timeout=20.0),
             ]
             assert not any(each.done() for each in posted)
             other.execute("ROLLBACK")

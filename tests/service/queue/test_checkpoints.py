@@ -166,7 +166,7 @@ def test_a_folder_that_is_refused_keeps_its_rights(tmp_path: Path) -> None:
 
 def test_a_folder_has_no_name_until_it_is_written(tmp_path: Path) -> None:
     state = StateFolder(tmp_path, base_model="b")
-    with state.new("a") as folder:
+    with state.new("a", "state") as folder:
         (folder / "part").mkdir()
         (folder / "part" / "file").write_text("text")
         assert folder.name.startswith(".a-")
@@ -181,10 +181,10 @@ def test_a_folder_has_no_name_until_it_is_written(tmp_path: Path) -> None:
 
 def test_what_cannot_be_written_leaves_nothing_and_names_the_remedy(tmp_path: Path) -> None:
     state = StateFolder(tmp_path, base_model="b")
-    with pytest.raises(ConfigError, match="Make room"), state.new("a") as folder:
+    with pytest.raises(ConfigError, match="Make room"), state.new("a", "state") as folder:
         (folder / "half").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    with pytest.raises(KeyError), state.new("a"):
+    with pytest.raises(KeyError), state.new("a", "state"):
         raise KeyError
     assert [*(tmp_path / "weights").iterdir()] == []
     state.close()

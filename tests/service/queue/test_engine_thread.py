@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -97,8 +96,8 @@ def test_models_take_turns_row_by_row(tmp_path: Path) -> None:
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
         models = [client.model() for _ in range(4)]
         names = [client.post(forward_backward(model, 1, *SOME)) for model in models]
-        until(lambda: sum(lane.work is not None for lane in client.queue._ledger.lanes.values()) > 0)
-        time.sleep(0.05)  # all are encoded before the first row ends
+        entries = client.queue._ledger.entries()
+        until(lambda: all(entry.encoded is not None and entry.encoded.done() for entry in entries))
         gate.release(12)
         for name in names:
             client.outcome(name)
