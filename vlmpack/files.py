@@ -18,8 +18,11 @@ from uuid import uuid4
 from vlmpack.errors import ConfigError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-NO_FOLDER = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG)
+_REMEDIES = {
+    **dict.fromkeys(FULL, "Make room and run it again: what is finished is kept"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Get the right to write there, or choose another folder"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG), "Choose another name or folder"),
+}
 
 
 @contextmanager
@@ -81,13 +84,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
     """Return the error for a file that cannot be written, with the remedy."""
-    remedy = "See to the disk and run it again: what is finished is kept"
-    if error.errno in FULL:
-        remedy = "Make room and run it again: what is finished is kept"
-    elif error.errno in FORBIDDEN:
-        remedy = "Get the right to write there, or choose another folder"
-    elif error.errno in NO_FOLDER:
-        remedy = "Choose another name or folder"
+    remedy = _REMEDIES.get(error.errno or 0, "See to the disk and run it again: what is finished is kept")
     return ConfigError(f"{path} cannot be written: {error}. {remedy}")
 
 

@@ -35,7 +35,7 @@ from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import ImageLimits
-from vlmpack.data.readers import MapStyle, StoredRows
+from vlmpack.data.readers import MapStyle, StoredRows, check_samples, sample_at
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import writing
 from vlmpack.layout.batch import HostMetadata
@@ -44,7 +44,6 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.layout.sharing import find_prefix_tree
-from vlmpack.loading.resumable import check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import divided_up
 from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks

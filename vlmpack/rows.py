@@ -53,7 +53,7 @@ from vlmpack.collate.video import FrameSampling
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import DEFAULT_LIMITS, load_image, read_encoded
 from vlmpack.data.messages import KNOWN_KEYS, MediaRef
-from vlmpack.data.readers import MapStyle
+from vlmpack.data.readers import MapStyle, check_samples, sample_at
 from vlmpack.data.videos import open_video
 from vlmpack.errors import (
     ConfigError,
@@ -71,7 +71,6 @@ from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import SlotRule
 from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
-from vlmpack.loading.resumable import check_samples, sample_at
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import OVERLENGTH, Budget, Overlength, check_overlength, check_seed, divided_up, round_up
 from vlmpack.plan.plan import Plan

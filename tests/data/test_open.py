@@ -126,7 +126,7 @@ class TestPaths:
             {"images": ["@/0.png", "/1.png", {"path": "@/0.png", "min_pixels": 9}, {"image": "@/0.png"}]},
             {"images": [{"bytes": None, "path": "@/0.png"}]},
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "@/0.png"}}]}]},
-            {"messages": [{"role": "user", "content": {"type": "video", "video": ["@/0.png", "@/1.png"], "fps": 2}}]},
+            {"messages": [{"role": "user", "content": [{"type": "video", "video": ["@/0.png", "@/1.png"], "fps": 2}]}]},
         ],
     )
     def test_they_start_where_the_file_is(self, columns: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vlmpack.errors import SampleError
+from vlmpack.errors import ConfigError, SampleError
 
 
 def content_digest(value: Any) -> str:
@@ -57,3 +57,25 @@ def _content(value: Any) -> Any:
     elif isinstance(value, Path | np.generic):
         content = str(value)
     return [type(value).__qualname__, content]
+
+
+# ---------------------------------------------------------------------- states
+
+LOAD_ANOTHER = "load another state, or restart the epoch"
+"""What to do when a state is refused."""
+
+
+def sealed(fields: Mapping[str, Any], *, of: str) -> dict[str, Any]:
+    """Return a state: the fields plus a digest of all of them and of the owner's class name."""
+    return {**fields, "seal": content_digest([of, fields])}
+
+
+def check_seal(state: Mapping[str, Any], *, of: str) -> None:
+    """Check that a state belongs to that class and that its fields were not changed.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    fields = {name: value for name, value in state.items() if name != "seal"} if isinstance(state, Mapping) else {}
+    if not fields or state.get("seal") != sealed(fields, of=of)["seal"]:
+        raise ConfigError(f"this is not the state of a {of}, or it was changed; {LOAD_ANOTHER}")

@@ -444,14 +444,12 @@ def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _placed_in(turn: Any, folder: Path) -> Any:
-    content = turn.get("content") if isinstance(turn, Mapping) else None  # a text, a list of parts, or a single part
-    if _is_list(content):
-        return {**turn, "content": [_placed_part(part, folder) for part in content]}
-    return {**turn, "content": _placed_part(content, folder)} if isinstance(content, Mapping) else turn
-
-
-def _placed_part(part: Any, folder: Path) -> Any:
-    return _placed(part, folder) if isinstance(part, Mapping) and part.get("type") != "text" else part
+    parts = _parts_of(turn)
+    is_medium = [isinstance(part, Mapping) and part.get("type") != "text" for part in parts]
+    if not any(is_medium):
+        return turn
+    placed = (_placed(part, folder) if held else part for part, held in zip(parts, is_medium, strict=True))
+    return {**turn, "content": [*placed]}
 
 
 def _placed(media: Any, folder: Path) -> Any:
@@ -474,25 +472,17 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnTags:
-    """Keys and roles of the turns in another library's `messages` column."""
-
-    role: str = "from"
-    """Key of a turn's role."""
-    content: str = "value"
-    """Key of a turn's text."""
-    roles: Mapping[str, str] = field(default_factory=dict)
-    """The dataset's role names -> the roles of messages."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ColumnMap:
     """How the columns of a dataset map to the names that vlmpack reads."""
 
     names: Mapping[str, str] = field(default_factory=dict)
     """Column of the dataset -> the name that vlmpack reads."""
-    tags: TurnTags | None = None
-    """Keys and roles of the turns in `messages`; None: `role` and `content`, or `from` and `value`."""
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """The dataset's role names -> the roles of messages; {}: turns have `role` and `content`, or `from` and `value`."""
+    role_key: str = "from"
+    """Key of a turn's role in the dataset, if there are `roles`."""
+    content_key: str = "value"
+    """Key of a turn's text, if there are `roles`."""
     required: tuple[str, ...] = ()
     """Columns that must exist."""
     folder: Path | None = None
@@ -513,20 +503,19 @@ class ColumnMap:
                 raise bad_row(f"it has two columns that would be read as {target!r}; leave {name!r} out, or rename it")
             if renamed.get(target) is None:
                 renamed[target] = value
-        if self.tags is not None and renamed.get("messages") is not None:
-            renamed["messages"] = [_tagged(turn, self.tags) for turn in renamed["messages"]]
+        if self.roles and renamed.get("messages") is not None:
+            renamed["messages"] = [*map(self._message, renamed["messages"])]
         return as_messages(renamed)
 
-
-def _tagged(turn: Any, tags: TurnTags) -> dict[str, Any]:
-    """Convert a turn to a message."""
-    if not isinstance(turn, Mapping) or not {tags.role, tags.content} <= turn.keys():
-        raise bad_row(f"it has a turn without {tags.role!r} and {tags.content!r}: {turn!r:.60}; correct the tags")
-    role = turn[tags.role]
-    if tags.roles and role not in tags.roles:
-        raise bad_row(f"it has a turn of the role {role!r}, which the tags do not name ({', '.join(tags.roles)})")
-    message = {key: value for key, value in turn.items() if key not in (tags.role, tags.content)}
-    return {**message, "role": tags.roles.get(role, role), "content": turn[tags.content]}
+    def _message(self, turn: Any) -> dict[str, Any]:
+        keys = (self.role_key, self.content_key)
+        if not isinstance(turn, Mapping) or not {*keys} <= turn.keys():
+            raise bad_row(f"it has a turn without {keys[0]!r} and {keys[1]!r}: {turn!r:.60}; correct the tags")
+        role, content = (turn[key] for key in keys)
+        if role not in self.roles:
+            raise bad_row(f"it has a turn of the role {role!r}, which the tags do not name ({', '.join(self.roles)})")
+        rest = {key: value for key, value in turn.items() if key not in keys}
+        return {**rest, "role": self.roles[role], "content": content}
 
 
 Columns = Mapping[str, str] | str | os.PathLike[str]
@@ -688,9 +677,9 @@ def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
         return ColumnMap(names=names, required=tuple(names) if columns else ())
     columns = columns or {"messages": "conversations"}
     roles = {tags.get(tag, default): role for tag, (default, role) in _TAGS.items()}
-    read = TurnTags(role=tags.get("role_tag", "from"), content=tags.get("content_tag", "value"), roles=roles)
     names = {theirs: ours for ours, theirs in columns.items() if theirs}
-    return ColumnMap(names=names, tags=read, required=tuple(names))
+    keys = {"role_key": tags.get("role_tag", "from"), "content_key": tags.get("content_tag", "value")}
+    return ColumnMap(names=names, required=tuple(names), roles=roles, **keys)
 
 
 # ---------------------------------------------------------------------- tools and calls as JSON text

@@ -40,7 +40,7 @@ from typing import IO, Any, Literal
 from urllib.parse import unquote
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image, ImageFile, ImageOps
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
@@ -53,18 +53,6 @@ _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 _DEEP_GRAY = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _ON_THEIR_SIDE = (5, 6, 7, 8)
 """EXIF orientations that swap height and width."""
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""EXIF orientation -> the transposition that makes the image upright, as in `ImageOps.exif_transpose`."""
-_ORIENTATION_KEYS = ("exif", "Raw profile type exif", "XML:com.adobe.xmp", "xmp")
-"""Keys of `Image.info` from which Pillow reads an orientation."""
 _PIXELS_AT_ONCE = 2**18
 """Number of pixels of a large image that are converted at a time."""
 
@@ -103,17 +91,12 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     image = source if is_open else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
     _check_header(image, limits)
     _decode(image)
-    turn = _orientation(image.getexif)
+    if _orientation(image.getexif) != 1:
+        image = ImageOps.exif_transpose(image)
     rgb = _to_rgb(image)
     if rgb is image and image is not source and image.format == "WEBP":
         rgb = image.copy()  # frees Pillow's decoder, which holds twice as much again
-    del image  # frees its memory before another copy is made
-    if turn == 1:
-        return rgb
-    upright = rgb.transpose(_TURNS[turn])
-    for name in _ORIENTATION_KEYS:
-        upright.info.pop(name, None)
-    return upright
+    return rgb
 
 
 def read_size(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
@@ -311,7 +294,7 @@ def _orientation(read: Callable[[], Mapping[int, Any]]) -> int:
     """Return the orientation from EXIF or XMP, 1 to 8. Pillow ignores other values, so they count as 1."""
     try:
         by = read().get(ExifTags.Base.Orientation, 1)
-        return by if by in _TURNS else 1
+        return by if by in range(2, 9) else 1
     except Exception as error:  # EXIF is nested offsets; damaged ones raise errors of every kind
         fault = f"the EXIF block is damaged, so the orientation is unknown ({type(error).__name__}: {error});"
         raise SampleError(f"{fault} save the image without EXIF", "image_exif") from error

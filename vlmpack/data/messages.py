@@ -101,14 +101,14 @@ _NOTES = {"length", "lengths", "index", "idx", "source", "dataset", "split", "at
 """Columns that nothing reads and that would change nothing."""
 _PREFERENCE = re.compile(r"(chosen|rejected)(_.*)?|(loss|sample)_(scale|weight)s?")
 """Names of columns that say how strongly, or against which alternative, a sample is trained on."""
-_HELD = r"_?(paths?|files?|urls?|bytes|file_?names?|data|base64|array)?"
-_NAMED = {
-    "image or video": re.compile(rf"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?){_HELD}"),
-    "audio": re.compile(rf"(audios?|sounds?|speech|wavs?){_HELD}"),
-}
+_MEDIA_NAMES = re.compile(
+    r"(images?|imgs?|pictures?|pics?|photos?|videos?|clips?|audios?|sounds?|speech|wavs?)"
+    r"_?(paths?|files?|urls?|bytes|file_?names?|data|base64|array)?"
+)
 """Names of columns that hold media; `image_id` and `num_images` do not match."""
 _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media_paths?|attachments?|frames)")
 """Names of columns that hold files of any kind."""
+_ENDS = tuple(end for ends in ENDS.values() for end in ends)
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """First bytes of encoded images (and RIFF files)."""
 _GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
@@ -784,8 +784,8 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
         fault = ""
         if _is_preference(name.lower(), value):
             fault = "which weights samples or lists preferences: give each message its `weight`"
-        elif not has_media and (looks := _looks_like(name.lower(), value)):
-            fault = f"which looks like its {looks}, and it has no other; rename or remove it"
+        elif not has_media and _looks_like_media(name.lower(), value):
+            fault = "which looks like its image, video or audio, and it has no other; rename or remove it"
         elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
             fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
         if fault:
@@ -801,21 +801,18 @@ def _is_preference(name: str, value: Any) -> bool:
     return _PREFERENCE.fullmatch(name) is not None and any(item != 1 for item in values)
 
 
-def _looks_like(name: str, value: Any) -> str:
-    """Return the kind of media that a column seems to hold, whatever its name; "": none."""
+def _looks_like_media(name: str, value: Any) -> bool:
+    """Return whether a column seems to hold media, by its name or by its value."""
     first = value[0] if isinstance(value, list | tuple) else value
-    path = first.strip().lower() if _FILE_COLUMN.fullmatch(name) and isinstance(first, str) else ""
-    is_visual = (
-        isinstance(first, Image.Image)
-        or (isinstance(first, Mapping) and {"bytes", "path"} == set(first) and not is_absent(first))
-        or (isinstance(first, str) and first.startswith(("data:image/", "data:video/")))
-        or (isinstance(first, bytes) and first.startswith(_ENCODED))
-        or path.endswith((*ENDS["image"], *ENDS["video"]))
-    )
-    if is_visual or path.endswith(ENDS["audio"]):
-        return "image or video" if is_visual else "audio"
-    is_medium = isinstance(first, str | bytes | Mapping | float)
-    return next((kind for kind, names in _NAMED.items() if is_medium and names.fullmatch(name)), "")
+    if isinstance(first, Mapping) and {"bytes", "path"} == set(first):
+        return not is_absent(first)
+    if isinstance(first, str) and first.startswith(("data:image/", "data:video/")):
+        return True
+    if isinstance(first, str) and _FILE_COLUMN.fullmatch(name) and first.strip().lower().endswith(_ENDS):
+        return True
+    is_image = isinstance(first, Image.Image) or (isinstance(first, bytes) and first.startswith(_ENCODED))
+    is_named = _MEDIA_NAMES.fullmatch(name) is not None and isinstance(first, str | bytes | Mapping | float)
+    return is_image or is_named
 
 
 def no_columns(feature: Mapping[str, Any]) -> SampleError:

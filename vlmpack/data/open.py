@@ -38,7 +38,7 @@ from vlmpack.data.formats import (
     sample_id_of,
 )
 from vlmpack.data.messages import no_columns
-from vlmpack.data.readers import JsonRows, MapStyle, Source, StoredRows, find_rows
+from vlmpack.data.readers import JsonRows, MapStyle, Source, StoredRows, find_rows, sample_at
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 _LOOKED_AT = 100
@@ -108,13 +108,7 @@ class SampleDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of a batch for a DataLoader. An unreadable row becomes an error, which collators skip."""
-        return [self._sample_or_error(index) for index in indices]
-
-    def _sample_or_error(self, index: int) -> Any:
-        try:
-            return self[index]
-        except SampleError as error:
-            return error.with_traceback(None)
+        return [sample_at(self, index) for index in indices]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -40,6 +40,29 @@ class MapStyle(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+def sample_at(dataset: Any, place: int) -> Any:
+    """Return a sample, or the SampleError if it cannot be read, which the collator then raises or skips."""
+    try:
+        return dataset[place]
+    except SampleError as error:
+        return error.with_traceback(None)
+
+
+def check_samples(dataset: object) -> None:
+    """Check that the argument is one data set, rather than several or a path (whose letters would become samples).
+
+    Raises:
+        ConfigError: the argument is a path or a mapping.
+    """
+    if isinstance(dataset, str | bytes | os.PathLike):
+        raise ConfigError(f"{os.fsdecode(dataset)!r:.99} is a path: open it with vlmpack.data.open_dataset(path)")
+    if isinstance(dataset, Mapping):
+        raise ConfigError(
+            f"expected a data set, got a {type(dataset).__name__} with the keys "
+            f"{', '.join(map(repr, list(dataset)[:8]))}; if they are splits, give one of them"
+        )
+
+
 # ---------------------------------------------------------------------- JSON files
 
 JSON_FILES = (".json", ".jsonl", ".ndjson")
@@ -76,19 +99,16 @@ class JsonRows:
             fault = None if isinstance(row, dict) else f"is a {type(row).__name__}"
         except OSError as error:
             message = f"{self.path} cannot be read any more: {error}; open the dataset again"
-            raise SampleError(message, index=int(index), reason="row_unreadable") from error
+            raise SampleError(message, "row_unreadable") from error
         except RecursionError:
             fault = "is nested too deeply to be read"
         except ValueError as error:  # includes UnicodeDecodeError
             fault = f"is no JSON ({error})"
         if fault is None:
             return row
-        raise SampleError(
-            f"the text at byte {start} of {self.path} {fault}: {text.strip()[:40].decode(errors='replace')!r}; a "
-            "sample is a JSON object, with a line of its own or in one array with all others",
-            index=int(index),
-            reason="row_unreadable",
-        )
+        seen = f"the text at byte {start} of {self.path} {fault}: {text.strip()[:40].decode(errors='replace')!r}"
+        remedy = "a sample is a JSON object, with a line of its own or in one array with all others"
+        raise SampleError(f"{seen}; {remedy}", "row_unreadable")
 
 
 def json_rows(path: Path) -> JsonRows:
@@ -203,7 +223,7 @@ class StoredRows:
             return self._decoded(row)
         except ValueError as error:
             detail = f"a column of the feature Json cannot be decoded: {error}; write the dataset again"
-            raise SampleError(detail, index=index, reason="row_unreadable") from error
+            raise SampleError(detail, "row_unreadable") from error
 
     def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[dict[str, Any]]:
         """Yield these columns of all rows in order, reading `size` rows at a time. An undecodable row is empty."""
@@ -359,7 +379,7 @@ class ShardRows:
             return {"id": key, **_columns(parts)}
         except (OSError, tarfile.TarError, ValueError) as error:
             detail = f"the sample at byte {start} of {path} cannot be read: {error}"
-            raise SampleError(detail, index=int(index), reason="row_unreadable") from error
+            raise SampleError(detail, "row_unreadable") from error
 
 
 def _shard_rows(paths: Sequence[Path]) -> ShardRows:

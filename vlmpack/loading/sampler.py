@@ -10,8 +10,8 @@ from typing import Any, Literal, final, get_args
 import numpy as np
 from torch.utils.data import Sampler
 
+from vlmpack.data.digest import LOAD_ANOTHER
 from vlmpack.errors import ConfigError, check_choice, check_kind, check_whole_number
-from vlmpack.loading.resumable import LOAD_ANOTHER
 from vlmpack.plan.balance import EMPTY, ROWS_EXCHANGED, Schedule, balance_rows
 from vlmpack.plan.lengths import check_seed, checked_capacity
 from vlmpack.plan.plan import Plan

@@ -15,9 +15,8 @@ from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 
-from vlmpack.data.digest import content_digest
+from vlmpack.data.digest import check_seal, content_digest, sealed
 from vlmpack.errors import ConfigError, SampleError, check_kind
-from vlmpack.loading.resumable import check_seal, other_data, sealed
 from vlmpack.plan.lengths import Overlength, check_overlength, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
 from vlmpack.plan.planner import cut_group
@@ -435,3 +434,9 @@ class StreamPacker(Generic[Sample]):
             shared = tuple(0 for _ in needs) if prefix is None else prefix.needs(self.settings.limits)
             group.add(number, needs, prefix and prefix.key, shared)
         return group
+
+
+def other_data(fault: str) -> ConfigError:
+    """Return the error for a state that belongs to another source."""
+    remedy = "give the data set of the run to continue, with the same samples"
+    return ConfigError(f"the state is of another source: {fault}; {remedy}")

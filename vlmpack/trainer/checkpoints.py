@@ -41,9 +41,9 @@ from vlmpack.collate import digests
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.data.open import SampleDataset
+from vlmpack.data.readers import sample_at
 from vlmpack.errors import ConfigError
 from vlmpack.files import atomic_file, write_text, writing
-from vlmpack.loading.resumable import sample_at
 from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.loading.stream import StreamLoader
 from vlmpack.rows import PackedDataset

@@ -25,11 +25,10 @@ from transformers import EvalPrediction
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.data.formats import sample_id_of
-from vlmpack.data.readers import MapStyle
+from vlmpack.data.readers import MapStyle, check_samples
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.lengths import check_refused, measure_lengths
-from vlmpack.loading.resumable import check_samples
 from vlmpack.model.enable import bind_loss_metrics, disable_packing, is_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.model.loss_count import LossCount
