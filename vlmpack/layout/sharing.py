@@ -12,8 +12,8 @@ would merge different images of the same grid. The numbers make a compressed tri
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ def share(
         found = {"images": images, "videos": videos, "audios": audios}
         tree = find_prefix_tree(whole, **found, min_shared=min_shared, groups=groups)
     else:
-        tree = _TokenNumbers.of(whole, (images, videos, audios)).compared(tree)
+        tree = _compared(tree, whole, (images, videos, audios))
     if tree is None:
         return row
     chosen = {kind: tree.of_kind(kind) for kind in KINDS}
@@ -160,12 +160,19 @@ def find_prefix_tree(
         return None
     # two tensors with the same number would not compare as equal
     groups = [group.item() if isinstance(group, torch.Tensor) else group for group in groups]
-    numbers = _TokenNumbers.of(row, (images, videos, audios))
-    trie = compressed_trie(numbers.of_samples, groups, min_shared)
+    values, _ = _token_numbers(row, (images, videos, audios))
+    samples = [values[start:stop] for start, stop in row.segments.spans]
+    trie = compressed_trie(samples, groups, min_shared)
     if sum(trie.lengths) == row.segments.total:
         return None
     tree = PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
-    return numbers.with_media(tree)
+    return _with_media(tree, row)
+
+
+def _with_media(tree: PrefixTree, row: PackedRow) -> PrefixTree:
+    """Return the tree with the media of the row that it computes."""
+    table = row.known_metadata.media or MediaTable()
+    return tree.with_media(table.starts(row.segments))
 
 
 # ---------------------------------------------------------------------- parts of the media tensors
@@ -285,91 +292,75 @@ def take_media(
 # ---------------------------------------------------------------------- numbers of tokens
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _TokenNumbers:
-    """The row as numbers; two numbers are equal if the tokens and the media behind them are equal.
+def _token_numbers(row: PackedRow, numbers: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Check that the row can be shared, and number its tokens.
 
-    An indivisible run is a medium with the text between its frames, or tokens that attend to each other in both
-    directions. No branch begins inside such a run, because all its tokens have the number of its whole content.
+    Two numbers are equal if the tokens and the media behind them are equal. An indivisible run is a medium with the
+    text between its frames, or tokens that attend to each other in both directions. No branch begins inside such a run,
+    because all its tokens have the number of its whole content.
+
+    Args:
+        row: the row.
+        numbers: content numbers of images, of videos and of audios.
+
+    Returns:
+        (int64 [T]: the number of each token; int64 [T]: position in the row where the indivisible run of each token
+        begins, for other tokens their own).
+
+    Raises:
+        LayoutError: see `share`.
     """
+    check_on_host(row)
+    _check_targets(row)
+    table = row.known_metadata.media or MediaTable()
+    values, run_starts = row.input_ids[0].numpy().copy(), np.arange(row.segments.total)
+    contents: dict[Hashable, int] = {}
 
-    values: np.ndarray
-    """int64 [T]: the number of each token."""
-    run_starts: np.ndarray
-    """int64 [T]: position in the row where the indivisible run of each token begins; for other tokens, their own."""
-    segments: Segments
-    """The row's boundaries."""
-    table: MediaTable
-    """All media of the row."""
+    def write(start: int, stop: int, content: Hashable) -> None:
+        values[start:stop] = -1 - contents.setdefault(content, len(contents))
+        run_starts[start:stop] = start
 
-    @classmethod
-    def of(cls, row: PackedRow, numbers: Sequence[Sequence[int]]) -> _TokenNumbers:
-        """Check that the row can be shared, and number its tokens.
+    for kind, of_kind in zip(KINDS, numbers, strict=True):
+        spans = table.spans(row.segments, kind).tolist()
+        for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans, strict=True):
+            write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
+    for start, stop in _two_way_runs(row, table):
+        begin, last = int(run_starts[start]), int(run_starts[stop - 1])
+        if begin != last:  # the last run may extend beyond this one
+            end = last + int(np.count_nonzero(run_starts == last))
+            write(begin, end, values[begin:end].tobytes())
+    return values, run_starts
 
-        `numbers`: content numbers of images, of videos and of audios.
 
-        Raises:
-            LayoutError: see `share`.
-        """
-        check_on_host(row)
-        _check_targets(row)
-        segments = row.segments
-        table = row.known_metadata.media or MediaTable()
-        values, run_starts = row.input_ids[0].numpy().copy(), np.arange(segments.total)
-        contents: dict[Hashable, int] = {}
+def _compared(tree: PrefixTree, row: PackedRow, numbers: Sequence[Sequence[int]]) -> PrefixTree:
+    """Check a caller's tree, and return it with the media that it computes.
 
-        def write(start: int, stop: int, content: Hashable) -> None:
-            values[start:stop] = -1 - contents.setdefault(content, len(contents))
-            run_starts[start:stop] = start
-
-        for kind, of_kind in zip(KINDS, numbers, strict=True):
-            spans = table.spans(segments, kind).tolist()
-            for number, medium, (start, stop) in zip(of_kind, table.of_kind(kind), spans, strict=True):
-                write(start, stop, (kind, number, medium.grid, medium.seconds, values[start:stop].tobytes()))
-        for start, stop in _two_way_runs(row, table):
-            begin, last = int(run_starts[start]), int(run_starts[stop - 1])
-            if begin != last:  # the last run may extend beyond this one
-                end = last + int(np.count_nonzero(run_starts == last))
-                write(begin, end, values[begin:end].tobytes())
-        return cls(values=values, run_starts=run_starts, segments=segments, table=table)
-
-    @property
-    def of_samples(self) -> list[np.ndarray]:
-        """The numbers of each sample, int64."""
-        return [self.values[start:stop] for start, stop in self.segments.spans]
-
-    def compared(self, tree: PrefixTree) -> PrefixTree:
-        """Check a caller's tree, and return it with the media that it computes.
-
-        Raises:
-            LayoutError: the tree belongs to another row, it shares tokens that differ between samples, or a node ends
-                inside an indivisible run.
-        """
-        if tree.segments != self.segments:
-            raise LayoutError(
-                f"the tree is of samples of {list(tree.segments.lengths)[:9]} tokens, the row of "
-                f"{list(self.segments.lengths)[:9]}"
-            )
-        first = tree.source().numpy()[tree.place().numpy()]  # position in the row that each token is taken from
-        self._require(self.values == self.values[first], "is another one there, or stands for other media")
-        # each token of a run is taken from the same sample as the start of the run
-        whole = self.run_starts[first] == self.run_starts[first[self.run_starts]]
-        self._require(whole, "is inside an image or video there, or inside tokens that all see each other")
-        return self.with_media(tree)
-
-    def with_media(self, tree: PrefixTree) -> PrefixTree:
-        """Return the tree with the media that it computes."""
-        return tree.with_media(self.table.starts(self.segments))
-
-    def _require(self, agree: np.ndarray, fault: str) -> None:
+    Raises:
+        LayoutError: the tree belongs to another row, it shares tokens that differ between samples, or a node ends
+            inside an indivisible run.
+    """
+    values, run_starts = _token_numbers(row, numbers)
+    segments = row.segments
+    if tree.segments != segments:
+        raise LayoutError(
+            f"the tree is of samples of {list(tree.segments.lengths)[:9]} tokens, the row of "
+            f"{list(segments.lengths)[:9]}"
+        )
+    first = tree.source().numpy()[tree.place().numpy()]  # position in the row that each token is taken from
+    # each token of a run is taken from the same sample as the start of the run
+    is_whole = run_starts[first] == run_starts[first[run_starts]]
+    for agree, fault in (
+        (values == values[first], "is another one there, or stands for other media"),
+        (is_whole, "is inside an image or video there, or inside tokens that all see each other"),
+    ):
         if not agree.all():
             place = int(agree.argmin())
-            sample = int(self.segments.seq_idx()[place])
+            sample = int(segments.seq_idx()[place])
             raise LayoutError(
-                f"sample {sample}: the tree takes its token {place - self.segments.stride[sample]} from a sample "
-                f"before it, but it {fault}; leave the tree out: share finds it"
+                f"sample {sample}: the tree takes its token {place - segments.stride[sample]} from a sample before it, "
+                f"but it {fault}; leave the tree out: share finds it"
             )
+    return _with_media(tree, row)
 
 
 def _bidirectional(table: MediaTable, segments: Segments) -> list[list[int]]:
