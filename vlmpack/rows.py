@@ -73,8 +73,7 @@ from vlmpack.layout.segments import SlotRule
 from vlmpack.lengths import check_refused, measure_lengths, tree_of, undecoded
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import OVERLENGTH, Budget, Overlength, check_overlength, check_seed, divided_up, round_up
-from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import STRATEGIES, plan_bins, split_rows
+from vlmpack.plan.plan import STRATEGIES, Plan, plan_bins, split_rows
 from vlmpack.workers import Executor, in_order
 
 __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]

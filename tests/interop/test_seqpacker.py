@@ -39,7 +39,7 @@ from vlmpack.interop.seqpacker import (
 from vlmpack.layout import METADATA_KEY, PackedRow
 from vlmpack.model import enable_packing
 from vlmpack.plan import plan_bins
-from vlmpack.plan.planner import STRATEGIES
+from vlmpack.plan.plan import STRATEGIES
 from vlmpack.testing import tiny_model
 
 # ---------------------------------------------------------------------- a script that was written for SeqPacker

@@ -14,7 +14,7 @@ from layout.naive import naive_maps, naive_tree
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout import PrefixTree, Segments, SlotRule
-from vlmpack.layout.trie import compressed_trie
+from vlmpack.layout.prefix_tree import compressed_trie
 
 
 @st.composite

@@ -314,7 +314,7 @@ def a_branch_behind_a_kept_prefix_is_predicted_by_itself(original, part, hidden)
     return torch.cat([hidden[:, :1], hidden], 1) if part.kept else original(part, hidden)
 
 
-@breaks("vlmpack.layout.trie.compressed_trie", tests=f"layout {ROWS} {EQUAL}")
+@breaks("vlmpack.layout.prefix_tree.compressed_trie", tests=f"layout {ROWS} {EQUAL}")
 def short_beginnings_are_not_shared(original, samples, groups, min_shared):
     return original(samples, groups, 10**6)
 

@@ -15,7 +15,7 @@ from plan.naive import fewest_rows, naive_pairs, naive_tokens
 
 from vlmpack.errors import ConfigError, LayoutError, SampleError
 from vlmpack.plan import Budget, LengthTable, Plan, PrefixGroups, attended_pairs, plan_bins
-from vlmpack.plan.planner import STRATEGIES, split_groups
+from vlmpack.plan.plan import STRATEGIES, split_groups
 
 CAPACITY = 23
 

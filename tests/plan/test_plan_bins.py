@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.cases.planning import LENGTH_SETS
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import Budget, plan_bins
-from vlmpack.plan.planner import STRATEGIES
+from vlmpack.plan.plan import STRATEGIES
 
 CAPACITY = 31
 lengths_lists = st.lists(st.integers(1, 40), min_size=1, max_size=60)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vlmpack.layout.trie import compressed_trie
+from vlmpack.layout.prefix_tree import compressed_trie
 from vlmpack.plan import PrefixGroups, plan_bins
 from vlmpack.plan.prefix_groups import PrefixMarks, groups_of_marks
 

@@ -34,7 +34,7 @@ from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.model.mechanisms import Mechanism
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
-from vlmpack.plan.planner import split_groups
+from vlmpack.plan.plan import split_groups
 from vlmpack.rows import PackedDataset, StoreSettings, write_rows
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
 from vlmpack.trainer.evaluation import EvaluationRows, check_sharing

@@ -185,7 +185,7 @@ def measure(inputs: Inputs, data: DataOptions, *, quiet: bool, min_shared: int |
 
 def plan_rows(table: LengthTable, data: DataOptions, capacity: int) -> Plan:
     """Plan rows; a sample that does not fit one is left out, or gets its own row."""
-    from vlmpack.plan.planner import plan_bins
+    from vlmpack.plan.plan import plan_bins
 
     return plan_bins(
         table, capacity, strategy=data.strategy, overlength=data.rows_overlength,

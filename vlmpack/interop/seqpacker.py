@@ -39,8 +39,7 @@ from vlmpack.interop.row_collator import (
 from vlmpack.interop.row_collator import RowCollator as RowCollator
 from vlmpack.plan.lengths import Overlength, check_seed, checked_capacity
 from vlmpack.plan.packing_buffer import LOOK_AHEAD, ROWS_BUFFERED, PackingBuffer
-from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import STRATEGIES, plan_bins
+from vlmpack.plan.plan import STRATEGIES, Plan, plan_bins
 
 if TYPE_CHECKING:
     import torch

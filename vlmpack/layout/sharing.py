@@ -22,10 +22,9 @@ from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.batch import MEDIA_KEYS, Media, compare_media
 from vlmpack.layout.device import on_host, outside_graph
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, MediaTable, Medium, content_numbers, image_counts
-from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding
+from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding, compressed_trie
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
-from vlmpack.layout.trie import compressed_trie
 
 MIN_SHARED = 64
 """Minimum length in tokens of a shared prefix to make a node; every sample shares about ten tokens of chat template."""

@@ -14,8 +14,7 @@ from vlmpack.data.digest import LOAD_ANOTHER
 from vlmpack.errors import ConfigError, check_choice, check_kind, check_whole_number
 from vlmpack.plan.balance import EMPTY, ROWS_EXCHANGED, Schedule, balance_rows
 from vlmpack.plan.lengths import check_seed, checked_capacity
-from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import split_rows
+from vlmpack.plan.plan import Plan, split_rows
 
 Remainder = Literal["split", "empty", "drop"]
 

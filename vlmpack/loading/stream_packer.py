@@ -19,7 +19,7 @@ from vlmpack.data.digest import check_seal, content_digest, sealed
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.plan.lengths import Overlength, check_overlength, checked_capacity
 from vlmpack.plan.packing_buffer import ROWS_BUFFERED, PackingBuffer, whole_needs
-from vlmpack.plan.planner import cut_group
+from vlmpack.plan.plan import cut_group
 
 
 @final

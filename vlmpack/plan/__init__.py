@@ -6,8 +6,7 @@ from vlmpack.plan.balance import CostModel, Schedule, balance_rows
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import Budget
 from vlmpack.plan.packing_buffer import PackingBuffer
-from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.plan import Plan, plan_bins
 from vlmpack.plan.prefix_groups import PrefixGroups, attended_pairs
 from vlmpack.plan.simulation import PaddedRecipe, Simulation, simulate
 

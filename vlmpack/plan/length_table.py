@@ -22,8 +22,8 @@ from typing import Any, final
 import numpy as np
 
 from vlmpack.errors import ConfigError, SampleError
+from vlmpack.plan.archive import read_archive, write_archive
 from vlmpack.plan.lengths import Budget
-from vlmpack.plan.plan import read_archive, write_archive
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 
 

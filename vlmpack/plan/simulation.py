@@ -18,7 +18,7 @@ import numpy as np
 from vlmpack.errors import ConfigError
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import SHOWN, Overlength, checked_capacity, divided_up
-from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.plan import plan_bins
 
 PadTo = Literal["longest", "max"]
 

@@ -37,8 +37,7 @@ from vlmpack.model.result import StepResult, Work
 from vlmpack.model.step import PackedStep
 from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.lengths import OVERLENGTH
-from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.plan import Plan, plan_bins
 from vlmpack.trainer.loss import Loss, SampleLosses, data_place, gathered, mean_loss
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]

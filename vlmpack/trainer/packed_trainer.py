@@ -36,8 +36,7 @@ from vlmpack.model.enable import enable_packing, is_packing
 from vlmpack.model.engine import packing_state, stored_state
 from vlmpack.model.forward import STEP, StepCall
 from vlmpack.model.plain import find_model
-from vlmpack.plan.plan import Plan
-from vlmpack.plan.planner import split_groups
+from vlmpack.plan.plan import Plan, split_groups
 from vlmpack.rows import PackedDataset
 from vlmpack.trainer import checkpoints
 from vlmpack.trainer.checkpoints import PLAN_FILE, RenamedWeights, stream_file

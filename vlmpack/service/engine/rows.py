@@ -39,7 +39,7 @@ from vlmpack.model.engine import packing_state
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.step import PackedStep
 from vlmpack.plan.lengths import Budget
-from vlmpack.plan.planner import plan_bins
+from vlmpack.plan.plan import plan_bins
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.engine.clients import ClientModel
 from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of
