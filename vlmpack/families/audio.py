@@ -1,4 +1,4 @@
-"""Audio of a family: tokens and boundaries of audio features, and positions that the model's own code computes.
+"""Audio of a family: tokens and boundaries of audio features, and positions in samples with videos, which take time.
 
     frames    log-mel frames [N, mel, F], padded to a common number, with a mask of each audio's own frames
     chunks    pieces of an audio's frames; convolutions run over each one, padded to the longest chunk of the call
@@ -101,29 +101,24 @@ def longest_of_samples(table: MediaTable) -> dict[int, int]:
     return longest
 
 
-# ---------------------------------------------------------------------- positions that the model's own code computes
-
-
-PositionsOfSample = Callable[[np.ndarray, MediaTable, Any], torch.Tensor]
-"""Function of the kinds of a sample's tokens, int64 [L], its media, and the model's configuration; returns positions
-[3, L], int64 or float32."""
+# ---------------------------------------------------------------------- positions of samples with videos
 
 
 def replace_videos(
-    of_sample: PositionsOfSample,
+    dtype: type[np.number],
     positions_4T: np.ndarray,
     table: MediaTable,
     segments: Segments,
     restarts: Segments,
     config: Any,
 ) -> np.ndarray:
-    """Replace the positions of samples with videos, or with images of several frames, by the model's own.
+    """Replace the positions of samples with videos, or with images of several frames, which take time.
 
-    There, a video (or an image of several frames) moves later tokens by its duration, in float32 if the model has
-    fractional positions.
+    There, a video (or an image of several frames) moves later tokens by its duration, as in `get_rope_index` of
+    transformers' Omni models.
 
     Args:
-        of_sample: function that calls `get_rope_index`.
+        dtype: dtype of the positions (`Rotary.timed`).
         positions_4T: positions that are already correct for all other samples.
         table: the media of the row.
         segments: the boundaries of its samples.
@@ -131,10 +126,10 @@ def replace_videos(
         config: the model's configuration.
 
     Returns:
-        [4, T]; float32 if the model's own positions are.
+        [4, T]; float32 if `dtype` is and there are such samples.
 
     Raises:
-        LayoutError: a video has no seconds, or positions restart right before a medium.
+        LayoutError: a video has no seconds.
     """
     seconds = [video.seconds for video in table.videos if video.seconds is not None]
     if len(seconds) != len(table.videos):
@@ -142,22 +137,50 @@ def replace_videos(
             f"there are {len(table.videos)} videos but the seconds between two grids of {len(seconds)}; give the "
             "processor's video_second_per_grid"
         )
-    kinds_T = table.types(segments)
-    starts = [segments.stride[medium.sample] + medium.runs[0][0] for medium in table.media]
+    placed = sorted((segments.stride[m.sample] + m.runs[0][0], at) for at, m in enumerate(table.media))
     for start, stop in restarts.spans:
-        inside = [medium for medium, at in zip(table.media, starts, strict=True) if start <= at < stop]
-        if not any(medium.kind == VIDEO or (medium.grid and medium.grid[0] > 1) for medium in inside):
-            continue
-        if kinds_T[start]:
-            raise LayoutError(
-                f"positions restart at place {start} of the row, between a medium and the token before it that "
-                "marks its start; move that boundary"
-            )
-        found_3L = of_sample(kinds_T[start:stop], MediaTable(media=tuple(inside)), config).numpy()
-        if found_3L.dtype.kind == "f":
-            positions_4T = positions_4T.astype(found_3L.dtype, copy=False)
-        positions_4T[1:, start:stop] = found_3L
+        inside = [(first, table.media[at]) for first, at in placed if start <= first < stop]
+        if any(medium.kind == VIDEO or (medium.grid and medium.grid[0] > 1) for _, medium in inside):
+            positions_4T = positions_4T.astype(dtype, copy=False)
+            positions_4T[1:, start:stop] = _timed_positions(start, stop, inside, config, dtype)
     return positions_4T
+
+
+def _timed_positions(
+    start: int, stop: int, media: Sequence[tuple[int, Medium]], config: Any, dtype: type[np.number]
+) -> np.ndarray:
+    """Return time, height and width of the tokens from `start` to `stop` of a row: [3, L].
+
+    Every piece (text, a medium, the token behind it) starts after the largest position of the piece before. Sums are
+    rounded piece by piece as in transformers. `media`: position in the row of each medium's first token, and the
+    medium.
+    """
+    pieces: list[np.ndarray] = []
+
+    def add(offsets: np.ndarray) -> None:
+        if offsets.shape[1]:
+            first = pieces[-1].max() + dtype(1) if pieces else dtype(0)
+            pieces.append(np.broadcast_to(offsets.astype(dtype) + first, (3, offsets.shape[1])))
+
+    place = start
+    for first, medium in media:
+        add(np.arange(first - place)[None])
+        add(_offsets(medium, config))
+        place = min(first + medium.tokens + 1, stop)
+        add(np.zeros((1, place - first - medium.tokens)))
+    add(np.arange(stop - place)[None])
+    return np.concatenate(pieces, axis=1)
+
+
+def _offsets(medium: Medium, config: Any) -> np.ndarray:
+    """Return time, height and width of each token of a medium from its start, [3, M]; of an audio, [1, M]."""
+    if medium.grid is None:
+        return np.arange(medium.tokens)[None]
+    frames, *sides = medium.grid
+    frame, row, column = np.indices((frames, *(n // config.vision_config.spatial_merge_size for n in sides)))
+    seconds = np.float32(1.0 if medium.seconds is None else medium.seconds)
+    time = frame.astype(np.float32) * seconds * np.float32(config.position_id_per_seconds)
+    return np.stack([time, row, column]).reshape(3, -1)
 
 
 def check_markers(input_ids: torch.Tensor, table: MediaTable, segments: Segments, config: Any) -> None:

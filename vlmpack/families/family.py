@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from vlmpack.errors import FamilyError, LayoutError
-from vlmpack.families.audio import AudioPart, PositionsOfSample, longest_of_samples, replace_videos
+from vlmpack.families.audio import AudioPart, longest_of_samples, replace_videos
 from vlmpack.families.frames import frames_as_images, kinds_between
 from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.families.tiles import (
@@ -102,9 +102,9 @@ class Rotary:
     """Number of rotary positions per token: 3 (time, height, width) or 1 (position in the sample)."""
     start: int = 0
     """Position of the first token."""
-    of_sample: PositionsOfSample | None = None
-    """Function that asks the installed transformers' `get_rope_index` for the positions of a sample with videos; None:
-    they follow from grids too."""
+    timed: type[np.number] | None = None
+    """dtype of the positions if a video moves later tokens by its duration: whole numbers, or float32; None: it moves
+    them by its rows or columns, as an image does."""
 
 
 @final
@@ -271,7 +271,7 @@ class Family:
 
         Time, height and width of every segment are equal, bit for bit, to those that `get_rope_index` of the installed
         transformers returns for the sample on its own. The position in the sample is 0, 1, 2, ...; padding is 0.
-        Positions are float32 if the model's own are (`Rotary.of_sample`). They are computed on the host, without a
+        Positions are float32 if the model's own are (`Rotary.timed`). They are computed on the host, without a
         host–device sync.
 
         Args:
@@ -290,8 +290,8 @@ class Family:
         media = (*table.images, *table.videos)
         offsets_4M = token_offsets(self.placements(media, config))
         positions_4T = row_positions(placeholders(media, segments), offsets_4M, restarts)
-        if (of_sample := self.positions_rule.of_sample) is not None:
-            positions_4T = replace_videos(of_sample, positions_4T, table, segments, restarts, config)
+        if (dtype := self.positions_rule.timed) is not None:
+            positions_4T = replace_videos(dtype, positions_4T, table, segments, restarts, config)
         return to_device(positions_4T[:, None], torch.device(device))
 
     def rotary_ids(self, positions: torch.Tensor) -> torch.Tensor:

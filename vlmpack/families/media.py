@@ -56,7 +56,7 @@ def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
         family.check_takes(known.grids(IMAGE), known.grids(VIDEO))
         compare_media(known if row.tree is None else known.in_tree(row.tree), media)
         table = _compared(family, row, known, config) if family.has_vision else known
-    if family.positions_rule.of_sample is not None:
+    if family.positions_rule.timed is not None:
         check_markers(row.input_ids, table, row.segments, config)
     return table
 

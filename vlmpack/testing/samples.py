@@ -386,7 +386,7 @@ def alone(sample: Sample, *, labels: bool = True) -> dict[str, torch.Tensor]:
     """Return the keyword arguments with which a Hugging Face model computes this sample alone."""
     tokens = {name: sample[name][None] for name in TOKEN_KEYS if name in sample and (labels or name != "labels")}
     family = sample.family if isinstance(sample, Sample) else None
-    if family is not None and family.positions_rule.of_sample:  # the model derives positions from the mask
+    if family is not None and family.positions_rule.timed:  # the model derives positions from the mask
         tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
     return {**tokens, **_media(sample)}
 

@@ -385,7 +385,7 @@ def check_rope_index(model: ModelParts) -> None:
         row = PackedRow(input_ids=input_ids, segments=segments, mm_token_type_ids=types, media=media)
         expected = family.positions(media_of_row(family, row, config), segments, config=config)
         further: dict[str, Any] = {"mm_token_type_ids": types}
-        if family.positions_rule.of_sample is not None:
+        if family.positions_rule.timed is not None:
             further = {"attention_mask": torch.ones_like(input_ids), "audio_seqlens": torch.tensor([frames])}
             further["second_per_grids"] = tensors.get("video_second_per_grid")
         if videos is not None:
