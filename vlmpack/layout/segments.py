@@ -144,7 +144,8 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
     try:
         boundaries = tuple(index(v) for v in (values.tolist() if isinstance(values, torch.Tensor) else values))
     except TypeError:
-        seen = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor | np.ndarray) else repr(values)
+        is_array = isinstance(values, torch.Tensor | np.ndarray)
+        seen = f"{values.dtype} {list(values.shape)}" if is_array else f"{type(values).__name__} {values!r}"
         raise LayoutError(
             f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {seen:.80}"
         ) from None
