@@ -275,8 +275,8 @@ class TestColumns:
         [
             ({"text9": "query"}, "has no column 'text9', which columns= reads as query; it has text1, text2"),
             ({"text1": "querry"}, r"reads a column as 'querry', which nothing reads \(did you mean 'query'\?\)"),
-            ({"text1": "rejected_response"}, "preferences are not trained on"),
-            ({"text1": "query", "text2": "query"}, "reads two columns as 'query'"),
+            ({"text1": "rejected_response"}, "for preferences: PackedDPOTrainer"),
+            ({"text1": "query", "text2": "query"}, "two columns that would be read as 'query'"),
             ({"text1": 3}, "columns has to be a mapping of names"),
             ("{text1: query}", "is no JSON"),
             ("absent.json", "cannot be read"),

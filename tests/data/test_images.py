@@ -116,7 +116,7 @@ SQUARE = Image.new("RGB", (8, 8))
         ({"url": "a.png"}, "image_source", r"must hold 'bytes' or 'path'; its keys: \['url'\]"),
         ({"bytes": None, "path": None}, "image_source", "must hold 'bytes' or 'path'"),
         ("data:image/png,x", "image_source", "is no data:image/png;base64,<payload>"),
-        ("data:image/png;base64,@@@@", "image_source", "is not valid base64"),
+        ("data:image/png;base64,@@@@", "image_source", "base64,<payload>: "),
         ("data:image/png;base64,", "image_undecodable", r"is empty \(0 bytes\)"),
         (b"<!DOCTYPE html><html></html>", "image_undecodable", "are not an image of the formats BMP, GIF"),
         (b"\x89PNG\r\n\x1a\n", "image_undecodable", "are not an image of the formats"),

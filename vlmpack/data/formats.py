@@ -92,7 +92,6 @@ ENDS = {
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".m4a", ".opus"),
 }
 """File name extensions, by kind of medium."""
-_PREFERENCES = ("chosen", "rejected", "rejected_response", "kto_tag", "label", "ranking")
 
 
 def is_absent(value: Any) -> bool:
@@ -548,19 +547,11 @@ def read_columns(columns: Columns, source: Any) -> ColumnMap:
     if not isinstance(columns, Mapping) or not all(isinstance(x, str) for pair in columns.items() for x in pair):
         raise ConfigError(f"columns has to be a mapping of names, got {columns!r:.80}; write {_EXAMPLE}")
     for target in columns.values():
-        if target in _PREFERENCES:
-            raise ConfigError(
-                f"columns= reads a column as {target!r}: preferences are not trained on here; leave it out, and read "
-                "the chosen answers: {'chosen': 'completion'} (pairs: PackedDPOTrainer of vlmpack.trainer.trl)"
-            )
         if target not in TARGETS:
             near = get_close_matches(target, TARGETS, n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ConfigError(
-                f"columns= reads a column as {target!r}, which nothing reads{hint}; use {', '.join(TARGETS)}"
-            )
-    if double := [name for name in columns.values() if list(columns.values()).count(name) > 1]:
-        raise ConfigError(f"columns= reads two columns as {double[0]!r}; keep one of them")
+            fault = f"columns= reads a column as {target!r}, which nothing reads{hint}"
+            raise ConfigError(f"{fault}; use {', '.join(TARGETS)} (for preferences: PackedDPOTrainer)")
     return ColumnMap(names=dict(columns), required=tuple(columns))
 
 
