@@ -246,7 +246,8 @@ def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
         placed.add(match[0])
         return _medium("image", images[match[0]]) if match[0] in images else None
 
-    row = _with_media_of_texts({name: value for name, value in row.items() if name != "image"}, _NUMBERED, medium)
+    rest = {name: value for name, value in row.items() if name != "image"}
+    row = _with_media_of_texts(rest, "<image", _NUMBERED, medium)
     if unused := sorted(images.keys() - placed):
         raise bad_row(f"it has images {', '.join(unused)}, which no user's text places; write the marker there")
     return row
@@ -258,17 +259,23 @@ def _inline_media(row: dict[str, Any]) -> dict[str, Any]:
     def medium(match: re.Match[str]) -> dict[str, Any]:
         return _medium(match["tag"].lower().replace("img", "image"), match["source"])
 
-    return _with_media_of_texts(row, _INLINE, medium)
+    return _with_media_of_texts(row, "</", _INLINE, medium)
 
 
 def _with_media_of_texts(
-    row: dict[str, Any], pattern: re.Pattern[str], medium: Callable[[re.Match[str]], dict[str, Any] | None]
+    row: dict[str, Any],
+    sign: str,
+    pattern: re.Pattern[str],
+    medium: Callable[[re.Match[str]], dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """Split texts that are not the assistant's at what `medium` makes a part of; where it returns None, nothing."""
+    """Split texts that are not the assistant's at matches of which `medium` makes a part; None: the match is text.
+
+    A text without the `sign` has no match, which is faster to see.
+    """
 
     def holds_media(turn: Any) -> bool:
         text = turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else None
-        if not isinstance(text, str) or "<" not in text or turn.get("role", turn.get("from")) in _ANSWERING:
+        if not isinstance(text, str) or sign not in text or turn.get("role", turn.get("from")) in _ANSWERING:
             return False
         return pattern.search(text) is not None
 
@@ -444,11 +451,11 @@ def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _placed_in(turn: Any, folder: Path) -> Any:
     parts = _parts_of(turn)
-    is_medium = [isinstance(part, Mapping) and part.get("type") != "text" for part in parts]
-    if not any(is_medium):
-        return turn
-    placed = (_placed(part, folder) if held else part for part, held in zip(parts, is_medium, strict=True))
-    return {**turn, "content": [*placed]}
+    return {**turn, "content": [_placed_part(part, folder) for part in parts]} if parts else turn
+
+
+def _placed_part(part: Any, folder: Path) -> Any:
+    return _placed(part, folder) if isinstance(part, Mapping) and part.get("type") != "text" else part
 
 
 def _placed(media: Any, folder: Path) -> Any:
