@@ -88,7 +88,7 @@ def load_image(source: ImageSource, *, limits: ImageLimits = DEFAULT_LIMITS) -> 
     """
     is_open = isinstance(source, Image.Image)
     image = source if is_open else _open(io.BytesIO(read_encoded(source, limits=limits)), limits)
-    _check_header(image, limits)
+    check_size(*image.size, limits, kind="image", seen="the image is")
     _decode(image)
     if _orientation(image.getexif) != 1:
         image = ImageOps.exif_transpose(image)
@@ -246,39 +246,48 @@ def _open(file: IO[bytes], limits: ImageLimits) -> Image.Image:
         raise SampleError(f"{fault} in ImageLimits(formats=...), or drop the sample", "image_undecodable") from error
 
 
-def _check_header(image: Image.Image, limits: ImageLimits) -> None:
-    width, height = image.size
-    if width < 1 or height < 1:
-        raise SampleError(f"the image is {width} x {height} pixels: there is nothing in it; drop it", "image_zero_size")
+def check_size(width: int, height: int, limits: Any, *, kind: Literal["image", "video"], seen: str) -> None:
+    """Check the size of an image or of a video's frames.
+
+    Args:
+        width: width in pixels.
+        height: height in pixels.
+        limits: `ImageLimits` or `VideoLimits`.
+        kind: the kind of medium, which is also the first word of an error's reason.
+        seen: the beginning of the error, such as "the image is".
+
+    Raises:
+        SampleError: it is empty (`image_zero_size`), too large (`image_too_large`) or too narrow
+            (`image_aspect_ratio`).
+    """
+    seen = f"{seen} {width} x {height}"
+    if min(width, height) < 1:
+        raise SampleError(f"{seen} pixels: there is nothing in it; drop it", f"{kind}_zero_size")
     if width * height > limits.max_pixels:
-        fault = f"the image is {width} x {height} = {width * height} pixels, more than ImageLimits.max_pixels="
-        raise SampleError(f"{fault}{limits.max_pixels}; scale it down or raise the limit", "image_too_large")
-    if max(width, height) > limits.max_aspect_ratio * min(width, height):
-        fault = f"the image is {width} x {height} pixels, an aspect ratio of {max(image.size) / min(image.size):.1f}"
-        remedy = f"more than {limits.max_aspect_ratio:g}, where Qwen's resize rule ends; cut or pad it"
-        raise SampleError(f"{fault}, {remedy}", "image_aspect_ratio")
+        fault = f"{seen} = {width * height} pixels, more than {type(limits).__name__}.max_pixels={limits.max_pixels}"
+        raise SampleError(f"{fault}; scale it down or raise the limit", f"{kind}_too_large")
+    ratio = max(width, height) / min(width, height)
+    if ratio > limits.max_aspect_ratio:
+        fault = f"{seen} pixels, an aspect ratio of {ratio:.1f}, more than {limits.max_aspect_ratio:g}"
+        raise SampleError(f"{fault}, where Qwen's resize rule ends; cut or pad it", f"{kind}_aspect_ratio")
 
 
 def _decode(image: Image.Image) -> None:
     """Decode the pixels now, so that a damaged image fails here and not in a later step."""
+    cause = None
     try:
-        fault = _missing_end(image)
-        if fault is None:
+        if (fault := _missing_end(image)) is None:
             image.load()
+            return
     except Exception as error:  # on damaged bytes Pillow's decoders raise errors of every kind
-        raise _damaged(image, f"{type(error).__name__}: {error}") from error
-    if fault is not None:
-        raise _damaged(image, fault)
-
-
-def _damaged(image: Image.Image, fault: str) -> SampleError:
+        fault, cause = f"{type(error).__name__}: {error}", error
     seen = f"the {image.format or 'image'} data of {image.width} x {image.height} pixels are damaged or cut short"
-    return SampleError(f"{seen} ({fault}); write the file again or drop the sample", "image_undecodable")
+    raise SampleError(f"{seen} ({fault}); write the file again or drop the sample", "image_undecodable") from cause
 
 
 def _size(image: Image.Image, limits: ImageLimits) -> tuple[int, int]:
     """Return (height, width) of the image after decoding and orientation, from the data read so far."""
-    _check_header(image, limits)
+    check_size(*image.size, limits, kind="image", seen="the image is")
     if isinstance(image, PngImageFile) and image.tile and image.fp and _has_text_after_pixels(image.fp):
         _decode(image)  # Pillow reads the chunks after the pixels only now
     width, height = image.size

@@ -30,7 +30,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from vlmpack.data.images import open_source
+from vlmpack.data.images import check_size, open_source
 from vlmpack.errors import SampleError, check_extra
 
 VideoSource = bytes | bytearray | memoryview | str | Path | Mapping
@@ -200,7 +200,7 @@ class _Video:
             raise SampleError("libav has no decoder for its codec; encode it again as H.264", "video_codec")
         self.stream.codec_context.thread_count = 1
         self.stream.codec_context.options = {"max_pixels": str(limits.max_pixels)}
-        self._check_size(self.stream.codec_context.height, self.stream.codec_context.width)
+        self._check_size(self.stream.codec_context)
 
     def frames(self) -> Iterator[Any]:
         """Decode frames from the current position of the container.
@@ -211,7 +211,7 @@ class _Video:
         for frame in self.container.decode(self.stream):
             if frame.is_corrupt:
                 raise _undecodable(f"the frame at {frame.time} seconds is damaged")
-            self._check_size(frame.height, frame.width)
+            self._check_size(frame)
             yield frame
 
     def listed_frames(self) -> int | None:
@@ -288,15 +288,8 @@ class _Video:
         if count != len(scan.shown):
             raise _undecodable(f"it lists {len(scan.shown)} frames, and {count} can be decoded")
 
-    def _check_size(self, height: int, width: int) -> None:
-        if min(height, width) < 1:
-            raise SampleError(f"its frames are {width} x {height} pixels: there is nothing in them", "video_frames")
-        if height * width > self.limits.max_pixels:
-            fault = f"its frames are {width} x {height} = {width * height} pixels, more than VideoLimits.max_pixels="
-            raise SampleError(f"{fault}{self.limits.max_pixels}; scale it down or raise the limit", "video_too_large")
-        if max(height, width) > self.limits.max_aspect_ratio * min(height, width):
-            fault = f"its frames are {width} x {height} pixels, an aspect ratio above {self.limits.max_aspect_ratio:g},"
-            raise SampleError(f"{fault} where Qwen's resize rule ends; cut or pad them", "video_aspect_ratio")
+    def _check_size(self, of: Any) -> None:
+        check_size(of.width, of.height, self.limits, kind="video", seen="its frames are")
 
     def _check_count(self, count: int) -> None:
         if not count:
