@@ -205,17 +205,12 @@ class PackedBatchSampler(Sampler[list[int]]):
         if not differing:
             return
         was, now = (", ".join(f"{name} {of.get(name)!r}" for name in differing) for of in (saved, own))
-        before, remedy = saved.get("rows a step"), "plan and distribute rows as before"
-        if "rows a step" in differing and isinstance(before, int):
-            fitting = [str(ranks) for ranks in range(1, before + 1) if before % ranks == 0]
-            remedy = f"a step of {before} rows continues on {', '.join(fitting)} ranks with rows of their own"
-            if str(self.ranks) in fitting:
-                number = before // self.ranks
-                remedy = f"on {self.ranks} ranks, set accumulation (gradient_accumulation_steps) to {number}"
-        raise ConfigError(
-            f"the state is of rows of {was}, but these are of {now}: some samples would be trained on twice and others "
-            f"never; {remedy}"
-        )
+        remedy = "plan and distribute rows as before"
+        if "rows a step" in differing:
+            product = "ranks times accumulation (gradient_accumulation_steps)"
+            remedy = f"{product} has to be {saved.get('rows a step')}, as before"
+        fault = f"the state is of rows of {was}, but these are of {now}"
+        raise ConfigError(f"{fault}: some samples would be trained on twice and others never; {remedy}")
 
 
 def _state_number(state: Any, name: str, *, at_least: int = 0, at_most: int | None = None) -> int:
