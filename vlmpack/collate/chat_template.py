@@ -32,7 +32,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -69,9 +68,7 @@ _WRITTEN_EMPTY = re.compile(r"<think>\s*</think>|^\s*</think>")
 _OPENED = re.compile(r"(?:\s|</?think>)*")
 """Text that a generation prompt may write and an answer may leave out."""
 _NOTHING = re.compile("")
-_SHAPES_KEPT = 4096
-"""Number of conversation shapes whose probes are cached."""
-_LAYOUTS_KEPT = 512
+_LAYOUTS_KEPT = 1024
 """Number of cached layouts. Each holds everything that a template writes around texts, including tools."""
 
 
@@ -84,19 +81,6 @@ class _Generation(Extension):
         """Parse the statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Beginning(NamedTuple):
-    """A conversation's first messages, rendered alone and compared with the whole text."""
-
-    number: int
-    """Number of the last text that both have, in the order of the whole text; 0: none."""
-    stop: int
-    """Position after that text where the whole text departs from the partial one."""
-    rest: str
-    """The rest of the partial text from there on."""
-    before: Mapping[int, str]
-    """For each text, the partial text before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +99,8 @@ class ChatTemplate:
     """False: ignore the template's own marks when finding answers, as with ChatML."""
     add_stop: str | None = None
     """Token to append after the last answer if the template does not end it with one; None: none."""
-    shapes: dict[Any, Shape | None] = field(default_factory=dict)
-    """Key of a conversation's shape -> how the template renders it; None: it cannot write the probes."""
-    layouts: dict[str, Layout | None] = field(default_factory=dict)
-    """Everything in a conversation except its texts -> positions of answers; None: the template cannot write probes."""
+    layouts: dict[Any, Layout] = field(default_factory=dict)
+    """Key of a conversation's shape (`leaves_of`) -> how the template renders it."""
 
     def render(self, conversation: Conversation) -> str:
         """Render the messages of a conversation.
@@ -137,7 +119,7 @@ class ChatTemplate:
         except Exception as error:  # a template can fail in any way on messages it rejects
             fault = f"the chat template cannot write its messages ({type(error).__name__}: {error})"
             raise SampleError(f"{fault}; check their roles and contents", "template_error") from error
-        self._check_texts(conversation.messages, conversation.template_options, text)
+        self._check_texts(conversation, text)
         return text
 
     def answers(self, conversation: Conversation, text: str) -> list[Span]:
@@ -165,8 +147,8 @@ class ChatTemplate:
             fault = f"the chat template marks {len(spans) or 'no'} answers of its {len(turns)} assistant messages"
             remedy = "repair its {% generation %}, use train_on='all', or give tokenized samples with labels"
             raise SampleError(f"{fault}; {remedy}", "turn_mismatch")
-        said = ((at, self._thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
-        return [self._with_end(text, span, messages[at + 1 :]) for at, span in said]
+        said = ((at, self.thoughtful(messages[at], text, span)) for at, span in zip(turns, spans, strict=True))
+        return [self.with_end(text, span, messages[at + 1 :]) for at, span in said]
 
     def is_ended(self, said: str) -> bool:
         """Return whether an answer's text ends with a token that the template writes, apart from trailing blanks."""
@@ -174,7 +156,7 @@ class ChatTemplate:
 
     def stop_of(self, text: str, span: Span) -> int:
         """Find the start of the special tokens at an answer's end; without any, return the answer's end."""
-        ending = re.search(rf"(?:{self._token.pattern})*$", text[slice(*span)])
+        ending = re.search(rf"(?:{self.token.pattern})*$", text[slice(*span)])
         return span[1] if ending is None else span[0] + ending.start()
 
     def end_of(self, conversation: Conversation, text: str, answers: Sequence[Span] | None = None) -> str:
@@ -233,111 +215,49 @@ class ChatTemplate:
 
     def _located(self, conversation: Conversation, text: str) -> tuple[Layout, list[int]]:
         """Return the layout of a conversation, and a 0 followed by the ends of its written texts in `text`."""
-        messages, options = conversation.messages, conversation.template_options
-        key = repr(([map_texts(message, at, lambda *_: "") for at, message in enumerate(messages)], options))
-        leaves, _ = leaves_of(messages, options)
-        layout = self.layouts.get(key)
-        ends = layout and layout.ends(leaves, text)
-        if ends is None:
-            numbers = count()
-            tried = [map_texts(message, at, lambda *_: probe(next(numbers))) for at, message in enumerate(messages)]
-            layout = self._layout(tried, options, [leaf._replace(text=probe(at)) for at, leaf in enumerate(leaves)])
-            if len(self.layouts) >= _LAYOUTS_KEPT:
-                self.layouts.clear()
-            self.layouts[key] = layout
-            ends = layout and layout.ends(leaves, text)
-        if layout is None or ends is None:  # the conversation's texts change what the template writes around them
-            layout, ends = self._layout(messages, options, ()), [0]
-            assert layout is not None
+        leaves, key = leaves_of(conversation)
+        layout = self.layouts.get(key) or self._layout(conversation, key)
+        ends = layout.ends(leaves, text)
+        if ends is None:  # what is no text may differ, such as tools
+            layout = self._layout(conversation, key)
+            ends = layout.ends(leaves, text)
+        if ends is None:  # the conversation's texts change what the template writes around them
+            return Layout(self, conversation.messages, conversation.template_options, ()), [0]
         return layout, ends
 
-    def _layout(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], probes: Sequence[Leaf]
-    ) -> Layout | None:
-        """Find the answers of messages whose texts are these probes. None: the template cannot write them.
+    def _layout(self, conversation: Conversation, key: Any) -> Layout:
+        """Find out how the template writes conversations of this shape, with probes in place of their texts."""
+        probes: list[Leaf] = []
 
-        Without probes, whole texts are compared, and beginnings must be written exactly as in the whole conversation.
-        """
-        text = self._tried(messages, options)
-        if text is None:
-            return None
-        roles = [message["role"] for message in messages]
+        def insert(message: int, path: str, text: str) -> str:
+            probes.append(Leaf(message, path, probe(len(probes))))
+            return probes[-1].text
 
-        def spots_in(written: str) -> dict[int, Spot]:
-            found = ((at, find_spot(leaf, roles[leaf.message], written)) for at, leaf in enumerate(probes))
-            return {at: spot for at, spot in found if spot is not None}
+        tried = [map_texts(message, at, insert) for at, message in enumerate(conversation.messages)]
+        if len(self.layouts) >= _LAYOUTS_KEPT:
+            self.layouts.clear()
+        self.layouts[key] = layout = Layout(self, tried, conversation.template_options, probes)
+        return layout
 
-        spots = spots_in(text)
-        order = sorted(spots, key=spots.__getitem__)
-        starts, ends = [*(spots[at].start for at in order), len(text)], [0, *(spots[at].stop for at in order)]
-
-        def compare(stop: int, **prompt: bool) -> _Beginning | None:
-            """Render messages[:stop] alone and compare. None: the template cannot write them."""
-            written = self._tried(messages[:stop], {**options, **prompt})
-            if written is None:
-                return None
-            there = {at: spot for at, spot in spots_in(written).items() if at in spots and probes[at].message < stop}
-            last = max(there, key=there.__getitem__, default=None)
-            number = 0 if last is None else order.index(last) + 1
-            alone = written if last is None else written[there[last].stop :]
-            shared = self._shared(alone, text[ends[number] : starts[number]])
-            before = {at: written[: there[at].start] for at in there}
-            return _Beginning(number, ends[number] + shared, alone[shared:], before)
-
-        def find(at: int) -> tuple[Mark, Mark] | str:
-            fault = f"otherwise alone than before other messages, so it is not known which tokens are messages[{at}]"
-            said = [one for one in order if probes[one].message == at]
-            own = [spots[one] for one in said]
-            question, answer = compare(at, add_generation_prompt=True), compare(at + 1)
-            if at == 0 and own and (prompt := text.rfind(self._prompt, 0, own[0].start)) >= 0:
-                question = _Beginning(0, prompt + len(self._prompt), "", {})  # a template cannot ask after no message
-            if question is None or not (_OPENED if probes else _NOTHING).fullmatch(question.rest):
-                return f"messages[:{at}] and its prompt {fault}"
-            if answer is None or (self._token.sub("", answer.rest) if probes else answer.rest).strip():
-                return f"messages[:{at + 1}] {fault}"
-            start, stop, before, number = question.stop, answer.stop, question.number, answer.number
-            first = own[0].start if own else max(start, stop)
-            if _WRITTEN_EMPTY.search(text_of(messages[at])) and (empty := _EMPTY.search(text, ends[before], start)):
-                start = start - len(empty.group().lstrip()) if empty.end() == start else start
-            start, _ = self._thoughtful(messages[at], text, (start, first))
-            if self.is_ended(text[start:stop]):
-                stop = start + len(text[start:stop].rstrip())
-            start, stop = self._with_end(text, (start, stop), messages[at + 1 :])
-            inside = [one for one in spots.values() if one.start < stop and one.stop > start]
-            if said and not answer.before[said[0]].endswith(text[start : max(start, first)]):
-                return f"messages[{at}] {fault}"
-            if sorted(inside) != own or start > stop:
-                return f"other messages inside of messages[{at}] {fault}"
-            return (before, start - ends[before]), (number, stop - ends[number])
-
-        literals = [text[end:start] for end, start in zip(ends, starts, strict=True)]
-        answers = [find(at) for at, role in enumerate(roles) if role == "assistant"]
-        return Layout(
-            order=tuple(order),
-            forms=tuple(spots[at].form for at in order),
-            literals=tuple(literals),
-            answers=tuple(answers),
-        )
-
-    def _thoughtful(self, message: Mapping[str, Any], text: str, span: Span) -> Span:
+    def thoughtful(self, message: Mapping[str, Any], text: str, span: Span) -> Span:
         """Exclude an empty thought at the start of an answer, unless the message itself has one."""
         empty = None if _WRITTEN_EMPTY.search(text_of(message)) else _EMPTY.match(text, *span)
         return span if empty is None else (empty.end(), span[1])
 
-    def _shared(self, one: str, other: str) -> int:
+    def shared(self, one: str, other: str) -> int:
         """Count the characters of the common prefix. A special token is never split."""
         size = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), len(one))
         size = min(size, len(other))
-        cut = (token.start() for text in (one, other) for token in self._token.finditer(text) if token.end() > size)
+        cut = (token.start() for text in (one, other) for token in self.token.finditer(text) if token.end() > size)
         return min((size, *cut))
 
     @cached_property
-    def _token(self) -> re.Pattern[str]:
+    def token(self) -> re.Pattern[str]:
         """Matches one of the template's special tokens."""
         longest = sorted(self.tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
-    def _with_end(self, text: str, span: Span, following: Sequence[Mapping[str, Any]]) -> Span:
+    def with_end(self, text: str, span: Span, following: Sequence[Mapping[str, Any]]) -> Span:
         """Extend an answer by the token that ends it, if the template writes one after it.
 
         The start of another turn counts as such an end only for a turn of a user or a tool: nothing else stops the
@@ -350,11 +270,11 @@ class ChatTemplate:
         return (start, end.end()) if is_end else span
 
     @cached_property
-    def _prompt(self) -> str:
+    def prompt(self) -> str:
         """The text with which the template asks for an answer to a user."""
         question = [{"role": "user", "content": "?"}]
-        plain, asked = self._tried(question) or "", self._tried(question, {"add_generation_prompt": True}) or ""
-        return asked[self._shared(plain, asked) :]
+        plain, asked = self.tried(question) or "", self.tried(question, {"add_generation_prompt": True}) or ""
+        return asked[self.shared(plain, asked) :]
 
     @cached_property
     def _own_end(self) -> str:
@@ -364,14 +284,14 @@ class ChatTemplate:
         """Return the special token directly after an answer that is followed by these roles; "": none."""
         turns = [{"role": role, "content": "?"} for role in ("user", "assistant", *following)]
         turns[1]["content"] = probe(0)
-        text = self._tried(turns)
+        text = self.tried(turns)
         end = self._end.match(text, text.find(probe(0)) + len(probe(0))) if text and is_written(text) else None
         return end.group().strip() if end else ""
 
     @cached_property
     def _end(self) -> re.Pattern[str]:
         """Matches one of the template's special tokens, after blanks."""
-        return re.compile(rf"\s*(?:{self._token.pattern})")
+        return re.compile(rf"\s*(?:{self.token.pattern})")
 
     @cached_property
     def tokens(self) -> tuple[str, ...]:
@@ -427,13 +347,13 @@ class ChatTemplate:
                 asked, short = (text if form == "text" else _as_parts(text) for text in (probe(0), "?"))
                 turns = [*map(plain.__getitem__, before), {"role": role, "content": asked}]
                 messages = [*turns, *map(plain.__getitem__, after)]
-                trials[role][form] = self._tried(messages, is_formed=True) or ""
+                trials[role][form] = self.tried(messages, is_formed=True) or ""
                 if role not in plain or is_written(trials[role][form]):
                     plain[role] = {"role": role, "content": short}
             plain["call"] = {**plain.get("assistant", {}), "tool_calls": [_CALL]}
         return trials
 
-    def _tried(
+    def tried(
         self,
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any] | None = None,
@@ -460,8 +380,8 @@ class ChatTemplate:
     def _leaves_tools_out(self) -> bool:
         """Whether the template ignores tools, tested once."""
         turns = [{"role": role, "content": _as_parts("?")} for role in ("user", "assistant")]
-        written = self._tried(turns, {"tools": [_TOOL]})
-        return written is not None and written == self._tried(turns)
+        written = self.tried(turns, {"tools": [_TOOL]})
+        return written is not None and written == self.tried(turns)
 
     @cached_property
     def _variables(self) -> frozenset[str]:
@@ -485,7 +405,7 @@ class ChatTemplate:
 
     # ------------------------------------------------------------------ checks that every text is written
 
-    def _check_texts(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], text: str) -> None:
+    def _check_texts(self, conversation: Conversation, text: str) -> None:
         """Refuse a conversation if the template did not write one of its texts into `text`, or ignores one of its keys.
 
         Templates may strip blanks around a text, drop the thoughts of all answers but the last, and write the results
@@ -494,45 +414,19 @@ class ChatTemplate:
         Raises:
             SampleError: `template_ignores`.
         """
-        leaves, key = leaves_of(messages, options)
-        if key not in self.shapes:
-            if len(self.shapes) >= _SHAPES_KEPT:
-                self.shapes.clear()
-            self.shapes[key] = self._shape(messages, options)
-        if (shape := self.shapes[key]) is not None:
-            check_shape(shape, leaves, messages)
+        messages, (leaves, key) = conversation.messages, leaves_of(conversation)
+        layout = self.layouts.get(key) or self._layout(conversation, key)
+        layout.check(leaves, messages)
         at = 0
-        for number in range(len(leaves)) if shape is None else shape.order:
+        for number in layout.order if layout.is_written else range(len(leaves)):
             leaf = leaves[number]
-            if not leaf.is_content or messages[leaf.message]["role"] == "tool" or (shape is None and leaf.is_thought):
+            is_dropped = leaf.is_thought and not layout.is_written
+            if not leaf.is_content or messages[leaf.message]["role"] == "tool" or is_dropped:
                 continue
             said = leaf.text.strip()
             if (found := text.find(said, at)) < 0:
                 raise refusal_of(leaf, messages)
             at = found + len(said)
-
-    def _shape(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Shape | None:
-        """Render these messages with probes as texts, and return their shape. None: the template cannot write them."""
-        probes: list[Leaf] = []
-
-        def insert(message: int, path: str, text: str) -> str:
-            probes.append(Leaf(message, path, probe(len(probes))))
-            return text.replace(text.strip(), probes[-1].text, 1)
-
-        tried = [map_texts(message, at, insert) for at, message in enumerate(messages)]
-        text = self._tried(tried, options)
-        if text is None:
-            return None
-        spots = [find_spot(leaf, messages[leaf.message]["role"], text) for leaf in probes]
-        places = tuple(-1 if spot is None else spot.start for spot in spots)
-        order = tuple(sorted((at for at, place in enumerate(places) if place >= 0), key=places.__getitem__))
-        spoken, unread = {(leaf.message, leaf.key) for leaf in probes}, []
-        for at, message in enumerate(messages):
-            for key in (key for key in extra_keys(message) if (at, key) not in spoken):
-                without = {name: value for name, value in tried[at].items() if name != key}
-                if self._tried([*tried[:at], without, *tried[at + 1 :]], options) == text:
-                    unread.append((at, key))
-        return Shape(places, order, tuple(unread))
 
 
 def _as_parts(content: Any) -> list[dict[str, Any]]:
@@ -577,17 +471,6 @@ class Leaf(NamedTuple):
         return self.path == _THOUGHT or (not self.is_content and self.key in THOUGHTS)
 
 
-class Shape(NamedTuple):
-    """How a template renders all conversations that have texts in the same locations."""
-
-    places: tuple[int, ...]
-    """Position of each leaf's probe in the text; -1: the template does not write it."""
-    order: tuple[int, ...]
-    """Numbers of the written leaves, in the order of the text."""
-    unread: tuple[tuple[int, str], ...]
-    """(message, key) of keys without a text that do not change the rendering."""
-
-
 class Spot(NamedTuple):
     """The position of a text inside another one."""
 
@@ -603,27 +486,87 @@ Mark = tuple[int, int]
 """A position in a text: (number n, offset) counts characters after the n-th written leaf; n = 0: from the start."""
 
 
-class Layout(NamedTuple):
-    """Where a template writes the texts and answers of all conversations that only differ in their texts."""
+class _Beginning(NamedTuple):
+    """A conversation's first messages, rendered alone and compared with the whole text."""
 
-    order: tuple[int, ...]
-    """Numbers of the w written leaves, in the order of the text."""
-    forms: tuple[int, ...]
-    """Form in which each of them is written (see `Spot`)."""
-    literals: tuple[str, ...]
-    """The w + 1 texts before each written leaf and after the last one."""
-    answers: tuple[tuple[Mark, Mark] | str, ...]
-    """Start and stop of each answer, or the reason why they are unknown."""
+    number: int
+    """Number of the last text that both have, in the order of the whole text; 0: none."""
+    stop: int
+    """Position after that text where the whole text departs from the partial one."""
+    rest: str
+    """The rest of the partial text from there on."""
+    before: Mapping[int, str]
+    """For each text, the partial text before it."""
+
+
+class Layout:
+    """Where a template writes the texts and answers of all conversations that only differ in their texts.
+
+    Without probes, whole texts are compared, and beginnings must be written exactly as in the whole conversation.
+
+    Args:
+        template: the template.
+        messages: messages whose texts are the probes; without probes, those of one conversation.
+        options: arguments of the template.
+        probes: the probes and their locations.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        probes: Sequence[Leaf],
+    ) -> None:
+        self.template, self.messages, self.options, self.probes = template, messages, options, probes
+        text = template.tried(messages, options)
+        self.is_written = text is not None
+        """False: the template cannot write these messages."""
+        self.text = text or ""
+        self._spots = self._spots_in(self.text)
+        self.order = sorted(self._spots, key=self._spots.__getitem__)
+        """Numbers of the w written probes, in the order of the text."""
+        self._stops = [0, *(self._spots[at].stop for at in self.order)]
+        starts = [*(self._spots[at].start for at in self.order), len(self.text)]
+        self._literals = [self.text[stop:start] for stop, start in zip(self._stops, starts, strict=True)]
+        """The w + 1 texts before each written probe and after the last one."""
+
+    def _spots_in(self, written: str) -> dict[int, Spot]:
+        roles = [message["role"] for message in self.messages]
+        found = ((at, find_spot(leaf, roles[leaf.message], written)) for at, leaf in enumerate(self.probes))
+        return {at: spot for at, spot in found if spot is not None}
+
+    @cached_property
+    def _unread(self) -> list[Leaf]:
+        """Keys without a text that do not change the rendering."""
+        tried, spoken, unread = self.messages, {(leaf.message, leaf.key) for leaf in self.probes}, []
+        for at, message in enumerate(tried):
+            for key in (key for key in extra_keys(message) if (at, key) not in spoken):
+                without = {name: value for name, value in message.items() if name != key}
+                if self.template.tried([*tried[:at], without, *tried[at + 1 :]], self.options) == self.text:
+                    unread.append(Leaf(at, key, ""))
+        return unread
+
+    def check(self, leaves: Sequence[Leaf], messages: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse messages of this shape if the template leaves out a text that is no earlier thought, or a key."""
+        if not self.is_written:
+            return
+        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+        unwritten = (leaf for at, leaf in enumerate(leaves) if at not in self._spots)
+        missing = (leaf for leaf in unwritten if not (leaf.is_thought and leaf.message < last))
+        for leaf in (*missing, *self._unread):
+            raise refusal_of(leaf, messages)
 
     def ends(self, leaves: Sequence[Leaf], text: str) -> list[int] | None:
         """Return a 0 followed by the ends of the written leaves in a text. None: the text does not have this layout.
 
         A template may strip blanks around a leaf.
         """
-        ends, at = [0], len(self.literals[0])
-        if not text.startswith(self.literals[0]):
+        if not (self.is_written and text.startswith(self._literals[0])):
             return None
-        for number, form, literal in zip(self.order, self.forms, self.literals[1:], strict=True):
+        ends, at = [0], len(self._literals[0])
+        for number, literal in zip(self.order, self._literals[1:], strict=True):
+            form = self._spots[number].form
             said = leaves[number].text.strip() if form == 0 else _forms(leaves[number].text)[form]
             start = text.find(said, at)
             is_last = len(ends) == len(self.order)
@@ -635,6 +578,54 @@ class Layout(NamedTuple):
             ends.append(stop)
             at = stop + len(literal)
         return ends
+
+    # ------------------------------------------------------------------ answers
+
+    @cached_property
+    def answers(self) -> list[tuple[Mark, Mark] | str]:
+        """Start and stop of each answer, or the reason why they are unknown."""
+        return [self._find(at) for at, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def _find(self, at: int) -> tuple[Mark, Mark] | str:
+        template, text, message = self.template, self.text, self.messages[at]
+        fault = f"otherwise alone than before other messages, so it is not known which tokens are messages[{at}]"
+        said = [one for one in self.order if self.probes[one].message == at]
+        own = [self._spots[one] for one in said]
+        question, answer = self._compare(at, add_generation_prompt=True), self._compare(at + 1)
+        if at == 0 and own and (prompt := text.rfind(template.prompt, 0, own[0].start)) >= 0:
+            question = _Beginning(0, prompt + len(template.prompt), "", {})  # a template cannot ask after no message
+        if question is None or not (_OPENED if self.probes else _NOTHING).fullmatch(question.rest):
+            return f"messages[:{at}] and its prompt {fault}"
+        if answer is None or (template.token.sub("", answer.rest) if self.probes else answer.rest).strip():
+            return f"messages[:{at + 1}] {fault}"
+        start, stop, before, number = question.stop, answer.stop, question.number, answer.number
+        first = own[0].start if own else max(start, stop)
+        if _WRITTEN_EMPTY.search(text_of(message)) and (empty := _EMPTY.search(text, self._stops[before], start)):
+            start = start - len(empty.group().lstrip()) if empty.end() == start else start
+        start, _ = template.thoughtful(message, text, (start, first))
+        if template.is_ended(text[start:stop]):
+            stop = start + len(text[start:stop].rstrip())
+        start, stop = template.with_end(text, (start, stop), self.messages[at + 1 :])
+        inside = [one for one in self._spots.values() if one.start < stop and one.stop > start]
+        if said and not answer.before[said[0]].endswith(text[start : max(start, first)]):
+            return f"messages[{at}] {fault}"
+        if sorted(inside) != own or start > stop:
+            return f"other messages inside of messages[{at}] {fault}"
+        return (before, start - self._stops[before]), (number, stop - self._stops[number])
+
+    def _compare(self, stop: int, **prompt: bool) -> _Beginning | None:
+        """Render messages[:stop] alone and compare. None: the template cannot write them."""
+        written = self.template.tried(self.messages[:stop], {**self.options, **prompt})
+        if written is None:
+            return None
+        spots = self._spots_in(written)
+        there = [at for at in spots if at in self._spots and self.probes[at].message < stop]
+        last = max(there, key=spots.__getitem__, default=None)
+        number = 0 if last is None else self.order.index(last) + 1
+        alone = written if last is None else written[spots[last].stop :]
+        shared = self.template.shared(alone, self._literals[number])
+        before = {at: written[: spots[at].start] for at in there}
+        return _Beginning(number, self._stops[number] + shared, alone[shared:], before)
 
 
 def probe(number: int) -> str:
@@ -657,16 +648,6 @@ def find_spot(leaf: Leaf, role: str, text: str) -> Spot | None:
 def _forms(text: str) -> tuple[str, str, str]:
     """Return a text unchanged, as JSON, and as Python's `repr`."""
     return text, json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]
-
-
-def check_shape(shape: Shape, leaves: Sequence[Leaf], messages: Sequence[Mapping[str, Any]]) -> None:
-    if len(shape.order) < len(leaves):
-        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
-        for leaf, place in zip(leaves, shape.places, strict=True):
-            if place < 0 and not (leaf.is_thought and leaf.message < last):
-                raise refusal_of(leaf, messages)
-    for at, key in shape.unread:
-        raise refusal_of(Leaf(at, key, ""), messages)
 
 
 def refusal_of(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> SampleError:
@@ -737,7 +718,7 @@ def extra_keys(message: Mapping[str, Any]) -> list[str]:
     return [key for key, value in message.items() if key not in known and not is_empty(value)]
 
 
-def leaves_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> tuple[list[Leaf], Any]:
+def leaves_of(conversation: Conversation) -> tuple[list[Leaf], Any]:
     """Return the texts of a conversation, and its shape: their locations, and all else that changes the rendering."""
     leaves: list[Leaf] = []
 
@@ -746,7 +727,7 @@ def leaves_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
         return text
 
     shape: list[Any] = []
-    for at, message in enumerate(messages):
+    for at, message in enumerate(conversation.messages):
         count = len(leaves)
         map_texts(message, at, take)
         content = message["content"]
@@ -756,8 +737,8 @@ def leaves_of(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any])
         if len(message) > 2:
             others = ((key, message[key]) for key in extra_keys(message))
             shape.append(tuple((key, repr(x) if isinstance(x, bool) else type(x).__name__) for key, x in others))
-    if options:
-        shape.append(tuple((name, bool(value) if name == "tools" else repr(value)) for name, value in options.items()))
+    for name, value in conversation.template_options.items():
+        shape.append((name, bool(value) if name == "tools" else repr(value)))
     return leaves, tuple(shape)
 
 
