@@ -41,7 +41,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 
-from vlmpack.collate.processor_metadata import parts_of
+from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.data.formats import is_empty
 from vlmpack.data.messages import Conversation, is_trained, text_of
 from vlmpack.errors import ConfigError, SampleError
@@ -89,14 +89,10 @@ class ChatTemplate:
 
     processor: Any
     """The processor, or the tokenizer of a text model."""
+    metadata: ProcessorMetadata
+    """Its metadata."""
     is_first: Callable[[str], bool]
     """Returns whether there was no warning about an event yet."""
-    takes_parts: bool
-    """True: the content of a message may be a list of parts. False for text models, whose templates take none."""
-    special_tokens: tuple[str, ...] = ()
-    """The tokenizer's special tokens; only needed for `answers` and `tokens`."""
-    reads_marks: bool = True
-    """False: ignore the template's own marks when finding answers, as with ChatML."""
     add_stop: str | None = None
     """Token to append after the last answer if the template does not end it with one; None: none."""
     layouts: dict[Any, Layout] = field(default_factory=dict)
@@ -195,8 +191,8 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether the template marks its assistant's text itself (`{% generation %}`)."""
-        return self.reads_marks and re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
+        """Whether the template marks its assistant's text itself (`{% generation %}`); not read in ChatML."""
+        return self.metadata.by_processor and re.search(r"\{%-?\s*generation\s*-?%\}", self._source) is not None
 
     def _marked(self, conversation: Conversation, text: str) -> list[Span]:
         """Return the spans of the template's own `{% generation %}` blocks."""
@@ -304,7 +300,7 @@ class ChatTemplate:
         named = self._tokenizer.special_tokens_map
         read = [str(token) for name, token in named.items() if name in self._variables]
         written = "\n".join((*tried, *sources, *read))
-        return tuple(sorted((token for token in self.special_tokens if token in written), key=written.index))
+        return tuple(sorted((token for token in self.metadata.special_tokens if token in written), key=written.index))
 
     # ------------------------------------------------------------------ the template's forms and options
 
@@ -315,7 +311,7 @@ class ChatTemplate:
     def _form(self, message: Mapping[str, Any]) -> Any:
         """Return the content in its own form, unless the template only writes the other form."""
         content = message["content"]
-        if not self.takes_parts:
+        if not self.metadata.has_vision:  # templates of text models take no parts
             return text_of(message)
         forms = self._forms[message["role"]]
         if isinstance(content, str):
@@ -343,7 +339,7 @@ class ChatTemplate:
             ("tool", ("user", "call"), ()),
         ):
             trials[role] = {}
-            for form in get_args(Form)[: 1 + self.takes_parts]:
+            for form in get_args(Form)[: 1 + self.metadata.has_vision]:
                 asked, short = (text if form == "text" else _as_parts(text) for text in (probe(0), "?"))
                 turns = [*map(plain.__getitem__, before), {"role": role, "content": asked}]
                 messages = [*turns, *map(plain.__getitem__, after)]

@@ -209,25 +209,16 @@ class Encoder:
         metadata = self.metadata
         if not metadata.has_vision:
             return self._sample(Tokens(ids=np.array([metadata.pad_token_id], np.int64)), [])
-        if metadata.by_processor:
-            images = self.media.process([Image.new("RGB", _SMALLEST)])
-            tokens = self._tokenize(self._laid_out(metadata.image_token, 1), {"image": images})
-        else:
-            merge = metadata.merge_size
-            images = (Visual(pixels=torch.zeros(merge * merge, metadata.patch_dim), grid=(1, merge, merge)),)
-            ids = (metadata.vision_start_id, metadata.image_token_id, metadata.vision_end_id)
-            tokens = Tokens(ids=np.array(ids, np.int64), media={"image": images})
-        return self._sample(tokens, [])
+        text = self._laid_out(f"{metadata.vision_start}{metadata.image_token}{metadata.vision_end}", 1)
+        side = metadata.patch_size * metadata.merge_size
+        size, options = (_SMALLEST, {}) if metadata.by_processor else ((side, side), {"do_resize": False})
+        images = self.media.process([Image.new("RGB", size)], **options)
+        return self._sample(self._tokenize(text, {"image": images}), [])
 
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(
-            processor=self.processor,
-            takes_parts=self.metadata.has_vision,
-            special_tokens=self.metadata.special_tokens,
-            reads_marks=self.metadata.by_processor,
-            add_stop=self.add_stop,
-            is_first=self.log.is_first,
+            processor=self.processor, metadata=self.metadata, add_stop=self.add_stop, is_first=self.log.is_first
         )
 
     # ------------------------------------------------------------------ a sample
