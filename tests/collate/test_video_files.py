@@ -111,14 +111,14 @@ def test_frames_are_those_that_transformers_takes(
 @pytest.mark.parametrize(
     ("keys", "fault"),
     [
-        ({"fps": 2, "nframes": 4}, "fps=2 and nframes=4: only one can hold"),
+        ({"fps": 2, "nframes": 4}, "fps=2 and num_frames=4: only one can hold"),
         ({"fps": 0}, "fps=0 takes no frames"),
         ({"nframes": 2.5}, "nframes=2.5 must be a whole number"),
         ({"nframes": 1}, "num_frames"),
         ({"nframes": 21}, "21 frames are to be taken of 20"),
         ({"min_frames": 9, "max_frames": 4}, "max_frames"),
-        ({"sample_fps": 2}, "sample_fps=2 is the rate of frames in a list"),
-        ({"raw_fps": "30"}, "raw_fps='30' is the rate of frames in a list"),
+        ({"sample_fps": 2}, "sample_fps=2 beside it is not read: a file's frames"),
+        ({"raw_fps": "30"}, "raw_fps='30' beside it is not read: a file's frames"),
         ({"video_start": 1.5, "video_end": 1.0}, "between video_start=1.5 and video_end=1 seconds lie fewer than 2"),
         ({"video_start": -1}, "video_start=-1 must be a number, finite and not negative"),
         ({"timestamps": [0.5, 4]}, "timestamps=[0.5, 4] beside it is not read: a file's frames have their times in it"),

@@ -164,8 +164,7 @@ class MediaReader:
             return self.audio.load_each(refs)
         if self._are_together(refs):
             images = [read_named(self._picture, ref) for ref in refs]
-            visuals = read_named(lambda _: self.process(images), refs[0])
-            return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
+            return _sourced(read_named(lambda _: self.process(images), refs[0]), refs)
         media = batch or BatchMedia()
         visuals, remaining = [], inf if max_tokens is None else max_tokens
         for ref in refs:
@@ -187,8 +186,7 @@ class MediaReader:
         if _are_audios(refs):
             return self.audio.measure_each(refs)
         if self._are_together(refs):
-            sizes = tuple(read_named(self._size, ref) for ref in refs)
-            return tuple(replace(visual, source=ref) for visual, ref in zip(self._blank(sizes), refs, strict=True))
+            return _sourced(self._blank(tuple(read_named(self._size, ref) for ref in refs)), refs)
         return tuple(read_named(self._measured, ref) for ref in refs)
 
     def decode(self, sample: Encoded, batch: BatchMedia | None = None) -> Encoded:
@@ -529,6 +527,10 @@ def _without_pixels(cls: type) -> type:
             return np.broadcast_to(np.zeros((), image.dtype), shape)
 
     return type(cls.__name__, (cls, Shapes), {})
+
+
+def _sourced(visuals: Sequence[Visual], refs: Sequence[MediaRef]) -> tuple[Visual, ...]:
+    return tuple(replace(visual, source=ref) for visual, ref in zip(visuals, refs, strict=True))
 
 
 def _are_audios(refs: Sequence[MediaRef]) -> bool:

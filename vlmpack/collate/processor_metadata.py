@@ -149,7 +149,7 @@ class ProcessorParts:
 
     tokenizer: Any
     """Converts text to ids."""
-    image_processor: Any
+    image_processor: Any = None
     """Converts images to patches; None: only a tokenizer was given."""
     feature_extractor: Any = None
     """Converts audio to log-mel frames; None: there is none."""
@@ -162,13 +162,9 @@ def parts_of(processor: Any) -> ProcessorParts:
     from transformers import PreTrainedTokenizerBase
 
     if isinstance(processor, PreTrainedTokenizerBase):
-        return ProcessorParts(tokenizer=processor, image_processor=None)
-    return ProcessorParts(
-        tokenizer=processor.tokenizer,
-        image_processor=processor.image_processor,
-        feature_extractor=processor.feature_extractor if "feature_extractor" in processor.get_attributes() else None,
-        video_processor=processor.video_processor if "video_processor" in processor.get_attributes() else None,
-    )
+        return ProcessorParts(tokenizer=processor)
+    names = ("tokenizer", "image_processor", "feature_extractor", "video_processor")
+    return ProcessorParts(**{name: getattr(processor, name, None) for name in names})
 
 
 def pixel_bounds(part: Any) -> tuple[int, int]:

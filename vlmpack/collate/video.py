@@ -90,7 +90,7 @@ from torch.nn.functional import interpolate
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixel_bounds
 from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits, load_image, read_size
-from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, TIMES, VIDEO_KEYS
+from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, RATES, TIMES, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
 from vlmpack.layout.batch import Grid
@@ -484,10 +484,8 @@ def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
     Raises:
         SampleError: the keys contradict each other, or do not match the number of frames.
     """
-    given = [
-        key for key in ("timestamps", "frames_indices", "fps", "sample_fps", "raw_fps") if element.get(key) is not None
-    ]
-    if not given or given[0] in ("sample_fps", "raw_fps"):
+    given = [key for key in (*FRAME_KEYS, "fps", *RATES) if element.get(key) is not None]
+    if not given or given[0] in RATES:
         return None
     values = element.get(given[0], ()) if given[0] != "fps" else range(count)
     if given not in (["timestamps"], ["frames_indices", "fps"], ["fps"]):
@@ -592,20 +590,11 @@ def _count(total: int, fps: float, sampling: FrameSampling, spacing: Spacing, de
 
 def _keyed(element: Mapping[str, Any], sampling: FrameSampling) -> FrameSampling:
     """Override the settings with the keys beside one video."""
-    if key := next((key for key in ("sample_fps", "raw_fps") if element.get(key) is not None), None):
-        fault = f"{key}={element[key]!r:.80} is the rate of frames in a list, and a file has its own; give fps"
-        raise SampleError(fault, "vision_key")
-    fps, nframes = element.get("fps"), element.get("nframes")
-    if fps is not None and nframes is not None:
-        raise SampleError(
-            f"fps={fps!r:.80} and nframes={nframes!r:.80}: only one can hold; leave one out", "vision_key"
-        )
-    changes: dict[str, Any] = {}
-    if fps is not None:
-        changes = {"fps": number(element, "fps", FPS), "num_frames": None}
-    elif nframes is not None:
-        changes = {"fps": None, "num_frames": _whole(element, "nframes")}
-    changes |= {key: _whole(element, key) for key in ("min_frames", "max_frames") if element.get(key) is not None}
+    names = {"nframes": "num_frames", "min_frames": "min_frames", "max_frames": "max_frames"}
+    changes: dict[str, Any] = {"fps": None, "num_frames": None} if has_keys(element, tuple(_CHOOSING)) else {}
+    if element.get("fps") is not None:
+        changes["fps"] = number(element, "fps", FPS)
+    changes |= {name: _whole(element, key) for key, name in names.items() if element.get(key) is not None}
     try:
         return replace(sampling, **changes)
     except ConfigError as error:
@@ -662,16 +651,14 @@ def check_times(element: Mapping[str, Any], *, is_file: bool) -> None:
     Raises:
         SampleError: there is such a key (reason ``"vision_key"``).
     """
-    unread = (*FRAME_KEYS, *TIMES) if is_file else (*FILE_KEYS[1:], *TIMES)
-    key = next((key for key in unread if element.get(key) is not None), None)
-    if key is None:
-        return
-    remedy = (
-        "the frames of a list are all taken, at the times of timestamps, of frames_indices and fps, or of sample_fps"
-    )
+    unread = (*FRAME_KEYS, *RATES) if is_file else FILE_KEYS[1:]
+    remedy = "frames of a list are all taken, at the times of timestamps, of frames_indices and fps, or of sample_fps"
     if is_file:
         remedy = "a file's frames have their times in it: choose them by fps, nframes, video_start and video_end"
-    raise SampleError(f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out", "vision_key")
+    for key in (*unread, *TIMES):
+        if element.get(key) is not None:
+            fault = f"{key}={element[key]!r:.60} beside it is not read: {remedy}; leave it out"
+            raise SampleError(fault, "vision_key")
 
 
 def number(element: Mapping[str, Any], key: str, default: float) -> float:

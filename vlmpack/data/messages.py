@@ -120,9 +120,11 @@ FILE_KEYS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video
 """Keys that choose the frames of a video file."""
 FRAME_KEYS = ("timestamps", "frames_indices")
 """Keys beside a list of frames: each frame's time in seconds, or its index in a video of `fps` frames per second."""
+RATES = ("sample_fps", "raw_fps")
+"""Keys beside a list of frames: their rate, and the rate for Qwen3-VL's timestamps."""
 TIMES = ("frame_indices", "total_num_frames", "duration", "video_metadata")
 """Further keys with which other libraries give the times of frames. Beside a video they are refused."""
-KNOWN_KEYS = (*VIDEO_KEYS, "sample_fps", "raw_fps", *FILE_KEYS, *FRAME_KEYS)
+KNOWN_KEYS = (*VIDEO_KEYS, *RATES, *FILE_KEYS, *FRAME_KEYS)
 """All keys that are read beside a medium, from qwen-vl-utils and transformers' `VideoMetadata`."""
 _SOURCE_KEYS: dict[str, tuple[str, ...]] = {
     "image": ("image", "image_url", "url", "path", "bytes"),
