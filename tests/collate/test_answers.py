@@ -117,7 +117,7 @@ def test_answers_lie_where_they_lie_turn_by_turn_whatever_texts_say(family, text
     rows = [
         {"role": role, "content": [{"type": "text", "text": text}]} for role, text in zip(roles, texts, strict=False)
     ]
-    encoder = VLMCollator(processor)._encoder
+    encoder = VLMCollator(processor).encoder
     conversation = read_conversation({"messages": rows})
     found = encoder._template.answers(conversation, encoder._template.render(conversation))
     assert found == [added(processor, rows, at) for at in range(1, len(rows), 2)]

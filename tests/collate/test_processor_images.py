@@ -46,7 +46,7 @@ def test_samples_are_measured_as_they_are_collated(family):
     assert sorted(media_of(decoded)) == sorted(media_of(row))
     assert all(torch.equal(media_of(decoded)[name], tensor) for name, tensor in media_of(row).items())
     assert decoded.metadata == row.metadata
-    assert (collator._encoder.media._counted is not None) == (family in COUNTED)
+    assert (collator.encoder.media._counted is not None) == (family in COUNTED)
 
 
 def test_a_count_that_the_trials_contradict_is_not_relied_on(monkeypatch):
@@ -60,7 +60,7 @@ def test_a_count_that_the_trials_contradict_is_not_relied_on(monkeypatch):
 
     monkeypatch.setattr(type(processor), "_get_num_multimodal_tokens", one_more_when_wide)
     collator = VLMCollator(processor)
-    assert collator._encoder.media._counted is None
+    assert collator.encoder.media._counted is None
     wide = chat("?", "5", encoded(picture(900, 100)))
     assert collator.measure(wide).num_tokens == collator.collate([wide]).metadata.lengths[0]
     assert any(width > 500 for _, width in TRIALS)

@@ -147,8 +147,7 @@ class VLMCollator:
             such_as = repr(self.metadata.eos_token)
             raise ConfigError(f"add_stop={add_stop!r} is no special token of the tokenizer, as {such_as} is")
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
-        is_whole = self.metadata.by_processor and self.metadata.has_vision
-        self._family = family_of_processor(processor) if is_whole or self.metadata.has_audio else None
+        self._family = family_of_processor(processor) if self.metadata.has_vision else None
         self.videos = VideoReader(
             processor=processor,
             metadata=self.metadata,
@@ -158,7 +157,7 @@ class VLMCollator:
         )
         self.skip_log = SkipLog(skip_log, limit=skip_limit)
         """Counts of received, used and refused samples, by reason."""
-        self._encoder = Encoder(
+        self.encoder = Encoder(
             processor=processor,
             metadata=self.metadata,
             limits=self.limits,
@@ -214,7 +213,7 @@ class VLMCollator:
             SampleError: the sample cannot be used, whatever `on_bad` says.
             ConfigError: this processor cannot measure images without decoding them.
         """
-        sample = self._checked(feature, index, lambda: self._fitted(self._encoder.measure(feature)))
+        sample = self._checked(feature, index, lambda: self._fitted(self.encoder.measure(feature)))
         return sample if index is None else _with_id(sample, index)
 
     def text_parts(self, feature: Mapping[str, Any], index: int | None = None) -> list[tuple[str, bool]]:
@@ -276,7 +275,7 @@ class VLMCollator:
     def _lay_out(self, outcomes: list[Encoded | SampleError]) -> PaddedBatch | PackedRow:
         """Join samples into a batch. Samples with non-finite pixels become errors in `outcomes`."""
         usable = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded)]
-        samples = [_with_id(sample, at) for at, sample in usable] or [self._encoder.filler]
+        samples = [_with_id(sample, at) for at, sample in usable] or [self.encoder.filler]
         to_row = partial(to_packed, rule=self.slots, sharing=self.share_prefixes)
         to_batch = to_row if self.layout == "packed" else to_padded
         further = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers, "family": self._family}
@@ -317,11 +316,11 @@ class VLMCollator:
         if isinstance(feature, SampleError):
             place = feature.index if feature.sample_id is None else feature.sample_id
             raise SampleError(feature.detail, index=index, reason=feature.reason, sample_id=place) from feature
-        return self._checked(feature, index, lambda: self._fitted(self._encoder.encode(feature, media)))
+        return self._checked(feature, index, lambda: self._fitted(self.encoder.encode(feature, media)))
 
     def _decoded(self, sample: Encoded, index: int, media: BatchMedia) -> Encoded:
         named = {} if sample.sample_id is None else {"id": sample.sample_id}
-        return self._checked(named, index, lambda: self._encoder.media.decode(self._sharable(sample), media))
+        return self._checked(named, index, lambda: self.encoder.media.decode(self._sharable(sample), media))
 
     def _fitted(self, sample: Encoded) -> Encoded:
         return fit(self._sharable(sample), self.metadata, max_length=self.max_length, overlength=self.overlength)

@@ -25,7 +25,6 @@ from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of, pixe
 from vlmpack.data.digest import content_digest
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import ImageLimits, load_image, read_encoded, read_size
-from vlmpack.data.messages import read_conversation
 from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import SampleError
@@ -111,13 +110,7 @@ def _content_of(
     """
     if not isinstance(feature, Mapping) or feature.get("input_ids") is not None:
         raise TypeError("no conversation")
-    row = read_conversation(
-        feature,
-        has_vision=collator.metadata.has_vision,
-        has_audio=collator.metadata.has_audio,
-        markers=collator.markers,
-        ignored_keys=collator.ignored_keys,
-    )
+    row = collator.encoder.read(feature)
     if row.media["audio"]:
         raise TypeError("audio is measured each time: counting it takes its length alone")
     images = [[read(ref.source), ref.options] for ref in row.media["image"]]

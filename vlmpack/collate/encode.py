@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from vlmpack.collate.assemble import join_media
 from vlmpack.collate.chat_template import ChatTemplate, Span, check_characters
 from vlmpack.collate.encoded import (
     TYPES,
@@ -193,6 +194,20 @@ class Encoder:
             found.append((visual, np.repeat(ids, self._repeats(ids, {"image": (visual,)}))))
         return tuple(found)
 
+    def read(self, feature: Mapping[str, Any]) -> Conversation:
+        """Read a sample of any format, without its media's content.
+
+        Raises:
+            SampleError: its columns contradict each other.
+        """
+        return read_conversation(
+            feature,
+            has_vision=self.metadata.has_vision,
+            has_audio=self.metadata.has_audio,
+            markers=self.markers,
+            ignored_keys=self.ignored_keys,
+        )
+
     @cached_property
     def media(self) -> MediaReader:
         """Reads and measures media."""
@@ -233,13 +248,7 @@ class Encoder:
             named = {name: feature[name] for name in feature if name != made}
             self._warn_of_unread(check_unread(named, has_media=has_media, texts=()))
         else:
-            conversation = read_conversation(
-                feature,
-                has_vision=self.metadata.has_vision,
-                has_audio=self.metadata.has_audio,
-                markers=self.markers,
-                ignored_keys=self.ignored_keys,
-            )
+            conversation = self.read(feature)
             if self.train_on == "last":
                 conversation = _last_alone(conversation)
             if self.train_on != "all":
@@ -589,16 +598,14 @@ class Encoder:
             whole = self.processor(text=[text], images=[pictures], return_tensors="pt")
         groups = [pictures] if self.metadata.images_together else [[picture] for picture in pictures]
         visuals = [visual for group in groups for visual in self.media.process(group)]
-        ids = self._tokenize(self._laid_out(text, len(pictures)), {"image": visuals}).ids
-        media = self._family.media if self._family else {}
-        problems = [
-            f"{name}, which is not in its family's media" for name in whole if name not in (*TOKEN_NAMES, *media)
-        ]
-        if ids.tolist() != whole["input_ids"][0].tolist():
+        sample = self._sample(self._tokenize(self._laid_out(text, len(pictures)), {"image": visuals}), [])
+        of_images = {name: tensor for name, tensor in whole.items() if name not in TOKEN_NAMES}
+        known, made = self._family.media if self._family else {}, join_media([sample], self._family).to_hf()
+        problems = [f"{name}, which is not in its family's media" for name in of_images if name not in known]
+        if sample.input_ids.tolist() != whole["input_ids"][0].tolist():
             problems.append("other token ids")
-        for name in (name for name in media if name in whole):
-            parts = [part for visual in visuals if (part := _tensor(visual, name)) is not None]
-            if not torch.equal(media[name](parts), whole[name]):
+        for name in (name for name in known if name in of_images):
+            if not torch.equal(made[name], of_images[name]):
                 problems.append(f"other {name}")
         if problems:
             fault = f"the installed {type(self.processor).__name__} makes {'; '.join(problems)} of two images together"
@@ -606,14 +613,6 @@ class Encoder:
                 f"{fault} than of one at a time; use a supported transformers and the unmodified processor"
             )
         return True
-
-
-def _tensor(visual: Visual, name: str) -> torch.Tensor | None:
-    """Return an image's tensor by the processor's name for it. None: this image has none."""
-    if name == "image_grid_thw":
-        return torch.tensor([visual.grid])
-    assert visual.pixels is not None
-    return visual.pixels if name == "pixel_values" else visual.tensors.get(name)
 
 
 # ---------------------------------------------------------------------- weights

@@ -259,9 +259,10 @@ class MediaReader:
         if self.metadata.by_processor:
             visual = self._counted(size) if self._counted is not None else self._blank((size,))[0]
             return replace(visual, source=ref)
-        is_keyed = has_keys(ref.options)
-        grid = self._grid_of(*self._keyed_size(ref, size)) if is_keyed else self._resize_rule(*size)
-        return Visual(pixels=None, grid=grid, source=ref)
+        if has_keys(ref.options):
+            return Visual(pixels=None, grid=self._patches(self._keyed_size(ref, size)), source=ref)
+        assert self._has_qwens_rule
+        return Visual(pixels=None, grid=self._grid(size), source=ref)
 
     def _video(self, ref: MediaRef, *, is_measured: bool = False) -> Visual:
         element = {**ref.options, "video": ref.source}
@@ -368,52 +369,41 @@ class MediaReader:
         """Side of a token in pixels."""
         return self.metadata.patch_size * self.metadata.merge_size
 
-    @cached_property
-    def _resize_rule(self) -> Callable[[int, int], Grid]:
-        """The rule of Qwen's processors from an image's height and width to its grid, tested once on this processor.
-
-        Raises:
-            ConfigError: the processor resizes by another rule.
-        """
-        image_processor = self.parts.image_processor
-        if not image_processor.do_resize:
-            self._try_rule((2 * self._side, 3 * self._side), self._unresized)
-            return self._unresized
-        low, high = self._side**2, _SHRUNK_TOKENS * self._side**2
-        options: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}}
-        if any(getattr(image_processor, name, None) is not None for name in ("min_pixels", "max_pixels")):
-            options |= {"min_pixels": low, "max_pixels": high}  # these would override `size`
-        self._try_rule(_SHRUNK, partial(self._resized, bounds=(low, high)), **options)
-        return self._resized
-
-    def _resized(self, height: int, width: int, bounds: tuple[int, int] | None = None) -> Grid:
-        """Return the grid by transformers' own rule. `bounds` limits the area; None: the processor's bounds."""
+    def _grid(self, size: Size, bounds: tuple[int, int] | None = None) -> Grid:
+        """Return the grid of an image by Qwen's rule. `bounds`: least and most pixels; None: the processor's own."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-        image_processor = self.parts.image_processor
-        low, high = bounds or pixel_bounds(image_processor)
-        return self._grid_of(*smart_resize(height, width, self._side, min_pixels=low, max_pixels=high))
+        part, side = self.parts.image_processor, self._side
+        if part.do_resize:
+            low, high = bounds or pixel_bounds(part)
+            size = smart_resize(*size, side, min_pixels=low, max_pixels=high)
+        elif size[0] % side or size[1] % side:
+            raise ValueError(f"{size[0]} x {size[1]} pixels are no multiples of {side}, and its do_resize is off")
+        return self._patches(size)
 
-    def _unresized(self, height: int, width: int) -> Grid:
-        """Return the grid of an image that is not resized."""
-        if height % self._side or width % self._side:
-            raise ValueError(f"{height} x {width} pixels are no multiples of {self._side}, and its do_resize is off")
-        return self._grid_of(height, width)
+    def _patches(self, size: Size) -> Grid:
+        return 1, size[0] // self.metadata.patch_size, size[1] // self.metadata.patch_size
 
-    def _grid_of(self, height: int, width: int) -> Grid:
-        return 1, height // self.metadata.patch_size, width // self.metadata.patch_size
+    @cached_property
+    def _has_qwens_rule(self) -> bool:
+        """True once the image processor has made the grid of a black image by Qwen's rule, with small bounds.
 
-    def _try_rule(self, shape: Size, rule: Callable[[int, int], Grid], **options: Any) -> None:
-        """Raise a ConfigError unless the processor makes the grid of a black image of this shape by `rule`."""
-        height, width = shape
+        Raises:
+            ConfigError: it resizes by another rule.
+        """
+        part, low, high = self.parts.image_processor, self._side**2, _SHRUNK_TOKENS * self._side**2
+        height, width = _SHRUNK if part.do_resize else (2 * self._side, 3 * self._side)
+        options: dict[str, Any] = {"size": {"shortest_edge": low, "longest_edge": high}}
+        if any(getattr(part, name, None) is not None for name in ("min_pixels", "max_pixels")):
+            options |= {"min_pixels": low, "max_pixels": high}  # these would override `size`
         (visual,) = self.process([Image.new("RGB", (width, height))], **options)
-        if visual.patch_grid != (expected := rule(height, width)):
-            name = type(self.parts.image_processor).__name__
-            seen = f"({name}) makes {grid_text(visual.patch_grid)} patches of {height} x {width} pixels"
+        if visual.patch_grid != (expected := self._grid((height, width), (low, high))):
+            seen = f"({type(part).__name__}) makes {grid_text(visual.patch_grid)} patches of {height} x {width} pixels"
             raise ConfigError(
                 f"the image processor {seen}, where Qwen's rule gives {grid_text(expected)}; images cannot be measured "
                 "with it: use the model's own image processor, or collate whole samples"
             )
+        return True
 
     @cached_property
     def _blank(self) -> Callable[[tuple[Size, ...]], tuple[Visual, ...]]:

@@ -304,7 +304,7 @@ class VideoReader:
                     fault = f"{seen}; all frames of a video must have one size: encode it again"
                     raise SampleError(fault, "video_frames")
                 frame_CHW = torch.from_numpy(frame).permute(2, 0, 1)
-                frames.append((resize_levels if is_own else resize_floats)(frame_CHW, final))
+                frames.append(interpolated(frame_CHW, final, as_floats=not is_own))
             return torch.stack(frames)
 
         seconds = depth / chosen.fps
@@ -413,22 +413,23 @@ def resize_frames(frames: Sequence[Image.Image], first: Size, final: Size) -> to
     """Resize each frame to `first` with Pillow, then to `final` as in qwen-vl-utils. Return uint8 `[F, C, H, W]`."""
     arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
     frames_FCHW = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
-    return torch.stack([resize_floats(frame, final) for frame in frames_FCHW])
+    return torch.stack([interpolated(frame, final, as_floats=True) for frame in frames_FCHW])
 
 
-def resize_floats(frames: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resize uint8 `[..., H, W]` in float32 and round, like torchvision's `resize` in qwen-vl-utils."""
-    if tuple(frames.shape[-2:]) == size:
-        return frames
-    resized = interpolate(frames[None].float(), size=size, mode="bicubic", antialias=True)[0]
-    return resized.clamp(0, 255).round().to(torch.uint8)
+def interpolated(frame: torch.Tensor, size: Size, *, as_floats: bool) -> torch.Tensor:
+    """Resize uint8 `[C, H, W]` as torchvision does.
 
-
-def resize_levels(frames: torch.Tensor, size: Size) -> torch.Tensor:
-    """Resize uint8 `[..., H, W]` like torchvision's `transforms.v2`, which transformers uses for videos."""
-    if tuple(frames.shape[-2:]) == size:
-        return frames
-    return interpolate(frames[None], size=size, mode="bicubic", antialias=True)[0]
+    Args:
+        frame: the frame.
+        size: height and width.
+        as_floats: resize float32 and round, like `resize` in qwen-vl-utils. False: resize uint8, like `transforms.v2`,
+            which transformers uses for videos.
+    """
+    if tuple(frame.shape[-2:]) == size:
+        return frame
+    values = frame[None].float() if as_floats else frame[None]
+    (resized,) = interpolate(values, size=size, mode="bicubic", antialias=True)
+    return resized.clamp(0, 255).round().to(torch.uint8) if as_floats else resized
 
 
 def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, factor: int) -> tuple[Size, Size]:
