@@ -48,18 +48,16 @@ from vlmpack.errors import ConfigError, SampleError
 
 Span = tuple[int, int]
 """Start and stop, in characters of a text or in tokens."""
+Messages = Sequence[Mapping[str, Any]]
+"""Messages with a role and a content each."""
 Form = Literal["text", "parts"]
 """Form of a message's content: a string, or a list of parts."""
 
-_TOOL = {
-    "type": "function",
-    "function": {"name": "tried", "description": "-", "parameters": {"type": "object", "properties": {}}},
-}
 _CALL = {"type": "function", "function": {"name": "tried", "arguments": {}}}
 
 _OFF = ("add_generation_prompt", "continue_final_message")
 """Options that no sample may turn on: a turn would lose its answer or its end."""
-_NOT_OPTIONS = {*_OFF, "messages", "tools", "raise_exception", "strftime_now", "dict", "namespace"}
+_NOT_OPTIONS = {*_OFF, "messages", "raise_exception", "strftime_now", "dict", "namespace"}
 """Template variables that a sample does not choose: transformers sets them, or the sample must not set them."""
 _EMPTY = re.compile(r"\s*(?:<think>)?\s*</think>\s*")
 """An empty thought, or only its end."""
@@ -253,7 +251,7 @@ class ChatTemplate:
         longest = sorted(self.tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
-    def with_end(self, text: str, span: Span, following: Sequence[Mapping[str, Any]]) -> Span:
+    def with_end(self, text: str, span: Span, following: Messages) -> Span:
         """Extend an answer by the token that ends it, if the template writes one after it.
 
         The start of another turn counts as such an end only for a turn of a user or a tool: nothing else stops the
@@ -304,7 +302,7 @@ class ChatTemplate:
 
     # ------------------------------------------------------------------ the template's forms and options
 
-    def _formed(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def _formed(self, messages: Messages) -> list[dict[str, Any]]:
         """Copy messages, with contents in a form that the template writes correctly."""
         return [{**message, "content": self._form(message)} for message in messages]
 
@@ -350,11 +348,7 @@ class ChatTemplate:
         return trials
 
     def tried(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any] | None = None,
-        *,
-        is_formed: bool = False,
+        self, messages: Messages, options: Mapping[str, Any] | None = None, *, is_formed: bool = False
     ) -> str | None:
         """Render messages. None: the template fails, for any reason. `is_formed`: pass contents unchanged."""
         try:
@@ -364,20 +358,13 @@ class ChatTemplate:
 
     def _check_options(self, conversation: Conversation) -> None:
         options = {name for name, value in conversation.template_options.items() if name not in _OFF or value}
-        if "tools" in options and self._leaves_tools_out:
-            fault = "it has tools, which the chat template does not write; give the processor one that does"
-            raise SampleError(fault, "template_ignores")
-        if unread := sorted(options - {"tools"} - (self._variables if options else frozenset())):
+        if not (unread := options and sorted(options - self._variables)):
+            return
+        fault = "it has tools, which the chat template does not write; give the processor one that does"
+        if "tools" not in unread:
             fault = f"chat_template_kwargs has {' and '.join(unread)}, which the chat template does not read; it reads"
-            remedy = f"{', '.join(sorted(self._variables)) or 'none'}: correct or remove it"
-            raise SampleError(f"{fault} {remedy}", "template_ignores")
-
-    @cached_property
-    def _leaves_tools_out(self) -> bool:
-        """Whether the template ignores tools, tested once."""
-        turns = [{"role": role, "content": _as_parts("?")} for role in ("user", "assistant")]
-        written = self.tried(turns, {"tools": [_TOOL]})
-        return written is not None and written == self.tried(turns)
+            fault += f" {', '.join(sorted(self._variables - {'tools'})) or 'none'}: correct or remove it"
+        raise SampleError(fault, "template_ignores")
 
     @cached_property
     def _variables(self) -> frozenset[str]:
@@ -396,7 +383,7 @@ class ChatTemplate:
             raise ConfigError(f"{fault}; repair it") from error
         return frozenset(read - _NOT_OPTIONS)
 
-    def _write(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def _write(self, messages: Messages, **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)
 
     # ------------------------------------------------------------------ checks that every text is written
@@ -508,11 +495,7 @@ class Layout:
     """
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        probes: Sequence[Leaf],
+        self, template: ChatTemplate, messages: Messages, options: Mapping[str, Any], probes: Sequence[Leaf]
     ) -> None:
         self.template, self.messages, self.options, self.probes = template, messages, options, probes
         text = template.tried(messages, options)
@@ -543,7 +526,7 @@ class Layout:
                     unread.append(Leaf(at, key, ""))
         return unread
 
-    def check(self, leaves: Sequence[Leaf], messages: Sequence[Mapping[str, Any]]) -> None:
+    def check(self, leaves: Sequence[Leaf], messages: Messages) -> None:
         """Refuse messages of this shape if the template leaves out a text that is no earlier thought, or a key."""
         if not self.is_written:
             return
@@ -646,7 +629,7 @@ def _forms(text: str) -> tuple[str, str, str]:
     return text, json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]
 
 
-def refusal_of(leaf: Leaf, messages: Sequence[Mapping[str, Any]]) -> SampleError:
+def refusal_of(leaf: Leaf, messages: Messages) -> SampleError:
     where = f"messages[{leaf.message}] ({messages[leaf.message]['role']})"
     fault = f"{where} has {leaf.path}, which the chat template does not write, so the model would not see it"
     remedy = "write it into the content, give the processor a chat template that writes it, or take it out"

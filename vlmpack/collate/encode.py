@@ -325,7 +325,7 @@ class Encoder:
         may_cut = self.max_length is not None
         before = self._tokenize(self._laid_out(prompt, len(media["image"])), media, has_offsets=may_cut)
         tokens = before.followed_by(self._tokenize(completion, {}, is_continued=True, has_offsets=may_cut))
-        return self._sample(tokens, [slice(len(before.ids), None)], prefix=len(before.ids))
+        return self._sample(tokens, [slice(len(before.ids), None)])
 
     def _sample(
         self,
@@ -333,19 +333,18 @@ class Encoder:
         answers: Sequence[slice],
         *,
         ends: Sequence[slice] = (),
-        prefix: int | None = None,
         weights: np.ndarray | None = None,
     ) -> Encoded:
         """Label a sample: its answers, or everything, except media, the tokens around them and the first token.
 
-        If the sample is too long, note what truncation must keep whole: its media and the `ends` of answers. `prefix`
-        is the number of prompt tokens; None: all tokens. `weights`: float32 [n], one per token; None: all 1.
+        If the sample is too long, note what truncation must keep whole: its media and the `ends` of answers. `weights`:
+        float32 [n], one per token; None: all 1.
         """
         ids, metadata = tokens.ids, self.metadata
         visuals: dict[str, Any] = {f"{kind}s": tuple(each) for kind, each in tokens.media.items()}
         around = self._around_media(tokens) if len(tokens.starts) else []
         spans = None if self.train_on == "all" else [(answer.start, answer.stop) for answer in answers]
-        in_answer = np.arange(len(ids)) >= (len(ids) if prefix is None else prefix)
+        in_answer = np.arange(len(ids)) >= (answers[0].start if answers else len(ids))
         whole = (*around, *ends) if self._is_too_long(tokens) else ()
         sample = Encoded(
             input_ids=ids,

@@ -140,16 +140,6 @@ class FrameSampling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledFrames:
-    """The frames chosen from a video file."""
-
-    indices: tuple[int, ...]
-    """Indices of the frames in the file, ascending."""
-    fps: float
-    """Frame rate of the chosen frames: transformers' `VideoMetadata.sampled_fps`."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Frames:
     """The chosen frames of a Qwen video, not decoded yet."""
 
@@ -279,15 +269,14 @@ class VideoReader:
     def _of_file(self, element: Mapping[str, Any]) -> Frames:
         header, depth = read_video_header(element["video"], limits=self.file_limits), self.part.temporal_patch_size
         assert self.rule is not None, "a Qwen processor"
-        chosen = sample_frames(
-            header,
-            element,
-            sampling=self.rule,
-            spacing="linspace" if self.metadata.frame_timestamps else "arange",
-            depth=depth,
-            max_sampled=self.file_limits.max_sampled,
-        )
-        size, count = (header.height, header.width), len(chosen.indices)
+        spacing = "linspace" if self.metadata.frame_timestamps else "arange"
+        first, last = _range(header, element)
+        sampling, total = _keyed(element, self.rule), last - first + 1
+        indices = [
+            first + at for at in sample_frames(total, header.fps, sampling=sampling, spacing=spacing, depth=depth)
+        ]
+        self._check_count(len(indices))
+        size, count = (header.height, header.width), len(indices)
         is_own = self.part is parts_of(self.processor).video_processor and not has_keys(element, VIDEO_KEYS)
         if is_own:
             final = self._own_size(size, count)
@@ -298,7 +287,7 @@ class VideoReader:
         def decode() -> torch.Tensor:
             """Decode and resize frames one at a time, so that only final pixels stay in memory."""
             frames = []
-            for index, frame in self._decoded(element["video"], chosen.indices):
+            for index, frame in self._decoded(element["video"], indices):
                 if frame.shape[:2] != size:
                     seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {size[1]} x {size[0]}"
                     fault = f"{seen}; all frames of a video must have one size: encode it again"
@@ -307,8 +296,8 @@ class VideoReader:
                 frames.append(interpolated(frame_CHW, final, as_floats=not is_own))
             return torch.stack(frames)
 
-        seconds = depth / chosen.fps
-        return Frames(count=count, size=final, indices=chosen.indices, fps=header.fps, seconds=seconds, decode=decode)
+        seconds = depth / (count / total * header.fps)
+        return Frames(count=count, size=final, indices=indices, fps=header.fps, seconds=seconds, decode=decode)
 
     def _own_size(self, size: Size, num_frames: int) -> Size:
         """Apply the rule of `Qwen2VLVideoProcessor.resize` (bounds for each frame) or of `Qwen3VLVideoProcessor.resize`
@@ -344,7 +333,7 @@ class VideoReader:
         )
 
     def _clip_of_file(self, element: Mapping[str, Any], name: str) -> Clip:
-        video, part, most = element["video"], self.part, self.file_limits.max_sampled
+        video, part = element["video"], self.part
         header = read_video_header(video, limits=self.file_limits)
         chosen = {} if self.sampling is None else {"fps": self.sampling.fps, "num_frames": self.sampling.num_frames}
         chosen |= {ours: element.get(key) for key, ours in _CHOOSING.items() if element.get(key) is not None}
@@ -367,9 +356,7 @@ class VideoReader:
                 indices = [int(at) for at in part.sample_frames(metadata=VideoMetadata(**metadata), **own)]
             except ValueError as error:
                 raise SampleError(f"its video processor takes no frames of it: {error}", "video_frames") from error
-        if not 0 < len(indices) <= most:
-            fault = f"{len(indices)} frames would be taken of it, and VideoLimits.max_sampled={most}"
-            raise SampleError(f"{fault}; choose fewer by fps", "video_too_large")
+        self._check_count(len(indices))
 
         def decode() -> np.ndarray:
             frames = dict(self._decoded(video, sorted({*indices})))
@@ -377,6 +364,11 @@ class VideoReader:
 
         taken = (*metadata.items(), ("frames_indices", tuple(indices)))
         return Clip(shape=(len(indices), header.height, header.width, 3), metadata=taken, decode=decode)
+
+    def _check_count(self, count: int) -> None:
+        if not 0 < count <= (most := self.file_limits.max_sampled):
+            fault = f"{count} frames would be taken of it, and VideoLimits.max_sampled={most}; lower fps"
+            raise SampleError(fault, "video_too_large")
 
     def _decoded(self, video: Any, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         return zip(indices, decode_frames(video, indices, limits=self.file_limits), strict=True)
@@ -531,47 +523,29 @@ def _rate(element: Mapping[str, Any], key: str, default: float) -> float:
 # ---------------------------------------------------------------------- which frames of a file
 
 
-def sample_frames(
-    header: VideoHeader,
-    element: Mapping[str, Any],
-    *,
-    sampling: FrameSampling,
-    spacing: Spacing,
-    depth: int,
-    max_sampled: int,
-) -> SampledFrames:
-    """Choose the frames of a video file.
+def sample_frames(total: int, fps: float, *, sampling: FrameSampling, spacing: Spacing, depth: int) -> list[int]:
+    """Choose frames of a video as transformers does.
 
     Args:
-        header: the file's header.
-        element: the keys beside the video.
-        sampling: settings for which there is no key.
+        total: number of frames to choose from.
+        fps: their rate.
+        sampling: how many frames to take.
         spacing: spacing of the family's video processor.
         depth: frames in one patch.
-        max_sampled: `VideoLimits.max_sampled`.
 
     Raises:
-        SampleError: a key has no meaning here (`vision_key`), or there are too few or too many frames (`video_frames`,
-            `video_too_large`).
+        SampleError: there are too few frames (`video_frames`).
     """
-    sampling = _keyed(element, sampling)
-    first, last = _range(header, element)
-    total = last - first + 1
-    count = _count(total, header.fps, sampling, spacing, depth)
+    count = _count(total, fps, sampling, spacing, depth)
     if count > total:
         raise SampleError(f"{count} frames are to be taken of {total}; lower nframes (or num_frames)", "video_frames")
     if count < MIN_FRAMES:
-        fault = f"of its {total} frame(s) at {header.fps:g} per second {count} would be taken, and a video has at least"
+        fault = f"of its {total} frame(s) at {fps:g} per second {count} would be taken, and a video has at least"
         raise SampleError(f"{fault} {MIN_FRAMES}; raise fps, or give the frame as an image", "video_frames")
-    if count > max_sampled:
-        fault = f"{count} frames would be taken of it, more than VideoLimits.max_sampled={max_sampled}; lower fps"
-        raise SampleError(fault, "video_too_large")
     if spacing == "linspace":
-        chosen = np.linspace(0, total - 1, count).round().astype(int).tolist()
-    else:  # rounding may make `arange` return one more index, `total` itself, which is no frame
-        chosen = torch.arange(0, total, total / count).int()[:count].tolist()
-    indices = tuple(first + index for index in chosen)
-    return SampledFrames(indices=indices, fps=len(indices) / total * header.fps)
+        return np.linspace(0, total - 1, count).round().astype(int).tolist()
+    # rounding may make `arange` return one more index, `total` itself, which is no frame
+    return torch.arange(0, total, total / count).int()[:count].tolist()
 
 
 def _count(total: int, fps: float, sampling: FrameSampling, spacing: Spacing, depth: int) -> int:
