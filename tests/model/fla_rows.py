@@ -25,7 +25,6 @@ from vlmpack.layout import PaddedBatch, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
-from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
@@ -170,14 +169,3 @@ def test_a_group_in_pieces_starts_each_piece_from_the_kept_state(model: Any, bra
     assert torch.isclose(result.loss, branches.loss, rtol=1e-5)
     limits = replace(limits_of(model.config.model_type), gradient=1e-3, cosine=1e-5)
     check_gradients(branches, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, limits)
-
-
-@pytest.mark.usefixtures("gpu")
-def test_where_states_cannot_be_handed_on_a_tree_goes_along_the_paths_of_its_samples(
-    model: Any, branches: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
-    monkeypatch.setattr(LayerState, "update_recurrent_state", None)  # as where transformers asks for something else
-    row, result = of_tree(model, branches)
-    assert result.work.delta_tokens > row.segments.num_tokens > row.tree.num_tokens
-    check(branches, model, result)

@@ -8,7 +8,7 @@ from parts import gated_delta_layers
 
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms import recurrent_rows
 from vlmpack.model.mechanisms.gated_delta import DeltaHeads
 from vlmpack.model.mechanisms.recurrent_rows import Buckets
 from vlmpack.model.row import CONTEXT, RowContext
@@ -26,7 +26,7 @@ LAYER = 2e-5
 
 @pytest.fixture(params=[FREE, DEAR], ids=["one by one", "together"])
 def call_cost(request, monkeypatch):
-    monkeypatch.setitem(gated_delta.CALL_COST, "cpu", request.param)
+    monkeypatch.setitem(recurrent_rows.CALL_COST, "cpu", request.param)
     return request.param
 
 

@@ -42,7 +42,7 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.families.videos import run_of_pairs
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.mechanisms import gated_delta
+from vlmpack.model.mechanisms import recurrent_rows
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
 from vlmpack.testing.comparison import run_alone
 
@@ -317,7 +317,7 @@ def test_any_batch_is_what_its_samples_are_alone(family, data):
     cost = data.draw(st.sampled_from([0.0, 16.0, 1e9]), label="cost of a call")
     segments = pack(padded(samples, side), rule=rule).segments
     with pytest.MonkeyPatch.context() as patch, poisoned(model, segments, rule):
-        patch.setitem(gated_delta.CALL_COST, "cpu", cost)
+        patch.setitem(recurrent_rows.CALL_COST, "cpu", cost)
         check_step(own, model, result := step(padded(samples, side), logits=True), limits_of(family))
     check_work(own, result, rule.row_multiple, model.config)
     if FAMILIES[family].has("gated_delta"):

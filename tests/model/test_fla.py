@@ -31,17 +31,12 @@ SERVED = {
     "flawed Triton, but no gradients": replace(H100, triton="3.6.0", training=False),
     "flawed Triton on another chip": replace(H100, triton="3.6.0", chip=8),
     "an AMD GPU": replace(H100, triton="3.6.0", chip=None),
-    "0.5.0 on Ampere": replace(H100, fla="0.5.0", chip=8),
-    "0.5.0 on Hopper, no gradients": replace(H100, fla="0.5.0", training=False),
     "0.5.2 on Blackwell": replace(H100, fla="0.5.2", chip=10),
 }
 REFUSED = {
     "on the CPU": (replace(H100, device="cpu", chip=None), "move the model"),
-    "0.4.2": (replace(H100, fla="0.4.2", chip=8), "before 0.5.0"),
-    "0.4.2, no gradients": (replace(H100, fla="0.4.2", chip=8, training=False), "before 0.5.0"),
-    "0.5.1 on Hopper": (replace(H100, fla="0.5.1"), "before 0.5.2"),
-    "0.5.1 on a data centre's Blackwell": (replace(H100, fla="0.5.1", chip=10), "before 0.5.2"),
-    "0.5.1 on a desktop's Blackwell": (replace(H100, fla="0.5.1", chip=12), "before 0.5.2"),
+    "0.4.2": (replace(H100, fla="0.4.2", chip=8), "install fla-core 0.5.2"),
+    "0.5.1, no gradients": (replace(H100, fla="0.5.1", training=False), "before 0.5.2"),
     "Triton 3.4.0 on Hopper": (replace(H100, triton="3.4.0"), "install Triton 3.7.1 or newer, or tilelang"),
     "Triton 3.7.0 on Hopper": (replace(H100, triton="3.7.0+git1"), "install Triton 3.7.1 or newer, or tilelang"),
 }
@@ -80,7 +75,7 @@ def test_the_call_is_read_from_what_is_loaded(loaded: Callable[[str], None]) -> 
 def test_everything_that_is_wrong_is_named_at_once(loaded: Callable[[str], None]) -> None:
     loaded("0.4.0")
     with pytest.raises(
-        BackendError, match=r"fla 0\.4\.0, which cannot serve .* on the CPU.*; before 0\.5\.0 .*install"
+        BackendError, match=r"fla 0\.4\.0, which cannot serve .* on the CPU.*; before 0\.5\.2 .*install"
     ):
         check_fla(torch.device("cpu"), training=True)
 
@@ -88,7 +83,6 @@ def test_everything_that_is_wrong_is_named_at_once(loaded: Callable[[str], None]
 @pytest.mark.parametrize(
     ("version", "keywords"),
     {
-        "0.5.0": {"cu_seq_lens_q", "cu_seqlens_cpu", "chunk_indices"},
         "0.6.0": {"cu_seq_lens_q", "cu_seqlens_cpu", "chunk_indices"},
         "0.7.0": {"cu_seq_lens_q", "cu_seqlens_cpu"},  # who knows how many tokens it will compute at a time
     }.items(),

@@ -1,15 +1,11 @@
 """Rows with a prefix tree that cannot be right are refused, with the remedy."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import slow
-from equality import alone_through, check_step, limits_of
-from torch.utils.flop_counter import FlopCounterMode
-from trees import DEEP, STRANGER, rollouts, samples_of, shared
+from trees import rollouts, samples_of, shared
 
 from vlmpack.context_parallel import Parallel
 from vlmpack.context_parallel.collectives import Collectives
@@ -17,8 +13,6 @@ from vlmpack.errors import LayoutError
 from vlmpack.layout import unshare
 from vlmpack.layout.media import MediaTable
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms import gated_delta
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState
 from vlmpack.model.row import RowOverRanks
 from vlmpack.testing import tiny_model
 
@@ -98,55 +92,3 @@ def test_ranks_that_share_a_row_divide_the_heads():
     ranks = SimpleNamespace(ranks=3, collectives=Collectives())
     with pytest.raises(LayoutError, match=r"3 ranks share a row .* and do not divide the 4 heads"):
         RowOverRanks(row_of(), ranks).attend(None, *[torch.ones(1, 4, 8)] * 3, None)
-
-
-@pytest.mark.parametrize("family", ["qwen3_5", *slow("qwen3_next", "qwen4_exp")])
-def test_without_the_protocol_layers_run_along_the_paths(family, monkeypatch):
-    model = small(family)
-    samples = samples_of(model.config, DEEP, STRANGER)
-    alone = alone_through(model, samples)
-    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
-    monkeypatch.delattr(LayerState, "update_conv_state")  # as where transformers asks for something else
-    result = PackedStep(model)(shared(samples), logits=True)
-    check_step(alone, model, result, limits_of(family))
-    assert list(gated_delta._SUPPORTED.values()) == [False]
-    assert result.work.delta_tokens >= result.work.real_tokens > result.work.physical_tokens
-
-
-def test_counting_operations_does_not_make_layers_run_along_the_paths(monkeypatch):
-    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
-    model = small("qwen3_5")
-    row = shared(samples_of(model.config, DEEP, STRANGER))
-    with FlopCounterMode(display=False) as first:
-        PackedStep(model)(row)
-    with FlopCounterMode(display=False) as second:
-        result = PackedStep(model)(row)
-    assert result.work.delta_tokens < result.work.real_tokens
-    assert first.get_total_flops() == second.get_total_flops()
-
-
-@pytest.mark.parametrize("method", ["get_recurrent_state", "update_recurrent_state"])
-def test_a_protocol_that_loses_the_state_is_found_out(method, monkeypatch):
-    assert states_are_handed_on()
-    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
-    monkeypatch.setattr(LayerState, method, lambda *_, **__: None)
-    assert not states_are_handed_on()
-
-
-def test_a_protocol_that_loses_the_gradient_is_found_out(monkeypatch):
-    monkeypatch.setattr(gated_delta, "_SUPPORTED", {})
-
-    def copied(self, state, *_, **__):
-        self.state = state.detach()
-
-    monkeypatch.setattr(LayerState, "update_recurrent_state", copied)
-    assert not states_are_handed_on()
-    with torch.no_grad():
-        assert states_are_handed_on()
-
-
-def states_are_handed_on():
-    model = small("qwen3_5")
-    layer_class = type(model.model.language_model.layers[0].linear_attn)
-    cut, device = partial(Buckets.cheapest, call_cost=16), torch.device("cpu")
-    return gated_delta.supports_initial_state(layer_class, model.config.text_config, cut=cut, device=device)

@@ -223,7 +223,7 @@ SLOW = {
         breaks=mixing("lm_head"), causes=("sample results",), verdicts=LEAKS, shown=LOGITS
     ),
     "a balance without gradient": Broken(
-        breaks=wrapped(experts, "balance", lambda x, *_: x.detach()), causes=("router",), family="qwen3_next"
+        breaks=wrapped(experts, "balance_of", lambda x, *_, **__: x.detach()), causes=("router",), family="qwen3_next"
     ),
 }
 

@@ -16,7 +16,7 @@ from cases import slow
 from vlmpack.layout import PackedRow, Segments, sharing
 from vlmpack.layout.segments import ranges
 from vlmpack.model import row as row_module
-from vlmpack.model.mechanisms import experts, gated_delta
+from vlmpack.model.mechanisms import experts
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.model.row import RowPart
 from vlmpack.probing import forward_passes, run
@@ -115,20 +115,13 @@ def without_content(patch: Patch) -> None:
     patch.setattr(sharing, "content_numbers", lambda blocks: [0] * len(blocks))
 
 
-def untried(patch: Patch) -> None:
-    """States are handed on without trying that out first, which would see what is broken here."""
-    patch.setattr(gated_delta, "supports_initial_state", lambda *layer, **trial: True)
-
-
 def no_state(patch: Patch) -> None:
     """A node's recurrence starts from nothing."""
-    untried(patch)
     patch.setattr(LayerState, "get_recurrent_state", lambda self, *place, **kwargs: None)
 
 
 def no_taps(patch: Patch) -> None:
     """A node's convolution reads nothing of its parent."""
-    untried(patch)
     honest = LayerState.update_conv_state
 
     def update(self: LayerState, *tokens: Any, **settings: Any) -> torch.Tensor:
@@ -140,7 +133,6 @@ def no_taps(patch: Patch) -> None:
 
 def state_behind_padding(patch: Patch) -> None:
     """A parent's state is that after tokens of padding, which let it decay."""
-    untried(patch)
     honest = LayerState.update_recurrent_state
     patch.setattr(
         LayerState, "update_recurrent_state", lambda self, state, *place, **kwargs: honest(self, 0.9 * state, *place)

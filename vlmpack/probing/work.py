@@ -21,7 +21,7 @@ from vlmpack.context_parallel.partition import Partition
 from vlmpack.layout.row import pack
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
-from vlmpack.model.mechanisms.per_sample import sample_buckets
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, call_cost
 from vlmpack.probing.forward_passes import PackedPass, ProbedModel
 from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.probing.reference import ProbeSetup
@@ -132,8 +132,8 @@ def check_pairs(setup: ProbeSetup, packed: PackedPass) -> Check:
     calls = [np.asarray([row.lengths] * 2 if tree is None else [tree.lengths, tree.keys.lengths]).T]
     needed = int(calls[0].prod(1).sum())
     if probed.family.has("per_sample"):  # samples, or nodes, of similar length are padded
-        device = next(probed.core.parameters()).device
-        buckets = sample_buckets(row if tree is None else tree.nodes, device, tree).buckets
+        cost, nodes = call_cost(next(probed.core.parameters()).device), row if tree is None else tree.nodes
+        buckets = Buckets.cheapest(nodes, call_cost=cost, tree=tree, by_parent=True).buckets
         before = {-1: 0} if tree is None else {-1: 0, **dict(enumerate(tree.keys.lengths))}
         parents = (-1,) * row.num_samples if tree is None else tree.parents
         pairs = [(x.width, x.tokens * (before[parents[x.members[0]]] + x.width)) for x in buckets]

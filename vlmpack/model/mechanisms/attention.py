@@ -575,23 +575,18 @@ class ConfigProxy:
     def _attn_implementation(self, value: str) -> None:
         self._vlmpack_plain._attn_implementation = value
 
-    @property
-    def _attn_implementation_internal(self) -> str | None:
-        return self._vlmpack_plain._attn_implementation_internal
-
-    @_attn_implementation_internal.setter
-    def _attn_implementation_internal(self, value: str | None) -> None:
-        """Store the name of an implementation.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of both configurations.
 
         Raises:
-            ConfigError: it is the name of a proxy: a new model is being made from the proxy.
+            ConfigError: the attention name of the proxy would be stored: a new model is being made from it.
         """
-        if value == self._vlmpack_name:
+        if name == "_attn_implementation_internal" and value == self._vlmpack_name:
             raise ConfigError(
                 f"this {type(self).__name__} is that of a layer with packing enabled; make the new model of "
                 "model.config, or of copy.copy(layer.config)"
             )
-        self._vlmpack_plain._attn_implementation_internal = value
+        super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
         return self._vlmpack_plain == (other._vlmpack_plain if isinstance(other, ConfigProxy) else other)
@@ -625,7 +620,7 @@ def _proxy_class(base: type[PreTrainedConfig], name: str) -> Any:
         return base(*args, **kwargs)  # `type(config)(...)` makes a plain configuration
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    body = {"__new__": new, "__eq__": ConfigProxy.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
+    body = {"__new__": new, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
     return type(base.__name__, (ConfigProxy, base), {**shown, **body})
 
 

@@ -28,7 +28,6 @@ from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import around_graph, outside_graph, to_device
-from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -149,26 +148,14 @@ def has_balance(family: Family) -> bool:
     return hasattr(import_module(family.modeling), "load_balancing_loss_func")
 
 
-def balance(family: Family, router_logits: Sequence[torch.Tensor], text_config: Any) -> torch.Tensor:
-    """Compute the family's own load-balancing loss (scalar) from `router_logits`, [R, E] for each layer."""
-    first = router_logits[0]
-    return import_module(family.modeling).load_balancing_loss_func(
-        tuple(router_logits),
-        first.shape[-1],
-        text_config.num_experts_per_tok,
-        # Count all tokens. Without a mask, transformers 5.17 has a host–device sync.
-        torch.ones(first.shape[0], device=first.device),
-    )
-
-
 def balance_sums(
     router_logits: Sequence[torch.Tensor], text_config: Any, *, sample_R: torch.Tensor, samples: int
 ) -> torch.Tensor:
     """Compute the terms of each sample's own load-balancing loss, float32 [2, B, E]: over the tokens of all layers, how
     many tokens each expert was sent, and the sum of its probabilities.
 
-    All samples are computed at once: calling `balance` per sample would launch B times as many kernels. If ranks have
-    a part of the tokens each, their terms add up.
+    All samples are computed at once, and if ranks have a part of the tokens each, their terms add up. transformers' own
+    function would launch as many kernels for every sample.
 
     Args:
         router_logits: [R, E] for each layer, with the tokens of all samples.
@@ -187,9 +174,16 @@ def balance_sums(
     return torch.stack([chosen_BE, probs_BE])
 
 
+def z_sums(router_logits: Sequence[torch.Tensor], *, sample_R: torch.Tensor, samples: int) -> torch.Tensor:
+    """Compute the terms of each sample's z-loss (Zoph et al., 2022, ST-MoE, equation 5), float32 [B]: the mean over
+    layers, summed over tokens. The arguments are those of `balance_sums`."""
+    z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in router_logits]).mean(dim=0)
+    return z_R.new_zeros(samples).index_add(0, sample_R, z_R)
+
+
 ROUTER_SUMS = "sums of routers"
-"""The name under which a piece of a group keeps its routers' sums: float32 [2, 1, E] of `balance_sums`, and [1] of the
-tokens' terms of the z-loss."""
+"""The name under which a piece of a group keeps its routers' sums: those of `balance_sums`, float32 [2, E], and of
+`z_sums`, a scalar, over its tokens."""
 
 
 def balance_of(sums_2BE: torch.Tensor, *, layers: int, tokens_B: torch.Tensor) -> torch.Tensor:
@@ -278,18 +272,17 @@ def router_statistics(
     Raises:
         ConfigError: the recorded logits do not belong to the row's tokens, or have lost their gradient.
     """
-    segments, part, text_config = setup.row.segments, setup.part, setup.text_config
+    part, text_config = setup.part, setup.text_config
     _check_recorded(logits, part)
     if hidden.requires_grad and not any(logits_tE.requires_grad for logits_tE in logits):
         _check_not_cut_off(setup.model.text)
     with_balance, of_tokens = with_balance and has_balance(setup.model.family), None
     if part.piece is not None:
         hidden, aux_loss, z_loss, of_tokens = _losses_of_piece(logits, hidden, part, part.piece, text_config, per)
-        aux_loss = aux_loss if with_balance else None
     else:
         logits = tuple(_of_real_tokens(part.for_each_sample(logits_tE), part) for logits_tE in logits)
-        aux_loss = _aux_loss(logits, setup, per, rows) if with_balance else None
-        z_loss = _z_loss(logits, segments, part, per, rows)
+        aux_loss, z_loss = _losses_of_row(logits, setup, per, rows)
+    aux_loss = aux_loss if with_balance else None
     parts = [z_loss_coef * z_loss] if z_loss_coef else [torch.zeros_like(z_loss)]
     if aux_loss is not None:
         parts.append(coefficient(setup.model.core, text_config) * aux_loss)
@@ -335,8 +328,7 @@ def _losses_of_piece(
     for sample, leaf in enumerate(part.tree.leaves):
         is_on_path_Bn[sample, list(part.tree.path(leaf))] = 1
     is_on_path_Bn = to_device(is_on_path_Bn[:, first:], device)
-    z_t = torch.stack([logits_tE.float().logsumexp(dim=-1).square() for logits_tE in logits]).mean(dim=0)
-    z_n = z_t.new_zeros(nodes).index_add(0, node_t, z_t)
+    z_n = z_sums(logits, sample_R=node_t, samples=nodes)
     sums_2nE = balance_sums(logits, text_config, sample_R=node_t, samples=nodes)
     sums_2BE, z_B = torch.einsum("bn,xne->xbe", is_on_path_Bn, sums_2nE), is_on_path_Bn @ z_n
     for kept_2E, kept in piece.read(ROUTER_SUMS):
@@ -355,44 +347,25 @@ def _of_real_tokens(logits_tE: torch.Tensor, part: RowPart) -> torch.Tensor:
     return logits_tE if len(logits_tE) == count else logits_tE[:count].clone()
 
 
-def _aux_loss(logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance, rows: Parallel | None) -> torch.Tensor:
-    segments, part, text_config = setup.row.segments, setup.part, setup.text_config
-    if per != "sample" and segments.num_tokens and part.ranks == 1 and rows is None:
-        return balance(setup.model.family, logits, text_config)
-    sample_R, tokens_G = _samples(segments, part, per, logits[0].device)
-    sums_2GE = part.sum(balance_sums(logits, text_config, sample_R=sample_R, samples=len(tokens_G)))
-    if rows is not None:
-        sums_2GE, tokens_G = rows.sum_over_rows(sums_2GE), rows.sum_over_rows(tokens_G)
-    return _mean(balance_of(sums_2GE, layers=len(logits), tokens_B=tokens_G), segments, per)
-
-
-def _z_loss(
-    logits: tuple[torch.Tensor, ...], segments: Segments, part: RowPart, per: Balance, rows: Parallel | None
-) -> torch.Tensor:
-    """Compute the z-loss (Zoph et al., 2022, ST-MoE, equation 5): the mean over tokens, and also over layers."""
-    z_R = torch.stack([logits_RE.float().logsumexp(dim=-1).square() for logits_RE in logits]).mean(dim=0)
-    if per != "sample" and rows is None:
-        return part.sum(z_R.sum()) / max(segments.num_tokens, 1)
-    sample_R, tokens_G = _samples(segments, part, per, z_R.device)
-    sums_G = part.sum(z_R.new_zeros(len(tokens_G)).index_add(0, sample_R, z_R))
-    if rows is not None:
-        sums_G, tokens_G = rows.sum_over_rows(sums_G), rows.sum_over_rows(tokens_G)
-    return _mean(sums_G / tokens_G.clamp(min=1), segments, per)
-
-
-def _samples(
-    segments: Segments, part: RowPart, per: Balance, device: torch.device
+def _losses_of_row(
+    logits: tuple[torch.Tensor, ...], setup: RowSetup, per: Balance, rows: Parallel | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (sample of each real token on this rank, int64 [R]; real tokens of each sample, int64 [G]). The whole row
-    counts as one sample if losses are computed per row."""
-    lengths_G = np.asarray(segments.sample_lengths if per == "sample" else (segments.num_tokens,), np.int64)
-    sample_R = np.repeat(np.arange(len(lengths_G)), lengths_G)[part.real]
-    return to_device(sample_R, device), to_device(lengths_G, device)
-
-
-def _mean(losses_G: torch.Tensor, segments: Segments, per: Balance) -> torch.Tensor:
-    """Average over the samples that have tokens."""
-    return losses_G.sum() / (max(sum(n > 0 for n in segments.sample_lengths), 1) if per == "sample" else 1)
+    """Compute the load-balancing loss and the z-loss over real tokens. If they are computed per sample, they are means
+    over the samples that have tokens; otherwise, the whole row counts as one sample."""
+    segments, part, device = setup.row.segments, setup.part, logits[0].device
+    lengths = segments.sample_lengths if per == "sample" else (segments.num_tokens,)
+    sample_R = to_device(np.repeat(np.arange(len(lengths)), lengths)[part.real], device)
+    of_samples: dict[str, Any] = {"sample_R": sample_R, "samples": len(lengths)}
+    sums_2GE, z_G = (
+        part.sum(balance_sums(logits, setup.text_config, **of_samples)),
+        part.sum(z_sums(logits, **of_samples)),
+    )
+    tokens_G = to_device(np.asarray(lengths, np.int64), device)
+    if rows is not None:
+        sums_2GE, z_G, tokens_G = (rows.sum_over_rows(x) for x in (sums_2GE, z_G, tokens_G))
+    counted = max(sum(n > 0 for n in lengths), 1)
+    aux_G, z_G = balance_of(sums_2GE, layers=len(logits), tokens_B=tokens_G), z_G / tokens_G.clamp(min=1)
+    return aux_G.sum() / counted, z_G.sum() / counted
 
 
 def _choices(setup: RowSetup) -> tuple[ExpertChoice, ...]:

@@ -12,8 +12,7 @@ samples of similar length, or into single samples, whichever costs less (`Bucket
                                                                  c c ~
     row       A A A B B B B B C C
 
-A prefix tree is computed level by level; each node starts from its parent's final state. If the installed transformers
-does not support initial states (`supports_initial_state`), the layers run along the paths of the tree's samples.
+A prefix tree is computed level by level: the layer's cache has each node's initial state, its parent's final one.
 
 Context parallelism splits the heads. The layer's own projections before the convolution and after the norm run token by
 token. Between them each head runs along the sequence by itself, in the layer's own forward, on a copy with fewer
@@ -25,7 +24,6 @@ heads:
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -35,21 +33,15 @@ from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from vlmpack.errors import ConfigError
 from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, plain_class, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls, tail_of, with_tail
 from vlmpack.model.plain import cache_name, check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
-
-CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
-"""The cost of one more call of a layer, in tokens, by device type. A GPU scans a batch in the time of its longest
-sample, so there the fewest calls that `recurrent_rows.MAX_OVERHEAD` allows are best."""
 
 
 @final
@@ -62,46 +54,20 @@ class GatedDelta(ClassMechanism):
         """Return every gated delta layer. Each maps hidden states [B, S, D] to [B, S, D]."""
         return [(layer, gated_delta_class) for layer in model.layer_parts(self.name)]
 
-    def problem_of_groups(self, model: ModelParts) -> str | None:
-        """Report layers that cannot start from a kept state."""
-        if not (layers := self.find(model)):
-            return None
-        text_config, device = model.family.text_config(model.core.config), torch.device("cpu")
-        cut: Callable[..., Buckets | VarlenCalls] = partial(Buckets.cheapest, call_cost=CALL_COST["cpu"])
-        if uses_fla(model.family):
-            cut, device = partial(VarlenCalls.of, taps=conv_taps(text_config)), next(layers[0].parameters()).device
-        if supports_initial_state(plain_class(layers[0]), text_config, cut=cut, device=device):
-            return None
-        return "its gated delta layers take no initial state in this transformers: give groups that fit a row"
-
     def prepare(self, setup: RowSetup) -> Buckets | VarlenCalls:
-        """Choose a layout by what computes the recurrence, and by cost. If initial states are not supported, a prefix
-        tree runs along the paths of its samples.
+        """Choose a layout by what computes the recurrence.
 
         Raises:
             BackendError: flash-linear-attention computes the layers, and it would fail or be wrong here.
         """
-        device, tree = setup.row.input_ids.device, setup.row.tree
-        call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
-        piece = setup.part.piece
-        if piece is not None and tree is not None and uses_fla(setup.model.family):
-            check_fla(device, training=torch.is_grad_enabled())
-            taps, first = conv_taps(setup.text_config), int(piece.kept_tokens > 0)
-            tree = with_tail(tree, piece.kept_tokens, taps) if first else tree
-            return VarlenCalls.of(tree.nodes, taps=taps, tree=tree, first=first)
-        if piece is not None:
-            nodes = Segments.from_lengths([0] * (piece.kept_tokens > 0) + [*setup.part.segments.lengths])
-            return Buckets.cheapest(nodes, call_cost=call_cost, tree=tree, keeps_last=piece.own is not None)
-        cut: Callable[..., Buckets | VarlenCalls]
-        if uses_fla(setup.model.family):
-            check_fla(device, training=torch.is_grad_enabled())
-            cut, tried_on = partial(VarlenCalls.of, taps=conv_taps(setup.text_config)), device
-        else:
-            cut, tried_on = partial(Buckets.cheapest, call_cost=call_cost), torch.device("cpu")
-        if tree is None or not (layers := self.find(setup.model)):
-            return cut(setup.row.segments)
-        is_supported = supports_initial_state(plain_class(layers[0]), setup.text_config, cut=cut, device=tried_on)
-        return cut(tree.nodes, tree=tree) if is_supported else cut(setup.row.segments)
+        if not uses_fla(setup.model.family):
+            return Buckets.of_row(setup)
+        check_fla(setup.row.input_ids.device, training=torch.is_grad_enabled())
+        tree, kept, taps = setup.row.tree, setup.part.kept, conv_taps(setup.text_config)
+        if tree is None:
+            return VarlenCalls.of(setup.row.segments, taps=taps)
+        tree = with_tail(tree, kept, taps) if kept else tree
+        return VarlenCalls.of(tree.nodes, taps=taps, tree=tree, first=int(kept > 0))
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the tokens that each layer computes."""
@@ -139,12 +105,11 @@ def packed_gated_delta(
 
     def on_samples(rank_layer: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
         run, piece = with_state(partial(plain_forward, rank_layer, **kwargs)), row.part.piece
+        if isinstance(delta, Buckets):
+            return delta.run(run, layer, LayerState.behind, row.part, row_1TD)
         if piece is None:
             return delta.run(run, row_1TD)
         tail, state = piece.read_last(layer) or (None, None)
-        if isinstance(delta, Buckets):
-            kept = LayerState(tail, state)
-            return piece.keep(layer, delta.run(run, row_1TD, kept), kept.tail, kept.state)
         kept, taps = LayerState(state_nHDD=state), delta.levels[0].taps
         row_1TD = row_1TD if tail is None else torch.cat([tail, row_1TD], 1)
         return piece.keep(layer, delta.run(run, row_1TD, kept), tail_of(row_1TD, taps), kept.state)
@@ -258,87 +223,15 @@ def _blocks(layer: Any) -> Mapping[str, Sequence[int]]:
 
 
 # ---------------------------------------------------------------------- initial states
-#
-# Whether layers can compute a tree node by node, each from its parent's final state (`LayerState`), depends on an
-# internal protocol of transformers' caches. It is tried on a small layer of the same class, once per process. If it
-# fails, layers run along the paths of the samples (`RowPart.by_heads`).
 
 
 def with_state(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap a layer's forward as a function of hidden states, the initial state (passed as the layer's cache, whatever
-    that argument's name) and the pieces in which the recurrence restarts."""
+    """Wrap a layer's forward as a function of the initial state (passed as the layer's cache, whatever that argument's
+    name), hidden states and the pieces in which the recurrence restarts."""
 
-    def run(hidden: torch.Tensor, state: LayerState | None, pieces: Segments | None = None) -> torch.Tensor:
+    def run(state: LayerState | None, hidden: torch.Tensor, pieces: Segments | None = None) -> torch.Tensor:
         boundaries = {} if pieces is None else fla_boundaries(pieces, hidden.device)
         given = {} if state is None else {cache_name(forward): state}  # wrappers (PEFT's) do not name the cache
         return forward(hidden, **boundaries, **given)
 
     return run
-
-
-_SUPPORTED: dict[tuple[type[nn.Module], str, bool], bool] = {}
-"""Results of `supports_initial_state` by layer class, device type, and whether gradients are computed."""
-
-_PIECES = 5, 1, 2
-"""Tokens of a node, its child, and its child's child."""
-_FORGETS = -4.0
-"""Logarithm of a decay rate that is low enough for states to matter: random layers forget within a few tokens."""
-CLOSE = {"cpu": 1e-4}
-CLOSE_IN_TF32 = 2e-2
-"""Largest error that counts as rounding, relative to the largest entry: by device type, and for all other types."""
-
-
-def supports_initial_state(
-    layer_class: Any, text_config: Any, *, cut: Callable[..., Buckets | VarlenCalls], device: torch.device
-) -> bool:
-    """Return whether layers of this class compute the same node by node with `LayerState` as in one call, including
-    gradients if they are enabled.
-
-    Args:
-        layer_class: the class of an unmodified layer.
-        text_config: the language model's configuration.
-        cut: splits `tree.nodes` and the tree into calls.
-        device: where to try it: any device that can compute the layers.
-    """
-    key = layer_class, device.type, torch.is_grad_enabled()
-    if key not in _SUPPORTED:
-        sample = Segments.from_lengths([sum(_PIECES)])
-        chain = PrefixTree(segments=sample, parents=(-1, 0, 1), lengths=_PIECES, leaves=(2,))
-        try:
-            with _disable_current_modes():  # what counts or records operations must not see this
-                _SUPPORTED[key] = _is_exact(layer_class, text_config, cut(chain.nodes, tree=chain), device)
-        except Exception:  # another version of transformers may raise anything: its protocol differs
-            _SUPPORTED[key] = False
-    return _SUPPORTED[key]
-
-
-def _is_exact(layer_class: Any, text_config: Any, delta: Buckets | VarlenCalls, device: torch.device) -> bool:
-    """Compare outputs and input gradients of a layer with few channels and the model's own number of heads."""
-    small, training = copy.copy(text_config), torch.is_grad_enabled()
-    small.hidden_size = 8
-    # With no device listed, only the CPU generator is used, and it is restored.
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"):
-        torch.default_generator.manual_seed(0)
-        layer = layer_class(small, 0).float()
-        nn.init.constant_(layer.A_log, _FORGETS)
-        hidden = torch.randn(1, sum(_PIECES), small.hidden_size, dtype=torch.float32)
-        weights = torch.randn_like(hidden)
-    layer, hidden, weights = layer.to(device), hidden.to(device), weights.to(device)
-    with torch.inference_mode(False), torch.set_grad_enabled(training), torch.autocast(device.type, enabled=False):
-        whole = _computed(layer, hidden, weights)
-        by_node = _computed(partial(delta.run, with_state(layer.forward)), hidden, weights)
-    close = CLOSE.get(device.type, CLOSE_IN_TF32)
-    return all(bool((a - b).abs().max() <= close * a.abs().max()) for a, b in zip(whole, by_node, strict=True))
-
-
-def _computed(
-    function: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, weights: torch.Tensor
-) -> list[torch.Tensor]:
-    """Return the output, and the gradient of the input if gradients are enabled."""
-    leaf = hidden.clone().requires_grad_(torch.is_grad_enabled())
-    out = function(leaf)
-    if not torch.is_grad_enabled():
-        return [out]
-    (out * weights).sum().backward()  # not torch.autograd.grad, which fails while a FlopCounterMode is active
-    assert leaf.grad is not None
-    return [out.detach(), leaf.grad]

@@ -3,7 +3,6 @@ boundaries."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from dataclasses import dataclass
@@ -21,8 +20,11 @@ from vlmpack.errors import BackendError
 from vlmpack.families.family import Family
 from vlmpack.layout.segments import Segments, ranges
 
-HOPPER, BLACKWELL = 9, (10, 12)
-"""Major compute capability of NVIDIA GPUs."""
+OLDEST = "0.5.2"
+"""First fla version that is right on every GPU."""
+
+HOPPER = 9
+"""Major compute capability of the NVIDIA GPUs on which some versions of Triton are wrong."""
 
 CHUNK = 64
 """fla's chunk size in tokens."""
@@ -81,29 +83,25 @@ class FlaCall:
             chip=torch.cuda.get_device_capability(device)[0] if is_nvidia else None,
             fla=sys.modules["fla"].__version__,
             triton=getattr(sys.modules.get("triton"), "__version__", None),
-            tilelang=_is_installed("tilelang"),
+            tilelang=find_spec("tilelang") is not None,
             training=training,
         )
 
     def unsupported(self) -> list[str]:
         """Return the reasons why fla must not serve this call, with remedies; empty: it may."""
-        version, reasons = TorchVersion(self.fla), []
+        reasons = []
         if self.device == "cpu":
             reasons.append(
                 "its kernels need a GPU and the model is on the CPU: move the model, or start Python without fla "
                 "(transformers binds its layers to it when they are imported)"
             )
-        if version < "0.5.0":
+        if TorchVersion(self.fla) < OLDEST:
             reasons.append(
-                "before 0.5.0 it reads value heads that share a query head as if each had its own, and its gradients "
-                "are wrong on Hopper with Triton 3.4 and newer: install fla-core 0.5.2 or newer"
+                f"before {OLDEST} it computes other results with fewer query heads than value heads, and its backward "
+                f"pass fails or is wrong on newer GPUs: install fla-core {OLDEST} or newer"
             )
-        elif self.training and version < "0.5.2" and self.chip in (HOPPER, *BLACKWELL):
-            reasons.append(
-                "before 0.5.2 its backward pass fails on Hopper, and hangs or gives NaN on Blackwell: install fla-core "
-                "0.5.2 or newer"
-            )
-        if self.training and self.chip == HOPPER and _is_wrong_on_hopper(self.triton) and not self.tilelang:
+        is_wrong = self.triton is not None and "3.4" <= TorchVersion(self.triton) < "3.7.1"
+        if self.training and self.chip == HOPPER and is_wrong and not self.tilelang:
             reasons.append(
                 f"Triton {self.triton} compiles its backward pass wrongly on Hopper: install Triton 3.7.1 or newer, or "
                 "tilelang"
@@ -118,8 +116,7 @@ def check_fla(device: torch.device, *, training: bool) -> None:
         BackendError: it does not; the message gives reasons and remedies.
     """
     call = FlaCall.of(device, training=training)
-    reasons = call.unsupported()
-    if reasons:
+    if reasons := call.unsupported():
         raise BackendError(
             f"transformers computes the gated delta layers with fla {call.fla}, which cannot serve this call: "
             + "; ".join(reasons)
@@ -143,12 +140,3 @@ def _chunks(pieces: Segments) -> np.ndarray:
     """Return int32 [C, 2]: (piece, chunk within it) for each chunk of at most CHUNK tokens."""
     counts = -(-np.asarray(pieces.lengths) // CHUNK)
     return np.stack([np.repeat(np.arange(len(counts)), counts), ranges(0, counts)], 1).astype(np.int32)
-
-
-def _is_wrong_on_hopper(triton: str | None) -> bool:
-    return triton is not None and "3.4" <= TorchVersion(triton) < "3.7.1"
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    return find_spec(package) is not None

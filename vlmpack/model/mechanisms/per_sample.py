@@ -35,8 +35,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import create_causal_mask
 
 from vlmpack.layout.device import around_graph, host_values, outside_graph
-from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -49,8 +47,7 @@ from vlmpack.model.mechanisms import (
     subclass,
 )
 from vlmpack.model.mechanisms.attention import plain_config
-from vlmpack.model.mechanisms.gated_delta import CALL_COST
-from vlmpack.model.mechanisms.recurrent_rows import Buckets
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, Path
 from vlmpack.model.plain import CACHES, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -74,10 +71,7 @@ class PerSample(ClassMechanism):
 
     def prepare(self, setup: RowSetup) -> Buckets:
         """Group samples of similar length, or the children of each node of a tree."""
-        segments, device, part = setup.row.segments, setup.row.input_ids.device, setup.part
-        if part.tree is not None:
-            segments = Segments.from_lengths([0] * (part.kept > 0) + [*part.segments.lengths])
-        return sample_buckets(segments, device, part.tree)
+        return Buckets.of_row(setup, by_parent=True)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the pairs that the indexer selects."""
@@ -87,15 +81,6 @@ class PerSample(ClassMechanism):
         keys = np.asarray(paths.keys.lengths)
         before = selected_pairs(keys - np.asarray(paths.nodes.lengths), text_config)
         return {"attended_pairs": selected_pairs(keys, text_config) - before}
-
-
-def sample_buckets(segments: Segments, device: torch.device, tree: PrefixTree | None = None) -> Buckets:
-    """Return the calls of a layer for a row with these samples, or nodes of a tree, chosen by the cost of calls and
-    padding."""
-    call_cost = CALL_COST.get(device.type, CALL_COST["cuda"])
-    if tree is None:
-        return Buckets.cheapest(segments, call_cost=call_cost)
-    return Buckets.of_siblings(segments, tree, call_cost=call_cost)
 
 
 def attention_layers(model: ModelParts) -> list[nn.Module]:
@@ -212,7 +197,8 @@ def ngram_class(base: Any) -> type[nn.Module]:
             return base.forward(self, hidden, ids, path, *args[1:], **others)
 
         others = {name: value for name, value in kwargs.items() if name not in CACHES}
-        return run_per_sample(look_up, input_ids.row, self, TailOfPath, hidden_states, input_ids.tensor_1T)
+        cache = functools.partial(TailOfPath, self)
+        return run_per_sample(look_up, input_ids.row, self, cache, hidden_states, input_ids.tensor_1T)
 
     return subclass(base, {"forward": around_graph(forward)}, ngram_class)
 
@@ -224,10 +210,10 @@ class KeysOfPath:
     DIMS: ClassVar[Mapping[str, int]] = {"keys": 2, "values": 2, "indexer": 1, "cos": 1, "sin": 1}
     """The dimension of tokens of each tensor."""
 
-    def __init__(self, layer: Any, before: Sequence[tuple[torch.Tensor, ...]], siblings: int) -> None:
-        """`before`: what `own` returned for each node of the path, from the root on."""
-        self._before = {name: [of_node[at] for of_node in before] for at, name in enumerate(self.DIMS)}
-        self._siblings, self._own = siblings, dict[str, torch.Tensor]()
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """`paths`: the path before each sibling, the same for all."""
+        self._before = {name: [of_node[at] for of_node in paths[0]] for at, name in enumerate(self.DIMS)}
+        self._siblings, self._own = len(paths), dict[str, torch.Tensor]()
 
     def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """Return the siblings' own tensor behind those of the path."""
@@ -245,9 +231,13 @@ class KeysOfPath:
         """Return the indexer's keys before pooling, [n, S, H]."""
         return self.join("indexer", keys_nWH)
 
-    def own(self, sibling: int, length: int) -> tuple[torch.Tensor, ...]:
-        """Return what one sibling adds to its path."""
-        return tuple(self._own[name][sibling, None].narrow(dim, 0, length) for name, dim in self.DIMS.items())
+    def left(self, lengths: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return what each sibling adds to its path."""
+        every = zip(*(self._own[name].split(1) for name in self.DIMS), strict=True)
+        return [
+            tuple(x.narrow(dim, 0, length) for x, dim in zip(own, self.DIMS.values(), strict=True))
+            for own, length in zip(every, lengths, strict=True)
+        ]
 
 
 @final
@@ -255,18 +245,16 @@ class TailOfPath:
     """A cache of one n-gram layer for n siblings: the last inputs of its convolution and the last token ids before
     them, each [n, ..., K]."""
 
-    def __init__(self, layer: Any, before: Sequence[tuple[torch.Tensor, ...]], siblings: int) -> None:
-        """`before`: what `own` returned for each node of the path, from the root on."""
+    def __init__(self, layer: Any, paths: Sequence[Path]) -> None:
+        """`paths`: the path before each sibling, the same for all."""
         weight, embedding = layer.conv1d.weight, layer.ple_embedding
-        last = (
-            before[-1]
-            if before
-            else (
-                weight.new_zeros(1, len(weight), layer.short_conv_state_len),
-                torch.full((1, embedding.context_len), embedding.eos_token_id, device=weight.device),
-            )
-        )
-        self.conv_states = {at: x.expand(siblings, *x.shape[1:]) for at, x in zip(_OF_NGRAMS, last, strict=True)}
+        if paths[0]:
+            last = paths[0][-1]
+        else:
+            zeros = weight.new_zeros(1, len(weight), layer.short_conv_state_len)
+            last = zeros, torch.full((1, embedding.context_len), embedding.eos_token_id, device=weight.device)
+        before = (x.expand(len(paths), *x.shape[1:]) for x in last)
+        self.conv_states: dict[int, torch.Tensor] = dict(zip(_OF_NGRAMS, before, strict=True))
         """What precedes the siblings, by the number of the state."""
         self._joined: dict[int, torch.Tensor] = {}
 
@@ -281,12 +269,14 @@ class TailOfPath:
         self._joined[state_idx] = torch.cat([self.conv_states[state_idx].to(tokens.dtype), tokens], -1)
         return self._joined[state_idx]
 
-    def own(self, sibling: int, length: int) -> tuple[torch.Tensor, ...]:
-        """Return the last K tokens of one sibling and its path."""
-        return tuple(
-            joined[sibling, None].narrow(-1, length, self.conv_states[at].shape[-1])
-            for at, joined in sorted(self._joined.items())
-        )
+    def left(self, lengths: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the last K tokens of each sibling and its path."""
+        taps = [self.conv_states[at].shape[-1] for at in _OF_NGRAMS]
+        every = zip(*(self._joined[at].split(1) for at in _OF_NGRAMS), strict=True)
+        return [
+            tuple(x.narrow(-1, length, k) for x, k in zip(own, taps, strict=True))
+            for own, length in zip(every, lengths, strict=True)
+        ]
 
     # transformers 5.17 calls the following instead of `get_conv_state`
 
@@ -312,38 +302,20 @@ def run_per_sample(
     layer: Callable[..., torch.Tensor],
     row: RowContext,
     module: nn.Module,
-    cache: type[KeysOfPath | TailOfPath],
+    cache: Callable[[Sequence[Path]], Any],
     hidden_1tD: torch.Tensor,
     *beside_1t: torch.Tensor,
 ) -> torch.Tensor:
     """Run [1, t, D] through the layer of a module, sample by sample, or node by node of a tree. This stays outside
     compiled graphs, because it would be recompiled for nearly every row.
 
-    `layer`: maps (its cache; None: without one), [n, W, D] and further tensors [n, W, ...] to [n, W, D].
+    `layer`, `cache`: as in `Buckets.run`.
     """
     buckets: Buckets = row.entries[PerSample.name]
-
-    def on_samples(*rows_1T: torch.Tensor) -> torch.Tensor:
-        return buckets.join([layer(None, *parts) for parts in zip(*map(buckets.split, rows_1T), strict=True)])
-
-    if (tree := buckets.tree) is None:
+    on_samples = functools.partial(buckets.run, layer, module, cache, row.part)
+    if buckets.tree is None:
         return row.part.on_whole_row(on_samples, hidden_1tD, *beside_1t)
-    piece, last = row.part.piece, len(tree.parents) - 1
-    paths: dict[int, list[tuple[torch.Tensor, ...]]] = {-1: []}  # of the nodes that others start from
-    if row.part.kept:
-        assert piece is not None
-        paths[0] = piece.read(module)
-    have_children, outputs = {*tree.parents} | ({last} if piece is not None and piece.own is not None else set()), []
-    for bucket, *parts in zip(buckets.buckets, *map(buckets.split, (hidden_1tD, *beside_1t)), strict=True):
-        before = paths[tree.parents[bucket.members[0]]]
-        is_used = before or have_children.intersection(bucket.members)
-        path = cache(module, before, len(bucket.members)) if is_used else None
-        outputs.append(layer(path, *parts))
-        for sibling, node in enumerate(bucket.members):
-            if path is not None and node in have_children:
-                paths[node] = [*before, path.own(sibling, tree.lengths[node])]
-    out_1tD = buckets.join(outputs)
-    return out_1tD if piece is None or piece.own is None else piece.keep(module, out_1tD, *paths[last][-1])
+    return on_samples(hidden_1tD, *beside_1t)
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@
 `ConvLayout` concatenates segments, each preceded by the tokens that a convolution reads before its first one: zeros, or
 in a tree the last tokens on the path to it. A recurrence restarts where `pieces` begin.
 
-Both are computed level by level, roots first: each node of a tree starts from its parent's final state.
+Both are computed parents first: each node of a tree starts from what its parent left, such as its final state.
 
     tree      P ─┬─ A            level 0    P            starts from nothing
                  └─ B ── C       level 1    A, B         start where P ended
@@ -26,10 +26,30 @@ from typing import Any, final
 
 import numpy as np
 import torch
+from torch import nn
 
 from vlmpack.layout.device import to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, ranges
+from vlmpack.model.mechanisms import RowSetup
+from vlmpack.model.row import RowPart
+
+CALL_COST = {"cpu": 16.0, "cuda": 65536.0}
+"""The cost of one more call of a layer, in tokens, by device type. A GPU scans a batch in the time of its longest
+sample, so there the fewest calls that `MAX_OVERHEAD` allows are best."""
+
+MAX_OVERHEAD = 1.25
+"""Maximum number of tokens that a bucket may compute per real token in it."""
+
+_NOTHING = np.zeros(0, np.int64)
+
+Path = list[tuple[torch.Tensor, ...]]
+"""What each node of a path left for the nodes after it, from the root on."""
+
+
+def call_cost(device: torch.device) -> float:
+    """Return the cost of one more call of a layer on this device, in tokens."""
+    return CALL_COST.get(device.type, CALL_COST["cuda"])
 
 
 def with_tail(tree: PrefixTree, kept: int, taps: int) -> PrefixTree:
@@ -41,12 +61,6 @@ def with_tail(tree: PrefixTree, kept: int, taps: int) -> PrefixTree:
 def tail_of(row_1TD: torch.Tensor, taps: int) -> torch.Tensor:
     """Return the last tokens of a row, [1, taps, D], with zeros before its first one."""
     return torch.cat([row_1TD.new_zeros(1, taps, row_1TD.shape[-1]), row_1TD], 1)[:, -taps:]
-
-
-MAX_OVERHEAD = 1.25
-"""Maximum number of tokens that a bucket may compute per real token in it."""
-
-_NOTHING = np.zeros(0, np.int64)
 
 
 @final
@@ -73,6 +87,18 @@ class LayerState:
         """[n, C, K]: projected tokens before the first ones; after the call, the last K tokens."""
         self.state = state_nHDD
         """[n, H, D, D']: initial state of the recurrence; after the call, its final state."""
+
+    @classmethod
+    def behind(cls, paths: Sequence[Path]) -> LayerState:
+        """Start each sequence from the last state of its path; from nothing if the paths are empty."""
+        ends = [path[-1] for path in paths if path]
+        return cls(*map(torch.cat, zip(*ends, strict=True)))
+
+    def left(self, lengths: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return (tail, state) of each sequence, none of which was padded."""
+        assert self.tail is not None
+        assert self.state is not None
+        return list(zip(self.tail.split(1), self.state.split(1), strict=True))
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None: `update_conv_state` prepends the tail to the new tokens, even in calls of one token."""
@@ -132,10 +158,8 @@ class Bucket:
     """Indices of the segments in the row, shortest first."""
     width: int
     """W: number of tokens of the longest segment."""
-    starts: tuple[int, ...] | None = None
-    """For each segment, the index of its parent among the nodes with children of the level above; None: roots."""
     ends: bool = False
-    """Whether the segments have children, which need their final states. Such segments are never padded."""
+    """Whether the segments have children, which start where these end. Such segments are never padded."""
 
     @property
     def tokens(self) -> int:
@@ -150,14 +174,29 @@ class Buckets:
 
     segments: Segments
     """The row, or the nodes of the tree."""
-    levels: tuple[tuple[Bucket, ...], ...]
-    """The calls of each level, roots first; or of the children of each node."""
+    buckets: tuple[Bucket, ...]
+    """The calls, those of parents before those of their children."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
 
     @classmethod
+    def of_row(cls, setup: RowSetup, *, by_parent: bool = False) -> Buckets:
+        """Find the cheapest split of a row, or of its tree, on its device; see `cheapest`."""
+        tree, piece, segments = setup.row.tree, setup.part.piece, setup.row.segments
+        if tree is not None:
+            segments = Segments.from_lengths([0, *tree.lengths[1:]]) if setup.part.kept else tree.nodes
+        cost, keeps_last = call_cost(setup.row.input_ids.device), piece is not None and piece.own is not None
+        return cls.cheapest(segments, call_cost=cost, tree=tree, keeps_last=keeps_last, by_parent=by_parent)
+
+    @classmethod
     def cheapest(
-        cls, segments: Segments, *, call_cost: float, tree: PrefixTree | None = None, keeps_last: bool = False
+        cls,
+        segments: Segments,
+        *,
+        call_cost: float,
+        tree: PrefixTree | None = None,
+        keeps_last: bool = False,
+        by_parent: bool = False,
     ) -> Buckets:
         """Find the cheapest split, where a batch costs its tokens (padding included) plus `call_cost` for the call.
 
@@ -172,40 +211,22 @@ class Buckets:
             segments: the row, or `tree.nodes`, where a length of 0 stands for a kept prefix, the first node.
             call_cost: cost of one more call, in tokens.
             tree: the tree; None: all segments are roots.
-            keeps_last: whether the final state of the last node is needed.
+            keeps_last: whether later pieces start where the last node ends.
+            by_parent: whether only the children of one node share a call; otherwise, all nodes of a level.
         """
         nodes = [i for i, n in enumerate(segments.lengths) if n]
         if tree is None:
-            return cls(segments=segments, levels=(_cheapest(segments, nodes, call_cost),))
+            return cls(segments=segments, buckets=_cheapest(segments, nodes, call_cost))
         have_children = {*tree.parents} | ({len(tree.parents) - 1} if keeps_last else set[int]())
-        levels: list[tuple[Bucket, ...]] = []
-        numbers: dict[int, int] = {}
-        for depth in range(max(tree.depths) + 1):
-            level = [node for node in nodes if tree.depths[node] == depth]
-            inner = _cheapest(segments, [node for node in level if node in have_children], 0)
-            leaves = _cheapest(segments, [node for node in level if node not in have_children], call_cost)
-            calls = [*(replace(bucket, ends=True) for bucket in inner), *leaves]
-            if depth:
-                starts = [tuple(numbers[tree.parents[node]] for node in bucket.members) for bucket in calls]
-                calls = [replace(bucket, starts=of) for bucket, of in zip(calls, starts, strict=True)]
-            levels.append(tuple(calls))
-            ended = [node for bucket in inner for node in bucket.members] or [0]  # nothing computed: the kept prefix
-            numbers = {node: number for number, node in enumerate(ended)}
-        return cls(segments=segments, levels=tuple(levels), tree=tree)
-
-    @classmethod
-    def of_siblings(cls, segments: Segments, tree: PrefixTree, *, call_cost: float) -> Buckets:
-        """Find the cheapest split of the children of each node, parents first. `segments`: as in `cheapest`."""
-        siblings: dict[int, list[int]] = {}
-        for node in (i for i, n in enumerate(segments.lengths) if n):
-            siblings.setdefault(tree.parents[node], []).append(node)
-        levels = tuple(_cheapest(segments, nodes, call_cost) for nodes in siblings.values())
-        return cls(segments=segments, levels=levels, tree=tree)
-
-    @cached_property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The calls of all levels."""
-        return tuple(bucket for level in self.levels for bucket in level)
+        together: dict[tuple[int, bool], list[int]] = {}
+        for node in nodes:
+            of = tree.parents[node] if by_parent else tree.depths[node]
+            together.setdefault((of, node in have_children), []).append(node)
+        buckets: list[Bucket] = []
+        for (_, ends), members in together.items():
+            calls = _cheapest(segments, members, 0 if ends else call_cost)
+            buckets += [replace(bucket, ends=ends) for bucket in calls]
+        return cls(segments=segments, buckets=tuple(buckets), tree=tree)
 
     @property
     def tokens(self) -> int:
@@ -213,28 +234,37 @@ class Buckets:
         return sum(bucket.tokens for bucket in self.buckets)
 
     def run(
-        self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor, kept: LayerState | None = None
+        self,
+        layer: Callable[..., torch.Tensor],
+        module: nn.Module,
+        start: Callable[[Sequence[Path]], Any],
+        part: RowPart,
+        *rows_1T: torch.Tensor,
     ) -> torch.Tensor:
-        """Run [1, T, D] through a layer, level by level. The layer is a function of [n, W, D] and a `LayerState`
-        (None if no state is passed). `kept`: the state of the kept prefix, and afterwards of the last node."""
-        parts, outputs = iter(self.split(row_1TD)), []
-        tails: Any = None if kept is None else kept.tail
-        states: Any = None if kept is None else kept.state
-        for level in self.levels:
-            ended: list[tuple[Any, Any]] = []
-            for bucket in level:
-                state = LayerState() if bucket.ends else None
-                if bucket.starts is not None:
-                    start_n = self._starts(bucket.starts, row_1TD.device)
-                    state = LayerState(tails.index_select(0, start_n), states.index_select(0, start_n))
-                outputs.append(layer(next(parts), state))
-                if bucket.ends and state is not None:
-                    ended.append((state.tail, state.state))
-            if ended:
-                tails, states = map(torch.cat, zip(*ended, strict=True))
-        if kept is not None:
-            kept.tail, kept.state = tails, states
-        return self.join(outputs)
+        """Run a row, or a part of it, through a layer: [1, T, D].
+
+        Args:
+            layer: maps a cache (None: the layer needs none) and one [n, W, ...] of each row to [n, W, D].
+            module: the layer's module, under which pieces of a group keep what their last node leaves.
+            start: makes the cache of a call of n sequences from the path before each. Its method `left` returns what
+                each sequence, of the given length without padding, leaves for those after it.
+            part: the part of the row.
+            rows_1T: hidden states, and further inputs, [1, T, ...].
+        """
+        outputs: list[torch.Tensor] = []
+        parents = (-1,) * len(self.segments.lengths) if self.tree is None else self.tree.parents
+        paths: dict[int, Path] = {-1: [], 0: [] if part.piece is None else part.piece.read(module)}
+        for bucket, *inputs in zip(self.buckets, *map(self.split, rows_1T), strict=True):
+            before = [paths[parents[node]] for node in bucket.members]
+            cache: Any = start(before) if bucket.ends or before[0] else None
+            outputs.append(layer(cache, *inputs))
+            if bucket.ends:
+                left = cache.left([self.segments.lengths[node] for node in bucket.members])
+                paths |= {node: [*path, own] for node, path, own in zip(bucket.members, before, left, strict=True)}
+        out_1TD = self.join(outputs)
+        if part.piece is None or part.piece.own is None:
+            return out_1TD
+        return part.piece.keep(module, out_1TD, *paths[len(parents) - 1][-1])
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """Split [1, T, ...] into one [n, W, ...] per bucket.
@@ -267,9 +297,6 @@ class Buckets:
             order = _unless_in_order(self._order(), self.tokens, device)
             self._on_device[device] = _unless_in_order(source, self.segments.total, device), order
         return self._on_device[device]
-
-    def _starts(self, starts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        return self.segments.derived(("starts", starts), device, lambda: np.asarray(starts, np.int64))
 
     def _order(self) -> np.ndarray:
         """Return int64 [T]: the position of each token of the row in the concatenated buckets."""
@@ -480,8 +507,9 @@ class VarlenCalls:
     def run(
         self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor, kept: LayerState | None = None
     ) -> torch.Tensor:
-        """Run [1, T, D] through a layer, level by level. The layer is a function of [1, W, D], a `LayerState` (None if
-        no state is passed) and the pieces of the call. `kept`: as in `Buckets.run`."""
+        """Run [1, T, D] through a layer, level by level. The layer is a function of a `LayerState` (None if no
+        state is passed), [1, W, D] and the pieces of the call. `kept`: the state of the kept prefix, and afterwards of
+        the last node."""
         outputs: list[torch.Tensor] = []
         ended = None if kept is None else kept.state
         for depth, level in enumerate(self.levels[self.first :], self.first):
@@ -489,7 +517,7 @@ class VarlenCalls:
             if len(self.levels) > 1 or kept is not None:
                 starts = None if ended is None else self._starts(depth, ended)
                 state = LayerState(state_nHDD=starts, reads_row=True)
-            outputs.append(level.join([layer(*level.split(row_1TD), state, level.pieces)]))
+            outputs.append(level.join([layer(state, *level.split(row_1TD), level.pieces)]))
             ended = None if state is None else state.state
             if kept is not None and ended is not None:
                 kept.state = ended[level.numbers[-1], None]

@@ -30,8 +30,7 @@ from torch import nn
 
 from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
-from vlmpack.model.mechanisms.gated_delta import CALL_COST
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout, tail_of, with_tail
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout, call_cost, tail_of, with_tail
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -54,13 +53,13 @@ class ShortConv(ClassMechanism):
 
     def prepare(self, setup: RowSetup) -> ConvLayout | Buckets:
         """Put zeros between samples, or split the row into buckets if a projection has a bias."""
-        segments, device, tree = setup.row.segments, setup.row.input_ids.device, setup.row.tree
+        segments, tree, kept = setup.row.segments, setup.row.tree, setup.part.kept
         if any(map(has_bias, self.find(setup.model))):
-            return Buckets.cheapest(segments, call_cost=CALL_COST.get(device.type, CALL_COST["cuda"]))
-        taps, piece = setup.text_config.conv_L_cache - 1, setup.part.piece
-        if tree is None or piece is None or not piece.kept_tokens:
+            return Buckets.cheapest(segments, call_cost=call_cost(setup.row.input_ids.device))
+        taps = setup.text_config.conv_L_cache - 1
+        if tree is None or not kept:
             return ConvLayout.every(segments if tree is None else tree.nodes, taps, tree)
-        short = with_tail(tree, piece.kept_tokens, taps)
+        short = with_tail(tree, kept, taps)
         return ConvLayout(segments=short.nodes, taps=taps, nodes=(*range(1, len(short.lengths)),), tree=short)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
