@@ -72,34 +72,10 @@ def test_labels_are_shifted_before_they_are_cut(row, layout):
 
 
 @pytest.mark.parametrize("layout", ALL_LAYOUTS)
-def test_every_image_is_computed_by_one_rank(row, layout):
-    parts = parts_of(row, layout)
-    assert parts[0].image_ranks == parts[1].image_ranks
-    for rank, part in enumerate(parts):
-        grids = part.media.image_grid_thw
-        assert grids is not None
-        assert part.media.pixel_values is not None
-        owners = zip(IMAGES.values(), part.image_ranks, strict=True)
-        assert [tuple(grid) for grid in grids.tolist()] == [grid for grid, owner in owners if owner == rank]
-        assert part.media.pixel_values.shape == ((32, 24)[rank], 3)
-    patches = torch.cat([part.media.pixel_values[:, 0] for part in parts if part.media.pixel_values is not None])
-    assert sorted(patches.tolist()) == list(range(56))
-
-
-def test_a_rank_without_an_image_has_no_media():
-    row = row_with_images([16], SlotRule(multiple=4), {2: (1, 4, 4)})
-    first, second = parts_of(row, "mirrored")
-    assert set(first.media.to_hf()) == {"pixel_values", "image_grid_thw"}
-    assert second.media.to_hf() == {}
-
-
-@pytest.mark.parametrize("layout", ALL_LAYOUTS)
 def test_nothing_waits_for_a_device(row, layout):
     on_meta = moved(row, "meta")  # tensors without values: whoever reads one fails
     part = shard(on_meta, 0, RANKS, layout=layout)
     assert part.input_ids.device.type == part.index.device.type == part.moe_padding_mask.device.type == "meta"
-    assert part.media.pixel_values is not None
-    assert part.media.pixel_values.shape == (32, 3)
     with pytest.raises(NotImplementedError):
         part.input_ids.tolist()
 
@@ -110,8 +86,6 @@ def test_a_row_that_cannot_be_cut_says_which_segment(row):
         shard(odd, 0, 2)
     with pytest.raises(LayoutError, match="rank 2 is not one of"):
         shard(row, 2, 2)
-    with pytest.raises(LayoutError, match="the grids describe 56 patches, the pixels are"):
-        shard(replace(row, media=replace(row.media, pixel_values=torch.zeros(55, 3))), 0, 2)
 
 
 def test_a_row_whose_samples_share_prefixes_is_refused() -> None:

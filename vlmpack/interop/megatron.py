@@ -28,11 +28,9 @@ import torch
 
 from vlmpack.context_parallel.collectives import Route, Transfers
 from vlmpack.context_parallel.partition import Partition
-from vlmpack.context_parallel.vision import deal
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import METADATA_KEY, HostMetadata, Media, compare_media, host_grids
-from vlmpack.layout.device import outside_graph, require, to_device
-from vlmpack.layout.media import IMAGE, VIDEO, MediaTable, Medium
+from vlmpack.layout.batch import METADATA_KEY, Media
+from vlmpack.layout.device import outside_graph, require
 from vlmpack.layout.row import COLUMNS, IGNORE, PackedRow, check_none_on_padding
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
@@ -330,14 +328,6 @@ class LocalRow:
     """[1, t]: 0 text, 1 image, 2 video."""
     extras: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Further [1, t] or [k, 1, t] tensors."""
-    media: Media = field(default_factory=Media)
-    """Pixels and grids of the media that this rank computes, whichever rank holds their tokens."""
-    image_ranks: tuple[int, ...]
-    """The rank that computes each image."""
-    video_ranks: tuple[int, ...]
-    """The rank that computes each video."""
-    metadata: HostMetadata | None = None
-    """Host metadata of the whole row; `num_targets` counts all ranks."""
 
     @property
     def segments(self) -> Segments:
@@ -356,13 +346,13 @@ class LocalRow:
 
 
 def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored") -> LocalRow:
-    """Cut the part of a row that `rank` of `ranks` holds.
+    """Cut the part of a row that `rank` of `ranks` holds. No host–device sync.
 
     Every rank gets the same whole row and cuts out its own part. Labels are already shifted, so the last target of a
-    part may be a token of another part. Images are distributed over ranks by their patches, wherever their tokens are.
+    part may be a token of another part. Media stay with the row: an image's features belong to tokens of several ranks.
 
     Args:
-        row: the whole row. If its metadata has the media, there is no host–device sync.
+        row: the whole row.
         rank: rank whose part to cut.
         ranks: number of ranks.
         layout: `mirrored` balances causal attention, `contiguous` accepts any boundaries.
@@ -372,23 +362,12 @@ def shard(row: PackedRow, rank: int, ranks: int, *, layout: Layout = "mirrored")
     """
     check_unshared(row, "a rank that holds a part of it")
     partition = Partition(segments=row.segments, ranks=ranks, layout=layout)
-    partition.check_rank(rank)
     columns = {name: getattr(row, name) for name in COLUMNS}
-    cut: dict[str, Any] = {name: partition.cut(x, rank) for name, x in columns.items() if x is not None}
-    table = _table_of(row)
-    image_ranks, video_ranks = (
-        tuple(deal([medium.patches for medium in media], [range(ranks)] * len(media), ranks))
-        for media in (table.images, table.videos)
-    )
     return LocalRow(
-        **cut,
+        **{name: partition.cut(x, rank) for name, x in columns.items() if x is not None},
         partition=partition,
         rank=rank,
         extras={name: partition.cut(tensor, rank) for name, tensor in row.extras.items()},
-        media=_media_of(row.media, table, {IMAGE: image_ranks, VIDEO: video_ranks}, rank),
-        image_ranks=image_ranks,
-        video_ranks=video_ranks,
-        metadata=row.metadata,
     )
 
 
@@ -407,45 +386,6 @@ def unshard(
         LayoutError: the parts do not belong to this row.
     """
     return Partition(segments=segments, ranks=len(parts), layout=layout).join(parts, token_dim=token_dim)
-
-
-# ---------------------------------------------------------------------- media
-
-
-def _table_of(row: PackedRow) -> MediaTable:
-    """Return the media of a row from its metadata, or else from their grids."""
-    media, known = row.media, row.known_metadata.media
-    if known is not None:
-        compare_media(known, media)
-        return known
-    grids = ((IMAGE, media.image_grid_thw, "image_grid_thw"), (VIDEO, media.video_grid_thw, "video_grid_thw"))
-    records = [Medium(kind=kind, grid=grid) for kind, of, name in grids for grid in host_grids(of, name)]
-    return MediaTable(media=tuple(records))
-
-
-def _media_of(media: Media, table: MediaTable, ranks_of: Mapping[int, Sequence[int]], rank: int) -> Media:
-    """Return the media that `rank` computes; without images (or videos), it gets no image (or video) tensors."""
-    tensors, of_rank = media.to_hf(), {}
-    for kind, pixels, of_each in (
-        (IMAGE, "pixel_values", ("image_grid_thw",)),
-        (VIDEO, "pixel_values_videos", ("video_grid_thw", "second_per_grid_ts")),
-    ):
-        own = np.flatnonzero(np.asarray(ranks_of[kind]) == rank)
-        if len(own) and pixels in tensors:
-            patches = [medium.patches for medium in table.of_kind(kind)]
-            if len(tensors[pixels]) != sum(patches):
-                raise LayoutError(
-                    f"the grids describe {sum(patches)} patches, the pixels are {list(tensors[pixels].shape)}; pass "
-                    "the media of the whole row to every rank"
-                )
-            parts = tensors[pixels].split(patches)
-            of_rank[pixels] = torch.cat([parts[at] for at in own])
-            of_rank |= {
-                name: tensors[name].index_select(0, to_device(own, tensors[name].device))
-                for name in of_each
-                if name in tensors
-            }
-    return Media(**of_rank)
 
 
 @final

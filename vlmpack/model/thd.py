@@ -288,7 +288,7 @@ class ThdStep:
             "rope_cu_seqlens": rope.cu_seqlens(device) if self.rope == "real" else rope.cu_seqlens_padded(device),
             "attention_mask": None,
             **held.extras,
-            **held.media.to_hf(),
+            **row.media.to_hf(),
         }
         for name in PADDED:  # without gaps the same object: kernels take that as a sign that there are none
             values[name] = values["cu_seqlens_q"] if values[name] is None else values[name]
