@@ -13,7 +13,6 @@ import torch
 from equality import alone_through
 from parts import parts_of
 
-from vlmpack.errors import ConfigError
 from vlmpack.layout import Segments, SlotRule
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.mechanisms import per_sample
@@ -115,34 +114,9 @@ def test_all_tokens_are_selected_for_at_once_as_one_by_one(device):
     assert left_out
 
 
-def test_without_a_trial_of_the_selection_the_models_own_selects(monkeypatch):
-    """Another version of transformers may select otherwise. Its own code is slow and exact."""
-    indexer, config = per_sample.attention_layers(parts_of(tiny()))[0].indexer, tiny().config.text_config
-    assert per_sample.selects_alike(type(indexer), config)
-    monkeypatch.setattr(per_sample, "_ALIKE", {})
-    plain = per_sample.select_blocks
-    monkeypatch.setattr(per_sample, "select_blocks", lambda *given: plain(*given).roll(1, -1))
-    assert not per_sample.selects_alike(type(indexer), config)
-    truth = alone_through(tiny(), samples()).loss
-    found = enable_packing(tiny())(**padded(samples()).to_hf()).loss
-    torch.testing.assert_close(found, torch.as_tensor(truth, dtype=found.dtype), rtol=1e-5, atol=1e-6)
-
-
 def test_short_samples_leave_no_token_out():
     model = tiny()
     config = model.config
     lengths = 1, 7, 8, 9  # 4 blocks of 2, and 1 more
     assert per_sample.selected_pairs(lengths, config.text_config) == Segments.from_lengths(lengths).attended_pairs
     assert per_sample.selected_pairs([10], config.text_config) == 55 - 2
-
-
-def test_a_text_model_that_no_longer_tells_its_n_gram_layers_is_noticed():
-    model = enable_packing(copy.deepcopy(tiny()))
-    batch = padded(samples()).to_hf()
-    loss = model(**batch).loss
-    model.model.language_model._forward_pre_hooks.clear()
-    with pytest.raises(
-        ConfigError, match="a Qwen4ExpTextModel no longer gets the row: it was exchanged or lost its hooks"
-    ):
-        model(**batch)
-    assert torch.equal(enable_packing(model)(**batch).loss, loss)

@@ -35,12 +35,11 @@ from vlmpack.attention.patterns import (
     CAUSAL,
     Chunks,
     Pattern,
-    causal_mask,
     key_bounds,
+    last_queries,
     visible_keys,
     windowed,
     with_sinks,
-    within_window,
     written_out,
 )
 from vlmpack.attention.sinks import attend_with_sinks
@@ -114,14 +113,29 @@ class Backend(ABC):
     """Names of the pattern's parts that it supports."""
     by_mask: ClassVar[bool] = False
     """True if its mask contains chunks and spans; False: chunks become shorter segments, and spans further calls."""
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
+    """The dtypes that it takes; empty: all."""
+    needs_cuda: ClassVar[bool] = False
+    """Whether it runs on CUDA only."""
+    has_dropout: ClassVar[bool] = True
+    """Whether it drops attention weights."""
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         """Return the reasons why this back-end cannot serve `call`, one sentence each; empty if it can.
 
         The back-ends of plain PyTorch (`sdpa_segments`, `eager_mask`) can serve every call.
         """
-        missing = [name for name in call.pattern if name not in self.patterns]
-        return [f"it computes no {', no '.join(missing)}, which this layer has"] if missing else []
+        reasons = []
+        if missing := [name for name in call.pattern if name not in self.patterns]:
+            reasons.append(f"it computes no {', no '.join(missing)}, which this layer has")
+        if self.needs_cuda and call.device != "cuda":
+            reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
+        if self.dtypes and call.dtype not in self.dtypes:
+            *first, last = (str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            reasons.append(f"it takes {', '.join(first)} and {last} only, the tensors are {call.dtype}")
+        if call.dropout and not self.has_dropout:
+            reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
+        return reasons
 
     def __call__(
         self,
@@ -191,16 +205,14 @@ class VarlenKernel(Backend):
     """Base class of the FlashAttention 2 kernels."""
 
     patterns = frozenset({"window", "chunk", "spans"})
+    dtypes = (torch.float16, torch.bfloat16)
+    needs_cuda = True
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Check FlashAttention's limits on device, dtype, heads and patterns."""
+        """Add FlashAttention's limits on the GPU and on heads."""
         reasons = super().unsupported(call)
-        if call.device != "cuda":
-            reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
-        elif (capability := _capability()) < AMPERE:
+        if call.device == "cuda" and (capability := _capability()) < AMPERE:
             reasons.append(f"it needs compute capability 8.0 (Ampere), this GPU has {'.'.join(map(str, capability))}")
-        if call.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"it takes float16 and bfloat16 only, the tensors are {call.dtype}")
         if call.head_dim % 8 or call.head_dim > MAX_HEAD_DIM:
             reasons.append(f"the head dimension must be a multiple of 8 up to {MAX_HEAD_DIM}, it is {call.head_dim}")
         if (call.value_dim or 0) > call.head_dim:
@@ -254,9 +266,10 @@ class TorchVarlen(VarlenKernel):
 
     name = "torch_varlen"
     patterns = frozenset({"window", "chunk", "spans", "sinks"})
+    has_dropout = False
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Check FlashAttention's limits, those of version 4 if it is in place, and that there is no dropout."""
+        """Add the limits of FlashAttention 4 if it is in place."""
         reasons = super().unsupported(call)
         is_fourth = call.device == "cuda" and current_flash_attention_impl() == "FA4"
         if is_fourth and _capability() >= BLACKWELL and call.head_dim not in (*range(129), MAX_HEAD_DIM):
@@ -264,8 +277,6 @@ class TorchVarlen(VarlenKernel):
                 f"on this GPU FlashAttention 4 takes head dimensions up to 128, and {MAX_HEAD_DIM}; this one is "
                 f"{call.head_dim}"
             )
-        if call.dropout:
-            reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
         return reasons
 
     def kernel(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, *seqlens: Any, softmax: Softmax) -> Tensor:
@@ -279,20 +290,7 @@ class TorchVarlen(VarlenKernel):
             grouped: dict[str, Any] = {"enable_gqa": True} if is_grouped and _has_enable_gqa() else {}
             out: Any = varlen_attn(*inputs, scale=softmax.scale, window_size=window, **grouped)
             return out  # a tensor, because no auxiliary outputs are requested
-        is_causal = window == (-1, 0)
-        sides = {"scale": softmax.scale, "window_size_left": window[0], "window_size_right": window[1]}
-
-        def forward(*qkv: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            call = torch.ops.aten._flash_attention_forward
-            out, lse, seed, offset, _ = call(*qkv, *seqlens, 0.0, is_causal, False, **sides)
-            return out, lse, (seed, offset)
-
-        def backward(*saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            *tensors, seed, offset = saved
-            call = torch.ops.aten._flash_attention_backward
-            return call(*tensors, *seqlens, 0.0, is_causal, seed, offset, **sides)
-
-        return attend_with_sinks(*inputs[:3], sinks=sinks, forward=forward, backward=backward)
+        return attend_with_sinks(*inputs, sinks=sinks, scale=softmax.scale, window=window)
 
 
 @cache
@@ -311,7 +309,7 @@ class FlashAttn(VarlenKernel):
     patterns = frozenset({"window", "chunk", "softcap", "spans"})
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Check FlashAttention's limits, and that the package is installed."""
+        """Add that the package is installed, and that there are no softcaps with dropout."""
         reasons = super().unsupported(call)
         if call.dropout and "softcap" in call.pattern:
             reasons.append(
@@ -367,26 +365,23 @@ class EfficientVarlen(Backend):
 
     name = "efficient"
     patterns = frozenset({"chunk", "spans"})
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    needs_cuda = True
+    has_dropout = False
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Check its limits on device, dtype, heads, patterns and dropout."""
+        """Add its limits on the GPU and on head dimensions."""
         reasons = super().unsupported(call)
-        if call.device != "cuda":
-            reasons.append(f"it runs on CUDA only, the tensors are on {call.device}")
-        elif torch.version.hip is not None:
+        if torch.version.hip is not None:
             reasons.append("on AMD it takes no boundaries")
         elif call.dtype == torch.bfloat16 and _capability() < AMPERE:
             reasons.append("bfloat16 needs compute capability 8.0 (Ampere)")
-        if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            reasons.append(f"it takes float32, float16 and bfloat16 only, the tensors are {call.dtype}")
         multiple = 4 if call.dtype == torch.float32 else 8
         if call.head_dim % multiple or (call.value_dim or 0) % multiple:
             reasons.append(
                 f"head dimensions must be multiples of {multiple} in {call.dtype}, keys have {call.head_dim} and "
                 f"values {call.value_dim or call.head_dim}"
             )
-        if call.dropout:
-            reasons.append(f"attention dropout is {call.dropout}, and this call has none: set attention_dropout=0")
         return reasons
 
     def attend(
@@ -419,20 +414,17 @@ class FlexAttention(Backend):
 
     name = "flex"
     by_mask = True
+    dtypes = (torch.float16, torch.bfloat16)  # float32 is for exactness checks, which need no kernel
+    needs_cuda = True
+    has_dropout = False
 
     def unsupported(self, call: AttentionCall) -> list[str]:
-        """Check its limits on device, dtype, heads and dropout."""
+        """Add its limits on head dimensions, and that it can be compiled."""
         reasons = super().unsupported(call)
-        if call.device != "cuda":
-            reasons.append(f"its backward pass runs on CUDA only, the tensors are on {call.device}")
-        elif not _has_compiler():
+        if call.device == "cuda" and not _has_compiler():
             reasons.append("it needs Triton, with which PyTorch compiles it")
-        if call.dtype not in (torch.float16, torch.bfloat16):  # float32 is for exactness checks, which need no kernel
-            reasons.append(f"it takes float16 and bfloat16 only, the tensors are {call.dtype}")
         if not 16 <= call.head_dim <= MAX_HEAD_DIM or not 16 <= (call.value_dim or 16) <= MAX_HEAD_DIM:
             reasons.append(f"head dimensions must be 16 to {MAX_HEAD_DIM}, this one is {call.head_dim}")
-        if call.dropout:
-            reasons.append(f"attention dropout is {call.dropout}, and this kernel has none: set attention_dropout=0")
         return reasons
 
     def attend(
@@ -492,15 +484,11 @@ class SdpaSegments(Backend):
         def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None = None) -> Tensor:
             """Compute n segments of the same length; `mask`: the keys of each, bool [n, 1, L, L']."""
             window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
-            if mask is not None:
-                return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
-            if not softmax.causal:
-                if window is not None and window < visible:
-                    mask = within_window(queries, visible, window, q_nLNH.device)
-                return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
-            if window is None and queries == visible:
-                return _attend(q_nLNH, k_nLKH, v_nLKH, None, softmax)
-            return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
+            if mask is None and softmax.causal:
+                return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
+            if mask is None and window is not None and window < visible:
+                mask = last_queries(queries, visible, q_nLNH.device, causal=False, window=window)
+            return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
 
         # Padding comes after all tokens that read it, if queries and keys are the same tokens. Else it needs a mask.
         is_hidden = softmax.causal and keys is segments
@@ -518,8 +506,7 @@ def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None,
     """
     causal, scale, dropout, pattern = softmax
     if mask is None and not (pattern.softcap is None and pattern.sinks is None):
-        sizes = q_nLNH.shape[1], k_nLKH.shape[1]
-        mask = causal_mask(*sizes, q_nLNH.device) if causal else q_nLNH.new_ones(sizes, dtype=torch.bool)
+        mask = last_queries(q_nLNH.shape[1], k_nLKH.shape[1], q_nLNH.device, causal=causal)
     if mask is not None and pattern.softcap is not None:
         return written_out(q_nLNH, k_nLKH, v_nLKH, mask, scale=scale, dropout=dropout, pattern=pattern)
     if mask is not None and pattern.sinks is not None:

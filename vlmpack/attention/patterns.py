@@ -222,10 +222,11 @@ def windowed(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int | None,
     """Call `attend` causally within a window; segments longer than two windows are computed by blocks."""
     queries, visible = q_nLNH.shape[1], k_nLKH.shape[1]
     if window is None or visible <= window:
-        return attend(q_nLNH, k_nLKH, v_nLKH, _last_queries(queries, visible, q_nLNH.device))
+        mask = None if queries in (1, visible) else last_queries(queries, visible, q_nLNH.device)
+        return attend(q_nLNH, k_nLKH, v_nLKH, mask)
     if queries < visible or visible <= 2 * window:
         near = min(visible, queries + window)  # earlier keys are in no query's window
-        mask = _in_window(queries, near, window, q_nLNH.device)
+        mask = last_queries(queries, near, q_nLNH.device, window=window)
         return attend(q_nLNH, k_nLKH[:, -near:], v_nLKH[:, -near:], mask)
     return _by_blocks(q_nLNH, k_nLKH, v_nLKH, window, attend)
 
@@ -234,7 +235,7 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
     n, length = q_nLNH.shape[:2]
     blocks, rest = divmod(length, window)
     whole, middle = blocks * window, blocks - 1
-    mask = _in_window(window, 2 * window, window, q_nLNH.device)
+    mask = last_queries(window, 2 * window, q_nLNH.device, window=window)
 
     def pairs(x_nLKH: Tensor) -> Tensor:
         """[n * middle, 2 W, K, H]: each block except the first, preceded by the block before it."""
@@ -252,24 +253,22 @@ def _by_blocks(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, window: int, atte
     return torch.cat(out, 1)
 
 
-def within_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return the window mask of a span's queries, bool [L, L'], for the last L of L' positions; later keys are seen."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries - window + 1)
+def last_queries(
+    queries: int, keys: int, device: torch.device, *, causal: bool = True, window: int | None = None
+) -> Tensor:
+    """Return the mask of queries at the last L of L' positions, bool [L, L'].
 
-
-def _last_queries(queries: int, keys: int, device: torch.device) -> Tensor | None:
-    """The causal mask; None if attention needs none."""
-    return None if queries in (1, keys) else causal_mask(queries, keys, device)
-
-
-def _in_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Causal mask with a window, bool [L, L'], for the last L of L' positions."""
-    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
-
-
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the causal mask, bool [L, L'], for the last L of L' positions."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    Args:
+        queries: L.
+        keys: L'.
+        device: device of the mask.
+        causal: False if queries also see later keys.
+        window: number of keys up to its own that a query sees; None: all.
+    """
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if causal:
+        mask = mask.tril(keys - queries)
+    return mask if window is None else mask.triu(keys - queries - window + 1)
 
 
 # ---------------------------------------------------------------------- scores

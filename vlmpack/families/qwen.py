@@ -30,7 +30,7 @@ QWEN = (
         mechanisms={
             "gated_delta": _GATED_DELTA,
             "experts": _EXPERTS,
-            "per_sample": {"attention": "self_attn", "ngram": "ple", "ngram_ids": "ple_input_ids"},
+            "per_sample": {"attention": "self_attn", "ngram": "ple"},
         },
         **_QWEN3,
     ),

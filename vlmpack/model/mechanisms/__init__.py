@@ -174,57 +174,34 @@ class Mechanism(ABC):
 _BASE = "_vlmpack_base"
 
 Maker = Callable[[type[nn.Module]], type[nn.Module]]
-PreHook = functools.partial[tuple[tuple[Any, ...], dict[str, Any]] | None]
-"""A forward pre-hook: a partial of a function of a module, so that it can be copied and pickled with a model."""
-
-
-def _hook_keys(module: nn.Module, hook: PreHook) -> list[int]:
-    """Return the keys of a module's pre-hooks that call the same function as `hook`."""
-    return [key for key, other in module._forward_pre_hooks.items() if getattr(other, "func", None) is hook.func]
 
 
 class ClassMechanism(Mechanism):
-    """A mechanism that changes the classes of its layers to subclasses, and may hook one module."""
+    """A mechanism that changes the classes of its layers to subclasses."""
 
     @abstractmethod
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return every layer with the function that makes its new class."""
 
-    def hook(self, model: ModelParts) -> tuple[nn.Module, PreHook] | None:
-        """Return a module and its forward pre-hook with keywords; None: the layers need none."""
-        return None
-
     def find(self, model: ModelParts) -> list[nn.Module]:
-        """Return every layer, and the module with a hook."""
-        layers, hook = [layer for layer, _ in self.makers(model)], self.hook(model)
-        return layers if hook is None else [*layers, hook[0]]
+        """Return every layer."""
+        return [layer for layer, _ in self.makers(model)]
 
     def attach(self, model: ModelParts) -> None:
-        """Change the classes, and add the hook."""
+        """Change the classes."""
         for layer, maker in self.makers(model):
             if not is_subclassed(layer):
                 layer.__class__ = maker(type(layer))
-        if (hook := self.hook(model)) is not None and not _hook_keys(*hook):
-            hook[0].register_forward_pre_hook(hook[1], with_kwargs=True)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
-        """Restore the classes, and remove the hook."""
-        for layer, _ in self.makers(model):
-            if id(layer) not in kept:
+        """Restore the classes."""
+        for layer in self.find(model):
+            if id(layer) not in kept and is_subclassed(layer):
                 layer.__class__ = base_of(layer)
-        if (hook := self.hook(model)) is not None and id(hook[0]) not in kept:
-            for key in _hook_keys(*hook):
-                del hook[0]._forward_pre_hooks[key]
-                hook[0]._forward_pre_hooks_with_kwargs.pop(key, None)
 
     def problem(self, model: ModelParts, *, attached: bool) -> str | None:
-        """Report a forward that was replaced on the object, a class that was changed, or a hook that was lost."""
-        if attached and (hook := self.hook(model)) is not None and not _hook_keys(*hook):
-            return (
-                f"a {type(hook[0]).__name__} no longer gets the row: it was exchanged or lost its hooks after "
-                "enable_packing; call enable_packing(model) again"
-            )
-        for layer, _ in self.makers(model):
+        """Report a forward that was replaced on the object, or a class that was changed."""
+        for layer in self.find(model):
             replaced = "forward" in vars(layer)
             if replaced and not attached:
                 return (

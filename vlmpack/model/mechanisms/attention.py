@@ -620,7 +620,7 @@ def _proxy_class(base: type[PreTrainedConfig], name: str) -> Any:
         return base(*args, **kwargs)  # `type(config)(...)` makes a plain configuration
 
     shown = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    body = {"__new__": new, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
+    body = {"__new__": new, "__eq__": ConfigProxy.__eq__, "__slots__": ("_vlmpack_plain",), "_vlmpack_name": name}
     return type(base.__name__, (ConfigProxy, base), {**shown, **body})
 
 

@@ -9,11 +9,11 @@ In a prefix tree, the children of a node are one batch or several. As in generat
 path (`KeysOfPath`), or its last tokens (`TailOfPath`). So shared tokens go through once, also behind a kept prefix
 (`PackedStep.group`).
 
-Attention gets the row by keyword, as all layers do. N-gram layers get no keywords, so a hook on the text model attaches
-the row to their token ids (`InRow`).
+Attention gets the row by keyword, as all layers do. N-gram layers get no keywords, so the layers that hold them hand it
+on.
 
 transformers' indexer selects for one token at a time, each with a host-device sync. In a row, all tokens are selected
-for at once (`select_blocks`), if a trial on a small indexer gives the same selection.
+for at once (`select_blocks`).
 
 n samples, W tokens of the longest, S tokens with those before them, B blocks of these, N indexer heads, H head
 dimension.
@@ -21,7 +21,6 @@ dimension.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import math
@@ -31,19 +30,17 @@ from typing import Any, ClassVar, final
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 from transformers.masking_utils import create_causal_mask
 
-from vlmpack.layout.device import around_graph, host_values, outside_graph
+from vlmpack.layout.device import around_graph, outside_graph
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
     ModelParts,
-    PreHook,
     RowSetup,
     handed_on,
     handed_row,
-    plain_class,
+    handing_class,
     subclass,
 )
 from vlmpack.model.mechanisms.attention import plain_config
@@ -59,15 +56,16 @@ class PerSample(ClassMechanism):
     name: ClassVar[str] = "per_sample"
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Return every sparse attention layer, its indexer, and every n-gram layer (there may be none)."""
+        """Return every sparse attention layer, its indexer, every n-gram layer (there may be none), and the layers that
+        hand their row on to one."""
         attention, ngram = attention_layers(model), ngram_layers(model)
         indexers = [layer.get_submodule("indexer") for layer in attention]
-        made = ((attention, attention_class), (indexers, indexer_class), (ngram, ngram_class))
+        holders = [layer for layer in model.text.layers.children() if {*layer.children()} & {*ngram}]
+        made = (
+            *((attention, attention_class), (indexers, indexer_class)),
+            *((ngram, ngram_class), (holders, handing_class)),
+        )
         return [(layer, maker) for layers, maker in made for layer in layers]
-
-    def hook(self, model: ModelParts) -> tuple[nn.Module, PreHook]:
-        """Give n-gram layers the row with their token ids, which the text model passes on."""
-        return model.text, functools.partial(_add_row, model.family.mechanisms[self.name]["ngram_ids"])
 
     def prepare(self, setup: RowSetup) -> Buckets:
         """Group samples of similar length, or the children of each node of a tree."""
@@ -108,26 +106,6 @@ def selected_pairs(lengths: Sequence[int] | np.ndarray, text_config: Any) -> int
     return int(pairs[[*lengths]].sum())
 
 
-@final
-class InRow:
-    """A tensor with its row, for a layer that gets no keywords."""
-
-    def __init__(self, tensor_1T: torch.Tensor, row: RowContext) -> None:
-        self.tensor_1T = tensor_1T
-        """The tensor, [1, T]."""
-        self.row = row
-        """The row."""
-
-
-def _add_row(
-    ids: str, language_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    row: RowContext | None = kwargs.get(CONTEXT)
-    if row is None or kwargs.get(ids) is None:
-        return None
-    return args, {**kwargs, ids: InRow(kwargs[ids], row)}
-
-
 @functools.cache
 def attention_class(base: Any) -> type[nn.Module]:
     """Return a subclass of a sparse attention class that runs on each sample of a row. One per base class."""
@@ -146,16 +124,15 @@ def attention_class(base: Any) -> type[nn.Module]:
                 warn_past_the_forward(attention_mask)
             return base.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
 
-        indexed = row if selects_alike(plain_class(self.get_submodule("indexer")), plain_config(self)) else None
         others = {name: value for name, value in kwargs.items() if name not in CACHES}
 
         def attend(path: KeysOfPath | None, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
             if path is not None:
                 cos, sin = path.join("cos", cos), path.join("sin", sin)
-            with handed_on(indexed):
-                return base.forward(self, hidden, (cos, sin), _causal_mask(self, hidden, cos.shape[1]), path, **others)[
-                    0
-                ]
+            mask = _causal_mask(self, hidden, cos.shape[1])
+            with handed_on(row):
+                out, _ = base.forward(self, hidden, (cos, sin), mask, path, **others)
+            return out
 
         return run_per_sample(attend, row, self, KeysOfPath, hidden_states, *position_embeddings), None
 
@@ -188,17 +165,16 @@ def ngram_class(base: Any) -> type[nn.Module]:
 
     @functools.wraps(base.forward)
     def forward(
-        self: nn.Module, hidden_states: torch.Tensor, input_ids: torch.Tensor | InRow, *args: Any, **kwargs: Any
+        self: nn.Module, hidden_states: torch.Tensor, input_ids: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if not isinstance(input_ids, InRow):
+        if (row := handed_row()) is None:
             return base.forward(self, hidden_states, input_ids, *args, **kwargs)
 
         def look_up(path: TailOfPath | None, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             return base.forward(self, hidden, ids, path, *args[1:], **others)
 
         others = {name: value for name, value in kwargs.items() if name not in CACHES}
-        cache = functools.partial(TailOfPath, self)
-        return run_per_sample(look_up, input_ids.row, self, cache, hidden_states, input_ids.tensor_1T)
+        return run_per_sample(look_up, row, self, functools.partial(TailOfPath, self), hidden_states, input_ids)
 
     return subclass(base, {"forward": around_graph(forward)}, ngram_class)
 
@@ -368,39 +344,6 @@ def select_blocks(
         chosen_nWB[:, queries, :number] &= torch.zeros_like(visible_nwB, dtype=torch.bool).scatter(-1, best_nwK, True)
     selected_nWS = nn.functional.pad(chosen_nWB.repeat_interleave(ratio, -1), (0, total - whole))
     return (selected_nWS | (torch.arange(total, device=device) >= seen_W1 * ratio))[:, None]
-
-
-_ALIKE: dict[type[nn.Module], bool] = {}
-"""Results of `selects_alike` by indexer class."""
-_TOKENS = 13
-"""Tokens of the trial: up to six blocks of two, of which two are selected."""
-
-
-def selects_alike(indexer_class: Any, text_config: Any) -> bool:
-    """Return whether `select_blocks` selects what indexers of this class select. Tried once per process."""
-    if indexer_class not in _ALIKE:
-        try:
-            # What counts or records operations must not see this. With no device listed, only the CPU generator is
-            # used, and it is restored.
-            with _disable_current_modes(), host_values(), torch.random.fork_rng(devices=[]), torch.no_grad():
-                _ALIKE[indexer_class] = _is_alike(indexer_class, text_config)
-        except Exception:  # another version of transformers may raise anything
-            _ALIKE[indexer_class] = False
-    return _ALIKE[indexer_class]
-
-
-def _is_alike(indexer_class: Any, text_config: Any) -> bool:
-    small = copy.copy(text_config)
-    small.hidden_size, small.indexer_compress_ratio, small.indexer_budget = 8, 2, 4
-    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        torch.default_generator.manual_seed(0)
-        indexer = indexer_class(small, 0).float()
-        nn.init.normal_(indexer.index_qk_proj.weight)
-        hidden = torch.randn(1, _TOKENS, small.hidden_size, dtype=torch.float32)
-        angles = torch.randn(1, _TOKENS, small.indexer_head_dim // 2, dtype=torch.float32).repeat(1, 1, 2)
-        mask = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril()
-        places = angles.cos(), angles.sin()
-        return torch.equal(mask & indexer(hidden, places, mask, None), mask & select_blocks(indexer, hidden, *places))
 
 
 def _causal_mask(attention: nn.Module, hidden_nWD: torch.Tensor, total: int) -> torch.Tensor:

@@ -37,7 +37,6 @@ from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
     ModelParts,
-    PreHook,
     RowSetup,
     handed_on,
     handed_row,
@@ -97,17 +96,14 @@ class Vision(ClassMechanism):
             return changed
         if family.tile_boundaries is not None:
             changed += [*([] if together else [(backbone, handing_class)]), (tower, bounded_class)]
+        if family.from_grids:
+            changed.append((tower, functools.partial(informed_class, names=family.from_grids)))
         for path, name in family.keeps_row.items():
             holder = tower.get_submodule(path)
             part = holder.get_submodule(name)
             changed.append((holder, handing_class))
             changed += [(x, taking_class) for x in (part if isinstance(part, nn.ModuleList) else (part,))]
         return changed
-
-    def hook(self, model: ModelParts) -> tuple[nn.Module, PreHook] | None:
-        """Compute the tower's inputs from grids on the host."""
-        tower = model.family.vision_tower(model.core) if model.family.from_grids else None
-        return None if tower is None else (tower, functools.partial(_add_tower_inputs, model.family.from_grids))
 
     def prepare(self, setup: RowSetup) -> VisionRow:
         """Derive the boundaries of images and videos, and pass on the pixels or compute features with other ranks."""
@@ -158,21 +154,31 @@ def _grids(media: Sequence[Medium]) -> list[Grid]:
     return [medium.grid for medium in media if medium.grid is not None]
 
 
+@functools.cache
+def informed_class(base: Any, *, names: tuple[FromGrids, ...]) -> type[nn.Module]:
+    """Return a subclass of a tower's class that gets what it would compute from grids, and hands its row on. One per
+    base class."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(CONTEXT) is None:
+            return base.forward(self, *args, **kwargs)
+        named = ("hidden_states", "pixel_values", "grid_thw")  # families name pixels in either way
+        pixels, grids = (*args, *(kwargs.pop(name) for name in named if name in kwargs))
+        inputs = {**kwargs, **_inputs_on(pixels.device, self, grids, names)}
+        with handed_on(kwargs[CONTEXT]):
+            return base.forward(self, pixels, **inputs)
+
+    return subclass(base, {"forward": around_graph(forward)}, functools.partial(informed_class, names=names))
+
+
 @outside_graph
-def _add_tower_inputs(
-    names: Sequence[FromGrids], tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Copy the grids of a row to the device of the pixels, with what the tower would compute from them."""
-    if CONTEXT not in kwargs:
-        return None
-    pixels, grids = (
-        *args,
-        *(kwargs.pop(name) for name in ("hidden_states", "pixel_values", "grid_thw") if name in kwargs),
-    )
+def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, names: Sequence[FromGrids]) -> dict[str, Any]:
+    """Return the grids and what the tower would compute from them, on its device."""
     with host_values():
         inputs = {"grid_thw": grids, **tower_inputs(tower, grids, names)}
-    on_host = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"}
-    return (pixels,), {**kwargs, **inputs, **{name: to_device(x.numpy(), pixels.device) for name, x in on_host.items()}}
+    on_host = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
+    return {**inputs, **{name: to_device(x.numpy(), device) for name, x in on_host.items()}}
 
 
 def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
