@@ -278,7 +278,7 @@ class Uncut:
     tokens, tree = 1, None
 
     def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return layer(hidden, None)
+        return layer(None, hidden)
 
     def split(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         return [hidden]

@@ -91,7 +91,7 @@ def test_each_node_of_a_tree_reads_the_last_tokens_of_its_path(bias: bool) -> No
     tree, work = row.tree, result.work
     assert tree is not None
     assert min(tree.lengths[parent] for parent in tree.parents if parent >= 0) < TAPS - 1
-    repeated = (TAPS - 1) * (len(tree.lengths) - 1)
+    repeated = (TAPS - 1) * len(tree.lengths)
     if bias:
         assert work.conv_tokens >= row.segments.num_tokens
     else:

@@ -18,7 +18,7 @@ from vlmpack.families.text import capped_logits, divided_logits, multiplied_logi
 from vlmpack.layout import pack
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms.attention import layer_masks, with_chunk
-from vlmpack.model.mechanisms.upstream import MaskFunction, check_logits, check_text_positions
+from vlmpack.model.mechanisms.upstream import MaskFunction, check_logits
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 WINDOWS = {"gemma2": [5, None, 5], "mistral": [5, 5, 5], "qwen3": [None, None, None], "qwen3_5": [None]}
@@ -138,23 +138,6 @@ def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pyt
     monkeypatch.setattr(type(parts.core), "forward", failing)
     with pytest.raises(FamilyError, match=r"a LlamaForCausalLM fails by itself .*'pooler_output'.*another version"):
         check_logits(parts)
-
-
-def test_positions_that_do_not_count_from_0_are_refused() -> None:
-    model = tiny_model("llama", layers=2)
-    check_text_positions(parts_of(model))
-    plain = type(model.model).forward
-    model.model.__class__ = type(
-        "Later",
-        (type(model.model),),
-        {
-            "forward": lambda self, inputs_embeds, **kwargs: plain(
-                self, inputs_embeds=inputs_embeds, position_ids=torch.arange(inputs_embeds.shape[1])[None] + 1, **kwargs
-            )
-        },
-    )
-    with pytest.raises(FamilyError, match=r"layer 0 .* gets positions \[1, 2, 3, 4, 5\]"):
-        check_text_positions(parts_of(model))
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class EveryKernelSegment(VarlenKernel):
 class NoSoftcap(EveryKernelSegment):
     """It computes windows, chunks and spans, and neither softcaps nor sinks."""
 
-    name = "no_softcap"
+    name, dtypes, needs_cuda = "no_softcap", (), False
 
     def unsupported(self, call: AttentionCall) -> list[str]:
         return Backend.unsupported(self, call)

@@ -12,7 +12,7 @@ Shapes: T row tokens, T' key tokens, N query heads, K key-value heads (N a multi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -452,10 +452,6 @@ def _has_compiler() -> bool:
 
 # ---------------------------------------------------------------------- PyTorch's own attention
 
-AttendSegment = Callable[..., Tensor]
-"""Function of queries [n, L, N, H], keys and values [n, L', K, H] of n segments, and if they are padded, of a mask,
-bool [n, 1, L, L']; returns [n, L, N, H]."""
-
 MANY = 256
 """Number of segments from which on segments of the same length are computed in one call."""
 
@@ -481,22 +477,42 @@ class SdpaSegments(Backend):
         """Call attention once per segment. If there are many segments, call it once per length; on a GPU, segments of
         similar length are padded to the same."""
 
-        def attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None = None) -> Tensor:
-            """Compute n segments of the same length; `mask`: the keys of each, bool [n, 1, L, L']."""
-            window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
-            if mask is None and softmax.causal:
-                return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
-            if mask is None and window is not None and window < visible:
-                mask = last_queries(queries, visible, q_nLNH.device, causal=False, window=window)
-            return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
-
         # Padding comes after all tokens that read it, if queries and keys are the same tokens. Else it needs a mask.
-        is_hidden = softmax.causal and keys is segments
-        pads = q_TNH.device.type in PADDED_ON and (is_hidden or keys.max_length <= MAX_MASKED)
-        if len(segments.lengths) < (2 if pads else MANY):
-            return _one_by_one(attend, q_TNH, k_TKH, v_TKH, segments, keys)
-        limits = None if is_hidden else softmax
-        return _by_length(attend, q_TNH, k_TKH, v_TKH, segments, keys, pads=pads, limits=limits)
+        device, others = q_TNH.device, None if keys is segments else keys
+        is_hidden = softmax.causal and others is None
+        pads = device.type in PADDED_ON and (is_hidden or keys.max_length <= MAX_MASKED)
+        is_few = len(segments.lengths) < (2 if pads else MANY)
+        make, key = _in_order if is_few else partial(_by_length, pads=pads), ("calls", others, is_few, pads)
+        calls = segments.kept(key, lambda: make(segments, keys))
+
+        def moved(x: Tensor, index: np.ndarray | None, what: str) -> Tensor:
+            return x if index is None else x.index_select(0, segments.derived((*key, what), device, lambda: index))
+
+        sizes, key_sizes = [n * queries for n, queries, _ in calls.shapes], [n * seen for n, _, seen in calls.shapes]
+        # One split per tensor: slicing each segment would make the backward pass write G full-size gradients.
+        q_parts = moved(q_TNH, calls.queries, "queries").split_with_sizes(sizes)
+        k_parts, v_parts = (moved(x, calls.keys, "keys").split_with_sizes(key_sizes) for x in (k_TKH, v_TKH))
+        bounds: Sequence[Tensor | None] = [None] * len(sizes)
+        if calls.is_padded and not is_hidden:
+            limits = softmax.causal, softmax.pattern.window
+            bounds_R2 = segments.derived((*key, *limits), device, lambda: calls.bounds(segments, keys, softmax))
+            bounds = bounds_R2.split_with_sizes(sizes)
+        out = []
+        for (n, _, seen), q, k, v, of_call in zip(calls.shapes, q_parts, k_parts, v_parts, bounds, strict=True):
+            mask = None if of_call is None else _between(of_call.unflatten(0, (n, 1, -1)), seen)
+            q_nLNH, k_nLKH, v_nLKH = (x.unflatten(0, (n, -1)) for x in (q, k, v))
+            out.append(_attend_alike(q_nLNH, k_nLKH, v_nLKH, mask, softmax).flatten(0, 1))
+        return moved(out[0] if len(out) == 1 else torch.cat(out), calls.results, "results")
+
+
+def _attend_alike(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
+    """Compute n segments of the same length; `mask`: the keys of each, bool [n, 1, L, L']; None: by the window."""
+    window, queries, visible = softmax.pattern.window, q_nLNH.shape[1], k_nLKH.shape[1]
+    if mask is None and softmax.causal:
+        return windowed(q_nLNH, k_nLKH, v_nLKH, window, partial(_attend, softmax=softmax))
+    if mask is None and window is not None and window < visible:
+        mask = last_queries(queries, visible, q_nLNH.device, causal=False, window=window)
+    return _attend(q_nLNH, k_nLKH, v_nLKH, mask, softmax)
 
 
 def _attend(q_nLNH: Tensor, k_nLKH: Tensor, v_nLKH: Tensor, mask: Tensor | None, softmax: Softmax) -> Tensor:
@@ -535,83 +551,62 @@ def _fits_flash(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
     return dtype in (torch.float16, torch.bfloat16) and head_dim == value_dim <= MAX_HEAD_DIM
 
 
-def _one_by_one(
-    attend: AttendSegment, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, segments: Segments, keys: Segments
-) -> Tensor:
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SegmentCalls:
+    """The calls that compute the segments of a row, on views of it or on copies. R queries of all calls."""
+
+    shapes: Sequence[tuple[int, int, int]]
+    """(n segments, queries of each, keys of each) of each call."""
+    queries: np.ndarray | None = None
+    """int64 [R]: the query at each place of the calls; None: those of the row, in order."""
+    keys: np.ndarray | None = None
+    """int64: the key at each place of the calls; None: those of the row, in order."""
+    results: np.ndarray | None = None
+    """int64 [T]: the place of each query in the calls; None: they are in order."""
+    first_keys: np.ndarray | None = None
+    """int64 [R]: the first key of each query's segment in the row; None: no segment is padded."""
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some segments are padded."""
+        return self.first_keys is not None
+
+    def bounds(self, segments: Segments, keys: Segments, softmax: Softmax) -> np.ndarray:
+        """Return the first key of each query and the end, counted from its segment's first: int32 [R, 2]."""
+        bounds_2T = key_bounds(segments, keys, causal=softmax.causal, pattern=softmax.pattern)
+        return np.ascontiguousarray((bounds_2T[:, self.queries] - self.first_keys).astype(np.int32).T)
+
+
+def _in_order(segments: Segments, keys: Segments) -> SegmentCalls:
     """One call per segment, or run of segments of the same length, on views of the row."""
     pairs = ((n, m) for n, m in zip(segments.lengths, keys.lengths, strict=False) if n)
-    runs = [(*pair, len([*same])) for pair, same in groupby(pairs)]
-    # One split per tensor: slicing each segment would make the backward pass write G full-size gradients.
-    sizes, key_sizes = [n * count for n, _, count in runs], [m * count for _, m, count in runs]
-    rows = ((q_TNH, sizes), (k_TKH, key_sizes), (v_TKH, key_sizes))
-    pieces = zip(*(x.split_with_sizes(cut) for x, cut in rows), strict=True)
-    out = [
-        attend(*(x.unflatten(0, (count, -1)) for x in piece)).flatten(0, 1)
-        for piece, (_, _, count) in zip(pieces, runs, strict=True)
-    ]
-    return out[0] if len(out) == 1 else torch.cat(out)
+    return SegmentCalls(shapes=[(len([*same]), *pair) for pair, same in groupby(pairs)])
 
 
-def _by_length(
-    attend: AttendSegment,
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    segments: Segments,
-    keys: Segments,
-    *,
-    pads: bool,
-    limits: Softmax | None,
-) -> Tensor:
+def _by_length(segments: Segments, keys: Segments, *, pads: bool) -> SegmentCalls:
     """One call for all segments of the same length, on copies: for short segments, the calls cost more than copying.
-    `pads`: segments are padded by up to `MAX_PADDING`, so that there are few lengths. `limits`: the settings of the
-    call, if padded keys have to be masked."""
+    `pads`: segments are padded by up to `MAX_PADDING`, so that there are few lengths."""
     lengths_G2 = np.asarray([segments.lengths, keys.lengths[: len(segments.lengths)]], np.int64).T
     widths_G2 = padded_lengths(lengths_G2) if pads else lengths_G2
     order = np.lexsort(widths_G2.T[::-1])
     order = order[lengths_G2[order, 0] > 0]
     widths_R2 = widths_G2[order]
     distinct, counts = np.unique(widths_R2, axis=0, return_counts=True)
-
-    def index(of: Segments, make: Callable[[], np.ndarray], what: str, *more: object) -> Tensor:
-        return of.derived(("by length", what, pads, segments.lengths, keys.lengths, *more), q_TNH.device, make)
-
-    def joined() -> np.ndarray:
-        """int64 [T]: the position of each query in the concatenated calls."""
-        firsts_G = np.zeros(len(lengths_G2), np.int64)
-        firsts_G[order] = widths_R2[:, 0].cumsum() - widths_R2[:, 0]
-        return ranges(firsts_G, lengths_G2[:, 0])
-
-    def bounds(softmax: Softmax) -> np.ndarray:
-        """int32 [R, 2]: the first key of each query in the concatenated calls, and the end, from its segment's."""
-        bounds_2T = key_bounds(segments, keys, causal=softmax.causal, pattern=softmax.pattern)
-        starts = np.asarray(keys.spans, np.int32)[order, 0]
-        of_call = bounds_2T[:, _tokens(segments, order, widths_R2[:, 0])] - np.repeat(starts, widths_R2[:, 0])
-        return np.ascontiguousarray(of_call.T)
-
-    calls = [
-        (min(AT_ONCE, count - done), queries, visible)
-        for (queries, visible), count in zip(distinct.tolist(), counts.tolist(), strict=True)
-        for done in range(0, count, AT_ONCE)
-    ]
-    sizes, key_sizes = [n * queries for n, queries, _ in calls], [n * visible for n, _, visible in calls]
-    places = index(segments, lambda: _tokens(segments, order, widths_R2[:, 0]), "queries")
-    key_places = index(keys, lambda: _tokens(keys, order, widths_R2[:, 1]), "keys")
-    rows = ((q_TNH, places, sizes), (k_TKH, key_places, key_sizes), (v_TKH, key_places, key_sizes))
-    pieces = zip(*(x.index_select(0, at).split_with_sizes(cut) for x, at, cut in rows), strict=True)
-    masks: Sequence[Tensor | None] = [None] * len(calls)
-    if limits is not None and (widths_G2 != lengths_G2).any():
-        settings = limits.causal, limits.pattern.window
-        bounds_R2 = index(segments, lambda: bounds(limits), "bounds", *settings)
-        masks = [
-            _between(bounds.unflatten(0, (n, 1, -1)), visible)
-            for bounds, (n, _, visible) in zip(bounds_R2.split_with_sizes(sizes), calls, strict=True)
-        ]
-    out = [
-        attend(*(x.unflatten(0, (n, -1)) for x in piece), mask).flatten(0, 1)
-        for piece, mask, (n, *_) in zip(pieces, masks, calls, strict=True)
-    ]
-    return torch.cat(out).index_select(0, index(segments, joined, "results"))
+    firsts_G = np.zeros(len(lengths_G2), np.int64)
+    firsts_G[order] = widths_R2[:, 0].cumsum() - widths_R2[:, 0]
+    first_keys = np.repeat(np.asarray(keys.spans, np.int64)[order, 0], widths_R2[:, 0])
+    return SegmentCalls(
+        shapes=[
+            (min(AT_ONCE, count - done), queries, seen)
+            for (queries, seen), count in zip(distinct.tolist(), counts.tolist(), strict=True)
+            for done in range(0, count, AT_ONCE)
+        ],
+        queries=_tokens(segments, order, widths_R2[:, 0]),
+        keys=_tokens(keys, order, widths_R2[:, 1]),
+        results=ranges(firsts_G, lengths_G2[:, 0]),
+        first_keys=first_keys if (widths_G2 != lengths_G2).any() else None,
+    )
 
 
 def _between(bounds_2: Tensor, keys: int) -> Tensor:

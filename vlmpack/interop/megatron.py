@@ -410,7 +410,7 @@ class Halo:
     def places(self, rank: int) -> torch.Tensor:
         """int64 [h]: index in the row of each token that `rank` receives, in the order received."""
         self.partition.check_rank(rank)
-        return torch.from_numpy(self._wanted[1][self._transfers.arriving(rank)])
+        return torch.from_numpy(self._tokens[self._transfers.arriving(rank)])
 
     def roll_left(
         self,
@@ -450,27 +450,24 @@ class Halo:
     # ------------------------------------------------------------------ computed once per row
 
     @cached_property
-    def _wanted(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rank, token index) of every token that a rank needs and does not hold, each int64 [N], both rising.
+    def _missing(self) -> list[np.ndarray]:
+        """For each rank, the row's tokens up to K behind one of its own, in the same segment, that it does not hold."""
+        stops, missing = _stops(self.partition.segments), []
+        for rank in range(self.partition.ranks):
+            held = self.partition.index(rank).numpy()
+            behind = held[:, None] + np.arange(1, min(self.depth, len(stops)) + 1)
+            missing.append(np.setdiff1d(behind[behind < stops[held, None]], held))
+        return missing
 
-        Such a token lies fewer than K tokens behind the start of a contiguous run that another rank holds.
-        """
-        total, stops = self.partition.segments.total, _stops(self.partition.segments)
-        depth = min(self.depth, total)
-        owner = self.partition.place().numpy() // self.partition.local_total
-        starts = np.flatnonzero(owner[1:] != owner[:-1]) + 1
-        tokens = (starts[:, None] + np.arange(depth)).ravel()
-        tokens = tokens[tokens < total, None]
-        before = tokens - np.arange(1, depth + 1)
-        apart = (before >= 0) & (owner[before] != owner[tokens]) & (tokens < stops[before])
-        wanted = np.zeros(self.partition.ranks * total, bool)
-        wanted[(owner[before] * total + tokens)[apart]] = True
-        return np.divmod(np.flatnonzero(wanted), total)
+    @cached_property
+    def _tokens(self) -> np.ndarray:
+        """int64 [N]: the tokens that all ranks need, rank by rank."""
+        return np.concatenate(self._missing)
 
     @cached_property
     def _transfers(self) -> Transfers:
-        target, tokens = self._wanted
-        source, local = np.divmod(self.partition.place().numpy()[tokens], self.partition.local_total)
+        source, local = np.divmod(self.partition.place().numpy()[self._tokens], self.partition.local_total)
+        target = np.repeat(np.arange(self.partition.ranks), [len(tokens) for tokens in self._missing])
         return Transfers(source=source, local=local, target=target, ranks=self.partition.ranks)
 
     @outside_graph

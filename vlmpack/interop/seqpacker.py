@@ -276,7 +276,6 @@ class StreamPacker:
         """
         if self._finished:
             raise ConfigError("this StreamPacker is finished; make a new one for the next stream")
-        PackingBuffer(self._capacity).add(self.sequences_added, length)  # raise before a row is returned
         complete = []
         self._buffer.add(self.sequences_added, length)
         self._lengths[self.sequences_added] = int(length)

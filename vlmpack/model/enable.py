@@ -32,7 +32,7 @@ from vlmpack.model.mechanisms.llama4 import InnerHead, QueryScale
 from vlmpack.model.mechanisms.per_sample import PerSample
 from vlmpack.model.mechanisms.short_conv import ShortConv
 from vlmpack.model.mechanisms.tensor_parallel import TensorParallel
-from vlmpack.model.mechanisms.upstream import check_logits, check_rope_index, check_text_positions
+from vlmpack.model.mechanisms.upstream import check_logits, check_rope_index
 from vlmpack.model.mechanisms.vision import Vision
 from vlmpack.model.plain import check_is_only_one, find_model
 
@@ -125,9 +125,7 @@ def enable_packing(model: Model, config: StepConfig | None = None, *, parallel: 
     with torch.device("cpu"):  # the model, and the default device, may be an accelerator or meta
         if has_loss:
             check_logits(parts)
-        if family.positions_rule.axes == 1:
-            check_text_positions(parts)
-        else:
+        if family.positions_rule.axes > 1:
             check_rope_index(parts)
     if before is None:
         core.__class__ = (packed_backbone if is_backbone(core) else packed_class)(type(core))

@@ -6,8 +6,8 @@
     buckets   a a a        b b b b b
               c c ~        d d d d d            ~ a copy of the sample's last token: finite, and its output is not used
 
-`ConvLayout` concatenates segments, each preceded by the tokens that a convolution reads before its first one: zeros, or
-in a tree the last tokens on the path to it. A recurrence restarts where `pieces` begin.
+`ConvLayout` concatenates segments with zeros between them, which a convolution reads before a segment's first token; in
+a tree, with the last tokens on the path to it. A recurrence restarts where `pieces` begin.
 
 Both are computed parents first: each node of a tree starts from what its parent left, such as its final state.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, final
 
 import numpy as np
@@ -40,8 +40,6 @@ sample, so there the fewest calls that `MAX_OVERHEAD` allows are best."""
 
 MAX_OVERHEAD = 1.25
 """Maximum number of tokens that a bucket may compute per real token in it."""
-
-_NOTHING = np.zeros(0, np.int64)
 
 Path = list[tuple[torch.Tensor, ...]]
 """What each node of a path left for the nodes after it, from the root on."""
@@ -272,8 +270,8 @@ class Buckets:
         All tokens are gathered at once and then split, because the gradient of a slice of the row is as wide as the
         row.
         """
-        source, _ = self._tensors(row_1TD.device)
-        tokens = row_1TD[0] if source is None else row_1TD[0].index_select(0, source)
+        index, tokens = self._on(row_1TD.device)[0], row_1TD[0]
+        tokens = tokens if index is None else tokens.index_select(0, index)
         parts = tokens.split([bucket.tokens for bucket in self.buckets])
         shapes = [(len(bucket.members), bucket.width) for bucket in self.buckets]
         return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -281,40 +279,33 @@ class Buckets:
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join one [n, W, D] per bucket into [1, T, D]."""
         tokens_1D = torch.cat([part.flatten(0, 1)[None] for part in parts], 1)
-        _, order = self._tensors(tokens_1D.device)
-        return tokens_1D if order is None else tokens_1D.index_select(1, order)
+        index = self._on(tokens_1D.device)[1]
+        return tokens_1D if index is None else tokens_1D.index_select(1, index)
+
+    def _on(self, device: torch.device) -> Sequence[torch.Tensor | None]:
+        """Return the `_indices` on a device; None for one that only counts up."""
+        if device not in self._devices:
+            totals = zip(self._indices, (self.segments.total, self.tokens), strict=True)
+            self._devices[device] = [
+                None if np.array_equal(index, np.arange(total)) else to_device(index, device) for index, total in totals
+            ]
+        return self._devices[device]
 
     @cached_property
-    def _on_device(self) -> dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    def _devices(self) -> dict[torch.device, list[torch.Tensor | None]]:
         return {}
 
-    def _tensors(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return (the row's token at each position of the concatenated buckets; the position there of each token of the
-        row, [T]), both int64; None: the identity."""
-        if device not in self._on_device:
-            starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
-            source = np.concatenate([_NOTHING, *(_source(bucket, starts, stops) for bucket in self.buckets)])
-            order = _unless_in_order(self._order(), self.tokens, device)
-            self._on_device[device] = _unless_in_order(source, self.segments.total, device), order
-        return self._on_device[device]
-
-    def _order(self) -> np.ndarray:
-        """Return int64 [T]: the position of each token of the row in the concatenated buckets."""
-        firsts = np.zeros(len(self.segments.lengths), np.int64)
-        for bucket, start in zip(self.buckets, accumulate((b.tokens for b in self.buckets), initial=0), strict=False):
-            firsts[list(bucket.members)] = start + bucket.width * np.arange(len(bucket.members))
-        return ranges(firsts, np.asarray(self.segments.lengths, np.int64))
-
-
-def _source(bucket: Bucket, starts_G: np.ndarray, stops_G: np.ndarray) -> np.ndarray:
-    """Return int64 [n * W]: the row's token at each position of the bucket."""
-    starts_n1, stops_n1 = (x[list(bucket.members), None] for x in (starts_G, stops_G))
-    return np.minimum(starts_n1 + np.arange(bucket.width), stops_n1 - 1).ravel()
-
-
-def _unless_in_order(index: np.ndarray, total: int, device: torch.device) -> torch.Tensor | None:
-    """Return `index` on `device`, or None if it only counts from 0 to `total`."""
-    return None if np.array_equal(index, np.arange(total)) else to_device(index, device)
+    @cached_property
+    def _indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """(Row token at each position of the concatenated buckets; position there of each token of the row, [T]), both
+        int64."""
+        members = np.asarray([node for bucket in self.buckets for node in bucket.members], np.int64)
+        widths = np.asarray([bucket.width for bucket in self.buckets for _ in bucket.members], np.int64)
+        starts, stops = np.asarray(self.segments.spans, np.int64).reshape(-1, 2).T
+        source = np.minimum(ranges(starts[members], widths), np.repeat(stops[members] - 1, widths))
+        firsts = np.zeros_like(starts)
+        firsts[members] = widths.cumsum() - widths
+        return source, ranges(firsts, stops - starts)
 
 
 def _cheapest(segments: Segments, nodes: Sequence[int], call_cost: float) -> tuple[Bucket, ...]:
@@ -357,17 +348,17 @@ def _cheapest_cuts(lengths: np.ndarray, call_cost: float) -> list[int]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ConvLayout:
-    """Segments in one call, each preceded by the `taps` tokens that a convolution reads before its first one. If the
-    first segment is a root, nothing precedes it. Lengths [3, 5, 2], taps 3:
+    """Segments in one call, kept apart by the `taps` tokens that a convolution reads before each token. Lengths
+    [3, 5, 2], taps 3:
 
         row          a a a b b b b b c c
         laid out     a a a 0 0 0  b b b b b 0 0 0  c c
         pieces       6            8                2         zeros come after all used tokens of a segment
 
-    Nodes of a tree, taps 2, P = p q r s, A = a a a, B = b b:
+    Each node of a tree is preceded by the last tokens on the path to it; taps 2, P = p q r s, A = a a a, B = b b:
 
-        all nodes    p q r s  r s a a a  r s b b
-        pieces       4        2   3 + 2      2               P's final state is used; A's is not
+        all nodes    0 0 p q r s  r s a a a  r s b b
+        pieces       2   4        2   3      2   2
 
     `split` takes the segments out of the row. `join` is its inverse on the segments' own tokens.
     """
@@ -388,31 +379,24 @@ class ConvLayout:
         return cls(segments=segments, taps=taps, nodes=nodes, tree=tree)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def lengths(self) -> list[int]:
         """Number of tokens of each segment."""
-        return tuple(self.segments.lengths[node] for node in self.nodes)
+        return [self.segments.lengths[node] for node in self.nodes]
 
     @property
-    def lead(self) -> int:
-        """Number of tokens before the first segment."""
-        return 0 if self.tree is None or self.tree.parents[self.nodes[0]] < 0 else self.taps
-
-    @cached_property
     def tokens(self) -> int:
         """W: number of tokens that the call computes, repeated tokens and zeros included."""
-        return self.lead + sum(self.lengths) + self.taps * (len(self.nodes) - 1)
+        return self.pieces.total
 
     @cached_property
     def pieces(self) -> Segments:
-        """Pieces over which a recurrence runs. A segment's piece begins at its first token. If the segment has
-        children, the piece ends at its last token, because they start from its final state. No piece is empty, and the
-        pieces cover the whole call: kernels leave everything after the last boundary unwritten."""
-        return Segments.from_lengths(self._cut[0])
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The index of each segment's piece."""
-        return self._cut[1]
+        """Pieces over which a recurrence runs. A segment's piece begins at its first token. A node's piece ends at its
+        last token, because its children start from its final state. The pieces cover the whole call: kernels leave
+        everything after the last boundary unwritten."""
+        *others, last = self.lengths
+        if self.tree is None:
+            return Segments.from_lengths([*(length + self.taps for length in others), last])
+        return Segments.from_lengths([piece for length in self.lengths for piece in (self.taps, length)])
 
     def split(self, row_1TD: torch.Tensor) -> list[torch.Tensor]:
         """Lay out [1, T, D] as a list of one [1, W, D]."""
@@ -429,42 +413,25 @@ class ConvLayout:
         (laid_1WD,) = parts
         return laid_1WD if self.tokens == sum(self.lengths) else laid_1WD.index_select(1, self._places(laid_1WD.device))
 
-    @cached_property
-    def _cut(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(lengths of the pieces, index of each segment's piece)."""
-        lengths: list[int] = [self.lead] if self.lead else []
-        numbers: list[int] = []
-        have_children = {*self.tree.parents} if self.tree is not None else set[int]()
-        for before, node in zip((None, *self.nodes), self.nodes, strict=False):
-            if before in have_children and self.taps:
-                lengths.append(self.taps)
-            elif before is not None:
-                lengths[-1] += self.taps
-            numbers.append(len(lengths))
-            lengths.append(self.segments.lengths[node])
-        return tuple(lengths), tuple(numbers)
-
     def _source(self) -> np.ndarray:
         """Return int64 [W]: the tree's token at each position; t, the index after the last token, for a zero."""
         assert self.tree is not None
         starts = np.asarray([self.segments.stride[node] for node in self.nodes], np.int64)
-        lengths = np.asarray(self.lengths, np.int64)
-        before = self.tree.predecessor("cpu").numpy()
+        before = np.append(self.tree.predecessor("cpu").numpy(), -1)  # nothing comes before nothing, -1
         tails_GK = np.empty((len(self.nodes), self.taps), np.int64)
         reached = starts
         for tap in reversed(range(self.taps)):
-            reached = np.where(reached < 0, -1, before[reached])
-            tails_GK[:, tap] = reached
+            reached = tails_GK[:, tap] = before[reached]
         is_own = np.zeros(self.tokens, bool)
         is_own[self._own()] = True
         source = np.empty(self.tokens, np.int64)
-        source[is_own], source[~is_own] = ranges(starts, lengths), tails_GK.ravel()[self.taps - self.lead :]
+        source[is_own], source[~is_own] = ranges(starts, np.asarray(self.lengths)), tails_GK.ravel()
         return np.where(source < 0, self.segments.total, source)
 
     def _own(self) -> np.ndarray:
         """Return int64 [r]: the positions of the segments' own tokens."""
-        lengths = np.asarray(self.lengths, np.int64)
-        return np.arange(lengths.sum()) + np.repeat(self.lead + self.taps * np.arange(len(lengths)), lengths)
+        before = self.taps * (np.arange(len(self.nodes)) + (self.tree is not None))
+        return np.arange(sum(self.lengths)) + np.repeat(before, self.lengths)
 
     def _places(self, device: torch.device) -> torch.Tensor:
         return self._derived("places", device, self._own)
@@ -481,7 +448,7 @@ class VarlenCalls:
     segments: Segments
     """The row, or the nodes of the tree."""
     levels: tuple[ConvLayout, ...]
-    """The call of each level, roots first. In a call, nodes without children come first, which needs fewer pieces."""
+    """The call of each level, roots first."""
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots."""
     first: int = 0
@@ -492,10 +459,9 @@ class VarlenCalls:
         """Lay out a row, or `tree.nodes`, for a convolution that reads `taps` tokens before each token."""
         if tree is None:
             return cls(segments=segments, levels=(ConvLayout.every(segments, taps),))
-        have_children = {*tree.parents}
         levels: list[list[int]] = [[] for _ in range(max(tree.depths) + 1)]
-        for node in sorted(range(len(tree.lengths)), key=have_children.__contains__):
-            levels[tree.depths[node]].append(node)
+        for node, depth in enumerate(tree.depths):
+            levels[depth].append(node)
         calls = [ConvLayout(segments=segments, taps=taps, nodes=tuple(level), tree=tree) for level in levels]
         return cls(segments=segments, levels=tuple(calls), tree=tree, first=first)
 
@@ -507,37 +473,32 @@ class VarlenCalls:
     def run(
         self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor, kept: LayerState | None = None
     ) -> torch.Tensor:
-        """Run [1, T, D] through a layer, level by level. The layer is a function of a `LayerState` (None if no
-        state is passed), [1, W, D] and the pieces of the call. `kept`: the state of the kept prefix, and afterwards of
-        the last node."""
-        outputs: list[torch.Tensor] = []
-        ended = None if kept is None else kept.state
-        for depth, level in enumerate(self.levels[self.first :], self.first):
-            state = None
-            if len(self.levels) > 1 or kept is not None:
-                starts = None if ended is None else self._starts(depth, ended)
-                state = LayerState(state_nHDD=starts, reads_row=True)
-            outputs.append(level.join([layer(state, *level.split(row_1TD), level.pieces)]))
-            ended = None if state is None else state.state
-            if kept is not None and ended is not None:
-                kept.state = ended[level.numbers[-1], None]
+        """Run [1, T, D] through a layer, level by level. The layer is a function of a `LayerState` (None if no state is
+        passed), [1, W, D] and the pieces of the call. `kept`: the state of the kept prefix, and afterwards of the last
+        node."""
         if self.tree is None:
-            return outputs[0]
+            (level,) = self.levels
+            return level.join([layer(None, *level.split(row_1TD), level.pieces)])
+        outputs: list[torch.Tensor] = []
+        ended, last = None if kept is None else kept.state, len(self.tree.lengths) - 1
+        for depth, level in enumerate(self.levels[self.first :], self.first):
+            state = LayerState(state_nHDD=None if ended is None else self._starts(depth, ended), reads_row=True)
+            outputs.append(level.join([layer(state, *level.split(row_1TD), level.pieces)]))
+            assert state.state is not None
+            ended = state.state[1::2]
+            if kept is not None and last in level.nodes:
+                kept.state = ended[level.nodes.index(last), None]
         return torch.cat(outputs, 1).index_select(1, self._derived("order", row_1TD.device, self._order))
 
     def _starts(self, depth: int, ended_mHDD: torch.Tensor) -> torch.Tensor:
-        """Return [n, H, D, D']: the initial state of each piece of a level, taken from the final states of the level
-        above; zeros for pieces that do not begin a node."""
+        """Return [2 n, H, D, D']: the initial state of each piece of a level. Nodes start from the final states of the
+        level above, and the tokens before them from zeros."""
         assert self.tree is not None
-        level, above, parents = self.levels[depth], self.levels[depth - 1], self.tree.parents
-        number = dict(zip(above.nodes, above.numbers, strict=True))
-        device = ended_mHDD.device
-        of_parent = self._derived(
-            ("parents", depth), device, lambda: np.asarray([number[parents[node]] for node in level.nodes])
-        )
-        of_node = self._derived(("nodes", depth), device, lambda: np.asarray(level.numbers))
-        starts = ended_mHDD.new_zeros(len(level.pieces.lengths), *ended_mHDD.shape[1:])
-        return starts.index_copy(0, of_node, ended_mHDD.index_select(0, of_parent))
+        numbers = {node: number for number, node in enumerate(self.levels[depth - 1].nodes)}
+        parents = [numbers[self.tree.parents[node]] for node in self.levels[depth].nodes]
+        index_n = self._derived(("parents", depth), ended_mHDD.device, lambda: np.asarray(parents))
+        starts_nHDD = ended_mHDD.index_select(0, index_n)
+        return torch.stack([torch.zeros_like(starts_nHDD), starts_nHDD], 1).flatten(0, 1)
 
     def _order(self) -> np.ndarray:
         """Return int64 [t]: the position of each token of the tree among the outputs of all levels."""

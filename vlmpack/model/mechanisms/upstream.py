@@ -75,7 +75,9 @@ def measure_layer_masks(text: nn.Module) -> dict[int, LayerMask]:
     Raises:
         FamilyError: a layer's mask is not causal, optionally within a window or chunk.
     """
-    masks = {layer: mask for layer, (mask, _) in _recorded_of_text(text).items() if callable(mask)}
+    copied = _RecordingText(text, _NAME)
+    recorded = copied.run(functools.partial(type(text).forward, copied.module), TOKENS)
+    masks = {layer: mask for layer, mask in recorded.items() if callable(mask)}
     with torch.device("cpu"):  # where the copy ran: a mask may hold tensors made there
         layer_masks = {mask: _layer_mask(mask, layer) for layer, mask in masks.items()}
     return {layer: layer_masks[mask] for layer, mask in masks.items()}
@@ -108,21 +110,6 @@ def _keys(edges: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.arange(DENSE), around, torch.arange(DENSE, FAR + 2, STRIDE)]).unique()
 
 
-def check_text_positions(model: ModelParts) -> None:
-    """Compare the positions that a text model computes by itself with the family's.
-
-    Raises:
-        FamilyError: they differ.
-    """
-    expected = list(range(TOKENS))
-    for layer, (_, positions) in _recorded_of_text(model.text).items():
-        if positions is not None and positions.flatten().tolist() != expected:
-            raise FamilyError(
-                f"layer {layer} of this {type(model.core).__name__} gets positions {positions.flatten().tolist()} for "
-                f"{TOKENS} tokens, but {model.family.model_type} is described with {expected}; its descriptor is wrong"
-            )
-
-
 @final
 class _AllCalledError(Exception):
     """Raised when all layers were called: the rest need not run."""
@@ -130,9 +117,9 @@ class _AllCalledError(Exception):
 
 @final
 class _Recorder(nn.Module):
-    """A substitute for a decoder layer. It has the layer's attributes, and records its mask and positions."""
+    """A substitute for a decoder layer. It has the layer's attributes, and records its mask."""
 
-    def __init__(self, layer: nn.Module, record: Callable[[Any, Any], None]) -> None:
+    def __init__(self, layer: nn.Module, record: Callable[[Any], None]) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "record", record)
@@ -141,13 +128,13 @@ class _Recorder(nn.Module):
         return getattr(self.layer, name)
 
     def forward(self, hidden: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
-        self.record(kwargs.get("attention_mask"), kwargs.get("position_ids"))
+        self.record(kwargs.get("attention_mask"))
         return hidden
 
 
 @final
 class _RecordingText:
-    """A copy of the text model whose layers record masks and positions.
+    """A copy of the text model whose layers record their masks.
 
     It computes on the host, wherever the model is. The model may even be on the meta device, where training loops keep
     it until it is sharded.
@@ -155,8 +142,8 @@ class _RecordingText:
 
     def __init__(self, text: Any, masks: str, **settings: Any) -> None:
         """`masks`: name of the mask implementation; `settings`: changes to the configuration."""
-        self.found: dict[int, tuple[Any, Any]] = {}
-        """(mask, positions) of each layer."""
+        self.found: dict[int, Any] = {}
+        """The mask of each layer."""
         self.count = min(len(text.layers), text.config.num_hidden_layers)
         self.config = copy.copy(text.config)
         for name, value in {"_attn_implementation_internal": masks, **settings}.items():
@@ -169,17 +156,17 @@ class _RecordingText:
         without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
         self.module = _shallow_copy(text, parts, config=self.config, **without)
 
-    def _recording(self, number: int) -> Callable[[Any, Any], None]:
-        def record(mask: Any, positions: Any) -> None:
-            self.found[number] = mask, positions
+    def _recording(self, number: int) -> Callable[[Any], None]:
+        def record(mask: Any) -> None:
+            self.found[number] = mask
             if len(self.found) == self.count:
                 raise _AllCalledError
 
         return record
 
     @torch.no_grad()
-    def run(self, forward: Callable[..., Any], tokens: int, **inputs: Any) -> dict[int, tuple[Any, Any]]:
-        """Call a forward with embeddings of `tokens` tokens and return (mask, positions) of each layer."""
+    def run(self, forward: Callable[..., Any], tokens: int, **inputs: Any) -> dict[int, Any]:
+        """Call a forward with embeddings of `tokens` tokens and return the mask of each layer."""
         try:
             forward(inputs_embeds=self.zeros.expand(1, tokens, -1), use_cache=False, **inputs)
         except _AllCalledError:
@@ -193,12 +180,6 @@ _ROTARY = ("rotary_emb", "pos_emb")
 _PER_TOKEN = {"hidden_size_per_layer_input": 0, "first_kv_shared_layer_idx": -1}
 """Values of Gemma 4's attributes in a copy: no per-layer embeddings, which need token ids, and no tokens dropped before
 layers that share keys. Neither affects a mask."""
-
-
-def _recorded_of_text(text: Any) -> dict[int, tuple[Any, Any]]:
-    """Return (mask, positions) of each layer, for a sample of a few embeddings."""
-    copied = _RecordingText(text, _NAME)
-    return copied.run(functools.partial(type(text).forward, copied.module), TOKENS)
 
 
 # ---------------------------------------------------------------------- spans
@@ -248,7 +229,7 @@ def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirec
         columns = {column: types[0]} if isinstance(bidirectional, Prefix) else {}
         runs = bidirectional.of_sample(columns, types[0])
         spans = Spans(runs=runs, beyond_window=bidirectional.beyond_window)
-    for layer, (mask, _) in found.items():
+    for layer, mask in found.items():
         if layer not in layer_masks:
             continue
         window = None if layer_masks[layer].window is None else WINDOW

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any, ClassVar, final
 
@@ -443,56 +443,32 @@ def features_class(base: Any) -> type[nn.Module]:
     return subclass(base, own, features_class)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class FeatureForm:
-    """How to store a family's features in one tensor [n, D (1 + L)], with L deepstack levels after the first D.
+def join_features(features: Any, name: str) -> Tensor:
+    """Join the features of a call into one tensor [n, D (1 + L)], with L deepstack levels after the first D.
 
-    The model's own object has `pooler_output`, which replaces the embeddings of placeholders: [n, D] for each image, or
-    a tensor [N, n, D] of N tiles. In some families it also has `deepstack_features`, one level for each of the first
-    text layers, added after that layer.
+    Args:
+        features: what the model's own `get_image_features` returns. Its `pooler_output` replaces the embeddings of
+            placeholders: [n, D] for each image, or a tensor [N, n, D] of N tiles. In some families it also has
+            `deepstack_features`, one level for each of the first text layers, added after that layer: [n, D] for each
+            image, or one tensor (transformers 5.17).
+        name: its attribute with the features: `pooler_output`, or `last_hidden_state` for audio.
     """
+    levels = [getattr(features, name), *(getattr(features, "deepstack_features", None) or ())]
+    return torch.cat([x.flatten(0, -2) if isinstance(x, Tensor) else torch.cat(tuple(x)) for x in levels], -1)
 
-    of_class: type[Any]
-    """The class of the object that the model's `get_image_features` returns."""
-    name: str
-    """Its attribute with the features: `pooler_output`, or `last_hidden_state` for audio."""
-    width: int
-    """D."""
-    of_tiles: bool
-    """Whether `pooler_output` is one tensor."""
-    cut_by_image: bool
-    """Whether a deepstack level has one tensor per image, as in transformers 5.23; in 5.17 it is one tensor."""
 
-    @classmethod
-    def of(cls, features: Any, name: str) -> FeatureForm:
-        """Read the form off the return value of a model's own `get_image_features`."""
-        deep = getattr(features, "deepstack_features", None) or ()
-        return cls(
-            of_class=type(features),
-            name=name,
-            width=getattr(features, name)[0].shape[-1],
-            of_tiles=isinstance(getattr(features, name), torch.Tensor),
-            cut_by_image=not all(isinstance(level, torch.Tensor) for level in deep),
-        )
+def split_features(joined: Tensor, like: Any, name: str) -> Any:
+    """Split a tensor into features, the inverse of `join_features`, as if they all belonged to one image.
 
-    def join(self, features: Any) -> torch.Tensor:
-        """Join features into one tensor."""
-        deep = getattr(features, "deepstack_features", None) or ()
-        levels = [torch.cat(level) if self.cut_by_image else level for level in deep]
-        pooled = getattr(features, self.name)
-        return torch.cat([pooled.flatten(0, -2) if self.of_tiles else torch.cat(pooled), *levels], -1)
-
-    def split(self, levels: torch.Tensor) -> Any:
-        """Split a tensor into features, the inverse of `join`, as if they all belonged to one image."""
-        pooled, *deep = levels.split(self.width, -1)
-        by_level = [(level,) if self.cut_by_image else level for level in deep]
-        of_images = pooled.unsqueeze(1) if self.of_tiles else (pooled,)
-        out = self.of_class()  # transformers 5.17 has no such field in some classes
-        setattr(out, self.name, of_images)
-        if deep:
-            out.deepstack_features = by_level
-        return out
+    `like`: features of the same model, for their form.
+    """
+    form, out = getattr(like, name), type(like)()  # transformers 5.17 has no such field in some classes
+    pooled, *levels = joined.split(form[0].shape[-1], -1)
+    setattr(out, name, pooled.unsqueeze(1) if isinstance(form, Tensor) else (pooled,))
+    if levels:
+        forms = zip(levels, like.deepstack_features, strict=True)
+        out.deepstack_features = [level if isinstance(form, Tensor) else (level,) for level, form in forms]
+    return out
 
 
 # ---------------------------------------------------------------------- images that ranks compute together
@@ -534,10 +510,10 @@ def _computed_together(setup: RowSetup, ranks: VisionRanks) -> dict[str, Compute
             features = _audio_features(setup, arrived, step, call, items)
         else:
             features = _features(setup, kinds[0], arrived, step.told(items))
-        form = FeatureForm.of(features, "last_hidden_state" if AUDIO in kinds else "pooler_output")
-        received = ranks.send(step.send_features(call), form.join(features)[: step.tokens(items)], "images")
+        name = "last_hidden_state" if AUDIO in kinds else "pooler_output"
+        received = ranks.send(step.send_features(call), join_features(features, name)[: step.tokens(items)], "images")
         for kind, part_F in zip(kinds, received.split([tokens[kind] for kind in kinds]), strict=True):
-            computed[_INPUTS[kind]] = Computed(form.split(part_F))
+            computed[_INPUTS[kind]] = Computed(split_features(part_F, features, name))
     return computed
 
 
