@@ -232,8 +232,6 @@ def with_chunk(masks: Mapping[int, LayerMask], pattern: Pattern, layer: int) -> 
             "packing"
         )
     mask = masks[layer]
-    if mask.window == 1 and pattern.window is None:  # chunks of 1 have the same mask, and no layer passes chunks
-        mask = LayerMask(chunk=1)
     if mask.window != pattern.window:
         raise FamilyError(
             f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "

@@ -5,11 +5,7 @@
     logits       a copy of the model runs, with a backbone and a head that return fixed numbers
 
 Each copy is shallow, with some parts replaced. It shares everything else with the model, which is never
-changed, not even while a copy runs.
-
-transformers builds a mask from a function of (batch, head, query, key). We register a mask implementation that passes
-this function to each layer instead of a mask. Calling it tells how far back a token sees, in a window or in chunks,
-without building a mask. Bidirectional spans are compared on a few tokens, with whole masks.
+changed, not even while a copy runs. Windows and chunks of a copy are so short that a few tokens show them (`SIZES`).
 
 A mismatch between descriptor and model is an error when packing is enabled, or at the first row.
 """
@@ -18,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, cast, final
 
@@ -39,75 +34,60 @@ from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ModelParts
 
-MaskFunction = Callable[[int, int, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps (batch, head, query, key) to whether the query attends to the key."""
-
-TOKENS = 5
-"""Length of the test sample."""
-FAR = 1 << 20
-"""Position of a query that is farther from the first token than any window is long. A longer window counts as none."""
-DENSE, AROUND, STRIDE = 1024, 8, 1021
-"""Keys to try a query with: the first DENSE, AROUND on either side of each edge, and every STRIDE-th of the others."""
+SIZES = {"sliding_window": 3, "attention_chunk_size": 4}
+"""The copy's settings, in place of the model's."""
+TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
+"""Token types of a sample with two images, the first longer than the window."""
+PREFIX = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
+"""Token types of a sample with a prefix that is longer than the window."""
+SAMPLE = Segments.from_lengths([len(TYPES)])
 
 
 # ---------------------------------------------------------------------- masks of layers
 
-_NAME, _DENSE = "vlmpack_masks", "vlmpack_dense_masks"
+_NAME = "vlmpack_masks"
 
 
-def _mask_function(*_: Any, mask_function: MaskFunction, **__: Any) -> MaskFunction:
-    return mask_function
-
-
-def _dense_mask(*_: Any, q_length: int, kv_length: int, mask_function: MaskFunction, device: Any, **__: Any) -> Any:
-    """Return bool [1, 1, L, L']."""
+def _dense_mask(
+    *_: Any, q_length: int, kv_length: int, mask_function: Callable[..., torch.Tensor], device: Any, **__: Any
+) -> torch.Tensor:
+    """Return bool [1, 1, L, L']. transformers makes masks of functions of (batch, head, query, key)."""
     queries, keys = torch.arange(q_length, device=device), torch.arange(kv_length, device=device)
     return mask_function(0, 0, queries[:, None], keys[None, :]).expand(1, 1, q_length, kv_length)
 
 
-AttentionMaskInterface.register(_NAME, _mask_function)
-AttentionMaskInterface.register(_DENSE, _dense_mask)
+AttentionMaskInterface.register(_NAME, _dense_mask)
 
 
-def measure_layer_masks(text: nn.Module) -> dict[int, LayerMask]:
-    """Measure the mask of each decoder layer with attention, by layer number, as the model's own code masks it.
+def measure_layer_masks(text: Any) -> dict[int, LayerMask]:
+    """Find the mask of each decoder layer with attention, by layer number, as the model's own code masks it.
 
     Raises:
         FamilyError: a layer's mask is not causal, optionally within a window or chunk.
     """
-    copied = _RecordingText(text, _NAME)
-    recorded = copied.run(functools.partial(type(text).forward, copied.module), TOKENS)
-    masks = {layer: mask for layer, mask in recorded.items() if callable(mask)}
-    with torch.device("cpu"):  # where the copy ran: a mask may hold tensors made there
-        layer_masks = {mask: _layer_mask(mask, layer) for layer, mask in masks.items()}
-    return {layer: layer_masks[mask] for layer, mask in masks.items()}
+    copied, masks = _RecordingText(text), dict[int, LayerMask]()
+    kinds = [
+        FULL_CAUSAL,
+        LayerMask(window=getattr(text.config, "sliding_window", None)),
+        LayerMask(chunk=getattr(text.config, "attention_chunk_size", None)),
+    ]
+    for layer, mask in copied.run(functools.partial(type(text).forward, copied.module)).items():
+        alike = (kind for kind in kinds if torch.equal(mask[0, 0], _visible(kind)))
+        if (kind := next(alike, None)) is None:
+            raise FamilyError(
+                f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the "
+                "model's own code, which packed rows cannot do; train this model without packing"
+            )
+        masks[layer] = kind
+    return masks
 
 
-def _layer_mask(mask: Any, layer: int) -> LayerMask:
-    """Find the layer mask: bisect how many queries attend to the first key, then compare the keys of queries near
-    the edges and far away."""
-    zero = torch.tensor(0)
-    size = bisect_left(range(FAR + 1), True, key=lambda query: not mask(0, 0, torch.tensor(query), zero))
-    candidates = [LayerMask(window=size), LayerMask(chunk=size)] if 0 < size <= FAR else [FULL_CAUSAL]
-    queries = sorted({0, *(min(n * size + step, FAR) for n in (1, 2, 3) for step in (-1, 0)), FAR - 1, FAR})
-    firsts = {candidate: torch.tensor([[candidate.first_key(query)] for query in queries]) for candidate in candidates}
-    queries_Q1 = torch.tensor(queries)[:, None]
-    keys_1K = _keys(torch.cat([queries_Q1, *firsts.values()]))[None]
-    visible_QK = mask(0, 0, queries_Q1, keys_1K).expand(len(queries), keys_1K.shape[1])
-    before_QK = keys_1K <= queries_Q1
-    for candidate, first_Q1 in firsts.items():
-        if torch.equal(visible_QK, before_QK & (keys_1K >= first_Q1)):
-            return candidate
-    raise FamilyError(
-        f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the model's "
-        "own code, which packed rows cannot do; train this model without packing"
-    )
-
-
-def _keys(edges: torch.Tensor) -> torch.Tensor:
-    """Return int64 [K]: the first keys, keys around the edges, and a sample of all others up to the one after FAR."""
-    around = (edges.reshape(-1, 1) + torch.arange(-AROUND, AROUND + 1)).flatten().clamp(0, FAR + 1)
-    return torch.cat([torch.arange(DENSE), around, torch.arange(DENSE, FAR + 2, STRIDE)]).unique()
+def _visible(mask: LayerMask, spans: Spans | None = None) -> torch.Tensor:
+    """Return bool [L, L']: what the tokens of the sample attend to in a layer of a copy; `mask`: the model's."""
+    window = None if mask.window is None else SIZES["sliding_window"]
+    chunk = None if mask.chunk is None else SIZES["attention_chunk_size"]
+    pattern = Pattern(window=window, chunk=chunk, spans=spans)
+    return visible_keys(SAMPLE, SAMPLE, torch.device("cpu"), causal=True, pattern=pattern)
 
 
 @final
@@ -140,14 +120,17 @@ class _RecordingText:
     it until it is sharded.
     """
 
-    def __init__(self, text: Any, masks: str, **settings: Any) -> None:
-        """`masks`: name of the mask implementation; `settings`: changes to the configuration."""
-        self.found: dict[int, Any] = {}
-        """The mask of each layer."""
+    def __init__(self, text: Any) -> None:
+        self.called = 0
+        """Number of layers called so far."""
+        self.found: dict[int, torch.Tensor] = {}
+        """The mask of each layer with attention."""
         self.count = min(len(text.layers), text.config.num_hidden_layers)
         self.config = copy.copy(text.config)
-        for name, value in {"_attn_implementation_internal": masks, **settings}.items():
-            setattr(self.config, name, value)
+        self.config._attn_implementation_internal = _NAME
+        for name, value in {**SIZES, "hidden_size_per_layer_input": 0}.items():
+            if getattr(self.config, name, None) is not None:
+                setattr(self.config, name, value)
         self.zeros = torch.zeros(1, text.config.hidden_size, dtype=next(text.parameters()).dtype, device="cpu")
         layers = nn.ModuleList([_Recorder(layer, self._recording(at)) for at, layer in enumerate(text.layers)])
         parts = {"layers": layers, "embed_tokens": _Fixed(self.zeros)}
@@ -158,21 +141,24 @@ class _RecordingText:
 
     def _recording(self, number: int) -> Callable[[Any], None]:
         def record(mask: Any) -> None:
-            self.found[number] = mask
-            if len(self.found) == self.count:
+            self.called += 1
+            if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+                self.found[number] = mask
+            if self.called == self.count:
                 raise _AllCalledError
 
         return record
 
     @torch.no_grad()
-    def run(self, forward: Callable[..., Any], tokens: int, **inputs: Any) -> dict[int, Any]:
-        """Call a forward with embeddings of `tokens` tokens and return the mask of each layer."""
+    def run(self, forward: Callable[..., Any], **inputs: Any) -> dict[int, torch.Tensor]:
+        """Call a forward with embeddings of the sample, and return the mask of each layer with attention."""
         try:
-            forward(inputs_embeds=self.zeros.expand(1, tokens, -1), use_cache=False, **inputs)
+            with torch.device("cpu"):
+                forward(inputs_embeds=self.zeros.expand(1, SAMPLE.total, -1), use_cache=False, **inputs)
         except _AllCalledError:
             return self.found
         name = type(self.module).__name__
-        raise FamilyError(f"a {name} called {len(self.found)} of its {self.count} layers; is its forward its own?")
+        raise FamilyError(f"a {name} called {self.called} of its {self.count} layers; is its forward its own?")
 
 
 _ROTARY = ("rotary_emb", "pos_emb")
@@ -183,13 +169,6 @@ layers that share keys. Neither affects a mask."""
 
 
 # ---------------------------------------------------------------------- spans
-
-TYPES = (0, 0, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0)
-"""Token types of a sample with two images, the first longer than the window."""
-PREFIX = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)
-"""Token types of a sample with a prefix that is longer than the window."""
-WINDOW = 3
-"""The copy's window, in place of the model's."""
 
 
 def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirectional: Bidirectional | None) -> None:
@@ -203,39 +182,27 @@ def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirec
     Raises:
         FamilyError: a token attends to other tokens.
     """
-    family, tokens = model.family, len(TYPES)
+    family, text = model.family, model.text
     column, *_ = *family.token_columns, family.token_types
     if column is None:
         return
-    text, backbone = model.text, family.backbone(model.core)
-    has_windows = any(mask.window is not None for mask in layer_masks.values())
-    settings: dict[str, Any] = {"sliding_window": WINDOW} if has_windows else {}
-    if "hidden_size_per_layer_input" in vars(text):
-        settings["hidden_size_per_layer_input"] = 0
-    copied = _RecordingText(text, _DENSE, **settings)
+    copied, backbone = _RecordingText(text), family.backbone(model.core)
     config: Any = copy.copy(backbone.config)
     config.text_config = copied.config
-    whole = _shallow_copy(
-        backbone, {family.text_path.removeprefix(f"{family.backbone_path}."): copied.module}, config=config
-    )
-    segments = Segments.from_lengths([tokens])
-    positions = torch.arange(tokens, device="cpu").expand(4, 1, -1)
+    parts = {family.text_path.removeprefix(f"{family.backbone_path}."): copied.module}
+    whole = _shallow_copy(backbone, parts, config=config)
+    positions = torch.arange(SAMPLE.total, device="cpu").expand(4, 1, -1)
     kinds, letters, contents = (PREFIX, "ps", "a prefix") if family.token_columns else (TYPES, "ti", "images")
     types = torch.tensor([kinds], device="cpu")
     inputs = {column: types, "position_ids": family.rotary_ids(positions)}
-    found = copied.run(functools.partial(type(backbone).forward, whole), tokens, **inputs)
     spans = None
     if bidirectional is not None:
         columns = {column: types[0]} if isinstance(bidirectional, Prefix) else {}
         runs = bidirectional.of_sample(columns, types[0])
         spans = Spans(runs=runs, beyond_window=bidirectional.beyond_window)
-    for layer, mask in found.items():
-        if layer not in layer_masks:
-            continue
-        window = None if layer_masks[layer].window is None else WINDOW
-        of_layer = spans if bidirectional is not None and bidirectional.is_in(window) else None
-        pattern = Pattern(window=window, chunk=layer_masks[layer].chunk, spans=of_layer)
-        expected = visible_keys(segments, segments, copied.zeros.device, causal=True, pattern=pattern)
+    for layer, mask in copied.run(functools.partial(type(backbone).forward, whole), **inputs).items():
+        in_layer = bidirectional is not None and bidirectional.is_in(layer_masks[layer].window)
+        expected = _visible(layer_masks[layer], spans if in_layer else None)
         if differs := (mask[0, 0] != expected).nonzero().tolist():
             query, key = differs[0]
             shown = "attends" if expected[query, key] else "does not attend"
