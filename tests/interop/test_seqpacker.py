@@ -277,13 +277,12 @@ def test_the_mask_lets_a_token_see_its_own_sample_up_to_itself() -> None:
 
 def test_one_row_for_the_model_has_all_samples_and_no_padding() -> None:
     for changed in ({}, {"label_padding_value": -1}):
-        row = batch_of(**changed).to_row()
+        row = PackedRow.from_hf(batch_of(**changed).to_hf())
         assert row.segments.lengths == (3, 1, 2, 4)
         assert row.input_ids.tolist() == [[10, 20, 30, 100, 40, 50, 60, 70, 80, 90]]
         assert row.shift_labels is not None
         assert row.shift_labels.tolist() == [[20, 30, -100, -100, 50, -100, 70, 80, 90, -100]]
         assert row.metadata.num_targets == 6
-        assert row.metadata.sample_ids == (0, 3, 1, 2)
     assert {t.device.type for t in (batch_of(device="meta").labels, batch_of(device="meta").cu_seqlens[0])} == {"meta"}
 
 

@@ -19,7 +19,7 @@ G rows of width W, T tokens of a joined row.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import torch
     from datasets import Dataset
 
-    from vlmpack.layout.row import PackedRow
 
 FULL_NAMES = {
     "nextfit": "nf", "firstfit": "ff", "bestfit": "bf", "worstfit": "wf", "firstfitdecreasing": "ffd",
@@ -489,14 +488,6 @@ class PackedBatch:
         rows = zip(self.input_ids.cpu(), labels.cpu(), self.packs, strict=True)
         columns = ({"input_ids": ids, "labels": own, "seq_lengths": pack.lengths} for ids, own, pack in rows)
         return RowCollator(position_rows=position_rows)(list(columns))
-
-    def to_row(self, *, position_rows: PositionRows = 1) -> PackedRow:
-        """Join all samples to a packed row [1, T]; sample ids are those of `packs`."""
-        from vlmpack.layout.row import PackedRow
-
-        row = PackedRow.from_hf(self.to_hf(position_rows=position_rows))
-        sample_ids = tuple(sample for pack in self.packs for sample in pack.sequence_ids)
-        return replace(row, metadata=replace(row.known_metadata, sample_ids=sample_ids))
 
 
 def pack_result_to_tensors(

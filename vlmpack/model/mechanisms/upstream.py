@@ -99,16 +99,17 @@ class _AllCalledError(Exception):
 class _Recorder(nn.Module):
     """A substitute for a decoder layer. It has the layer's attributes, and records its mask."""
 
-    def __init__(self, layer: nn.Module, record: Callable[[Any], None]) -> None:
+    def __init__(self, layer: nn.Module, number: int, masks: dict[int, Any], layers: int) -> None:
         super().__init__()
-        object.__setattr__(self, "layer", layer)
-        object.__setattr__(self, "record", record)
+        vars(self).update(layer=layer, number=number, masks=masks, layers=layers)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.layer, name)
+        return getattr(vars(self)["layer"], name)
 
     def forward(self, hidden: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
-        self.record(kwargs.get("attention_mask"))
+        self.masks[self.number] = kwargs.get("attention_mask")
+        if len(self.masks) == self.layers:
+            raise _AllCalledError
         return hidden
 
 
@@ -121,10 +122,8 @@ class _RecordingText:
     """
 
     def __init__(self, text: Any) -> None:
-        self.called = 0
-        """Number of layers called so far."""
-        self.found: dict[int, torch.Tensor] = {}
-        """The mask of each layer with attention."""
+        self.masks: dict[int, Any] = {}
+        """What each layer got as its mask."""
         self.count = min(len(text.layers), text.config.num_hidden_layers)
         self.config = copy.copy(text.config)
         self.config._attn_implementation_internal = _NAME
@@ -132,22 +131,12 @@ class _RecordingText:
             if getattr(self.config, name, None) is not None:
                 setattr(self.config, name, value)
         self.zeros = torch.zeros(1, text.config.hidden_size, dtype=next(text.parameters()).dtype, device="cpu")
-        layers = nn.ModuleList([_Recorder(layer, self._recording(at)) for at, layer in enumerate(text.layers)])
-        parts = {"layers": layers, "embed_tokens": _Fixed(self.zeros)}
+        layers = [_Recorder(layer, at, self.masks, self.count) for at, layer in enumerate(text.layers)]
+        parts = {"layers": nn.ModuleList(layers), "embed_tokens": _Fixed(self.zeros)}
         # Replace parts that would be on the model's device and whose output only layers use.
         parts |= {name: _Fixed((None, None)) for name, _ in text.named_children() if name in _ROTARY}
         without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
         self.module = _shallow_copy(text, parts, config=self.config, **without)
-
-    def _recording(self, number: int) -> Callable[[Any], None]:
-        def record(mask: Any) -> None:
-            self.called += 1
-            if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-                self.found[number] = mask
-            if self.called == self.count:
-                raise _AllCalledError
-
-        return record
 
     @torch.no_grad()
     def run(self, forward: Callable[..., Any], **inputs: Any) -> dict[int, torch.Tensor]:
@@ -156,9 +145,9 @@ class _RecordingText:
             with torch.device("cpu"):
                 forward(inputs_embeds=self.zeros.expand(1, SAMPLE.total, -1), use_cache=False, **inputs)
         except _AllCalledError:
-            return self.found
+            return {at: x for at, x in self.masks.items() if isinstance(x, torch.Tensor) and x.ndim == 4}
         name = type(self.module).__name__
-        raise FamilyError(f"a {name} called {self.called} of its {self.count} layers; is its forward its own?")
+        raise FamilyError(f"a {name} called {len(self.masks)} of its {self.count} layers; is its forward its own?")
 
 
 _ROTARY = ("rotary_emb", "pos_emb")
