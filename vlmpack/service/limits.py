@@ -1,4 +1,4 @@
-"""The limits and timeouts of a service, and the checks that need only the request itself.
+"""The limits and timeouts of a service.
 
 The operator can change each number. A body over its limit is refused with status 413, a request over a limit with a
 failed future that names the datum, and too many requests with status 429.
@@ -6,13 +6,10 @@ failed future that names the datum, and too many requests with status 429.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 from vlmpack.data.images import ImageLimits
-from vlmpack.errors import RequestError
-from vlmpack.service.wire.messages import Chunk, ForwardBackward, ImageChunk, Request, Sample, TextChunk
 
 FORMATS = ("png", "jpeg")
 """Accepted image formats."""
@@ -132,32 +129,3 @@ class ServiceLimits:
     def patches(self) -> int:
         """Patch budget of a packed row's images."""
         return 8 * self.row_tokens if self.row_patches is None else self.row_patches
-
-
-def check(request: Request, limits: ServiceLimits) -> None:
-    """Check the numbers of datums, images and samples of a request, and the sizes of its images.
-
-    Raises:
-        RequestError: a limit is exceeded; the message names the datum.
-    """
-    parts: dict[str, Sequence[Chunk]] = {}
-    if isinstance(request, ForwardBackward):
-        if not request.data:
-            raise RequestError("a request without datums: send one at least")
-        if len(request.data) > limits.datums:
-            raise RequestError(f"{len(request.data)} datums in a request: send at most {limits.datums}")
-        parts = {f"datum {index}": datum.chunks for index, datum in enumerate(request.data)}
-    elif isinstance(request, Sample):
-        if request.num_samples > limits.samples:
-            raise RequestError(f"num_samples {request.num_samples}: at most {limits.samples}")
-        parts = {"prompt": request.prompt}
-    count = 0
-    for name, chunks in parts.items():
-        if not any(len(chunk.tokens) if isinstance(chunk, TextChunk) else 1 for chunk in chunks):
-            raise RequestError(f"{name}: no tokens; every datum and prompt needs one at least")
-        images = [chunk for chunk in chunks if isinstance(chunk, ImageChunk)]
-        count += len(images)
-        if (size := max((len(image.data) for image in images), default=0)) > limits.image_bytes:
-            raise RequestError(f"{name}: an image of {size:,} bytes; send at most {limits.image_bytes:,}")
-    if count > limits.images:
-        raise RequestError(f"{count} images in a request: send at most {limits.images}")

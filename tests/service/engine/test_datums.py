@@ -116,6 +116,7 @@ def test_threads_encode_at_a_time(engine: Engine) -> None:
 # ---------------------------------------------------------------------- bad ones
 
 BAD = {
+    "nothing": (datum(text()), "no tokens"),
     "a negative token": (datum(text(5, -1)), "holds the id -1 at place 1; use ids from 0"),
     "a token that does not exist": (datum(text(5, 10**6)), "chunk 0 holds the id 1000000 at place 1"),
     "a negative target": (datum(text(5), target_tokens=np.array([-100])), "target_tokens holds the id -100"),
@@ -151,6 +152,19 @@ def test_a_bad_datum_is_named_and_leaves_no_gradient(engine: Engine, case: str) 
     assert str(raised.value).startswith("datum 1: ")
     assert message in str(raised.value)
     assert gradients(engine) == {}
+
+
+def test_requests_have_limits() -> None:
+    engine = tiny_engine(limits={"datums": 2, "images": 2, "samples": 2})
+    prompt, params = (text(5), image(), text(6), image(), text(7), image()), SamplingParams()
+    for data, message in (([], "0 datums"), ([datum(text(5))] * 3, "3 datums"), ([datum(*prompt)], "3 images")):
+        with pytest.raises(RequestError, match=f"{message} in a request: send"):
+            engine.encode(request(data))
+    for chunks, count, message in ((prompt, 1, "3 images"), (prompt[:1], 3, "num_samples 3: at most 2")):
+        with pytest.raises(RequestError, match=message):
+            engine.encode_prompt(
+                Sample(sampling_session_id="s", seq_id=0, prompt=chunks, num_samples=count, params=params)
+            )
 
 
 def test_all_datums_are_checked_before_an_image_is_decoded(engine: Engine) -> None:

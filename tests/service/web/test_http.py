@@ -151,23 +151,12 @@ def test_a_model_names_its_newest_checkpoint_of_each_kind_though_the_clock_goes_
 # ---------------------------------------------------------------------- refusals use the number up
 
 
-def with_images(message: Any, *sizes: int) -> None:
-    for datum, size in zip(message.data, sizes, strict=True):
-        datum.model_input.add().image.data = b"1" * size
-
-
 @pytest.mark.parametrize(
     ("limits", "change", "message"),
     [
-        ({"datums": 2}, lambda sent: None, "3 datums in a request: send at most 2"),
         ({"fields": 20}, lambda sent: None, "more than 20 fields"),
-        ({}, lambda sent: sent.ClearField("data"), "a request without datums"),
-        ({}, lambda sent: sent.data.add(), "datum 3: no tokens"),
         ({}, lambda sent: setattr(sent.data[2].model_input[0].dmel, "dmel", b"sound"),
          "datum 2: a dmel chunk: this service takes text and images, no audio"),
-        ({"images": 2}, lambda sent: with_images(sent, 5, 5, 5), "3 images in a request"),
-        ({"image_bytes": 5}, lambda sent: with_images(sent, 5, 6, 5),
-         "datum 1: an image of 6 bytes; send at most 5"),
     ],
 )  # fmt: skip
 def test_a_bad_training_request_fails_in_its_future_and_uses_its_number_up(

@@ -181,6 +181,9 @@ class Encoder:
         Raises:
             RequestError: the request cannot be used. The message names the datum, if one is at fault.
         """
+        if not 0 < len(request.data) <= self.limits.datums:
+            raise RequestError(f"{len(request.data)} datums in a request: send 1 to {self.limits.datums}")
+        self._count_images([datum.chunks for datum in request.data])
         loss, patches, targets, checked = bind_loss(request.loss_fn, request.loss_config), 0, 0, []
         for at, datum in enumerate(request.data):  # check everything that headers tell before decoding any image
             with _named(f"datum {at}"):
@@ -206,6 +209,9 @@ class Encoder:
         Raises:
             RequestError: the prompt cannot be used.
         """
+        if request.num_samples > self.limits.samples:
+            raise RequestError(f"num_samples {request.num_samples}: at most {self.limits.samples}")
+        self._count_images([request.prompt])
         if (targets := request.target_prompt_logprobs) is not None:
             self._check_ids("target_prompt_logprobs", targets.values[targets.values >= 0])
         with _named("prompt"):
@@ -220,6 +226,11 @@ class Encoder:
         size = self.check_chunks(chunks)
         self._check_patches(size.patches)
         return self._encode_chunks(chunks, size)
+
+    def _count_images(self, parts: Sequence[Sequence[Chunk]]) -> None:
+        count = sum(isinstance(chunk, ImageChunk) for chunks in parts for chunk in chunks)
+        if count > self.limits.images:
+            raise RequestError(f"{count} images in a request: send at most {self.limits.images}")
 
     def _check_patches(self, patches: int) -> None:
         size = 4 * patches * self.family.patch_channels(self.config) if patches else 0
@@ -263,6 +274,8 @@ class Encoder:
                 )
             tokens, after_image = tokens + len(ids), True
             patches += 0 if visual.grid is None else prod(visual.grid)  # others are counted once they are decoded
+        if not tokens:
+            raise RequestError("no tokens; every datum and prompt needs one at least")
         if tokens > self.context:
             raise RequestError(f"it has {tokens} tokens, but the context here is {self.context}; shorten or split it")
         return MeasuredSize(tokens=tokens, patches=patches)

@@ -32,7 +32,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan
 
 from vlmpack.errors import RequestError
-from vlmpack.service.limits import ServiceLimits, check
+from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.journal import CheckpointRow, ModelRow, SamplingRow
 from vlmpack.service.queue.queue import Pending, RequestQueue
 from vlmpack.service.web.gate import DOWNLOADS, BodyReader, Gate, answer
@@ -288,7 +288,6 @@ class Endpoints:
     ) -> str:
         try:
             request = read()
-            check(request, self.limits)
         except RequestError as error:
             return self.queue.refuse(owner, seq, str(error), is_creation=is_creation)
         return self.queue.submit(request, body)

@@ -33,7 +33,6 @@ from starlette.routing import Route
 from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.errors import RequestError
 from vlmpack.service.engine.datums import MeasuredSize
-from vlmpack.service.limits import check as check_limits
 from vlmpack.service.queue.journal import CheckpointRow
 from vlmpack.service.queue.queue import Pending
 from vlmpack.service.web.gate import answer
@@ -199,8 +198,7 @@ class OpenAI:
         try:
             self._endpoints.refuse_if_draining()
             body = await self._endpoints.body(request, most=self._endpoints.limits.sample_bytes)
-            wanted = await run_in_threadpool(_read, kind, body)
-            asked = await run_in_threadpool(self._submit, wanted)
+            wanted, asked = await run_in_threadpool(self._submit, kind, body)
             if wanted.stream:
                 return StreamingResponse(self._events(wanted, asked), media_type="text/event-stream")
             return answer(await self._whole(wanted, asked))
@@ -209,9 +207,9 @@ class OpenAI:
 
     # ------------------------------------------------------------------ requests
 
-    def _submit(self, wanted: Any) -> list[Asked]:
-        """Submit one request per prompt; none if one of them is refused."""
-        is_chat = isinstance(wanted, Chat)
+    def _submit(self, kind: type[Any], body: bytes) -> tuple[Any, list[Asked]]:
+        """Return the body, and one submitted request per prompt; none if one of them is refused."""
+        wanted, is_chat = _read(kind, body), kind is Chat
         prompts = [self._chunks(wanted.messages)] if is_chat else [*map(self._tokens, wanted.prompt)]
         most = (wanted.max_completion_tokens if is_chat else None) or wanted.max_tokens
         top, echo = (wanted.top_logprobs if is_chat else wanted.logprobs) or 0, not is_chat and wanted.echo
@@ -229,9 +227,8 @@ class OpenAI:
             names = {"sampling_session_id": self._sampler(wanted.model), "seq_id": next(self._numbers)}
             body = codec.to_json({**names, **common, "prompt": {"chunks": chunks}})
             request: Any = codec.decode("Sample", body)
-            check_limits(request, self._endpoints.limits)
             requests.append((request, body))
-        return [(self._queue.submit(request, body), request) for request, body in requests]
+        return wanted, [(self._queue.submit(request, body), request) for request, body in requests]
 
     def _sampler(self, model: str) -> str:
         """Return a sampling session for a model.
