@@ -239,12 +239,9 @@ def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Pa
         assert client.outcome(early[0]).metrics
 
 
-def test_a_number_far_ahead_or_that_no_column_holds_is_refused(client: Client) -> None:
-    model, sampler = client.model(), client.sampler()
-    requests = [forward_backward(model, seq) for seq in (2**31 - 1, -1)]
-    for request in (*requests, sample(sampler, 2**63), sample(sampler, -1)):
-        assert status(client.post, request) == 400
-    assert client.call(sample(sampler, 2**63 - 1)).sequences
+def test_a_number_far_ahead_is_refused(client: Client) -> None:
+    assert status(client.post, forward_backward(client.model(), 2**31 - 1)) == 400
+    assert client.call(sample(client.sampler(), 2**63 - 1)).sequences
 
 
 # ---------------------------------------------------------------------- room

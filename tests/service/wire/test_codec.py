@@ -121,7 +121,6 @@ REFUSED: dict[str, list[tuple[Any, str]]] = {
         ({"rank": 0, "train_mlp": False}, "rank 0 trains all weights; leave train_unembed"),
         ({"rank": 8, "seed": 2**63}, "lora_config.seed"),
         ({"rank": 8, "train_mlp": "no"}, "lora_config.train_mlp: 'no'; Input should be a valid boolean"),
-        ({"rank": 8, "train_mlp": False, "train_attn": False, "train_unembed": False}, "no part of the model"),
         ([8], r"lora_config: \[8\]; an object"),
     ],
     "sampling": [

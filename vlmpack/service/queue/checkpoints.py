@@ -170,11 +170,11 @@ class StateFolder:
                 raise unwritable(folder, error) from error
             raise
 
-    def sweep(self, wanted: set[str]) -> list[str]:
-        """Remove every folder whose name is not wanted, unfinished ones included, and return their names."""
-        gone = sorted(entry.name for entry in self._weights.iterdir() if entry.name not in wanted)
-        for name in gone:
-            shutil.rmtree(self._weights / name, ignore_errors=True)
+    def sweep(self, wanted: set[str]) -> list[Path]:
+        """Remove every folder whose name is not wanted, unfinished ones included, and return them."""
+        gone = sorted(entry for entry in self._weights.iterdir() if entry.name not in wanted)
+        for folder in gone:
+            shutil.rmtree(folder, ignore_errors=True)
         return gone
 
 

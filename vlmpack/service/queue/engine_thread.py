@@ -70,8 +70,6 @@ class EngineThread:
         self._engine, self._sampler, self._ledger, self._state, self._tidy = engine, sampler, ledger, state, tidy
         self._operations = Operations(engine, ledger, state)
         self._pool = ThreadPoolExecutor(ledger.limits.encode_threads, "vlmpack-encode")
-        self._folders: set[Path] = set()
-        """Snapshots that the sampling engine has read."""
         self._sampling: dict[str, tuple[Path | None, Entry]] = {}
         """Snapshot and request, by the name in the sampling engine; None: the base model."""
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
@@ -217,10 +215,8 @@ class EngineThread:
         try:
             wanted = self._ledger.journal.folders()
             wanted |= {folder.name for folder, _ in self._sampling.values() if folder is not None}
-            for folder in [folder for folder in self._folders if folder.name not in wanted]:
-                self._folders.remove(folder)
+            for folder in self._state.sweep(wanted):
                 self._sampler.close(folder)
-            self._state.sweep(wanted)
         except Exception:
             log.exception("folders that nothing refers to could not be removed")
 
@@ -308,8 +304,6 @@ class EngineThread:
             self.finish([(entry, Failure.of(error))])
         else:
             self._sampling[name] = snapshot, entry
-            if snapshot is not None:
-                self._folders.add(snapshot)
 
     def _fail_samples(self, failure: Failure) -> None:
         failed, self._sampling = self._sampling, {}

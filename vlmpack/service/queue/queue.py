@@ -317,8 +317,6 @@ class RequestQueue:
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         """Write a request to the journal, and let it wait; with `failure`, it fails at once."""
         row, ledger, journal = entry.row, self._ledger, self.journal
-        if not 0 <= row.seq < 2**63:
-            raise Rejected(f"request {row.seq} of {row.owner}: numbers count from 0", status=400)
         with self._accepting:
             with ledger.lock:
                 self._touch(row.session)

@@ -316,8 +316,6 @@ class LoraConfig:
 def _whole_model(lora: LoraConfig) -> LoraConfig | None:
     """Return the settings of an adapter, or None for rank 0, with which SkyRL's clients ask for all weights."""
     chosen = (lora.train_unembed, lora.train_mlp, lora.train_attn)
-    if not any(chosen):
-        raise ValueError("no part of the model is trained; set one of train_unembed, train_mlp, train_attn")
     if lora.rank == 0 and not all(chosen):
         raise ValueError("rank 0 trains all weights; leave train_unembed, train_mlp, train_attn out, or set a rank")
     return lora if lora.rank else None
