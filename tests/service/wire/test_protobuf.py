@@ -11,7 +11,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from vlmpack.errors import RequestError
-from vlmpack.service.wire import messages, protobuf, schema_pb2
+from vlmpack.service.wire import codec, messages, schema_pb2
 
 REQUEST = base64.b64decode(
     "ChVzNzdjYzFiNDUwYmFiOnRyYWluOjAQAxpkChAKDgoMFAAAABUAAAAWAAAAEh4KB3dlaWdodHMSEwoMAAAAAAAAgD8AAIA/GAEiAQMSMAoN"
@@ -86,7 +86,7 @@ def test_the_clients_own_messages_are_read() -> None:
         model_id="s:train:7",
         seq_id=12,
     )
-    read = protobuf.decode_forward_backward(forward_backward_request_to_proto(sent).SerializeToString())
+    read = codec.decode_forward_backward(forward_backward_request_to_proto(sent).SerializeToString())
     assert (read.model_id, read.seq_id, len(read.data)) == ("s:train:7", 12, 2)
     assert read.loss_config == {"clip_low_threshold": 0.5}
     first, png, jpeg, last = read.data[1].chunks
@@ -103,7 +103,7 @@ def test_the_client_reads_results() -> None:
 
     logprobs = (np.array([-1.5], np.float32), np.array([[-2.0, -0.25], [-1.0, 0.0]], np.float32))
     result = messages.ForwardBackwardResult(logprobs=logprobs, metrics={"loss:sum": 3.75, "tokens:sum": 4.0})
-    output = deserialize_forward_backward_output(protobuf.encode_result(result))
+    output = deserialize_forward_backward_output(codec.encode_result(result))
     assert [entry["logprobs"].tolist() for entry in output.loss_fn_outputs] == [[-1.5], [[-2.0, -0.25], [-1.0, 0.0]]]
     assert output.metrics == {"loss:sum": 3.75, "tokens:sum": 4.0}
 
@@ -123,7 +123,7 @@ def test_the_client_reads_results() -> None:
         drawn=messages.TopTokens(ids=np.array([[9, 9]]), logprobs=np.array([[-4.0, -4.0]])),
     )
     sampled = messages.SampleResult(sequences=sequences, scores=scores)
-    response = deserialize_sample_response(protobuf.encode_result(sampled))
+    response = deserialize_sample_response(codec.encode_result(sampled))
     assert [sequence.tokens for sequence in response.sequences] == [[4, 1], []]
     assert [sequence.stop_reason for sequence in response.sequences] == ["stop", "length"]
     assert response.prompt_logprobs == [None, -3.0]
@@ -139,19 +139,19 @@ def test_the_client_reads_results() -> None:
 
 def test_bfloat16_becomes_float32_and_a_tensor_without_a_shape_has_one_dimension() -> None:
     body = with_tensor(dense=np.array([0x3F80, 0xC000], "<u2").tobytes(), dtype=schema_pb2.BFLOAT16, shape=[2])
-    assert protobuf.decode_forward_backward(body).data[0].inputs["weights"].tolist() == [1.0, -2.0]
+    assert codec.decode_forward_backward(body).data[0].inputs["weights"].tolist() == [1.0, -2.0]
     body = with_tensor(dense=np.ones(2, "<f4").tobytes(), dtype=schema_pb2.FLOAT32)
-    assert protobuf.decode_forward_backward(body).data[0].inputs["weights"].shape == (2,)
+    assert codec.decode_forward_backward(body).data[0].inputs["weights"].shape == (2,)
 
 
 def test_of_an_entry_sent_twice_the_last_counts_and_settings_of_version_2_go_first() -> None:
     message = request()
     for value in (1.0, 2.0):
         message.loss_fn_config.add(key="beta", value=value)  # pyright: ignore
-    assert protobuf.decode_forward_backward(message.SerializeToString()).loss_config == {"beta": 2.0}  # pyright: ignore
+    assert codec.decode_forward_backward(message.SerializeToString()).loss_config == {"beta": 2.0}  # pyright: ignore
     message.loss_fn_config_v2.add(key="beta").value.number = 3.0  # pyright: ignore
     message.loss_fn_config_v2.add(key="kind").value.text = "soft"  # pyright: ignore
-    read = protobuf.decode_forward_backward(message.SerializeToString())  # pyright: ignore
+    read = codec.decode_forward_backward(message.SerializeToString())  # pyright: ignore
     assert read.loss_config == {"beta": 3.0, "kind": "soft"}
 
 
@@ -183,7 +183,7 @@ ONE_FLOAT = np.ones(1, "<f4").tobytes()
 )
 def test_a_tensor_that_cannot_be_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        protobuf.decode_forward_backward(with_tensor(**fields))
+        codec.decode_forward_backward(with_tensor(**fields))
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_a_tensor_that_cannot_be_is_refused(fields: dict[str, object], message: 
 def test_a_chunk_that_cannot_be_is_refused(chunk: dict[str, object], message: str) -> None:
     body = request(data=[{}, {"model_input": [chunk]}]).SerializeToString()  # pyright: ignore
     with pytest.raises(RequestError, match=message):
-        protobuf.decode_forward_backward(body)
+        codec.decode_forward_backward(body)
 
 
 # ---------------------------------------------------------------------- names and sizes
 
 
 def test_the_name_of_a_request_is_read_before_the_rest() -> None:
-    assert protobuf.owner_of(REQUEST[:40] + b"\xff" * 30) == ("s77cc1b450bab:train:0", 3)
+    assert codec.training_owner(REQUEST[:40] + b"\xff" * 30) == ("s77cc1b450bab:train:0", 3)
 
 
 NO_NUMBERS = (b"\x00", b"\xff" * 9 + b"\x01", b"\x80\x80\x80\x80\x08")  # 0, -1, 2**31
@@ -220,7 +220,7 @@ NO_NUMBERS = (b"\x00", b"\xff" * 9 + b"\x01", b"\x80\x80\x80\x80\x08")  # 0, -1,
 )
 def test_a_body_without_a_name_and_a_number_from_1_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        protobuf.owner_of(body)
+        codec.training_owner(body)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,11 @@ def test_a_body_without_a_name_and_a_number_from_1_is_refused(body: bytes) -> No
 )
 def test_many_empty_messages_are_refused_before_they_are_built(body: bytes) -> None:
     with pytest.raises(RequestError, match="more than 100 fields"):
-        protobuf.check_fields(body, most=100)
-    protobuf.check_fields(REQUEST, most=100)
+        codec.check_fields(body, most=100)
+    codec.check_fields(REQUEST, most=100)
 
 
 def test_a_shape_of_many_dimensions_is_refused_before_it_is_built() -> None:
     body = with_tensor(dense=b"", dtype=1, shape=[0] * 101)
     with pytest.raises(RequestError, match="shape of many dimensions"):
-        protobuf.check_fields(body, most=10_000)
+        codec.check_fields(body, most=10_000)

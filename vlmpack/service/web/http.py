@@ -36,7 +36,7 @@ from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.journal import CheckpointRow, ModelRow, SamplingRow
 from vlmpack.service.queue.queue import Pending, RequestQueue
 from vlmpack.service.web.gate import DOWNLOADS, BodyReader, Gate, answer
-from vlmpack.service.wire import codec, messages, protobuf
+from vlmpack.service.wire import codec, messages
 from vlmpack.service.wire.codec import PROTOBUF
 from vlmpack.service.wire.fields import INT32, between, get, parse
 from vlmpack.service.wire.messages import Rejected
@@ -187,7 +187,7 @@ class Endpoints:
         async for piece in request.stream():
             if under_way is not None:
                 with suppress(RequestError):  # the first piece has no name
-                    under_way.enter_context(self.queue.receiving(protobuf.owner_of(piece)[0]))
+                    under_way.enter_context(self.queue.receiving(codec.training_owner(piece)[0]))
                 under_way = None
             yield piece
 
@@ -303,18 +303,18 @@ class Endpoints:
                 body = await self.body(request, most=self.limits.body_bytes, under_way=under_way)
             except Rejected as error:
                 try:
-                    owner = protobuf.owner_of(error.beginning)
+                    owner = codec.training_owner(error.beginning)
                 except RequestError:
                     raise error from None
                 return await run_in_threadpool(self._refuse, *owner, str(error))
             return await run_in_threadpool(self._submit_training, body)
 
     def _submit_training(self, body: bytes) -> Response:
-        owner = protobuf.owner_of(body)
+        owner = codec.training_owner(body)
 
         def read() -> messages.Request:
-            protobuf.check_fields(body, most=self.limits.fields)
-            request = protobuf.decode_forward_backward(body)
+            codec.check_fields(body, most=self.limits.fields)
+            request = codec.decode_forward_backward(body)
             if request.owner != owner:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
             return request
