@@ -124,10 +124,7 @@ BAD = {
     "the placeholder of an image in text": (datum(text(5, IMAGE_ID)), "the placeholder of an image, in its text"),
     "the placeholder of a video in text": (datum(text(5, VIDEO_ID)), "the placeholder of a video, in its text"),
     "targets of the text alone": (datum(text(5), image(), tokens=1), "has shape [1], but the datum has 5"),
-    "another count": (
-        datum(text(5), image(expected_tokens=5), tokens=5),
-        "an image of 4 tokens, but expected_tokens is 5",
-    ),
+    "another count": (datum(text(5), image(expected_tokens=5), tokens=5), "4 tokens, but expected_tokens is 5"),
     "no image": (datum(text(5), image(b"hello"), tokens=5), "image 0: 5 bytes starting with b'hello'"),
     "an empty image": (datum(text(5), image(b""), tokens=5), "the image is empty"),
     "half an image": (datum(text(5), image(png(64, 64)[:800]), tokens=5), "image 0: "),

@@ -175,9 +175,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_goes_on(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_requests_behind_a_lost_number_fail_by_name_and_the_model_goes_on(tmp_path: Path, clock: Clock) -> None:
     with served(tmp_path) as (client, engine):
         model = client.model()
         early = [client.post(forward_backward(model, 3)), client.post(optim_step(model, 5))]
@@ -195,9 +193,7 @@ def test_requests_behind_a_number_that_never_arrives_fail_by_name_and_the_model_
         assert client.call(forward_backward(model, 7)).metrics
 
 
-def test_a_gap_is_given_up_a_fixed_time_after_it_opened_whatever_arrives_meanwhile(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_gap_ends_a_fixed_time_after_it_opened_whatever_arrives(tmp_path: Path, clock: Clock) -> None:
     with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
         client.post(create(session))

@@ -24,7 +24,6 @@ CLIENTS = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "A
 RUN, SAVED = "training_runs/{model_id}", "training_runs/{model_id}/checkpoints/{kind}/{name}"
 IN_CLIENT = "in the client"
 NAMES = {"name": "path", "lora": "lora_config", "adam": "adam_params", "params": "sampling_params"}
-"""Names of fields in a body that differ from the attribute's name."""
 CALLS = {
     **dict.fromkeys(("holder", "get_console_url", "get_telemetry", "on_queue_state_change", "create_rest_client"), ""),
     **dict.fromkeys(("get_tokenizer", "get_sampler_handle", "from_sampler_handle"), ""),

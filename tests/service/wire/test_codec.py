@@ -83,19 +83,10 @@ def test_a_prompt() -> None:
     assert sample(seq_id=3 * 10**9).seq_id == 3 * 10**9  # clones of a client start there
 
 
-@pytest.mark.parametrize(
-    ("sent", "stop"),
-    [
-        ({}, None),
-        ({"stop": None}, None),
-        ({"stop": []}, ()),
-        ({"stop": [3, 4]}, (3, 4)),
-        ({"stop": "end"}, ("end",)),
-        ({"stop": ["a", "b"]}, ("a", "b")),
-    ],
-)
-def test_stops(sent: dict[str, Any], stop: tuple[Any, ...] | None) -> None:
-    assert sampling(**sent).stop == stop
+def test_stops() -> None:
+    assert sampling().stop is None
+    for sent, stop in ((None, None), ([], ()), ([3, 4], (3, 4)), ("end", ("end",)), (["a", "b"], ("a", "b"))):
+        assert sampling(stop=sent).stop == stop
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -201,22 +192,10 @@ def test_ids_whose_log_probabilities_are_wanted() -> None:
         sample(target_prompt_logprobs={"data": [5, 1], "shape": [3, 1]})
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"3",
-        b'{"a": 1} x',
-        b"\xff\xfe{}",
-        b"\xef\xbb\xbf{}",
-        b"[" * 100_000,
-        b'{"a":' * 50_000,
-        b'{"seq_id": ' + b"9" * 10_000 + b"}",
-    ],
-)
+BROKEN = (b"", b"{", b"[]", b"null", b"3", b'{"a": 1} x', b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000)
+
+
+@pytest.mark.parametrize("body", [*BROKEN, b'{"a":' * 50_000, b'{"seq_id": ' + b"9" * 10_000 + b"}"])
 def test_a_body_that_is_no_object_of_usable_numbers_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
         codec.decode("OptimStep", body)
