@@ -24,7 +24,7 @@ from vlmpack.layout.device import on_host, outside_graph, require, to_device
 from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Expected, Grid, MediaTable, Medium, place
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
-from vlmpack.layout.sharing import ReadMedia, with_entries
+from vlmpack.layout.sharing import ReadMedia
 
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
 
@@ -184,11 +184,8 @@ def _with_media_table(family: Family, row: PackedRow, *, config: Any) -> PackedR
     counts = next((name for name, join in family.media.items() if join.counts_images), None)
     axes = {name: join.axis for name, join in family.media.items() if join.axis}
     table = replace(family.with_contexts(table), axes=axes, image_counts=counts)
-    table = with_entries(table, row.media) if family.has_grids else _with_tiles(family, row, table, config)
-    if family.audio is not None:
-        each = dict.fromkeys(("input_features", "feature_attention_mask"), 1)
-        media = [replace(m, entries=each) if m.kind == AUDIO else m for m in table.media]
-        table = replace(table, media=tuple(media))
+    if not family.has_grids:
+        table = _with_tiles(family, row, table, config)
     return replace(row, metadata=replace(row.known_metadata, media=table))
 
 

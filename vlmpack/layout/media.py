@@ -36,6 +36,13 @@ TEXT, IMAGE, VIDEO, AUDIO = 0, 1, 2, 3
 KINDS = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 """The name of each kind of medium."""
 
+_TENSORS = {
+    IMAGE: ("pixel_values", "image_grid_thw"),
+    VIDEO: ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"),
+    AUDIO: ("input_features", "feature_attention_mask"),
+}
+"""Tensors of images and videos with grids, and of audio."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +66,7 @@ class Medium:
     bidirectional: bool = False
     """True if models may let its tokens attend to each other in both directions."""
     entries: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """Number of its entries in each media tensor; {}: not counted."""
+    """For an image or video without a grid: number of its entries in each media tensor; {}: not counted."""
     context: Hashable = field(default=None, compare=False)
     """A further value that its features depend on: whether it is the only image of its sample (LLaVA-OneVision), or the
     length of its sample's longest audio in frames (Qwen3-Omni)."""
@@ -73,6 +80,14 @@ class Medium:
     def patches(self) -> int:
         """Number of patches of its grid; 0 without a grid."""
         return 0 if self.grid is None else prod(self.grid)
+
+    def entries_in(self, tensor: str) -> int:
+        """Return the number of its entries in the media tensor of this name."""
+        if self.grid is None and self.kind != AUDIO:
+            return self.entries.get(tensor, 0)
+        if tensor not in _TENSORS[self.kind]:
+            return 0
+        return self.patches if tensor.startswith("pixel_values") else 1
 
     @property
     def span(self) -> tuple[int, int]:

@@ -64,7 +64,53 @@ class CutGroup:
     def row(self, piece: GroupPiece) -> PackedRow:
         """Return the row of a piece. The kept tokens are the first node of its tree. It has only the targets that the
         piece computes, and only the media that the vision and audio towers compute with it."""
-        return _row(self, piece)
+        row, table, tree = self.group, self.table, self.tree
+        first, lengths = int(piece.kept > 0), self.lengths(piece)
+        number = {node: first + at for at, node in enumerate(piece.nodes)}
+        leaves = [
+            number.get(tree.leaves[sample], first) for sample in piece.samples
+        ]  # samples go on behind a kept piece
+        parents = [number.get(tree.parents[node], first - 1) for node in piece.nodes]
+        segments = Segments.from_lengths(lengths.tolist())
+        index = torch.from_numpy(self.index(piece))
+        own_table, of_table = _table(table, piece.samples, lengths)
+        part = PrefixTree(
+            segments=segments,
+            parents=(*[-1] * first, *parents),
+            lengths=(*[piece.kept] * first, *(tree.lengths[node] for node in piece.nodes)),
+            leaves=tuple(leaves),
+        ).with_media(own_table.starts(segments), kept=piece.kept)
+        columns, known = columns_at(row, lambda _: index), row.known_metadata
+        if row.shift_labels is not None:
+            at = segments.position_in_segment()
+            is_own = (at >= piece.kept - 1) & (at + 1 < torch.from_numpy(lengths)[segments.seq_idx().long()])
+            columns["shift_labels"] = columns["shift_labels"].where(is_own, IGNORE)
+
+        def of_samples(values: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(values[sample] for sample in piece.samples) if values else ()
+
+        metadata = replace(
+            known,
+            lengths=segments.lengths,
+            offsets=(),
+            media=own_table,
+            prefixes=tuple(map(min, of_samples(known.prefixes), lengths.tolist())),
+            num_targets=None if row.shift_labels is None else int((columns["shift_labels"] != IGNORE).sum()),
+            sample_ids=of_samples(known.sample_ids),
+            channels=of_samples(known.channels),
+        )
+        assert row.tree is not None
+        held, computed = table.in_tree(row.tree), own_table.in_tree(part)
+        _check_counts(computed, piece)
+        chosen = {}
+        of_row = row.tree.place().numpy()
+        for kind, starts in zip(KINDS, table.starts(row.segments), strict=True):
+            # each medium of the piece has the same position in the group's tree as one that the group's tensors hold
+            places = of_row[starts]
+            taken = places[np.asarray(of_table[kind], np.int64)[list(part.of_kind(kind))]]
+            chosen[kind] = np.searchsorted(places[list(row.tree.of_kind(kind))], taken).tolist()
+        media = take_media(held, row.media, chosen, computed, in_tree=True)
+        return with_tree(replace(row, **columns, segments=segments, media=media, metadata=metadata, tree=None), part)
 
     def lengths(self, piece: GroupPiece) -> np.ndarray:
         """int64 [B of the piece]: number of tokens of each sample in a piece's row."""
@@ -191,55 +237,7 @@ def _first_fit(nodes: Sequence[int], totals: Sequence[int], capacity: int) -> li
     return [sorted(each) for each in bins]
 
 
-# ---------------------------------------------------------------------- the row of a piece
-
-
-def _row(cut: CutGroup, piece: GroupPiece) -> PackedRow:
-    row, table, tree = cut.group, cut.table, cut.tree
-    first, lengths = int(piece.kept > 0), cut.lengths(piece)
-    number = {node: first + at for at, node in enumerate(piece.nodes)}
-    leaves = [number.get(tree.leaves[sample], first) for sample in piece.samples]  # samples go on behind a kept piece
-    parents = [number.get(tree.parents[node], first - 1) for node in piece.nodes]
-    segments = Segments.from_lengths(lengths.tolist())
-    index = torch.from_numpy(cut.index(piece))
-    own_table, of_table = _table(table, piece.samples, lengths)
-    part = PrefixTree(
-        segments=segments,
-        parents=(*[-1] * first, *parents),
-        lengths=(*[piece.kept] * first, *(tree.lengths[node] for node in piece.nodes)),
-        leaves=tuple(leaves),
-    ).with_media(own_table.starts(segments), kept=piece.kept)
-    columns, known = columns_at(row, lambda _: index), row.known_metadata
-    if row.shift_labels is not None:
-        at = segments.position_in_segment()
-        is_own = (at >= piece.kept - 1) & (at + 1 < torch.from_numpy(lengths)[segments.seq_idx().long()])
-        columns["shift_labels"] = columns["shift_labels"].where(is_own, IGNORE)
-
-    def of_samples(values: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(values[sample] for sample in piece.samples) if values else ()
-
-    metadata = replace(
-        known,
-        lengths=segments.lengths,
-        offsets=(),
-        media=own_table,
-        prefixes=tuple(map(min, of_samples(known.prefixes), lengths.tolist())),
-        num_targets=None if row.shift_labels is None else int((columns["shift_labels"] != IGNORE).sum()),
-        sample_ids=of_samples(known.sample_ids),
-        channels=of_samples(known.channels),
-    )
-    assert row.tree is not None
-    held, computed = table.in_tree(row.tree), own_table.in_tree(part)
-    _check_counts(computed, piece)
-    chosen = {}
-    of_row = row.tree.place().numpy()
-    for kind, starts in zip(KINDS, table.starts(row.segments), strict=True):
-        # each medium of the piece has the same position in the group's tree as one that the group's tensors hold
-        places = of_row[starts]
-        taken = places[np.asarray(of_table[kind], np.int64)[list(part.of_kind(kind))]]
-        chosen[kind] = np.searchsorted(places[list(row.tree.of_kind(kind))], taken).tolist()
-    media = take_media(held, row.media, chosen, computed, in_tree=True)
-    return with_tree(replace(row, **columns, segments=segments, media=media, metadata=metadata, tree=None), part)
+# ---------------------------------------------------------------------- the media of a piece
 
 
 def _check_counts(computed: MediaTable, piece: GroupPiece) -> None:

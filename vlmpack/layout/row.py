@@ -75,7 +75,7 @@ class PackedRow(OfTensors):
     def __post_init__(self) -> None:
         shape, labels = (1, self.segments.total), self.shift_labels
         for name, column in (("input_ids", self.input_ids), ("shift_labels", labels)):
-            if column is not None and getattr(column, "dtype", None) is not torch.int64:
+            if column is not None:
                 object.__setattr__(self, name, whole_numbers(column, name))
         if self.input_ids.shape != shape:
             raise LayoutError(
@@ -225,23 +225,17 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
 
 def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
     """Compare boundaries in the batch with those of the metadata; boundaries on a device are compared there."""
-    expected = {
-        "cu_seqlens_q": (segments.real, segments.cu_seqlens),
-        "cu_seqlens_q_padded": (segments.stride, segments.cu_seqlens_padded),
-    }
-    for name, (known, on_device) in expected.items():
-        values = batch.get(name)
-        if values is None:
+    for name, known in (("cu_seqlens_q", segments.real), ("cu_seqlens_q_padded", segments.stride)):
+        if (values := batch.get(name)) is None:
             continue
         message = (
             f"{name} differs from the boundaries {list(known)[:9]} that the host metadata ({METADATA_KEY!r}) say of "
             "the row; was the batch split or concatenated on its way (accelerate: set dispatch_batches=False)? If you "
             "changed the row, leave its metadata out"
         )
-        is_whole = isinstance(values, torch.Tensor) and not (values.is_floating_point() or values.is_complex())
-        if is_whole and values.shape == (len(known),):
-            require((values == on_device(values.device)).all(), message, LayoutError)
-        elif is_whole or checked_boundaries(values, name) != known:
+        if isinstance(values, torch.Tensor) and values.shape == (len(known),):
+            require((values == to_device(np.asarray(known), values.device)).all(), message, LayoutError)
+        elif checked_boundaries(values, name) != known:
             raise LayoutError(message)
 
 

@@ -21,7 +21,7 @@ import torch
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.batch import MEDIA_KEYS, Media, compare_media
 from vlmpack.layout.device import on_host, outside_graph
-from vlmpack.layout.media import IMAGE, KINDS, VIDEO, MediaTable, Medium, content_numbers, image_counts
+from vlmpack.layout.media import KINDS, MediaTable, content_numbers, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding, compressed_trie
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
@@ -195,7 +195,7 @@ def read_media_of_row(row: PackedRow, read_media: ReadMedia | None) -> tuple[Pac
     assert table is not None, "a reader adds the table"
     held = table if row.tree is None else table.in_tree(row.tree)
     for name, tensor in row.media.to_hf().items():
-        expected = sum(medium.entries.get(name, 0) for medium in held.media)
+        expected = sum(medium.entries_in(name) for medium in held.media)
         count = torch.as_tensor(tensor).shape[held.axes.get(name, 0)]
         if name != held.image_counts and count != expected:
             what = "patches" if name.startswith("pixel_values") else f"entries of {name}"
@@ -219,34 +219,13 @@ def _read_grids(row: PackedRow) -> PackedRow:
             "VLMCollator(share_prefixes=True) needs nothing"
         )
     compare_media(table if row.tree is None else table.in_tree(row.tree), row.media)
-    return replace(row, metadata=replace(row.known_metadata, media=with_entries(table, row.media)))
-
-
-def with_entries(table: MediaTable, media: Media) -> MediaTable:
-    """Return the table with the number of entries that images and videos with grids have in each tensor."""
-    tensors = media.to_hf()
-
-    def counted(medium: Medium) -> Medium:
-        if medium.grid is None:
-            return medium
-        names = [name for name in _OF_GRIDS[medium.kind] if name in tensors]
-        return replace(medium, entries={name: medium.patches if name in _PIXELS else 1 for name in names})
-
-    return replace(table, media=tuple(map(counted, table.media)))
-
-
-_OF_GRIDS = {
-    IMAGE: ("pixel_values", "image_grid_thw"),
-    VIDEO: ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts", "video_second_per_grid"),
-}
-"""Tensors of images and videos with grids."""
-_PIXELS = ("pixel_values", "pixel_values_videos")
+    return replace(row, metadata=replace(row.known_metadata, media=table))
 
 
 def _parts(table: MediaTable, tensors: Mapping[str, Any], kind: int) -> dict[str, list[torch.Tensor]]:
     """Split each tensor of one kind of media into the parts of each medium."""
     media = table.of_kind(kind)
-    counts = {name: [medium.entries.get(name, 0) for medium in media] for name in tensors}
+    counts = {name: [medium.entries_in(name) for medium in media] for name in tensors}
     return {
         name: [*torch.as_tensor(tensors[name]).split_with_sizes(of_media, table.axes.get(name, 0))]
         for name, of_media in counts.items()

@@ -76,22 +76,16 @@ class PrefixGroups:
             checked = np.zeros(len(self), np.int64) if is_default else whole_numbers(values, f"{name} of groups")
             object.__setattr__(self, name, checked)
         count = len(self)
-        for name, values, below in (
-            ("of_samples", self.of_samples, count),
-            ("parents", self.parents, np.arange(count)),
-        ):
+        for name, below in (("of_samples", count), ("parents", np.arange(count))):
+            values = getattr(self, name)
             if (wrong := (values < ALONE) | (values >= below)).any():
                 at = int(wrong.argmax())
                 raise ConfigError(
                     f"{name}[{at}] is {values[at]}: it has to be {ALONE} or the number of a group, and parents stand "
                     "before their children"
                 )
-        for name, values, least in (
-            ("tokens", self.tokens, 1),
-            ("patches", self.patches, 0),
-            ("images", self.images, 0),
-        ):
-            if len(values) != count:
+        for name, least in (("tokens", 1), ("patches", 0), ("images", 0)):
+            if len(values := getattr(self, name)) != count:
                 raise ConfigError(f"{name} has {len(values)} entries for {count} groups; give one per group")
             if (wrong := self.added(values) < least).any():
                 at = int(wrong.argmax())
@@ -204,19 +198,15 @@ class PrefixGroups:
         beyond = of_samples[samples] - self.shared(of_groups)[samples]
         sums = np.zeros(int(row_of.max(initial=-1)) + 1, beyond.dtype)
         np.add.at(sums, row_of, beyond)
-        prefix_row, prefix = self.prefixes_of_rows(samples, row_of)
-        np.add.at(sums, prefix_row, self.added(of_groups)[prefix])
-        return sums
-
-    def prefixes_of_rows(self, samples: np.ndarray, row_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (row, group) of every prefix in every row, without duplicates, sorted by row and then by group."""
+        # (row, group) of every prefix in every row, as one number each
         group, levels, count = self.of_samples[samples], [NOTHING], max(len(self), 1)
         while (inner := group >= 0).any():
             pairs = np.unique(row_of[inner] * count + group[inner])
             levels.append(pairs)
             row_of, group = pairs // count, self.parents[pairs % count]
         pairs = np.unique(np.concatenate(levels))
-        return pairs // count, pairs % count
+        np.add.at(sums, pairs // count, self.added(of_groups)[pairs % count])
+        return sums
 
     # ------------------------------------------------------------------ on disk
 
