@@ -64,8 +64,7 @@ def is_classifier(model: nn.Module) -> bool:
 
 def is_backbone(model: nn.Module) -> bool:
     """Return whether a model is one without a head, as `AutoModel` loads it (embedding models)."""
-    name = _backbone_class(model)
-    return name is not None and _is_a(model, name)
+    return _backbone_class(model) is not None
 
 
 def has_lm_head(model: nn.Module) -> bool:
@@ -74,11 +73,12 @@ def has_lm_head(model: nn.Module) -> bool:
 
 
 def _backbone_class(model: nn.Module) -> str | None:
-    """Return the name of the class that `AutoModel` has for a model's configuration; None: it has none without head."""
+    """Return the name of the model's class without a head, as `AutoModel` has it; None: the model has a head."""
     from transformers import MODEL_MAPPING
 
     known: Any = MODEL_MAPPING.get(cast(Any, type(getattr(model, "config", None))), None)
-    return known.__name__ if known is not None and known.__name__.endswith("Model") else None
+    name = "" if known is None else known.__name__
+    return name if name.endswith("Model") and _is_a(model, name) else None
 
 
 def _is_a(model: nn.Module, class_name: str) -> bool:
@@ -107,7 +107,7 @@ def family_of(model: Any) -> Family:
             f"model itself, unwrapped ({_supported()})"
         )
     family = family_named(model_type)
-    if (name := _backbone_class(model)) is not None and _is_a(model, name):
+    if (name := _backbone_class(model)) is not None:
         family = family.headless(name)
     elif not is_classifier(model) and not _is_a(model, family.model_class):
         raise FamilyError(

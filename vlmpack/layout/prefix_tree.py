@@ -61,7 +61,14 @@ class PrefixTree:
 
     def __post_init__(self) -> None:
         check_without_padding(self.segments)
-        _check_depth_first(self.parents)
+        if not self.parents:
+            raise LayoutError("a tree has at least one node")
+        for node, parent in enumerate(self.parents):
+            if parent != -1 and (not node or parent not in self.path(node - 1)):
+                raise LayoutError(
+                    f"node {node} comes after its parent {parent}, but not among its descendants: nodes are in "
+                    "depth-first order, each before its children"
+                )
         if len(self.lengths) != len(self.parents) or min(self.lengths) < 1:
             raise LayoutError(f"{len(self.parents)} nodes need one length each, at least 1: got {list(self.lengths)}")
         if len(self.leaves) != self.segments.num_samples or not {*self.leaves} <= {*range(len(self.parents))}:
@@ -207,21 +214,6 @@ def check_without_padding(segments: Segments) -> None:
     if not min(segments.lengths):
         empty = segments.lengths.index(0)
         raise LayoutError(f"sample {empty} has no tokens, so it is no part of a tree; leave it out, or do not share")
-
-
-def _check_depth_first(parents: Sequence[int]) -> None:
-    path: list[int] = []
-    for node, parent in enumerate(parents):
-        while path and path[-1] != parent:
-            path.pop()
-        if parent != -1 and not path:
-            raise LayoutError(
-                f"node {node} comes after its parent {parent}, but not among its descendants: nodes are in "
-                "depth-first order, each before its children"
-            )
-        path.append(node)
-    if not parents:
-        raise LayoutError("a tree has at least one node")
 
 
 # ---------------------------------------------------------------------- the compressed trie

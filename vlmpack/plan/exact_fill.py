@@ -282,7 +282,7 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: int, bound: int) -> Pla
     next_trial, left = first_trial, True
     while left and fewest > bound:
         while (left := stock.seek_longest()) and stock.draws < next_trial:
-            _fill_rows_of_longest(stock, placements, capacity)
+            stock.fill_rows(placements, capacity)
         bins = placements.bins + place_sorted(*stock.left, capacity).bins
         if bins < fewest:
             best, fewest, best_draws, useless = placements.copy(), bins, stock.draws, 0
@@ -292,20 +292,6 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: int, bound: int) -> Pla
             break
         next_trial = stock.draws + (2 if best_draws else 1) * first_trial
     return best
-
-
-def _fill_rows_of_longest(stock: Stock, placements: Placements, capacity: int) -> None:
-    """Fill rows around the longest remaining length, or leave that length to best fit."""
-    room = capacity - stock.longest
-    for _ in range(TRIES):
-        company = stock.draw(room)
-        chosen = company[best_subset(stock.sizes[company].tolist(), room)]
-        if room - int(stock.sizes[chosen].sum()) <= capacity // SLACK:
-            stock.use(chosen, placements)
-            return
-        if stock.drew_all:
-            break
-    stock.skip_longest()
 
 
 @final
@@ -328,14 +314,8 @@ class Stock:
         self._top = 0
         self.draws = 0
         """Number of draws so far."""
-        self.drew_all = False
-        """Whether the last draw gave all samples that fit."""
+        self._drew_all = False  # whether the last draw gave all samples that fit
         self._random = np.random.default_rng(0)
-
-    @property
-    def longest(self) -> int:
-        """The longest remaining length that was not skipped; valid after `seek_longest`."""
-        return int(self.sizes[self._top])
 
     def seek_longest(self) -> bool:
         """Advance to the longest length with samples left; return False if there is none."""
@@ -349,11 +329,20 @@ class Stock:
         kinds = np.flatnonzero(self._left)
         return self.sizes[kinds], self._left[kinds]
 
-    def skip_longest(self) -> None:
-        """Make no more rows around the longest length; it can still join rows of shorter ones."""
+    def fill_rows(self, placements: Placements, capacity: int) -> None:
+        """Fill rows around the longest remaining length; if that fails, it can still join rows of shorter ones."""
+        room = capacity - int(self.sizes[self._top])
+        for _ in range(TRIES):
+            company = self._draw(room)
+            chosen = company[best_subset(self.sizes[company].tolist(), room)]
+            if room - int(self.sizes[chosen].sum()) <= capacity // SLACK:
+                self._use(chosen, placements)
+                return
+            if self._drew_all:
+                break
         self._top += 1
 
-    def draw(self, room: int) -> np.ndarray:
+    def _draw(self, room: int) -> np.ndarray:
         """Draw samples of at most `room` tokens, in proportion to their number; return indices into `sizes`, rising.
 
         If there are no more than `CANDIDATES`, all of them are drawn.
@@ -363,8 +352,8 @@ class Stock:
             self._shares, self._used = self._left.cumsum(), 0
         fitting = int(self._negated.searchsorted(-room))
         below = int(self._shares[fitting - 1]) if fitting else 0
-        self.drew_all = bool(self._shares[-1] - below <= CANDIDATES)
-        if self.drew_all:
+        self._drew_all = bool(self._shares[-1] - below <= CANDIDATES)
+        if self._drew_all:
             left = self._left[fitting:] - (np.arange(fitting, len(self.sizes)) == self._top)
             return np.repeat(np.arange(fitting, len(self.sizes)), left)
         drawn = self._random.integers(below, self._shares[-1], CANDIDATES)
@@ -373,7 +362,7 @@ class Stock:
         nth = np.arange(CANDIDATES) - kinds.searchsorted(kinds)  # rank within its length, from 0
         return kinds[nth < self._left[kinds] - (kinds == self._top)]
 
-    def use(self, company: np.ndarray, placements: Placements) -> None:
+    def _use(self, company: np.ndarray, placements: Placements) -> None:
         """Make as many rows of the longest length and this company as there are samples for."""
         times = Counter([self._top, *company.tolist()])
         rows = min(int(self._left[kind]) // per_row for kind, per_row in times.items())

@@ -156,19 +156,13 @@ class PackingBuffer:
         needs = whole_needs((length, *costs), sample_id)
         if len(needs) != len(self.limits):
             raise ConfigError(f"sample {sample_id} has {len(costs)} costs, but a row has {len(self.limits) - 1} limits")
-        if length < 1 or any(need > limit for need, limit in zip(needs, self.limits, strict=True)):
-            more, most = (f" and needs {list(costs)}", f" and {list(self.limits[1:])}") if costs else ("", "")
+        if length < 1 or any(not 0 <= need <= limit for need, limit in zip(needs, self.limits, strict=True)):
+            more, most = (f" and needs {list(costs)}", f", and 0 to {list(self.limits[1:])}") if costs else ("", "")
             raise SampleError(
                 f"has {length} tokens{more}; a row holds from 1 to {self.limits[0]} tokens{most}. Leave it out, or "
                 "plan larger rows",
                 index=sample_id,
-                reason=OVERLENGTH if length > 0 else "empty",
-            )
-        if min(needs) < 0:
-            raise SampleError(
-                f"needs {list(costs)} beside its tokens, and that cannot be negative",
-                index=sample_id,
-                reason="bad_cost",
+                reason="empty" if length < 1 else "bad_cost" if min(needs) < 0 else OVERLENGTH,
             )
         self._buffered[self._added] = (sample_id, *needs)
         self._added += 1
