@@ -44,8 +44,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.patches import Patch, PathPatch, Polygon, Rectangle
-from matplotlib.path import Path as Outline
+from matplotlib.patches import Patch, Polygon, Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 SAMPLES = ("#4C78A8", "#F2A65A", "#59A89C", "#D8697A", "#8E7CC3", "#9AB857", "#C98BB9", "#7FB7D6")
@@ -69,7 +68,7 @@ SHARED = "#8D93A1"
 SMALLEST = 1e-9
 """Smallest error drawn, because a log axis cannot show 0."""
 BEND = 0.012
-"""Length of the curve from a node to its branches, relative to the width of the picture."""
+"""Length of the line from a node to its branches, relative to the width of the picture."""
 
 
 # ---------------------------------------------------------------------- style
@@ -201,9 +200,6 @@ def _draw_differences(axes: Axes, curves: Mapping[str, Sequence[float]]) -> None
         axes.plot(range(1, steps + 1), drawn, color=CURVES[i % len(CURVES)], linewidth=1.2, marker="o", markersize=2.5)
     note = f"at most {largest:.1e}" if largest else "none: equal to the last bit"
     dress(axes, f"Difference from “{first}”", note, x="step", y="log" if largest else "linear")
-    if largest > 0:  # whole decades, at least three
-        decade, lowest = np.ceil(np.log10(largest)), np.floor(np.log10(max(axes.dataLim.minposy, largest * 1e-9)))
-        axes.set_ylim(10.0 ** min(lowest, decade - 3), 10.0**decade)
 
 
 # ---------------------------------------------------------------------- plans
@@ -539,9 +535,7 @@ def plot_tree(row: PackedRow, *, title: str | None = None) -> Figure:
             sample = samples[0] if len(samples) == 1 else None
             axes.add_patch(replace(piece, line=line, start=first, stop=last, sample=sample).bar(SHARED))
         if parent >= 0:
-            bends = [(start, lines[parent]), (start + bend / 2, lines[parent]), (start + bend / 2, line)]
-            curve = Outline([*bends, (start + bend, line)], [Outline.MOVETO, *[Outline.CURVE4] * 3])
-            axes.add_patch(PathPatch(curve, fill=False, edgecolor=SHARED, linewidth=1.2, zorder=0))
+            axes.plot([start, start + bend], [lines[parent], line], color=SHARED, linewidth=1.2, zorder=0)
         if len(samples) > 1 and high - low > 0.04 * width:  # otherwise there is no room for a number
             _number(axes, (start + stop) / 2, line, f"{len(samples)} ×")
         if ends := [str(sample) for sample in samples if tree.leaves[sample] == node]:

@@ -4,7 +4,7 @@ At a terminal, a table is as wide as the terminal: names wrap, numbers do not. I
 one line of any width, without colors and lines, and columns are at least two spaces apart. Progress is drawn on
 standard error, and only if that is a terminal:
 
-    measuring samples             ━━━━━━━━━━──────────  512/1000  170/s  0:00:02 left
+    measuring samples             ━━━━━━━━━━────────── 512/1000 0:00:03 0:00:02
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
 from rich.padding import Padding
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -109,48 +107,28 @@ def progress_lines(title: str | None = None, *, quiet: bool) -> Iterator[Callabl
         `report(stage, done=0, total=None, detail="")`: the parts of a stage that are done, and the total number (None:
             unknown); `detail` replaces the name of the stage.
     """
-    stage_column = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-    with Progress(
+    stage_column = progress.TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+    counts = progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+    with progress.Progress(
         stage_column,
-        BarColumn(20),
-        PaceColumn(),
+        progress.BarColumn(20),
+        *counts,
         console=Console(stderr=True),
         transient=True,
         expand=True,
         disable=quiet or not sys.stderr.isatty(),
         redirect_stdout=sys.stdout.isatty(),  # prints results above the progress lines; a pipe is left alone
-    ) as progress:
-        tasks: dict[str, TaskID] = {}
+    ) as lines:
+        tasks: dict[str, progress.TaskID] = {}
 
         def report(stage: str, done: int = 0, total: int | None = None, detail: str = "") -> None:
             if stage not in tasks:
-                tasks[stage] = progress.add_task(stage, total=total)
-            progress.update(tasks[stage], completed=done, total=total, description=detail or stage)
+                tasks[stage] = lines.add_task(stage, total=total)
+            lines.update(tasks[stage], completed=done, total=total, description=detail or stage)
 
         if title is not None:
             report(title)
         yield report
-
-
-class PaceColumn(ProgressColumn):
-    """Parts done, their rate, and the time left; the elapsed time if the total is unknown."""
-
-    def render(self, task: Task) -> Text:
-        """Format the column of a task."""
-        parts = "" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}  "
-        return Text(parts + pace(task.speed, task.time_remaining, task.elapsed), style="dim")
-
-
-def pace(speed: float | None, left: float | None, passed: float | None) -> str:
-    """Format parts per second, seconds left and seconds passed; None: unknown.
-
-    >>> pace(170.2, 2.9, 3.0), pace(0.2, 61.0, 3.0), pace(None, None, 3.0)
-    ('170/s  0:00:02 left', '5.0 s each  0:01:01 left', '0:00:03')
-    """
-    if not speed or left is None:
-        return str(timedelta(seconds=int(passed or 0)))
-    rate = f"{1 / speed:.1f} s each" if speed < 1 else f"{speed:.1f}/s" if speed < 10 else f"{speed:,.0f}/s"
-    return f"{rate}  {timedelta(seconds=int(left))} left"
 
 
 @contextmanager

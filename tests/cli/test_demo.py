@@ -85,7 +85,7 @@ def test_what_the_demo_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
         ("--data", tmp_path / "nothing"): "nothing",
         ("--data", tmp_path / "chats.jsonl"): "holds 1; take at most that many",
         ("--model", tmp_path): f"processor {tmp_path} cannot be read (Unrecognized model",
-        ("--out", tmp_path / "chats.jsonl"): f"--out {tmp_path / 'chats.jsonl'} cannot be a folder (",
+        ("--out", tmp_path / "chats.jsonl"): f"{tmp_path / 'chats.jsonl'} cannot be written: ",
     }
     for options, fault in refusals.items():
         result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *map(str, options)])

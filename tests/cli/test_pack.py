@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from vlmpack.cli import app
 from vlmpack.rows import Manifest, PackedDataset
 from vlmpack.terminal import format_bytes
+from vlmpack.testing import tiny_processor
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,9 @@ def test_a_sample_that_is_too_long_may_lose_its_start_or_have_its_own_row(
 def test_the_plan_counts_multiples_of_slots_and_of_rows(source: Path, tmp_path: Path) -> None:
     more = ("--pad-seq-to-mult", 8, "--rows-multiple", 3, "--shard-rows", 1)
     assert pack(source, tmp_path / "rows", *GOOD, *more).exit_code == 0
-    dataset = PackedDataset(tmp_path / "rows")
+    dataset = PackedDataset(tmp_path / "rows", tiny_processor())
     assert len(dataset) == len(dataset.manifest.shards) == 3
-    assert all(slot % 8 == 0 for row in range(3) for slot in dataset.segments(row).slots)
+    assert all(slot % 8 == 0 for row in range(3) for slot in dataset.row(row).segments.slots)
 
 
 @pytest.mark.parametrize(

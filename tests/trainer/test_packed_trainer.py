@@ -148,7 +148,7 @@ def test_a_plan_of_other_samples_is_warned_of_once(tmp_path):
     longer = [chat(answer="yes " * (n + 50), id=n) for n in range(1, 9)]
     run = PackedTrainer(model, arguments(tmp_path), collate, longer, plan=plan)
     with pytest.warns(
-        UserWarning, match=r"sample \d has \d+ tokens, and \d+ in the plan, .* longer than 200 tokens\. Plan this"
+        UserWarning, match=r"sample \d has \d+ tokens, and \d+ in the plan, .* longer than 200 tokens; plan this"
     ) as warned:
         run.train()
     assert len(warned) == 1
@@ -351,7 +351,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
             lambda: made(Stream(samples), plan=plan).train(),
             "a Stream has no length, so it cannot be planned: leave plan= out",
         ),
-        (lambda: made(Samples(samples[1:]), plan=plan).train(), "the plan is of 14 samples, but train_dataset has 13"),
+        (lambda: made(Samples(samples[1:]), plan=plan).train(), "the plan is of 14 samples, but the data set has 13"),
         (lambda: made(stream(repeat=True), plan=plan).train(), "a PackedStream packs by itself; leave plan= out"),
         (lambda: made(stream(**two_ranks)).train(), r"for rank 0 of 2, but this is rank 0 of 1: PackedStream\(..., ra"),
         (

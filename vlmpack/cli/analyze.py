@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import islice, pairwise
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from typer import Option
 
-from vlmpack.cli import options
 from vlmpack.cli.inputs import (
     Inputs,
     measure,
@@ -26,7 +26,7 @@ from vlmpack.cli.inputs import (
     plan_rows,
     print_refused,
 )
-from vlmpack.cli.options import DataOptions, ModelOptions, of_memory, of_rows
+from vlmpack.cli.options import AtLeast1, DataOptions, Limit, Method, ModelOptions, OutputOptions, with_options
 from vlmpack.cli.pack import print_store, store_numbers
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import number_columns, print_table, print_text, quiet_transformers, text_column
@@ -53,37 +53,30 @@ MIN_SHARED = 64
 """Minimum tokens of a shared prefix, unless --min-shared is given."""
 
 
-@options.with_options(DataOptions)
-def analyze(
-    data: DataOptions,
-    capacity: Annotated[
-        list[int] | None,
-        of_rows(min=1, metavar="N", help="Maximum tokens of a row; by default 12000, 16000 and 20000. Repeatable."),
-    ] = None,
-    rows: Annotated[
-        int, of_rows(min=0, metavar="N", help="Print the first N rows, sample by sample, for the first capacity.")
-    ] = 0,
-    world_size: Annotated[int, of_rows(min=1, help="Number of ranks.")] = 1,
-    per_device_batch: Annotated[int, of_rows(min=1, help="Samples of a padded batch on each rank.")] = 8,
-    samples_per_update: Annotated[
-        int | None,
-        of_rows(min=1, metavar="N", help="Samples of an optimizer step that packing should keep; by default a batch."),
-    ] = None,
-    memory: Annotated[
-        float | None,
-        of_memory(
-            min=0.1,
-            metavar="GIB",
-            help="Memory of a GPU: propose mesh, checkpointing and capacity that fit in 90 % of it.",
-        ),
-    ] = None,
-    gpus: Annotated[int, of_memory(min=1, metavar="N", help="Number of GPUs to train on.")] = 1,
-    method: Annotated[
-        Literal["lora", "full"], of_memory(help="Train LoRA adapters on bfloat16 weights, or all float32 weights.")
-    ] = "lora",
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(DataOptions, OutputOptions):
+    """What is reported."""
+
+    capacity: Annotated[list[int] | None, Option(min=1, metavar="N")] = None
+    """Maximum tokens of a row; by default 12000, 16000 and 20000. Repeatable."""
+    rows: Annotated[int, Option(min=0, metavar="N")] = 0
+    """Print the first N rows, sample by sample, for the first capacity."""
+    world_size: AtLeast1 = 1
+    """Number of ranks."""
+    per_device_batch: AtLeast1 = 8
+    """Samples of a padded batch on each rank."""
+    samples_per_update: Limit = None
+    """Samples of an optimizer step that packing should keep; by default a batch."""
+    memory: Annotated[float | None, Option(min=0.1, metavar="GIB")] = None
+    """Memory of a GPU: propose mesh, checkpointing and capacity that fit in 90 % of it."""
+    gpus: AtLeast1 = 1
+    """Number of GPUs to train on."""
+    method: Method = "lora"
+    """Train LoRA adapters on bfloat16 weights, or all float32 weights."""
+
+
+@with_options
+def analyze(given: AnalyzeOptions) -> None:
     """Report the lengths of samples and what packing saves; with --rows, print rows; with --memory, propose a mesh.
 
     Images are measured from their headers: no image is decoded, and no model is loaded. DATASET may also be a folder
@@ -93,36 +86,37 @@ def analyze(
     from vlmpack.plan.simulation import CAPACITIES, PaddedRecipe
     from vlmpack.rows import is_packed
 
-    console = Console(quiet=as_json)
-    if is_packed(Path(data.dataset).expanduser()):
-        if memory is not None:
-            raise ConfigError(f"{data.dataset} is packed already, so --memory has no effect; analyze its data instead")
-        _analyze_store(data, rows, console, as_json=as_json)
+    console = Console(quiet=given.as_json)
+    if is_packed(Path(given.dataset).expanduser()):
+        _analyze_store(given, console)
         return
-    recipe = PaddedRecipe(world_size=world_size, per_device_batch=per_device_batch)
-    if samples_per_update is not None:
-        recipe = PaddedRecipe.reaching(samples_per_update, world_size=world_size, per_device_batch=per_device_batch)
-    inputs = open_inputs(data)
-    without = why_no_marks(inputs.collator) if data.min_shared is None else None
-    min_shared = None if without or data.min_shared == 0 else data.min_shared or MIN_SHARED
-    table = measure(inputs, data, quiet=quiet, min_shared=min_shared)
-    capacities = tuple(capacity or CAPACITIES) if len(table) else ()
+    batch = {"world_size": given.world_size, "per_device_batch": given.per_device_batch}
+    recipe = PaddedRecipe(**batch)
+    if given.samples_per_update is not None:
+        recipe = PaddedRecipe.reaching(given.samples_per_update, **batch)
+    inputs = open_inputs(given)
+    without = why_no_marks(inputs.collator) if given.min_shared is None else None
+    min_shared = None if without or given.min_shared == 0 else given.min_shared or MIN_SHARED
+    table = measure(inputs, given, quiet=given.quiet, min_shared=min_shared)
+    capacities = tuple(given.capacity or CAPACITIES) if len(table) else ()
     numbers = {
-        "source": data.title,
+        "source": given.title,
         "mix": mix_numbers(inputs.dataset),
-        **analysis_of(table, recipe, capacities, data, min_shared=min_shared),
-        "rows": list(islice(_planned_rows(inputs, data, table, capacities[0]), rows)) if rows and capacities else [],
+        **analysis_of(table, recipe, capacities, given, min_shared=min_shared),
+        "rows": [],
         "memory": None,
     }
-    if memory is not None and capacities:
-        numbers["memory"] = _proposal(inputs, data, table, capacities, memory=memory, gpus=gpus, method=method)
+    if given.rows and capacities:
+        numbers["rows"] = [*islice(_planned_rows(inputs, given, table, capacities[0]), given.rows)]
+    if given.memory is not None and capacities:
+        numbers["memory"] = _proposal(inputs, given, table, capacities)
     print_analysis(numbers, table, console)
     if without:
         print_text(console, Text(f"\nDid not look for shared prefixes: {without}."))
     print_rows(numbers["rows"], console)
     if numbers["memory"] is not None:
         _print_proposal(numbers["memory"], console)
-    if as_json:
+    if given.as_json:
         typer.echo(json.dumps(numbers, indent=2))
     raise typer.Exit(0 if len(table) else 1)
 
@@ -193,63 +187,53 @@ def _savings(plain: Simulation, shared: Simulation) -> dict[str, Any]:
     return {"capacity": plain.capacity, "plain": before, "shared": after, "saved": saved}
 
 
-def _proposal(
-    inputs: Inputs,
-    data: DataOptions,
-    table: LengthTable,
-    capacities: Sequence[int],
-    *,
-    memory: float,
-    gpus: int,
-    method: Literal["lora", "full"],
-) -> dict[str, Any]:
+def _proposal(inputs: Inputs, given: AnalyzeOptions, table: LengthTable, capacities: Sequence[int]) -> dict[str, Any]:
     """Propose how to train the model of --processor, for JSON. Rows have at most the patches of the densest sample."""
     from vlmpack.cli.memory import COMPUTED_IN, model_sizes, propose
     from vlmpack.cli.models import make_model
     from vlmpack.model.plain import find_model
 
-    if data.processor is None:
-        raise ConfigError("--memory needs the model: give its name with --processor")
-    dtype = "bfloat16" if method == "lora" else "float32"
-    named = ModelOptions(model=data.processor, method=method, dtype=dtype)
+    assert given.processor is not None and given.memory is not None
+    dtype = "bfloat16" if given.method == "lora" else "float32"
+    named = ModelOptions(model=given.processor, method=given.method, dtype=dtype)
     with quiet_transformers():
         model = make_model(named, inputs.collator.processor, only_shapes=True)
     density = float((table.patches / table.tokens).max())
-    longest = int(table.tokens.max()) if data.rows_overlength == "own_row" else 0
+    longest = int(table.tokens.max()) if given.rows_overlength == "own_row" else 0
     found = propose(
         model_sizes(model, size=COMPUTED_IN),
         find_model(model).config,
-        gpus=gpus,
-        limit=int(0.9 * memory * 2**30),
+        gpus=given.gpus,
+        limit=int(0.9 * given.memory * 2**30),
         capacities=[max(longest, each) for each in capacities],
-        patches=lambda tokens: min(ceil(tokens * density), data.max_patches or tokens * ceil(density)),
+        patches=lambda tokens: min(ceil(tokens * density), given.max_patches or tokens * ceil(density)),
     )
-    needed = sum(found.parts.values())
-    return {"gpus": gpus, "memory": memory, "method": method, "needed": needed, **asdict(found)}
+    asked = {name: getattr(given, name) for name in ("gpus", "memory", "method")}
+    return {**asked, "needed": sum(found.parts.values()), **asdict(found)}
 
 
 # ---------------------------------------------------------------------- rows
 
 
-def _analyze_store(data: DataOptions, rows: int, console: Console, *, as_json: bool) -> None:
+def _analyze_store(given: AnalyzeOptions, console: Console) -> None:
     """Print the contents of a folder of packed rows.
 
     Raises:
-        ConfigError: the folder is damaged, or options for planning rows are given.
+        ConfigError: the folder is damaged, or options for data or rows are given.
     """
     from vlmpack.rows import PackedDataset
 
-    given = [field.name for field in fields(data)[2:] if getattr(data, field.name) != field.default]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ConfigError(f"{data.dataset} is packed already, so {names} would have no effect; leave it out")
-    folder = Path(data.dataset).expanduser()
+    planning = [each for each in fields(given) if each.name not in ("dataset", "processor", "rows", "as_json", "quiet")]
+    if others := [each.name for each in planning if getattr(given, each.name) != each.default]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        raise ConfigError(f"{given.dataset} is packed already, so {names} would have no effect; leave it out")
+    folder = Path(given.dataset).expanduser()
     dataset = PackedDataset(folder)
-    shown = range(min(rows, len(dataset)))
+    shown = range(min(given.rows, len(dataset)))
     drawn = [row_numbers(row, dataset.measured(row), dataset.tree(row)) for row in shown]
     print_store(folder, dataset.manifest, console)
     print_rows(drawn, console)
-    if as_json:
+    if given.as_json:
         typer.echo(json.dumps({**store_numbers(folder, dataset.manifest), "rows": drawn}, indent=2))
 
 

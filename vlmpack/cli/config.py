@@ -6,43 +6,43 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, final, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from vlmpack.cli.inputs import read_yaml
-from vlmpack.cli.options import DataOptions, ModelOptions
+from vlmpack.cli.options import DataOptions, Limit, ModelOptions, help_of, kind_and_option
 from vlmpack.errors import ConfigError
 from vlmpack.terminal import print_table, text_column
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class TrainKeys(ModelOptions):
     """Keys besides those of the data options and of TrainingArguments."""
 
-    data: Annotated[str, "JSON, JSONL or parquet file, folder, hub id, or synthetic (generated receipts)."]
-    eval_data: Annotated[str | None, "Data set to evaluate on; by default a part of data."] = None
-    val_size: Annotated[float, "Samples of data to hold out for evaluation: a share below 1, or a number."] = 0.05
-    capacity: Annotated[int, "Tokens of a row. Each rank trains on one row at a time, so memory grows with it."] = 8192
-    samples_per_update: Annotated[
-        int | None, "Minimum samples of an optimizer step; sets gradient_accumulation_steps."
-    ] = None
-    merge: Annotated[bool, "Also save the model with merged adapters, in OUTPUT_DIR/merged."] = True
-    on_bad: Annotated[Literal["raise", "skip"], "Stop at samples that cannot be used, or skip and list them."] = "raise"
-    max_new_tokens: Annotated[
-        int, "Maximum tokens of the answer to a held-out sample, generated before and after training; 0: none."
-    ] = 128
+    data: str
+    """JSON, JSONL or parquet file, folder, hub id, or synthetic (generated receipts)."""
+    eval_data: str | None = None
+    """Data set to evaluate on; by default a part of data."""
+    val_size: Annotated[float, Option(min=0)] = 0.05
+    """Samples of data to hold out for evaluation: a share below 1, or a number."""
+    capacity: Annotated[int, Option(min=2)] = 8192
+    """Tokens of a row. Each rank trains on one row at a time, so memory grows with it."""
+    samples_per_update: Limit = None
+    """Minimum samples of an optimizer step; sets gradient_accumulation_steps."""
+    merge: bool = True
+    """Also save the model with merged adapters, in OUTPUT_DIR/merged."""
+    on_bad: Literal["raise", "skip"] = "raise"
+    """Stop at samples that cannot be used, or skip and list them."""
+    max_new_tokens: Annotated[int, Option(min=0)] = 128
+    """Maximum tokens of the answer to a held-out sample, generated before and after training; 0: none."""
 
 
 OF_TRAIN = tuple(field.name for field in fields(TrainKeys))
-MINIMA: dict[str, float] = {
-    **dict.fromkeys(("val_size", "max_new_tokens"), 0),
-    **dict.fromkeys(("samples_per_update", "gradient_accumulation_steps"), 1),
-    "capacity": 2,
-}
-"""Minima of keys that are no options of other verbs."""
+MINIMA = {"gradient_accumulation_steps": 1}
+"""Minima of keys of TrainingArguments."""
 OF_DATA = tuple(field.name for field in fields(DataOptions) if field.name != "dataset")
 DEFAULTS: dict[str, Any] = {
     "output_dir": "results",
@@ -114,12 +114,11 @@ def all_keys() -> dict[str, Key]:
 
     keys: dict[str, Key] = {}
     for owner, names in ((TrainKeys, OF_TRAIN), (DataOptions, OF_DATA)):
-        kinds = get_type_hints(owner, include_extras=True)
+        kinds, helps = get_type_hints(owner, include_extras=True), help_of(owner)
         for name, default in ((each.name, each.default) for each in fields(owner) if each.name in names):
-            kind, said = get_args(kinds[name])
-            bounds = Field(ge=MINIMA.get(name, getattr(said, "min", None)), le=getattr(said, "max", None))
-            shown = CHOSEN.get(name, _shown(default))
-            keys[name] = Key(Annotated[kind, bounds], shown, getattr(said, "help", said))
+            kind, option = kind_and_option(kinds[name])
+            bounds = Field(ge=option.min, le=option.max)
+            keys[name] = Key(Annotated[kind, bounds], CHOSEN.get(name, _shown(default)), helps[name])
     for each in fields(TrainingArguments):
         default = CHOSEN.get(each.name) or _shown(DEFAULTS.get(each.name, each.default))
         meaning = " ".join(str(each.metadata.get("help", "")).split()).partition(". ")[0].rstrip(".") + "."

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
 from vlmpack.cli import options
 from vlmpack.errors import check_extra
@@ -28,29 +29,30 @@ PICTURES = ("rows.png", "losses.png")
 NUMBERS = "demo.json"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
+class DemoOptions(options.OutputOptions):
     """Settings of both trainings."""
 
-    model: Annotated[
-        str | None, typer.Option(help="Hub id or folder of a vision-language model; by default a small random one.")
-    ] = None
-    data: Annotated[
-        str, typer.Option(help='"synthetic" (generated receipts); or a file, folder or hub id of conversations.')
-    ] = "synthetic"
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Device of both trainings.")] = "cpu"
-    dtype: Annotated[
-        options.Dtype | None, typer.Option(help="By default bfloat16 for a given model on cuda, else float32.")
-    ] = None
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each training.")] = 20
-    batch_size: Annotated[int, typer.Option(min=2, help="Samples per step.")] = 8
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the receipts and their order.")] = 0
-    out: Annotated[Path, typer.Option(help="Folder for pictures and numbers.")] = Path("demo-output")
+    model: str | None = None
+    """Hub id or folder of a vision-language model; by default a small random one."""
+    data: str = "synthetic"
+    """"synthetic" (generated receipts); or a file, folder or hub id of conversations."""
+    device: options.Device = "cpu"
+    """Device of both trainings."""
+    dtype: options.Dtype | None = None
+    """By default bfloat16 for a given model on cuda, else float32."""
+    steps: options.AtLeast1 = 20
+    """Optimizer steps of each training."""
+    batch_size: Annotated[int, Option(min=2)] = 8
+    """Samples per step."""
+    seed: Annotated[int, Option(min=0)] = 0
+    """Seed of the weights, the receipts and their order."""
+    out: Path = Path("demo-output")
+    """Folder for pictures and numbers."""
 
 
-@options.with_options(DemoOptions)
-def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet = False) -> None:
+@options.with_options
+def demo(setup: DemoOptions) -> None:
     """Train on the same samples, padded with plain transformers and then packed, and compare the two.
 
     By default: a small random model and generated receipts, without GPU or network, in about a minute on two cores.
@@ -67,10 +69,10 @@ def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet
     from vlmpack.layout.batch import PaddedBatch
     from vlmpack.plots import plot_losses, plot_rows, save
 
-    console, out = Console(quiet=as_json), setup.out
+    console, out = Console(quiet=setup.as_json), setup.out
     options.torch_device(setup.device)
-    options.make_folder("--out", out)
-    with quiet_transformers(), progress_lines(quiet=quiet) as progress:
+    options.make_folder(out)
+    with quiet_transformers(), progress_lines(quiet=setup.quiet) as progress:
         progress("loading processor and samples")
         trainings = Trainings(setup)
         samples = trainings.samples[: setup.batch_size]
@@ -93,13 +95,14 @@ def demo(setup: DemoOptions, as_json: options.Json = False, quiet: options.Quiet
     for name, figure in zip(PICTURES, (plot_rows(batch), plot_losses(curves)), strict=True):
         save(figure, out / name)
     parts = {name: asdict(part) for name, part in {**runs, "gradients": agreement}.items()}
-    numbers = json.dumps({"settings": {**asdict(setup), "out": str(out)}, **parts}, indent=2)
+    settings = {name: value for name, value in vars(setup).items() if name not in ("as_json", "quiet")}
+    numbers = json.dumps({"settings": {**settings, "out": str(out)}, **parts}, indent=2)
     write_text(out / NUMBERS, numbers + "\n")
     console.print()
     print_comparison(padded, packed, agreement, console, device=setup.device)
     pictures = ", ".join(str(out / name) for name in PICTURES)
     print_text(console, escape(f"Pictures: {pictures}\nNumbers:  {out / NUMBERS}"))
-    if as_json:
+    if setup.as_json:
         typer.echo(numbers)
 
 

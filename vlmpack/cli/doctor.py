@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from typer import Argument, Option
 
 from vlmpack.cli import options
 from vlmpack.errors import ConfigError, check_choice
@@ -81,44 +82,30 @@ error  how much the row differs from its samples alone, relative to the largest 
 MESH = ("tp", "fsdp", "dp_replicate", "ep", "context")
 
 
-def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help='Hub id or folder of a model; or "tiny", "tiny:FAMILY": a small random one. Without --probe, name the '
-            "kernel of each of its attention layers. With it, by default a small random model of every family."
-        ),
-    ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Compare packed samples with the same samples alone.")] = False,
-    device: options.Device = None,
-    dtype: Annotated[
-        options.Dtype | None,
-        typer.Option(help="By default float32; for every family on cuda, both. Without --probe, on cuda bfloat16."),
-    ] = None,
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            "--attention",
-            "--attn",
-            metavar="BACKEND",
-            help='Attention back-end, or "all" available ones; by default the first, or all if every family is probed.',
-        ),
-    ] = None,
-    tiny: Annotated[
-        bool, typer.Option("--tiny", help="Probe a tiny copy of the configuration even if the weights fit.")
-    ] = False,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZES",
-            help="Divide MODEL over the ranks of torchrun, by one of transformers' meshes: sizes of tp, fsdp, ep and "
-            "dp_replicate, joined by commas; context: how many of the fsdp ranks (alone: of all) share a row. Rank 0 "
-            "prints.",
-        ),
-    ] = None,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(options.OutputOptions):
+    """What is reported or probed."""
+
+    model: Annotated[str | None, Argument()] = None
+    """Hub id or folder of a model; or "tiny", "tiny:FAMILY": a small random one. Without --probe, name the kernel of
+    each of its attention layers. With it, by default a small random model of every family."""
+    probe: bool = False
+    """Compare packed samples with the same samples alone."""
+    device: options.Device | None = None
+    """Device; by default cuda if there is one."""
+    dtype: options.Dtype | None = None
+    """By default float32; for every family on cuda, both. Without --probe, on cuda bfloat16."""
+    attention: Annotated[str | None, Option("--attention", "--attn", metavar="BACKEND")] = None
+    """Attention back-end, or "all" available ones; by default the first, or all if every family is probed."""
+    tiny: bool = False
+    """Probe a tiny copy of the configuration even if the weights fit."""
+    mesh: Annotated[str | None, Option(metavar="SIZES")] = None
+    """Divide MODEL over the ranks of torchrun, by one of transformers' meshes: sizes of tp, fsdp, ep and dp_replicate,
+    joined by commas; context: how many of the fsdp ranks (alone: of all) share a row. Rank 0 prints."""
+
+
+@options.with_options
+def doctor(given: DoctorOptions) -> None:
     """Report versions, devices and attention back-ends, and which serve MODEL; with --probe, compare packed and alone.
 
     A probe changes one sample and checks that the others stay the same, compares logits, loss and gradients, checks
@@ -126,29 +113,27 @@ def doctor(
     not fit into memory, it probes a tiny random copy of the model's configuration. The exit status is 1 if something
     is not exact.
     """
-    is_first = mesh is None or os.environ.get("RANK", "0") == "0"
-    console = Console(quiet=as_json or not is_first)
-    if probe:
-        quiet = quiet or (as_json and sys.stdout.isatty()) or not is_first
-        sizes = _mesh_sizes(mesh, model)
-        with _job(sizes, device):
-            reports = _probe(model, quiet=quiet, device=device, dtype=dtype, attention=attention, tiny=tiny, mesh=sizes)
-            summarize = model is None or attention == ALL
-            is_exact = show_reports(reports, console, summarize=summarize, as_json=as_json and is_first)
-    else:
-        values = {"--attention": attention, "--mesh": mesh} | ({} if model else {"--device": device, "--dtype": dtype})
-        unused = [name for name, value in values.items() if value is not None] + ["--tiny"] * tiny
-        if unused:
-            raise ConfigError(f"{', '.join(unused)} only applies to a probe; add --probe, or leave it out")
-        with progress_lines("importing packages", quiet=quiet):
-            is_exact, parts = True, environment()
-        if model is not None:
-            with quiet_transformers():
-                parts["layers"] = layers_of(model, device=device, dtype=dtype)
-        print_environment(parts, console)
-        if as_json:
-            typer.echo(json.dumps(parts, indent=2))
-    raise typer.Exit(0 if is_exact else 1)
+    is_first = given.mesh is None or os.environ.get("RANK", "0") == "0"
+    console = Console(quiet=given.as_json or not is_first)
+    if given.probe:
+        quiet = given.quiet or (given.as_json and sys.stdout.isatty()) or not is_first
+        sizes = _mesh_sizes(given.mesh, given.model)
+        with _job(sizes, given.device):
+            reports = _probe(given, sizes, quiet=quiet)
+            summarize = given.model is None or given.attention == ALL
+            is_exact = show_reports(reports, console, summarize=summarize, as_json=given.as_json and is_first)
+        raise typer.Exit(0 if is_exact else 1)
+    of_probe = ("attention", "mesh", "tiny") if given.model else ("attention", "mesh", "device", "dtype", "tiny")
+    if unused := [f"--{name}" for name in of_probe if getattr(given, name)]:
+        raise ConfigError(f"{', '.join(unused)} only applies to a probe; add --probe, or leave it out")
+    with progress_lines("importing packages", quiet=given.quiet):
+        parts = environment()
+    if given.model is not None:
+        with quiet_transformers():
+            parts["layers"] = layers_of(given.model, device=given.device, dtype=given.dtype)
+    print_environment(parts, console)
+    if given.as_json:
+        typer.echo(json.dumps(parts, indent=2))
 
 
 # ---------------------------------------------------------------------- environment
@@ -319,16 +304,7 @@ def _job(sizes: Mapping[str, int], device: str | None) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _probe(
-    model: str | None,
-    *,
-    quiet: bool,
-    device: str | None,
-    dtype: str | None,
-    attention: str | None,
-    tiny: bool,
-    mesh: Mapping[str, int],
-) -> Iterator[Report]:
+def _probe(given: DoctorOptions, mesh: Mapping[str, int], *, quiet: bool) -> Iterator[Report]:
     """Probe one model, or a small one of every family; an error of a family is then its verdict.
 
     Plain transformers is run only for a single model.
@@ -347,18 +323,19 @@ def _probe(
     from vlmpack.probing.report import Check, Report
     from vlmpack.probing.run import backends_for, probe
 
+    model, attention = given.model, given.attention
     if attention is not None:  # before a model is loaded
         check_choice("--attention", attention, ("auto", *BACKENDS, ALL))
     elif model is None:
         attention = ALL
-    place = options.torch_device(device)
-    dtypes = [dtype] if dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
+    place = options.torch_device(given.device)
+    dtypes = [given.dtype] if given.dtype else ["float32"] if model or place.type == "cpu" else ["float32", "bfloat16"]
     cases = [*product([f"tiny:{family}" for family in FAMILIES] if model is None else [model], dtypes)]
     total = len(cases) if model is None else None
     with quiet_transformers(), progress_lines("probing", quiet=quiet) as progress:
         for done, (name, each) in enumerate(cases):
             try:
-                loaded = load(name, device=place, dtype=getattr(torch, each), tiny=tiny, mesh=mesh)
+                loaded = load(name, device=place, dtype=getattr(torch, each), tiny=given.tiny, mesh=mesh)
                 if "context" in mesh:
                     enable_packing(loaded.model, parallel=Parallel(context=mesh["context"]))
                 for at, backend in enumerate(backends_for(loaded.model) if attention == ALL else [attention]):

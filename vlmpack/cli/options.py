@@ -1,103 +1,105 @@
-"""Options that several verbs share. A wrong value is refused before anything heavy is imported."""
+"""Options that several verbs share, and how the fields of a dataclass become options.
+
+A field is an option; its annotation has the kind and the bounds, and the line under it is the help:
+
+    num: Annotated[int | None, Option(min=1, metavar="N")] = None
+    \"\"\"Use only the first N samples.\"\"\"
+
+A wrong value is refused before anything heavy is imported.
+"""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import os
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import MISSING, dataclass, fields
+from functools import wraps
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, final
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import typer
+from typer import Argument, Option
+from typer.models import OptionInfo
 
 from vlmpack.errors import ConfigError
+from vlmpack.files import writing
 
 if TYPE_CHECKING:
     import torch
 
-Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Device; by default cuda if there is one.")]
+Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 Overlength = Literal["error", "drop", "truncate", "truncate_start", "own_row"]
 TrainOn = Literal["assistant", "last", "all"]
 Branches = Literal["conversation", "turns", "answers"]
 Strategy = Literal["exact_fill", "best_fit_decreasing", "rolling_fill"]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
-
-of_samples, of_rows, of_memory = (
-    partial(typer.Option, rich_help_panel=panel) for panel in ("Samples", "Rows", "Memory")
-)
-"""Make an option under one of these headings."""
+Method = Literal["lora", "full"]
+AtLeast1 = Annotated[int, Option(min=1, metavar="N")]
+Limit = Annotated[int | None, Option(min=1, metavar="N")]
 
 
-@final
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What is printed."""
+
+    PANEL = "Output"
+
+    as_json: Annotated[bool, Option("--json")] = False
+    """Print one JSON object instead of tables."""
+    quiet: Annotated[bool, Option("--quiet", "-q")] = False
+    """Show no progress."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """A data set, how its samples are encoded, and how its rows are planned."""
 
-    dataset: Annotated[
-        str, typer.Argument(help='JSON, JSONL or parquet file, folder, hub id, or "synthetic" (generated receipts).')
-    ]
-    processor: Annotated[
-        str | None,
-        of_samples(
-            help='Hub id or folder of a model whose processor or tokenizer to use; or built-in: "tiny", "tiny:FAMILY".'
-        ),
-    ] = None
-    split: Annotated[str, of_samples(help="Split to read.")] = "train"
-    num: Annotated[int | None, of_samples(min=1, metavar="N", help="Use only the first N samples.")] = None
-    columns: Annotated[
-        list[str] | None,
-        of_samples(
-            "--columns",
-            help="JSON that maps your columns to the names vlmpack reads, or a LLaMA-Factory dataset_info.json; "
-            "for one data set of a mix: SOURCE=MAP. Repeatable.",
-        ),
-    ] = None
-    image_root: Annotated[
-        Path | None, of_samples(help="Folder that image paths are relative to; by default that of the data file.")
-    ] = None
-    branches: Annotated[Branches, of_samples(help="What counts as a sample.")] = "conversation"
-    mix: Annotated[
-        list[str] | None,
-        of_samples(
-            "--mix",
-            metavar="SOURCE[=WEIGHT]",
-            help="Mix in another data set, with WEIGHT samples for each sample of DATASET. Repeatable.",
-        ),
-    ] = None
-    seed: Annotated[
-        int, of_samples(min=0, max=2**32 - 1, help="Seed for the order of a mix and for synthetic receipts.")
-    ] = 0
-    max_length: Annotated[int | None, of_samples(min=2, metavar="N", help="Maximum tokens of a sample.")] = None
-    overlength: Annotated[
-        Overlength, of_samples(help="What to do with a sample longer than --max-length, or than a row.")
-    ] = "error"
-    max_pixels: Annotated[
-        int | None, of_samples(min=1, metavar="N", help="Maximum pixels of an image; by default the processor's.")
-    ] = None
-    train_on: Annotated[TrainOn, of_samples(help="Which tokens to train on.")] = "assistant"
-    add_stop: Annotated[
-        str | None,
-        of_samples(metavar="TOKEN", help="Stop token to add after the last answer, if the template adds none."),
-    ] = None
-    ignored_keys: Annotated[
-        list[str] | None, of_samples("--ignored-key", metavar="KEY", help="Key of messages to ignore. Repeatable.")
-    ] = None
-    workers: Annotated[int, of_samples(min=0, help="Processes that read samples; 0: none, read in this process.")] = 0
-    cache: Annotated[str | None, of_samples(metavar="FILE", help="File to keep measured lengths in.")] = None
-    strategy: Annotated[
-        Strategy,
-        of_rows(
-            metavar="NAME", help="exact_fill: no more rows than best fit; rolling_fill: mixes long and short samples."
-        ),
-    ] = "exact_fill"
-    max_patches: Annotated[int | None, of_rows(min=1, metavar="N", help="Maximum vision patches of a row.")] = None
-    min_shared: Annotated[
-        int | None, of_rows(min=0, metavar="N", help="Share prefixes of at least N tokens; 0: do not look for any.")
-    ] = None
+    PANEL = "Data and rows"
+
+    dataset: Annotated[str, Argument()]
+    """JSON, JSONL or parquet file, folder, hub id, or "synthetic" (generated receipts)."""
+    processor: str | None = None
+    """Hub id or folder of a model whose processor or tokenizer to use; or built-in: "tiny", "tiny:FAMILY"."""
+    split: str = "train"
+    """Split to read."""
+    num: Limit = None
+    """Use only the first N samples."""
+    columns: Annotated[list[str] | None, Option("--columns")] = None
+    """JSON that maps your columns to the names vlmpack reads, or a LLaMA-Factory dataset_info.json; for one data set of
+    a mix: SOURCE=MAP. Repeatable."""
+    image_root: Path | None = None
+    """Folder that image paths are relative to; by default that of the data file."""
+    branches: Branches = "conversation"
+    """What counts as a sample."""
+    mix: Annotated[list[str] | None, Option("--mix", metavar="SOURCE[=WEIGHT]")] = None
+    """Mix in another data set, with WEIGHT samples for each sample of DATASET. Repeatable."""
+    seed: Annotated[int, Option(min=0, max=2**32 - 1)] = 0
+    """Seed for the order of a mix and for synthetic receipts."""
+    max_length: Annotated[int | None, Option(min=2, metavar="N")] = None
+    """Maximum tokens of a sample."""
+    overlength: Overlength = "error"
+    """What to do with a sample longer than --max-length, or than a row."""
+    max_pixels: Limit = None
+    """Maximum pixels of an image; by default the processor's."""
+    train_on: TrainOn = "assistant"
+    """Which tokens to train on."""
+    add_stop: Annotated[str | None, Option(metavar="TOKEN")] = None
+    """Stop token to add after the last answer, if the template adds none."""
+    ignored_keys: Annotated[list[str] | None, Option("--ignored-key", metavar="KEY")] = None
+    """Key of messages to ignore. Repeatable."""
+    workers: Annotated[int, Option(min=0)] = 0
+    """Processes that read samples; 0: none, read in this process."""
+    cache: Annotated[str | None, Option(metavar="FILE")] = None
+    """File to keep measured lengths in."""
+    strategy: Annotated[Strategy, Option(metavar="NAME")] = "exact_fill"
+    """exact_fill: no more rows than best fit; rolling_fill: mixes long and short samples."""
+    max_patches: Limit = None
+    """Maximum vision patches of a row."""
+    min_shared: Annotated[int | None, Option(min=0, metavar="N")] = None
+    """Share prefixes of at least N tokens; 0: do not look for any."""
 
     @property
     def title(self) -> str:
@@ -114,62 +116,80 @@ class DataOptions:
 class ModelOptions:
     """A model, and what of it is trained."""
 
-    model: Annotated[
-        str, typer.Option(help='Hub id or folder of the model; or "tiny", "tiny:FAMILY": a small random one.')
-    ]
-    method: Annotated[Literal["lora", "full"], typer.Option(help="Train LoRA adapters, or all weights.")] = "lora"
-    freeze_vision: Annotated[
-        bool, typer.Option(help="Freeze the vision tower; false: train it, or adapters in it, too.")
-    ] = True
-    lora_rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters.")] = 16
-    lora_alpha: Annotated[
-        int | None, typer.Option(min=1, help="Scale of the adapters, times their rank; by default twice the rank.")
-    ] = None
-    lora_dropout: Annotated[float, typer.Option(min=0, max=0.99, help="Dropout before the adapters.")] = 0.0
-    lora_targets: Annotated[
-        str | list[str],
-        typer.Option(
-            help="Layers to adapt: a list of names, or a regular expression; all-linear: every one of the language "
-            "model."
-        ),
-    ] = "all-linear"
-    dtype: Annotated[
-        Dtype | None, typer.Option(help="Weights; by default bfloat16 for LoRA on cuda, else float32.")
-    ] = None
+    model: str
+    """Hub id or folder of the model; or "tiny", "tiny:FAMILY": a small random one."""
+    method: Method = "lora"
+    """Train LoRA adapters, or all weights."""
+    freeze_vision: bool = True
+    """Freeze the vision tower; false: train it, or adapters in it, too."""
+    lora_rank: AtLeast1 = 16
+    """Rank of the adapters."""
+    lora_alpha: Limit = None
+    """Scale of the adapters, times their rank; by default twice the rank."""
+    lora_dropout: Annotated[float, Option(min=0, max=0.99)] = 0.0
+    """Dropout before the adapters."""
+    lora_targets: str | list[str] = "all-linear"
+    """Layers to adapt: a list of names, or a regular expression; all-linear: every one of the language model."""
+    dtype: Dtype | None = None
+    """Weights; by default bfloat16 for LoRA on cuda, else float32."""
 
 
-def with_options(shared: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the first parameter of a verb by one option per field of a dataclass."""
-
-    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
-        @wraps(verb)
-        def run(**values: Any) -> None:
-            given = shared(**{field.name: values.pop(field.name) for field in fields(shared)})
-            verb(given, **values)
-
-        _, *others = inspect.signature(verb, eval_str=True).parameters.values()
-        parameters = [*inspect.signature(shared, eval_str=True).parameters.values(), *others]
-        run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
-            [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-        )
-        return run
-
-    return decorate
+def help_of(settings: type) -> dict[str, str]:
+    """Return the line under each field of a dataclass and of those that it extends."""
+    found: dict[str, str] = {}
+    for owner in reversed(settings.__mro__[:-1]):
+        definition: Any = ast.parse(inspect.getsource(owner)).body[0]
+        for field, line in pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(line, ast.Expr):
+                found[ast.unparse(field.target)] = " ".join(ast.literal_eval(line.value).split())
+    return found
 
 
-def make_folder(option: str, folder: Path) -> None:
-    """Make the output folder of a verb, before anything is computed.
+def with_options(verb: Callable[[Any], None]) -> Callable[..., None]:
+    """Give a verb an option for each field of the dataclass that it takes."""
+    (parameter,) = inspect.signature(verb, eval_str=True).parameters.values()
+    settings: Any = parameter.annotation
+
+    @wraps(verb)
+    def run(**values: Any) -> None:
+        verb(settings(**values))
+
+    run.__signature__ = inspect.Signature([*_options_of(settings)])  # pyright: ignore[reportAttributeAccessIssue]
+    return run
+
+
+def kind_and_option(annotation: Any) -> tuple[Any, Any]:
+    """Return the type of a field, and its `Option` or `Argument`."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, Option()
+    kind, option = get_args(annotation)
+    return kind, copy(option)
+
+
+def _options_of(settings: Any) -> Iterator[inspect.Parameter]:
+    kinds, helps = get_type_hints(settings, include_extras=True), help_of(settings)
+    owners = {name: owner for owner in reversed(settings.__mro__[:-1]) for name in vars(owner)["__annotations__"]}
+    for field in fields(settings):
+        kind, option = kind_and_option(kinds[field.name])
+        option.help = helps[field.name]
+        if isinstance(option, OptionInfo):
+            option.rich_help_panel = vars(owners[field.name]).get("PANEL")
+            if field.default is False and option.default is ...:  # a switch needs no --no-
+                option.param_decls = [f"--{field.name.replace('_', '-')}"]
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        annotation: Any = Annotated[kind, option]
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def make_folder(folder: Path) -> None:
+    """Make the output folder of a verb, and write to it, before anything is computed.
 
     Raises:
         ConfigError: the folder cannot be made, or not be written to.
     """
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        message = f"{option} {folder} cannot be a folder ({error.strerror}); choose another one"
-        raise ConfigError(message) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder} may not be written to; get the right to, or choose another one")
+        TemporaryFile(dir=folder).close()
 
 
 def torch_device(name: str | None) -> torch.device:

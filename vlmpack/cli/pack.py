@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
+from typer import Argument, Option
 
-from vlmpack.cli import options
 from vlmpack.cli.inputs import mix_lines, mix_numbers, open_inputs
-from vlmpack.cli.options import DataOptions, of_rows, of_samples
+from vlmpack.cli.options import AtLeast1, DataOptions, OutputOptions, with_options
 from vlmpack.errors import SampleError, check_extra
 from vlmpack.terminal import format_bytes, print_facts, print_text, progress_lines
 
@@ -27,35 +27,37 @@ LISTED = 5
 STAGES = {"measure": "measuring samples", "compare": "checking finished files", "write": "writing files"}
 
 
-@options.with_options(DataOptions)
-def pack(
-    data: DataOptions,
-    out: Annotated[Path, typer.Argument(help="Folder for the rows; an interrupted one is continued.")],
-    capacity: Annotated[int, of_rows(min=1, metavar="N", help="Maximum tokens of a row.")],
-    rows_multiple: Annotated[
-        int, of_rows(min=1, metavar="N", help="Make the number of rows a multiple of N: ranks x accumulation.")
-    ] = 1,
-    pad_seq_to_mult: Annotated[
-        int, of_rows(min=1, metavar="N", help="Pad each sample to a multiple of N: 2 x CP for context parallelism.")
-    ] = 1,
-    on_bad: Annotated[
-        Literal["raise", "skip"], of_samples(help="Stop at a sample that cannot be used, or skip and list it.")
-    ] = "raise",
-    max_bad_fraction: Annotated[
-        float | None, of_samples(min=0, max=1, metavar="PART", help="Maximum share of skipped samples; default 0.01.")
-    ] = None,
-    shard_rows: Annotated[int, typer.Option(min=1, help="Rows per file.")] = 128,
-    ray: Annotated[bool, typer.Option("--ray", help="Measure and write on Ray Data instead of --workers.")] = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(DataOptions, OutputOptions):
+    """How rows are written."""
+
+    out: Annotated[Path, Argument()]
+    """Folder for the rows; an interrupted one is continued."""
+    capacity: AtLeast1
+    """Maximum tokens of a row."""
+    rows_multiple: AtLeast1 = 1
+    """Make the number of rows a multiple of N: ranks x accumulation."""
+    pad_seq_to_mult: AtLeast1 = 1
+    """Pad each sample to a multiple of N: 2 x CP for context parallelism."""
+    on_bad: Literal["raise", "skip"] = "raise"
+    """Stop at a sample that cannot be used, or skip and list it."""
+    max_bad_fraction: Annotated[float | None, Option(min=0, max=1, metavar="PART")] = None
+    """Maximum share of skipped samples; default 0.01."""
+    shard_rows: AtLeast1 = 128
+    """Rows per file."""
+    ray: bool = False
+    """Measure and write on Ray Data instead of --workers."""
+
+
+@with_options
+def pack(given: PackOptions) -> None:
     """Plan rows and write them to files: token ids, labels and encoded images.
 
     If it is stopped or killed, run it again: it continues, and the files are the same, byte for byte. Train on them
     with vlmpack.rows.PackedDataset(OUT, processor). With --min-shared, rows compute shared prefixes once.
     """
     check_extra("data", "pyarrow", needed_by="`vlmpack pack`")
-    if ray:
+    if given.ray:
         check_extra("ray", "ray", needed_by="`vlmpack pack --ray`")
 
     from vlmpack.collate.skipped import SkipLimit
@@ -64,23 +66,22 @@ def pack(
     from vlmpack.rows import StoreSettings, write_rows
 
     settings = StoreSettings(
-        capacity=capacity, max_patches=data.max_patches, strategy=data.strategy,
-        overlength="error" if data.overlength in TRUNCATING else data.overlength,
-        rows_multiple=rows_multiple, shard_rows=shard_rows,
+        capacity=given.capacity, max_patches=given.max_patches, strategy=given.strategy,
+        overlength="error" if given.overlength in TRUNCATING else given.overlength,
+        rows_multiple=given.rows_multiple, shard_rows=given.shard_rows,
     )  # fmt: skip
-    dataset, collator = open_inputs(
-        data, capacity=capacity, on_bad=on_bad, slots=SlotRule(multiple=pad_seq_to_mult),
-        skip_limit=None if max_bad_fraction is None else SkipLimit(max_bad_fraction=max_bad_fraction),
-    )  # fmt: skip
-    with progress_lines(quiet=quiet) as progress:
+    limit = None if given.max_bad_fraction is None else SkipLimit(max_bad_fraction=given.max_bad_fraction)
+    slots = SlotRule(multiple=given.pad_seq_to_mult)
+    dataset, collator = open_inputs(given, capacity=given.capacity, on_bad=given.on_bad, slots=slots, skip_limit=limit)
+    with progress_lines(quiet=given.quiet) as progress:
         manifest = write_rows(
-            dataset, out, collator, settings, workers=data.workers, executor="ray" if ray else "local",
-            cache=data.cache, progress=lambda stage, done, total: progress(STAGES[stage], done, total),
+            dataset, given.out, collator, settings, workers=given.workers, executor="ray" if given.ray else "local",
+            cache=given.cache, progress=lambda stage, done, total: progress(STAGES[stage], done, total),
         )  # fmt: skip
     mixed = mix_numbers(dataset)
-    print_store(out, manifest, Console(quiet=as_json), mix=mixed)
-    if as_json:
-        typer.echo(json.dumps({**store_numbers(out, manifest), "mix": mixed}, indent=2))
+    print_store(given.out, manifest, Console(quiet=given.as_json), mix=mixed)
+    if given.as_json:
+        typer.echo(json.dumps({**store_numbers(given.out, manifest), "mix": mixed}, indent=2))
 
 
 def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:

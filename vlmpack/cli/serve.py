@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from vlmpack.cli import options
 from vlmpack.errors import ConfigError, check_extra
@@ -30,129 +31,136 @@ DEMO_PIXELS = 256 * 32 * 32
 KEY_VARIABLE = "VLMPACK_API_KEY"
 
 
-def serve(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id or folder of a supported model.", show_default=False)
-    ] = None,
-    demo: Annotated[bool, typer.Option("--demo", help="Serve a tiny random Qwen3-VL, ready in seconds.")] = False,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all, behind a TLS proxy.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = 8000,
-    state: Annotated[
-        Path | None,
-        typer.Option(help="Folder for journal and weights; by default one per model in ~/.local/share/vlmpack."),
-    ] = None,
-    key_file: Annotated[
-        Path | None,
-        typer.Option(help=f"File with the API key, created if missing; by default STATE/key. {KEY_VARIABLE} wins."),
-    ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the model for clients; by default its own.")] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="Hub id that remote clients load the tokenizer from, if MODEL is a folder.", metavar="ID"),
-    ] = None,
-    device: options.Device = None,
-    dtype: Annotated[options.Dtype | None, typer.Option(help="By default float32 on cpu, bfloat16 on cuda.")] = None,
-    lora_only: Annotated[bool, typer.Option("--lora-only", help="Refuse to train all weights.")] = False,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Recompute layers for gradients, to save memory.")
-    ] = False,
-    share_prefixes: Annotated[bool, typer.Option(help="Compute shared prefixes of a request only once.")] = True,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, metavar="N", help="Maximum tokens of a datum or prompt; default: the context.")
-    ] = None,
-    row_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of a packed row.")] = 8192,
-    max_patches: Annotated[int | None, typer.Option(min=1, metavar="N", help="Maximum patches of a row.")] = None,
-    max_models: Annotated[int, typer.Option(min=1, help="Maximum models of all clients.")] = 64,
-    silent_after: Annotated[
-        float, typer.Option(min=15, metavar="S", help="Seconds without a heartbeat until a session may be evicted.")
-    ] = 60.0,
-    sampler: Annotated[
-        Literal["exact", "fast", "vllm"],
-        typer.Option(help="fast: rounding may change the tokens of a seed; vllm: fast on a GPU."),
-    ] = "exact",
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="Sampled log-probabilities equal training's to the bit; on a CPU.")
-    ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Data-parallel processes on this machine.")] = 1,
-    shard: Annotated[
-        bool, typer.Option("--shard", help="Shard the base model over the workers (FSDP2); adapters only.")
-    ] = False,
-    as_json: options.Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log only warnings and errors.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(options.OutputOptions):
+    """What is served, and how."""
+
+    model: Annotated[str | None, Argument(show_default=False)] = None
+    """Hub id or folder of a supported model."""
+    demo: bool = False
+    """Serve a tiny random Qwen3-VL, ready in seconds."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0: all, behind a TLS proxy."""
+    port: Annotated[int, Option(min=0, max=65535)] = 8000
+    """Port; 0: any free one."""
+    state: Path | None = None
+    """Folder for journal and weights; by default one per model in ~/.local/share/vlmpack."""
+    key_file: Path | None = None
+    """File with the API key, created if missing; by default STATE/key. VLMPACK_API_KEY wins."""
+    name: str | None = None
+    """Name of the model for clients; by default its own."""
+    tokenizer: Annotated[str | None, Option(metavar="ID")] = None
+    """Hub id that remote clients load the tokenizer from, if MODEL is a folder."""
+    device: options.Device | None = None
+    """Device; by default cuda if there is one."""
+    dtype: options.Dtype | None = None
+    """By default float32 on cpu, bfloat16 on cuda."""
+    lora_only: bool = False
+    """Refuse to train all weights."""
+    gradient_checkpointing: bool = False
+    """Recompute layers for gradients, to save memory."""
+    share_prefixes: bool = True
+    """Compute shared prefixes of a request only once."""
+    max_length: Annotated[int | None, Option(min=2, metavar="N")] = None
+    """Maximum tokens of a datum or prompt; default: the context."""
+    row_tokens: Annotated[int, Option(min=2)] = 8192
+    """Maximum tokens of a packed row."""
+    max_patches: options.Limit = None
+    """Maximum patches of a row."""
+    max_models: options.AtLeast1 = 64
+    """Maximum models of all clients."""
+    silent_after: Annotated[float, Option(min=15, metavar="S")] = 60.0
+    """Seconds without a heartbeat until a session may be evicted."""
+    sampler: Literal["exact", "fast", "vllm"] = "exact"
+    """fast: rounding may change the tokens of a seed; vllm: fast on a GPU."""
+    batch_invariant: bool = False
+    """Sampled log-probabilities equal training's to the bit; on a CPU."""
+    workers: options.AtLeast1 = 1
+    """Data-parallel processes on this machine."""
+    shard: bool = False
+    """Shard the base model over the workers (FSDP2); adapters only."""
+    quiet: Annotated[bool, Option("--quiet", "-q")] = False
+    """Log only warnings and errors."""
+
+
+@options.with_options
+def serve(given: ServeOptions) -> None:
     """Serve packed training steps and sampling of one base model to the tinker client.
 
     Clients train LoRA adapters or all weights, sample and save; see vlmpack/service/README.md.
     """
     check_extra("serve", "starlette", "uvicorn", "google.protobuf", needed_by="`vlmpack serve`")
-    if demo == (model is not None):
+    if given.demo == (given.model is not None):
         raise ConfigError("vlmpack serve needs a MODEL, or --demo without one")
     # Read when torch is first imported; threads that spin at a barrier slow down other work on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from vlmpack.layout.sharing import MIN_SHARED
-    from vlmpack.service.limits import ServiceLimits
     from vlmpack.service.queue.checkpoints import StateFolder
     from vlmpack.service.ranks import Launched, end, join
-    from vlmpack.service.server import (
-        Service,
-        ServiceSettings,
-        bind,
-        check_key,
-        load_base,
-        make_key,
-        model_name,
-        read_key,
-    )
+    from vlmpack.service.server import Service, bind, check_key, load_base, make_key, model_name, read_key
 
-    served = name or (DEMO_NAME if model is None else model_name(model))
-    folder = (state or default_state(served)).expanduser()
-    chosen = options.torch_device(device)
-    settings = ServiceSettings(
-        key="",  # read below, by rank 0
-        limits=ServiceLimits(
-            context=max_length,
-            row_tokens=row_tokens,
-            row_patches=max_patches,
-            models=max_models,
-            silent_seconds=silent_after,
-        ),
-        lora_only=lora_only,
-        gradient_checkpointing=gradient_checkpointing,
-        min_shared=MIN_SHARED if share_prefixes else None,
-        sampler=sampler,
-        batch_invariant=batch_invariant,
-        shard_on=chosen.type if shard else None,
-    )
+    served = given.name or (DEMO_NAME if given.model is None else model_name(given.model))
+    folder = (given.state or default_state(served)).expanduser()
+    chosen = options.torch_device(given.device).type
+    settings = service_settings(given, chosen)
     base = partial(
-        load_base, model or str(folder / "demo-model"), name=served, tokenizer=tokenizer,
-        device="cpu" if shard else str(chosen), dtype=dtype or ("float32" if str(chosen) == "cpu" else "bfloat16"),
-    )  # fmt: skip
-    _log_to_stderr(logging.WARNING if quiet else logging.INFO)
+        load_base,
+        given.model or str(folder / "demo-model"),
+        name=served,
+        tokenizer=given.tokenizer,
+        device="cpu" if given.shard else chosen,
+        dtype=given.dtype or ("float32" if chosen == "cpu" else "bfloat16"),
+    )
+    _log_to_stderr(logging.WARNING if given.quiet else logging.INFO)
     if os.environ.get("RANK", "0") != "0" and (ranks := join()) is not None:
         _follow(base, settings, ranks)
-    given, key_file = os.environ.get(KEY_VARIABLE), (key_file or folder / "key").expanduser()
-    key = check_key(given, KEY_VARIABLE) if given else read_key(key_file)
+    from_outside, key_file = os.environ.get(KEY_VARIABLE), (given.key_file or folder / "key").expanduser()
+    key = check_key(from_outside, KEY_VARIABLE) if from_outside else read_key(key_file)
     # all refusals come before anything is written, before other ranks start, and before a model is loaded
-    with bind(host, port) as listening, closing(StateFolder(folder, base_model=served)) as opened:
+    with bind(given.host, given.port) as listening, closing(StateFolder(folder, base_model=served)) as opened:
         settings = replace(settings, key=key or make_key(key_file))
-        starts_others = workers > 1 and "LOCAL_RANK" not in os.environ  # otherwise torchrun has started them
-        launched = Launched(workers, sys.argv[1:]) if starts_others else None
+        starts_others = given.workers > 1 and "LOCAL_RANK" not in os.environ  # otherwise torchrun has started them
+        launched = Launched(given.workers, sys.argv[1:]) if starts_others else None
         ranks = join(launched)
         with quiet_transformers():
-            if model is None:
+            if given.demo:
                 make_demo(folder / "demo-model")
                 opened.make_private()
             if ranks is not None:
                 ranks.send(None)
-            with progress_lines("loading the model", quiet=quiet):
+            with progress_lines("loading the model", quiet=given.quiet):
                 service = Service(base(), opened, settings, ranks=ranks)
-        address = f"http://{_shown(host)}:{listening.getsockname()[1]}"
-        facts = described(service, address, None if given else key_file)
+        address = f"http://{_shown(given.host)}:{listening.getsockname()[1]}"
+        facts = described(service, address, None if from_outside else key_file)
         text = partial(typer.echo, json.dumps(facts, indent=2))
-        service.run(listening, on_start=text if as_json else partial(announce, facts))
+        service.run(listening, on_start=text if given.as_json else partial(announce, facts))
     if launched is not None:
         launched.wait()
     end(0)  # the normal end of an interpreter with torch takes seconds
+
+
+def service_settings(given: ServeOptions, device: str) -> ServiceSettings:
+    """Return the settings of the service, without its key."""
+    from vlmpack.layout.sharing import MIN_SHARED
+    from vlmpack.service.limits import ServiceLimits
+    from vlmpack.service.server import ServiceSettings
+
+    limits = ServiceLimits(
+        context=given.max_length,
+        row_tokens=given.row_tokens,
+        row_patches=given.max_patches,
+        models=given.max_models,
+        silent_seconds=given.silent_after,
+    )
+    return ServiceSettings(
+        key="",
+        limits=limits,
+        lora_only=given.lora_only,
+        gradient_checkpointing=given.gradient_checkpointing,
+        min_shared=MIN_SHARED if given.share_prefixes else None,
+        sampler=given.sampler,
+        batch_invariant=given.batch_invariant,
+        shard_on=device if given.shard else None,
+    )
 
 
 def _follow(base: Callable[[], Base], settings: ServiceSettings, ranks: Ranks) -> NoReturn:

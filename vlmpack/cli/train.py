@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from vlmpack.cli import options
 from vlmpack.cli.config import print_keys, read_config
@@ -23,20 +25,22 @@ SHOWN = 1500
 """Number of characters of the sample that are printed."""
 
 
-def train(
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings; they override the file.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="YAML file of settings.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan without training; measured lengths are kept.")
-    ] = False,
-    help_config: Annotated[
-        bool, typer.Option("--help-config", help="List all keys with their defaults, and exit.")
-    ] = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(options.OutputOptions):
+    """What the verb itself takes."""
+
+    settings: Annotated[list[str] | None, Argument(metavar="[KEY=VALUE]...")] = None
+    """Settings; they override the file."""
+    config: Annotated[Path | None, Option(exists=True, dir_okay=False)] = None
+    """YAML file of settings."""
+    dry_run: bool = False
+    """Print the plan without training; measured lengths are kept."""
+    help_config: bool = False
+    """List all keys with their defaults, and exit."""
+
+
+@options.with_options
+def train(given: TrainOptions) -> None:
     """Fine-tune a model on conversations in packed rows: LoRA or all weights; evaluate, save and merge.
 
     For example: vlmpack train model=Qwen/Qwen3-VL-2B-Instruct data=chats.jsonl --dry-run. The plan shows rows, steps,
@@ -44,24 +48,24 @@ def train(
     -m vlmpack train --config train.yaml. Continue a stopped run with resume_from_checkpoint=true.
     """
     check_extra("train", "accelerate", needed_by="`vlmpack train`")
-    if help_config:
+    if given.help_config:
         print_keys(Console())
         return
-    given = read_config(config, settings or ())
+    keys = read_config(given.config, given.settings or ())
     with quiet_transformers(SkippedWarning, UnpackedWarning):
         from vlmpack.cli.train_run import TrainRun
 
-        run = TrainRun(given, quiet=quiet)
-        console = Console(quiet=as_json or run.args.process_index > 0)
+        run = TrainRun(keys, quiet=given.quiet)
+        console = Console(quiet=given.as_json or run.args.process_index > 0)
         numbers = run.to_dict()
         for name, table in run.measured.items():
             print_refused(table, console, of=name)
         print_plan(numbers, console)
         with redirect_stdout(sys.stderr):  # Trainer's own lines
-            result = None if dry_run else run.train()
+            result = None if given.dry_run else run.train()
     if result is not None:
         print_result(result, console)
-    if as_json and run.args.process_index == 0:
+    if given.as_json and run.args.process_index == 0:
         typer.echo(json.dumps({**numbers, "result": result}, indent=2))
 
 

@@ -58,7 +58,7 @@ class TrainRun:
         data = data_options(given, keys, keys.data, self.folder)
         dataset, self.collator = inputs.open_inputs(data, on_bad=keys.on_bad)
         with args.main_process_first(desc="measuring"):  # the other ranks read its cache
-            make_folder("output_dir", self.folder)
+            make_folder(self.folder)
             table = self._measured(dataset, data, quiet=quiet)
             self.measured, self.refused = {data.title: table}, table.refused
             if keys.eval_data is None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence, Sized
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,11 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
-from vlmpack.collate.collator import VLMCollator
 from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import (
     ConfigError,
-    SampleError,
     SkippedWarning,
     UnpackedWarning,
     check_choice,
@@ -47,7 +44,7 @@ from vlmpack.trainer.evaluation import (
     EvaluationRows,
     NumberedCollator,
     RowLosses,
-    check_sharing,
+    check_plan,
 )
 from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, data_place, mean_loss, weighed
 
@@ -271,18 +268,7 @@ class PackedTrainer(RenamedWeights):
 
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
-        if not isinstance(dataset, Sized):
-            kind = type(dataset).__name__
-            raise ConfigError(
-                f"a {kind} has no length, so it cannot be planned: leave plan= out, and pack it with PackedStream"
-            )
-        if len(self.plan.lengths) != len(dataset):
-            raise ConfigError(
-                f"the plan is of {len(self.plan.lengths)} samples, but train_dataset has {len(dataset)}; plan this "
-                "one: plan_bins(measure_lengths(dataset, collator), capacity)"
-            )
-        check_sharing(self.plan, self.data_collator)
-        _check_first_row(self.plan, dataset, self.data_collator)
+        check_plan(self.plan, dataset, self.data_collator)
         plan = _with_whole_groups(self, self.plan)
         if count := len(dropped := self.plan.dropped):
             warnings.warn(
@@ -310,14 +296,11 @@ class PackedTrainer(RenamedWeights):
         """
         if self.plan is not None:
             raise ConfigError("a PackedStream packs by itself; leave plan= out")
-        rank, ranks = self._place
-        if (stream.rank, stream.ranks) != (rank, ranks):
-            names = ("args.world_size", "args.process_index")
-            if ranks != self.args.world_size:
-                names = ("parallel.data_ranks", "parallel.data_rank")
+        if (stream.rank, stream.ranks) != self._place:
+            rank, ranks = self._place
             raise ConfigError(
                 f"the stream is for rank {stream.rank} of {stream.ranks}, but this is rank {rank} of {ranks}: "
-                f"PackedStream(..., ranks={names[0]}, rank={names[1]})"
+                f"PackedStream(..., ranks={ranks}, rank={rank}), or those of parallel.data_ranks and data_rank"
             )
         if not stream.repeat:
             raise ConfigError("Trainer trains until max_steps, but this stream ends: PackedStream(..., repeat=True)")
@@ -521,22 +504,6 @@ class RowLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
         self.batch_sampler.set_epoch(epoch)
-
-
-def _check_first_row(plan: Plan, dataset: Any, collator: Any) -> None:
-    """Warn if the samples of the first row have other lengths than planned: the plan is of another data set."""
-    if not isinstance(collator, VLMCollator) or isinstance(dataset, PackedDataset):
-        return
-    for at in plan[0]:
-        with suppress(SampleError):  # raised, or skipped and listed, by its row
-            if (tokens := collator.measure(dataset[at], at).num_tokens) != plan.lengths[at]:
-                warnings.warn(
-                    f"sample {at} has {tokens} tokens, and {plan.lengths[at]} in the plan, so rows may be longer than "
-                    f"{plan.capacity} tokens. Plan this data set: plan_bins(measure_lengths(dataset, collator), ...)",
-                    UserWarning,
-                    stacklevel=3,
-                )
-                return
 
 
 def _shown(numbers: Sequence[int] | np.ndarray) -> str:
