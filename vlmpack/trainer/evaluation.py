@@ -10,10 +10,8 @@ every forward pass, so all ranks must compute the same number of rows.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from inspect import signature
 from itertools import chain
@@ -40,7 +38,6 @@ from vlmpack.model.step import PackedStep
 from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.lengths import OVERLENGTH
 from vlmpack.plan.plan import Plan, plan_bins
-from vlmpack.rows import PackedDataset
 from vlmpack.trainer.loss import Loss, SampleLosses, data_place, gathered, mean_loss
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
@@ -222,8 +219,6 @@ class EvaluationRows:
 def check_plan(plan: Plan, dataset: Any, collator: object) -> None:
     """Check that a plan is of this data set, and that the collator shares the prefixes that its rows share.
 
-    Warns if the samples of the first row have other lengths than planned.
-
     Raises:
         ConfigError: the data set has no length or another one, or the collator does not share all prefixes.
     """
@@ -232,18 +227,12 @@ def check_plan(plan: Plan, dataset: Any, collator: object) -> None:
         raise ConfigError(
             f"a {kind} has no length, so it cannot be planned: leave plan= out, and pack it with PackedStream"
         )
-    remedy = "plan this data set: plan_bins(measure_lengths(dataset, collator), capacity)"
     if len(plan.lengths) != len(dataset):
-        raise ConfigError(f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; {remedy}")
+        raise ConfigError(
+            f"the plan is of {len(plan.lengths)} samples, but the data set has {len(dataset)}; plan this one: "
+            "plan_bins(measure_lengths(dataset, collator), capacity)"
+        )
     check_sharing(plan, collator)
-    if not isinstance(collator, VLMCollator) or isinstance(dataset, PackedDataset):
-        return
-    for at in plan[0].tolist() if len(plan) else ():
-        with suppress(SampleError):  # raised, or skipped and listed, by its row
-            if (tokens := collator.measure(dataset[at], at).num_tokens) != plan.lengths[at]:
-                given = f"sample {at} has {tokens} tokens, and {plan.lengths[at]} in the plan"
-                warnings.warn(f"{given}, so rows may be longer than {plan.capacity} tokens; {remedy}", stacklevel=4)
-                return
 
 
 def check_sharing(plan: Plan, collator: object) -> None:

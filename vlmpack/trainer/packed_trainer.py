@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
+from vlmpack.collate.collator import VLMCollator
 from vlmpack.context_parallel.mesh import mesh_of
 from vlmpack.errors import (
     ConfigError,
+    SampleError,
     SkippedWarning,
     UnpackedWarning,
     check_choice,
@@ -269,6 +272,7 @@ class PackedTrainer(RenamedWeights):
     def _sampler(self, dataset: Any) -> PackedBatchSampler:
         assert self.plan is not None
         check_plan(self.plan, dataset, self.data_collator)
+        _check_first_row(self.plan, dataset, self.data_collator)
         plan = _with_whole_groups(self, self.plan)
         if count := len(dropped := self.plan.dropped):
             warnings.warn(
@@ -504,6 +508,21 @@ class RowLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch."""
         self.batch_sampler.set_epoch(epoch)
+
+
+def _check_first_row(plan: Plan, dataset: Any, collator: Any) -> None:
+    """Warn if the samples of the first row have other lengths than planned: the plan is of another data set."""
+    if not isinstance(collator, VLMCollator) or isinstance(dataset, PackedDataset):
+        return
+    for at in plan[0].tolist() if len(plan) else ():
+        with suppress(SampleError):  # raised, or skipped and listed, by its row
+            if (tokens := collator.measure(dataset[at], at).num_tokens) != plan.lengths[at]:
+                warnings.warn(
+                    f"sample {at} has {tokens} tokens, and {plan.lengths[at]} in the plan, so rows may be longer than "
+                    f"{plan.capacity} tokens; plan this data set: plan_bins(measure_lengths(dataset, collator), ...)",
+                    stacklevel=3,
+                )
+                return
 
 
 def _shown(numbers: Sequence[int] | np.ndarray) -> str:
