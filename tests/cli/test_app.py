@@ -46,7 +46,7 @@ def test_help_names_every_verb_in_paragraphs_without_the_line_ends_of_the_source
 def test_the_words_of_options_are_those_of_the_library() -> None:
     from vlmpack.collate import collator
     from vlmpack.data import open
-    from vlmpack.plan import planner
+    from vlmpack.plan.plan import STRATEGIES
 
     annotations = {name: get_args(option.annotation)[0] for name, option in signature(pack).parameters.items()}
     words = {name: get_args(each) for name, each in annotations.items() if get_origin(each) is Literal}
@@ -55,7 +55,7 @@ def test_the_words_of_options_are_those_of_the_library() -> None:
         "train_on": get_args(collator.TrainOn),
         "on_bad": get_args(collator.OnBad),
         "branches": get_args(open.Branches),
-        "strategy": tuple(planner.STRATEGIES),
+        "strategy": tuple(STRATEGIES),
     }
 
 

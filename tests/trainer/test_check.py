@@ -174,21 +174,18 @@ def test_a_loss_function_of_ones_own_has_to_ask_for_logits(layout, tmp_path):
             assert run.state.log_history[0]["loss"] == pytest.approx(expected.losses[0], rel=1e-6)
 
 
-def test_metrics_of_packed_rows(tmp_path, monkeypatch):
+def test_metrics_of_packed_rows(tmp_path):
     """Trainer alone counts rows where there are samples."""
     model = enable_packing(tiny_model("qwen3", hidden=16, heads=2, layers=1))
     rows = pack_dataset([[5] * n for n in (3, 4, 5, 2, 4, 3)], 7)
     settings = {"compute_metrics": loss_metrics(model), "eval_dataset": rows, "data_collator": RowCollator()}
     assert len(rows) == 3
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=2), **settings)
-    assert "count each packed row of its evaluation as one sample (3 rows, 2 at a time on 1 ranks)" in refusal(run)
     with pytest.raises(ConfigError, match="computed 6 losses and handed over 5 samples: of packed rows"):
-        run.evaluate()  # what check_trainer sees coming
+        run.evaluate()
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=3), **settings)
     check_trainer(run)
     assert run.evaluate()["eval_num_samples"] == 6
-    monkeypatch.setattr(type(run.args), "world_size", 2)
-    assert "(3 rows, 3 at a time on 2 ranks)" in refusal(run)
 
 
 def test_an_evaluation_that_skips_samples(tmp_path, monkeypatch):

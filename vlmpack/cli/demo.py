@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -108,25 +107,16 @@ def demo(setup: DemoOptions) -> None:
 
 def print_comparison(padded: Run, packed: Run, agreement: GradientCosine, console: Console, *, device: str) -> None:
     """Print a table with one row per measure, and explain its numbers."""
+    before, after = padded.measures(), packed.measures()
+    rows = [(name, f"{before[name]:,.0f}", f"{now:,.0f}", f"{now / before[name]:.2f}") for name, now in after.items()]
     differences = [abs(a - b) for a, b in zip(padded.losses, packed.losses, strict=True)]  # nats per target
-
-    def compared(name: str, form: str, before: float, after: float) -> tuple[str, ...]:
-        return name, form.format(before), form.format(after), f"{after / before:.2f}"
-
-    def rows() -> Iterator[tuple[str, ...]]:
-        yield compared("real tokens", "{:,}", padded.real_tokens, packed.real_tokens)
-        yield compared("physical tokens", "{:,}", padded.physical_tokens, packed.physical_tokens)
-        yield "fill ratio", f"{padded.fill:.1%}", f"{packed.fill:.1%}", ""
-        yield compared("step time", "{:,.0f} ms", padded.step_seconds * 1000, packed.step_seconds * 1000)
-        yield compared("real tokens/s", "{:,.0f}", padded.tokens_per_second, packed.tokens_per_second)
-        memory = "peak memory" if device == "cuda" else "peak memory*"
-        yield compared(memory, "{:,.0f} MiB", padded.peak_bytes / 2**20, packed.peak_bytes / 2**20)
-        yield ()
-        yield "final loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"differs by {differences[-1]:.1e}"
-        yield "largest loss difference", "", "", f"{max(differences):.1e}"
-        yield "smallest gradient cosine", "", "", f"[bold green]{agreement.cosine:.13f}[/]"
-
-    print_table(console, ("", *number_columns("padded", "packed", "packed / padded")), rows())
+    rows += [
+        (),
+        ("final loss", f"{padded.losses[-1]:.6f}", f"{packed.losses[-1]:.6f}", f"differs by {differences[-1]:.1e}"),
+        ("largest loss difference", "", "", f"{max(differences):.1e}"),
+        ("smallest gradient cosine", "", "", f"[bold green]{agreement.cosine:.13f}[/]"),
+    ]
+    print_table(console, ("", *number_columns("padded", "packed", "packed / padded")), rows)
     lengths = [length for step in packed.lengths for length in step]
     lines = [
         f"[dim]{len(packed.losses)} steps of {len(packed.lengths[0])} samples with {min(lengths)} to {max(lengths)} "
@@ -135,8 +125,8 @@ def print_comparison(padded: Run, packed: Run, agreement: GradientCosine, consol
         f"{agreement.parameters} parameters ({agreement.parameter}).[/]",
     ]
     if device != "cuda":
-        lines.append("[dim]* peak size of all tensors alive in the forward and backward pass of one batch.[/]")
-    speed, memory = padded.step_seconds / packed.step_seconds, packed.peak_bytes / padded.peak_bytes
+        lines.append("[dim]memory: of all tensors alive in the forward and backward pass of one batch.[/]")
+    speed, memory = before["step time, ms"] / after["step time, ms"], packed.peak_bytes / padded.peak_bytes
     result = f"[bold]{speed:.2f} times as fast[/] with [bold]{memory:.2f} times the memory[/]"
     for line in (*lines, "", f"The same training, {result}."):
         print_text(console, line)

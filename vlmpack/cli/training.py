@@ -53,30 +53,18 @@ class Run:
     peak_bytes: int
     """Peak memory of a forward and backward pass of the largest batch."""
 
-    @property
-    def real_tokens(self) -> int:
-        """Tokens of samples, over all steps."""
-        return sum(map(sum, self.lengths))
-
-    @property
-    def physical_tokens(self) -> int:
-        """Tokens that went through the model, over all steps."""
-        return sum(self.physical)
-
-    @property
-    def fill(self) -> float:
-        """Fill ratio: real tokens divided by physical tokens."""
-        return self.real_tokens / self.physical_tokens
-
-    @property
-    def step_seconds(self) -> float:
-        """Median time of a step, without the first step, which warms up."""
-        return median(self.seconds[1:] or self.seconds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Mean real tokens of a step, divided by the median time; both without the first step."""
-        return mean(map(sum, self.lengths[1:] or self.lengths)) / self.step_seconds
+    def measures(self) -> dict[str, float]:
+        """Return what is compared. Times are without the first step, which warms up."""
+        real, physical = sum(map(sum, self.lengths)), sum(self.physical)
+        seconds = median(self.seconds[1:] or self.seconds)
+        return {
+            "real tokens": real,
+            "physical tokens": physical,
+            "fill ratio, %": 100 * real / physical,
+            "step time, ms": 1000 * seconds,
+            "real tokens/s": mean(map(sum, self.lengths[1:] or self.lengths)) / seconds,
+            "peak memory, MiB": self.peak_bytes / 2**20,
+        }
 
 
 @final

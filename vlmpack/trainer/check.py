@@ -12,7 +12,7 @@ TRL's classes by their module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -145,24 +145,14 @@ def _batches(trainer: Trainer) -> Iterator[str]:
 
 
 def _counted_samples(trainer: Trainer) -> Iterator[str]:
-    """Yield an error if accelerate counts data set entries, and the number of losses differs."""
-    if isinstance(trainer, PackedTrainer) and trainer.eval_packing:
-        return
-    collator, at_once, ranks = trainer.data_collator, trainer.args.eval_batch_size, trainer.args.world_size
-    remedy = "use PackedTrainer of vlmpack.trainer with eval_capacity=, or evaluate of vlmpack"
-    if ranks > 1 and trainer.eval_dataset and isinstance(collator, VLMCollator) and collator.on_bad != "raise":
+    """Yield an error if ranks would have other numbers of losses. LossMetrics refuses those of too few samples."""
+    collator, ranks = trainer.data_collator, trainer.args.world_size
+    in_batches = bool(trainer.eval_dataset) and not (isinstance(trainer, PackedTrainer) and trainer.eval_packing)
+    if ranks > 1 and in_batches and isinstance(collator, VLMCollator) and collator.on_bad != "raise":
         yield (
             f"samples that the collator skips (on_bad='skip') leave the {ranks} ranks of its evaluation with other "
-            f"numbers of losses, at which it ends: {remedy}"
+            "numbers of losses, at which it ends: use PackedTrainer of vlmpack.trainer with eval_capacity=, or evaluate"
         )
-    has_rows = isinstance(collator, RowCollator) and collator.bare_row == "refuse"
-    for data in _evaluation_sets(trainer) if trainer.compute_metrics is not None else ():
-        is_packed = (has_rows or isinstance(data, PackedDataset)) and isinstance(data, Sized)
-        if is_packed and (ranks > 1 or len(data) % at_once):
-            yield (
-                f"accelerate would count each packed row of its evaluation as one sample ({len(data)} rows, {at_once} "
-                f"at a time on {ranks} ranks) and cut real ones off, so compute_metrics would miss some: {remedy}"
-            )
 
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
