@@ -55,8 +55,8 @@ def test_on_receipts_best_fit_wastes_a_row_in_seventy_and_exact_fill_next_to_non
 )
 def test_the_search_goes_on_only_where_it_saves_rows(monkeypatch, lengths, capacity, fewer):
     draws = []
-    draw = Stock.draw
-    monkeypatch.setattr(Stock, "draw", lambda stock, room: draws.append(room) or draw(stock, room))
+    draw = Stock._draw
+    monkeypatch.setattr(Stock, "_draw", lambda stock, room: draws.append(room) or draw(stock, room))
     rows = exact_fill(lengths, capacity).max() + 1
     best_fit = best_fit_decreasing(lengths, capacity).max() + 1
     assert rows <= (1 - fewer) * best_fit
@@ -79,7 +79,7 @@ def test_padded_samples_are_packed_as_if_their_units_were_tokens(lengths, unit, 
 
 
 def test_the_search_does_not_start_where_samples_go_in_pairs(monkeypatch):
-    monkeypatch.setattr(Stock, "draw", None)
+    monkeypatch.setattr(Stock, "_draw", None)
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(3_000, 8_000, 200)
         assert (exact_fill(lengths, 8_192) == best_fit_decreasing(lengths, 8_192)).all()

@@ -88,7 +88,7 @@ def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
     ("sample", "reason"), [((1, 11, 0), "overlength"), ((1, 3, 5), "overlength"), ((1, 0, 0), "empty")]
 )
 def test_a_sample_that_fits_no_row_is_refused_by_name(sample, reason):
-    with pytest.raises(SampleError, match=r"sample 1: .* a row holds from 1 to 10 tokens and \[4\]") as caught:
+    with pytest.raises(SampleError, match=r"sample 1: .* a row holds from 1 to 10 tokens, and 0 to \[4\]") as caught:
         PackingBuffer(10, [4]).add(*sample)
     assert caught.value.reason == reason
 
