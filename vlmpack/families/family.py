@@ -29,14 +29,7 @@ from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AudioPart, longest_of_samples, replace_videos
 from vlmpack.families.frames import frames_as_images, kinds_between
 from vlmpack.families.spans import Bidirectional, Prefix
-from vlmpack.families.tiles import (
-    QWEN_MEDIA,
-    Join,
-    TileBoundaries,
-    TileEntries,
-    TileTokens,
-    patches_in,
-)
+from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileEntries, TileTokens, patches_in
 from vlmpack.layout.batch import Media
 from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, MediaTable, Medium, placeholders

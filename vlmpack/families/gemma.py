@@ -93,16 +93,9 @@ _WITH_PLACES = {
 }
 
 GEMMA = (
+    tiled_family("gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", bidirectional=ImageSpans()),
     tiled_family(
-        "gemma3",
-        tile_tokens=_tokens_of_images,
-        token_types="token_type_ids",
-        bidirectional=ImageSpans(),
-    ),
-    tiled_family(
-        "gemma4",
-        bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional),
-        **_WITH_PLACES,
+        "gemma4", bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional), **_WITH_PLACES
     ),
     tiled_family(
         "gemma4_unified",

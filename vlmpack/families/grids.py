@@ -20,21 +20,12 @@ from vlmpack.families.videos import run_of_pairs, run_per_frame
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
 
-_GLM = {
-    "media": QWEN_MEDIA,
-    "videos": run_per_frame,
-    "videos_as_images": True,
-    "from_grids": ("rotary", "boundaries"),
-}
+_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True, "from_grids": ("rotary", "boundaries")}
 
 GRIDS = (
     Family(model_type="glm4v", **_GLM),
     Family(model_type="glm46v", **_GLM),
-    Family(
-        model_type="glm4v_moe",
-        mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
-        **_GLM,
-    ),
+    Family(model_type="glm4v_moe", mechanisms={"experts": {"layer": "mlp", "router": "gate"}}, **_GLM),
     Family(model_type="glm_ocr", processor_name="Glm46VProcessor", keeps_row={"": "blocks"}, **_GLM),
     Family(
         model_type="paddleocr_vl",

@@ -39,10 +39,7 @@ def tokens_of_tiles(tensors: Mapping[str, torch.Tensor], config: Any) -> Sequenc
     return [int(side**2 * vision.pixel_shuffle_ratio**2)] * len(tensors["pixel_values"])
 
 
-_MECHANISMS = {
-    "experts": {"layer": "feed_forward", "router": "router"},
-    "query_scale": {"layer": "self_attn"},
-}
+_MECHANISMS = {"experts": {"layer": "feed_forward", "router": "router"}, "query_scale": {"layer": "self_attn"}}
 
 LLAMA = (
     tiled_family(

@@ -36,16 +36,16 @@ _REASONS = {
     _TALKER.format("Qwen2_5OmniThinkerForConditionalGeneration"): ["qwen2_5_omni"],
     _TALKER.format("Qwen3OmniMoeThinkerForConditionalGeneration"): ["qwen3_omni_moe"],
     "its cross-attention layers take one mask over all images of a call, so samples would see each other's images": [
-        *("mllama", "idefics"),
+        *("mllama", "idefics")
     ],
     "its encoder attends in both directions over a whole call, with padding masks alone between samples": [
-        *("florence2", "t5gemma2", "udop", "pix2struct", "vision-encoder-decoder"),
+        *("florence2", "t5gemma2", "udop", "pix2struct", "vision-encoder-decoder")
     ],
     "its Q-Former reads images and instructions of a call as one batch, which a row has no place for": [
-        *("blip-2", "instructblip", "instructblipvideo"),
+        *("blip-2", "instructblip", "instructblipvideo")
     ],
     "its Mamba layers carry state along the row, and nothing restarts it at a boundary": [
-        *("nemotron_h_omni", "nemotron_h", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "zamba2"),
+        *("nemotron_h_omni", "nemotron_h", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "zamba2")
     ],
     "its objective is no next-token loss: noise is drawn for whole blocks of a call": ["diffusion_gemma", "pi0"],
     "its rotary frequencies (longrope) change with the longest sample of a call": ["phi4_multimodal"],

@@ -336,11 +336,7 @@ _IDEFICS3 = {
     "blank": blank_with_mask,
     "media": {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)},
 }
-_COHERE2 = {
-    "tile_tokens": shuffled_tiles,
-    "text_type": "cohere2",
-    "oldest_transformers": (5, 23),
-}
+_COHERE2 = {"tile_tokens": shuffled_tiles, "text_type": "cohere2", "oldest_transformers": (5, 23)}
 
 TILED = (
     tiled_family("internvl", tile_tokens=tiles_of_one_size),
