@@ -32,25 +32,24 @@ _TALKER = (
     "load the {0}, which reads the same checkpoint"
 )
 
-_REASONS = {
-    _TALKER.format("Qwen2_5OmniThinkerForConditionalGeneration"): ["qwen2_5_omni"],
-    _TALKER.format("Qwen3OmniMoeThinkerForConditionalGeneration"): ["qwen3_omni_moe"],
-    "its cross-attention layers take one mask over all images of a call, so samples would see each other's images": [
-        *("mllama", "idefics")
-    ],
-    "its encoder attends in both directions over a whole call, with padding masks alone between samples": [
-        *("florence2", "t5gemma2", "udop", "pix2struct", "vision-encoder-decoder")
-    ],
-    "its Q-Former reads images and instructions of a call as one batch, which a row has no place for": [
-        *("blip-2", "instructblip", "instructblipvideo")
-    ],
-    "its Mamba layers carry state along the row, and nothing restarts it at a boundary": [
-        *("nemotron_h_omni", "nemotron_h", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "zamba2")
-    ],
-    "its objective is no next-token loss: noise is drawn for whole blocks of a call": ["diffusion_gemma", "pi0"],
-    "its rotary frequencies (longrope) change with the longest sample of a call": ["phi4_multimodal"],
+_CROSS = "its cross-attention layers take one mask over all images of a call, so samples would see each other's images"
+_ENCODER = "its encoder attends in both directions over a whole call, with padding masks alone between samples"
+_QFORMER = "its Q-Former reads images and instructions of a call as one batch, which a row has no place for"
+_MAMBA = "its Mamba layers carry state along the row, and nothing restarts it at a boundary"
+_DIFFUSION = "its objective is no next-token loss: noise is drawn for whole blocks of a call"
+_LONGROPE = "its rotary frequencies (longrope) change with the longest sample of a call"
+_MAMBAS = ("nemotron_h_omni", "nemotron_h", "bamba", "jamba", "falcon_h1", "granitemoehybrid", "zamba2")
+
+_REFUSED = {
+    "qwen2_5_omni": _TALKER.format("Qwen2_5OmniThinkerForConditionalGeneration"),
+    "qwen3_omni_moe": _TALKER.format("Qwen3OmniMoeThinkerForConditionalGeneration"),
+    **dict.fromkeys(("mllama", "idefics"), _CROSS),
+    **dict.fromkeys(("florence2", "t5gemma2", "udop", "pix2struct", "vision-encoder-decoder"), _ENCODER),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _QFORMER),
+    **dict.fromkeys(_MAMBAS, _MAMBA),
+    **dict.fromkeys(("diffusion_gemma", "pi0"), _DIFFUSION),
+    "phi4_multimodal": _LONGROPE,
 }
-_REFUSED = {model_type: reason for reason, model_types in _REASONS.items() for model_type in model_types}
 """Model types that vlmpack refuses, with the reason."""
 
 _ROPE_BY_LENGTH = ("dynamic", "longrope")
