@@ -515,7 +515,7 @@ def compare_media(held: MediaTable, media: Media) -> None:
 
 def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str, *, tolerance: float = 0) -> None:
     """Compare the rows of a media tensor with those of the host metadata, on the device of the tensor."""
-    if len(known) != len(tensor):
+    if tensor.shape != known.shape:
         raise LayoutError(
             f"the metadata has {len(known)} media but {name} is {list(tensor.shape)}; was the batch split "
             "or concatenated on its way (accelerate: set dispatch_batches=False)?"

@@ -288,7 +288,6 @@ def _token_numbers(row: PackedRow, numbers: Sequence[Sequence[int]]) -> tuple[np
     Raises:
         LayoutError: see `share`.
     """
-    check_on_host(row)
     _check_targets(row)
     table = row.known_metadata.media or MediaTable()
     values, run_starts = row.input_ids[0].numpy().copy(), np.arange(row.segments.total)
