@@ -209,13 +209,13 @@ def test_seconds_of_videos_may_be_a_column():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"head_chunk": 0}, "head_chunk is 0; it is a number of rows, 1 or more"),
-        ({"head_chunk": -1}, "head_chunk is -1; it is a number of rows, 1 or more"),
+        ({"head_chunk": 0}, "head_chunk must be a whole number of at least 1, got 0"),
+        ({"head_chunk": -1}, "head_chunk must be a whole number of at least 1, got -1"),
         ({"slots": 4}, r"slots has to be a SlotRule, such as SlotRule\(multiple=4\), got a int"),
         ({"aux_loss": "segment"}, "aux_loss must be one of row, sample, step, got 'segment'"),
         ({"z_loss_coef": -0.1}, r"z_loss_coef is -0.1; it is 0 or a positive number"),
         ({"z_loss_coef": float("nan")}, r"z_loss_coef is nan; it is 0 or a positive number"),
-        ({"attention": "flash"}, "attention is 'flash'; it is one of auto, torch_varlen, flash_attn, efficient, flex"),
+        ({"attention": "flash"}, "attention must be one of auto, torch_varlen, flash_attn, efficient, flex"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(setting, message):

@@ -91,4 +91,4 @@ def test_ranks_that_share_a_row_refuse_layers_that_take_whole_samples(monkeypatc
 def test_ranks_that_share_a_row_divide_the_heads():
     ranks = SimpleNamespace(ranks=3, collectives=Collectives())
     with pytest.raises(LayoutError, match=r"3 ranks share a row .* and do not divide the 4 heads"):
-        RowOverRanks(row_of(), ranks).attend(None, *[torch.ones(1, 4, 8)] * 3, None)
+        RowOverRanks(row_of(), ranks).attend(None, (torch.ones(1, 4, 8),) * 3, None)

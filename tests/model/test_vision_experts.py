@@ -96,7 +96,7 @@ def test_kinds_that_a_caller_gives_are_compared_with_the_ids() -> None:
     assert model(**batch | {name: on_padding}).loss == model(**batch | {name: None}).loss
     with pytest.raises(LayoutError, match=f"{name} contradicts input_ids"):
         model(**batch | {name: batch["mm_token_type_ids"]})
-    with pytest.raises(LayoutError, match=rf"{name} must be a tensor \[4, \d+\]"):
+    with pytest.raises(LayoutError, match=rf"{name} is .* but input_ids is \[4, \d+\]"):
         model(**batch | {name: batch[name][:2]})
 
 

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError, check_whole_number
 from vlmpack.families.media import media_reader
 from vlmpack.layout.batch import OnlyPacked
 from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.layout.row import Compact, PackedRow, unpack
-from vlmpack.layout.sharing import ReadMedia, share
+from vlmpack.layout.row import PackedRow, unpack
+from vlmpack.layout.sharing import share
 from vlmpack.model.engine import PackingState, backbone_inputs, finish, packing_state, setup_row, stored_state
 from vlmpack.model.forward import (
     LOOKED_AT,
@@ -42,7 +40,7 @@ from vlmpack.model.forward import (
 )
 from vlmpack.model.mechanisms import RowSetup, subclass
 from vlmpack.model.mechanisms.vision import for_compiler, with_plain_ids
-from vlmpack.model.pieces import Outputs, PieceOfGroup, RowInPieces
+from vlmpack.model.pieces import Outputs, PieceOfGroup
 from vlmpack.model.plain import find_model, is_passed_on, warn_of_padding
 from vlmpack.model.result import Work
 from vlmpack.model.row import CONTEXT
@@ -55,37 +53,66 @@ Report = Callable[[Work, int], None]
 
 
 @final
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Caller:
-    """The caller's batch. Hidden states are returned in its shape."""
+class _PackedCall:
+    """One call of a backbone: the row that goes through it, and the way back to the shape of the caller's batch."""
 
-    setup: RowSetup
-    """The row that goes through the model."""
-    compact: Compact
-    """The same row, and the row before its gaps were removed."""
-    mask: torch.Tensor
-    """bool [B, S]: real tokens."""
-    offsets: tuple[int, ...] | None
-    """First column of each sample; None: the input was already a row."""
-    computed: RowSetup
-    """What the call computes: the row, or its first piece."""
-    pieces: RowInPieces | None
-    """The row's pieces; None: it goes through whole."""
-    works: list[Work]
-    """Of each piece, or of the row."""
+    def __init__(self, core: Any, inputs: dict[str, Any], min_shared: int | None) -> None:
+        state, is_row = packing_state(core), is_row_input(inputs)
+        model, family, mask = state.parts_of(core), state.family, inputs["attention_mask"]
+        self._core, self._state = core, state
+        self._routers = bool(inputs.pop("output_router_logits", None))
+        # Derive token types from the ids: TRL's collators make them for one padding side only.
+        types = family.media_types(inputs["input_ids"], core.config) if family.has_vision else None
+        inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if is_row else {})}
+        check_keys(inputs, family, is_row=is_row)
+        row = row_of(model, inputs, state, is_row=is_row)
+        self._offsets = None if is_row else row.known_metadata.offsets  # the first column of each sample
+        self.mask = ~row.segments.padding_mask(row.input_ids.device)[None] if is_row else mask != 0
+        if not is_row and min_shared is not None:  # on the host, because it compares pixels
+            reader, device = media_reader(family, core.config), row.input_ids.device
+            row = share(row.to("cpu"), min_shared=min_shared, read_media=reader).to(device)
+        self._compact, self._works = state.compact(row), list[Work]()
+        self._setup = setup_row(model, self._compact.row, parallel=state.parallel, backend=state.config.attention)
+        self._pieces, self._computed = state.in_pieces(core, self._compact.row, self._run), self._setup
+        if self._pieces is not None:
+            self._computed = self._setup_of_piece(self._pieces.first_row, self._pieces.first)
+        self.inputs = self._inputs_of(self._computed)
+        """The backbone's inputs for the row, or for its first piece."""
+        self.inputs[CONTEXT].entries[_ENTRY] = self
 
-    def in_shape(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Unpack computed tokens [t, ...] to [B, S, ...], 0 on padding."""
-        row = self.compact.spread(self.setup.part.gather(part_t)[None])
-        if self.offsets is None:
-            return row
-        return unpack(row, self.compact.given.segments, width=self.mask.shape[1], offsets=self.offsets)
+    def _setup_of_piece(self, row: PackedRow, piece: PieceOfGroup) -> RowSetup:
+        model, backend = self._state.parts_of(self._core), self._state.config.attention
+        return setup_row(model, row, parallel=None, backend=backend, piece=piece)
 
-    def of_real_tokens(self, part_t: torch.Tensor) -> torch.Tensor:
-        """Unpack computed tokens [t, E] to [B · S, E], 0 on padding."""
-        values = self.setup.part.for_each_sample(part_t)[: self.compact.given.segments.num_tokens]
-        places = self.mask.reshape(-1).nonzero()[:, 0]
-        return values.new_zeros(self.mask.numel(), *values.shape[1:]).index_put((places,), values)
+    def _inputs_of(self, setup: RowSetup) -> dict[str, Any]:
+        inputs = backbone_inputs(setup, self._state.mechanisms, rope_segments=None) | {"return_dict": True}
+        return inputs | ({"output_router_logits": self._routers} if self._state.family.has("experts") else {})
+
+    def _run(self, row: PackedRow, piece: PieceOfGroup) -> Outputs:
+        setup = self._setup_of_piece(row, piece)
+        inputs = self._inputs_of(setup)
+        output = self._state.family.backbone(self._core)(**with_plain_ids(inputs))
+        self._works.append(finish(setup, self._state.mechanisms, inputs[CONTEXT].entries))
+        return _outputs(output)
+
+    def unpacked(self, output: Any) -> Work:
+        """Unpack the output's hidden states and router logits to the shape of the batch; return the work done."""
+        self._works.append(finish(self._computed, self._state.mechanisms, self.inputs[CONTEXT].entries))
+        hidden, *router_logits = outputs = _outputs(output)
+        if self._pieces is not None:
+            hidden, *router_logits = self._pieces.rest(*outputs)
+        part, given = self._setup.part, self._compact.given.segments
+        row = self._compact.spread(part.gather(hidden[0])[None])
+        output.last_hidden_state = row
+        if self._offsets is not None:
+            output.last_hidden_state = unpack(row, given, width=self.mask.shape[1], offsets=self._offsets)
+        if output.get("router_logits") is not None:  # [B · S, E] of each layer, 0 on padding
+            places = self.mask.reshape(-1).nonzero()[:, 0]
+            logits = (part.for_each_sample(logits_tE)[: given.num_tokens] for logits_tE in router_logits)
+            output.router_logits = tuple(
+                x.new_zeros(self.mask.numel(), *x.shape[1:]).index_put((places,), x) for x in logits
+            )
+        return Work.total(self._works, self._setup.row.segments.num_tokens)
 
 
 @functools.cache
@@ -143,72 +170,23 @@ class _BackboneHooks:
     @outside_graph
     def packed(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the backbone's inputs for the packed row."""
-        state = packing_state(self.core)
-        model, handed_row = state.parts_of(self.core), is_row_input(inputs)
-        routers, mask = inputs.pop("output_router_logits", None), inputs["attention_mask"]
-        # Derive token types from the ids: TRL's collators make them for one padding side only.
-        types = state.family.media_types(inputs["input_ids"], model.core.config) if state.family.has_vision else None
-        inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if handed_row else {})}
-        check_keys(inputs, state.family, is_row=handed_row)
-        row = row_of(model, inputs, state, is_row=handed_row)
-        offsets = None if handed_row else row.known_metadata.offsets
-        real = ~row.segments.padding_mask(row.input_ids.device)[None] if handed_row else mask != 0
-        if not handed_row and self._min_shared is not None:
-            row = _shared(row, self._min_shared, media_reader(state.family, model.core.config))
-        compact, works = state.compact(row), list[Work]()
-        setup = setup_row(model, compact.row, parallel=state.parallel, backend=state.config.attention)
-
-        def inputs_of(setup: RowSetup) -> dict[str, Any]:
-            packed = backbone_inputs(setup, state.mechanisms, rope_segments=None) | {"return_dict": True}
-            return packed | ({"output_router_logits": bool(routers)} if state.family.has("experts") else {})
-
-        def inputs_of_piece(row: PackedRow, piece: PieceOfGroup) -> tuple[RowSetup, dict[str, Any]]:
-            of_piece = setup_row(model, row, parallel=None, backend=state.config.attention, piece=piece)
-            return of_piece, inputs_of(of_piece)
-
-        def run(row: PackedRow, piece: PieceOfGroup) -> Outputs:
-            of_piece, packed = inputs_of_piece(row, piece)
-            output = state.family.backbone(self.core)(**with_plain_ids(packed))
-            works.append(finish(of_piece, state.mechanisms, packed[CONTEXT].entries))
-            return _outputs(output)
-
-        computed, pieces = setup, state.in_pieces(self.core, compact.row, run)
-        if pieces is None:
-            packed = inputs_of(setup)
-        else:
-            computed, packed = inputs_of_piece(pieces.first_row, pieces.first)
-        packed[CONTEXT].entries[_ENTRY] = _Caller(
-            setup=setup, compact=compact, mask=real, offsets=offsets, computed=computed, pieces=pieces, works=works
-        )
-        return packed
+        return _PackedCall(self.core, inputs, self._min_shared).inputs
 
     @outside_graph
     def after(self, backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Unpack hidden states and router logits to the shape of the batch."""
-        context, state = kwargs.get(CONTEXT), stored_state(self.core)
-        if context is None or state is None or _ENTRY not in context.entries:
+        context = kwargs.get(CONTEXT)
+        if context is None or stored_state(self.core) is None or _ENTRY not in context.entries:
             return None
-        caller: _Caller = context.entries[_ENTRY]
-        caller.works.append(finish(caller.computed, state.mechanisms, context.entries))
-        hidden, *router_logits = outputs = _outputs(output)
-        if caller.pieces is not None:
-            hidden, *router_logits = caller.pieces.rest(*outputs)
-        work = Work.total(caller.works, caller.setup.row.segments.num_tokens)
-        output.last_hidden_state = caller.in_shape(hidden[0])
-        if output.get("router_logits") is not None:
-            output.router_logits = tuple(map(caller.of_real_tokens, router_logits))
+        call: _PackedCall = context.entries[_ENTRY]
+        work = call.unpacked(output)
         if self._report is not None:
-            self._report(work, caller.mask.numel())
+            self._report(work, call.mask.numel())
         return output
 
 
 def _outputs(output: Any) -> Outputs:
     return output.last_hidden_state, *(output.get("router_logits") or ())
-
-
-def _shared(row: PackedRow, min_shared: int, read_media: ReadMedia) -> PackedRow:
-    """Find the row's shared prefixes. This happens on the host, because it compares pixels."""
-    return share(row.to("cpu"), min_shared=min_shared, read_media=read_media).to(row.input_ids.device)
 
 
 def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Report | None = None) -> None:

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from vlmpack.context_parallel.mesh import Parallel, mesh_of, tensor_group
-from vlmpack.context_parallel.plans import check_plan
+from vlmpack.context_parallel.plans import check_plan, fit_adapters
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import TRANSFORMERS, Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
-from vlmpack.model.adapters import fit_adapters
 from vlmpack.model.backbone import leave_backbone, pack_backbone, packed_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
 from vlmpack.model.forward import ENABLED, packed_class

@@ -21,16 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.attention.backends import AUTO, BACKENDS
 from vlmpack.context_parallel.mesh import Parallel
+from vlmpack.context_parallel.plans import fit_adapters
 from vlmpack.errors import ConfigError, LayoutError, check_choice, check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row, media_reader
-from vlmpack.layout.batch import TEACHER, check_is_tensor
+from vlmpack.layout.batch import TEACHER, check_is_tensor, check_tensor
 from vlmpack.layout.device import Copies, around_graph, copied, copies_reused, on_host, outside_graph, require
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
 from vlmpack.layout.segments import Segments, SlotRule, checked_boundaries
-from vlmpack.model.adapters import fit_adapters
 from vlmpack.model.distillation import Distillation, Teacher
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
 from vlmpack.model.loss_count import LossCount
@@ -81,10 +81,8 @@ class StepConfig:
         check_whole_number("kept_pieces", self.kept_pieces, at_least=0)
         check_kind("slots", self.slots, SlotRule, "SlotRule(multiple=4)")
         check_kind("distillation", self.distillation, Distillation, "Distillation(weight=0.5)")
-        if self.attention not in (AUTO, *BACKENDS):
-            raise ConfigError(f"attention is {self.attention!r}; it is one of {', '.join((AUTO, *BACKENDS))}")
-        if self.head_chunk < 1:
-            raise ConfigError(f"head_chunk is {self.head_chunk!r}; it is a number of rows, 1 or more")
+        check_choice("attention", self.attention, (AUTO, *BACKENDS))
+        check_whole_number("head_chunk", self.head_chunk)
         check_choice("aux_loss", self.aux_loss, get_args(Balance))
         if not 0 <= self.z_loss_coef < inf:
             raise ConfigError(f"z_loss_coef is {self.z_loss_coef!r}; it is 0 or a positive number")
@@ -270,11 +268,42 @@ def packing_state(core: nn.Module) -> PackingState:
     return state
 
 
+@final
+class StepCall:
+    """Carries a row into the forward of an enabled model, past any wrappers, and carries the full result back.
+
+    It is not a dataclass, because FSDP's mixed precision would rebuild one.
+    """
+
+    def __init__(
+        self,
+        row: PackedRow | None = None,
+        *,
+        last_hidden: bool = False,
+        scoring: Scoring | None = None,
+        piece: PieceOfGroup | None = None,
+        exchanged: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.row = row
+        """The row, on the model's device; None: the batch or row is in the model's other inputs."""
+        self.last_hidden = last_hidden
+        """Whether the result should have `row_last_hidden`."""
+        self.scoring = scoring
+        """What to compute for each target. The scores are then also among the model's outputs; None: they are not."""
+        self.piece = piece
+        """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
+        self.exchanged = exchanged
+        """The parameters of a pass that only exchanges gradients (`exchanged_once`); None: it is no such pass."""
+        self.result: StepResult | None = None
+        """The result; None: the model did not pack."""
+
+
 @around_graph
 def run_row(
     core: nn.Module,
     state: PackingState,
     row: PackedRow,
+    call: StepCall,
     *,
     num_items_in_batch: torch.Tensor | int | None = None,
     rope_segments: Segments | None = None,
@@ -282,8 +311,6 @@ def run_row(
     last_hidden: bool = False,
     hidden_states: Any = False,
     balance: bool = False,
-    scoring: Scoring | None = None,
-    piece: PieceOfGroup | None = None,
 ) -> StepResult:
     """Compute one row, without the gaps between its samples. Results refer to the row as it was given.
 
@@ -291,6 +318,7 @@ def run_row(
         core: a `...ForConditionalGeneration` or `...ForCausalLM` with packing enabled.
         state: its packing state.
         row: the row, on the model's device.
+        call: what the step wants beside the loss.
         num_items_in_batch: divisor of the loss sum; None: this row's targets.
         rope_segments: boundaries at which rotary positions restart; None: the row's own.
         logits: also compute logits at every position of the row, [1, T, V].
@@ -298,10 +326,8 @@ def run_row(
         hidden_states: also return hidden states, [1, T, D] per layer. True: of all layers; transformers' other values
             choose some.
         balance: also compute the routers' load-balancing loss, and add it to the loss if the row has targets.
-        scoring: what the head computes for each target; None: its log-probability.
-        piece: the row's place in a group that goes through the model piece by piece; None: it is no piece.
     """
-    config, family, model = state.config, state.family, state.parts_of(core)
+    config, family, model, piece = state.config, state.family, state.parts_of(core), call.piece
     compact = state.compact(row)
     if rope_segments is not None:
         rope_segments = rope_segments.without_gaps(state.slots)
@@ -311,23 +337,20 @@ def run_row(
 
     def backbone(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
         with copies_reused(_COPIES.get(core)) as _COPIES[core]:
-            return computed(row, piece)
-
-    def computed(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
-        setup = setup_row(model, row, parallel=state.parallel, backend=config.attention, piece=piece)
-        inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
-        if family.has("experts"):
-            inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
-        if hidden_states:
-            inputs.update(output_hidden_states=hidden_states, return_dict=True)
-        with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
-            output = family.backbone(core)(**for_compiler(inputs))
-        if stored_state(core) is not state:
-            raise ConfigError(
-                "packing was disabled or enabled again, by another thread, while a row was in the model, which may "
-                "have mixed its samples: do so between steps"
-            )
-        works.append(finish(setup, state.mechanisms, inputs[CONTEXT].entries))
+            setup = setup_row(model, row, parallel=state.parallel, backend=config.attention, piece=piece)
+            inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
+            if family.has("experts"):
+                inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
+            if hidden_states:
+                inputs.update(output_hidden_states=hidden_states, return_dict=True)
+            with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
+                output = family.backbone(core)(**for_compiler(inputs))
+            if stored_state(core) is not state:
+                raise ConfigError(
+                    "packing was disabled or enabled again, by another thread, while a row was in the model, which may "
+                    "have mixed its samples: do so between steps"
+                )
+            works.append(finish(setup, state.mechanisms, inputs[CONTEXT].entries))
         if recorded and family.returns_router_logits:
             router_logits = getattr(output, "router_logits", None)
         if router_logits is None:
@@ -356,19 +379,22 @@ def run_row(
         hidden, routers = router_statistics(tuple(router_logits), hidden, setup, **settings)
     if piece is not None and piece.own is not None:
         hidden = piece.own.root = piece.keep(LAST_HIDDEN, hidden, hidden[:, -1:])
-    settings = {"routers": routers, "logits": logits, "work": work, "scoring": scoring or Scoring()}
+    settings = {"routers": routers, "logits": logits, "work": work, "scoring": call.scoring or Scoring()}
     result = _result(hidden, setup, config, num_items_in_batch, **settings)
 
     def of_row(part_1tX: torch.Tensor | None) -> torch.Tensor | None:
         return None if part_1tX is None else compact.spread(setup.part.gather(part_1tX[0])[None])
 
+    last = None
+    if last_hidden or call.last_hidden:
+        last = hidden if row.tree is not None else of_row(hidden)
     return replace(
         result,
         segments=row.segments,
         target_index=compact.place(result.target_index),
         row_logits=None if result.row_logits is None else compact.spread(result.row_logits),
         row_hidden_states=None if of_layers is None else tuple(map(of_row, of_layers)),
-        computed_last_hidden=None if not last_hidden else hidden if row.tree is not None else of_row(hidden),
+        computed_last_hidden=last,
         tree=row.tree,
     )
 
@@ -518,11 +544,9 @@ def backbone_inputs(
 def _check_pixels(model: ModelParts, pixels: torch.Tensor | None, grids: Sequence[Grid], name: str) -> None:
     """Check that there are as many patches as the grids describe, and that they have this model's patch shape."""
     shape = model.family.patch_shape(model.core.config) if model.family.has_vision else (0,)
-    axes = 1 + len(shape)
-    if pixels is not None and (not isinstance(pixels, torch.Tensor) or pixels.ndim != axes or pixels.is_complex()):
-        count = f"{pixels.dtype} {list(pixels.shape)}" if isinstance(pixels, torch.Tensor) else type(pixels).__name__
-        values = "values" if axes == 2 else "channels, rows, columns"
-        raise LayoutError(f"{name} must be a tensor [patches, {values}], got {count}; keep what the processor gives")
+    if pixels is not None:
+        what = "[patches, values]" if len(shape) == 1 else "[patches, channels, rows, columns]"
+        check_tensor(name, pixels, (None,) * (1 + len(shape)), what)
     expected, count = sum(map(prod, grids)), 0 if pixels is None else pixels.shape[0]
     if expected != count:
         raise LayoutError(
@@ -644,7 +668,14 @@ def positions_of_row(
     """
     segments = row.segments
     if row.mm_token_type_ids is not None:
-        _check_types(row.mm_token_type_ids, types, segments, family)
+        check_column(
+            row.mm_token_type_ids,
+            types,
+            "mm_token_type_ids",
+            f"contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it is made from "
+            "input_ids",
+            ignored=segments.padding_mask(types.device) if segments.has_padding else None,
+        )
     if restarts is not None:
         check_restarts(restarts, segments, table)
     device = row.input_ids.device
@@ -654,22 +685,28 @@ def positions_of_row(
     return positions
 
 
-def _check_types(column: torch.Tensor, types: torch.Tensor, segments: Segments, family: Family) -> None:
-    """Compare the caller's token types, [1, T], with the token ids. Padding is ignored."""
-    check_is_tensor(column, "mm_token_type_ids")
-    if column.shape != types.shape or column.is_complex():
-        raise LayoutError(
-            f"mm_token_type_ids is {column.dtype} {list(column.shape)} but input_ids is {list(types.shape)}; leave "
-            "it out, it is made from input_ids"
-        )
-    differs = column != types
-    if segments.has_padding:
-        differs = differs & ~segments.padding_mask(types.device)
-    message = (
-        f"mm_token_type_ids contradicts input_ids: it has to be {family.type_values}and 0 elsewhere; leave it out, it "
-        "is made from input_ids"
-    )
-    require(~differs.any(), message, LayoutError)
+def check_column(
+    given: Any, expected: torch.Tensor, name: str, fault: str, *, ignored: torch.Tensor | None = None
+) -> None:
+    """Compare a column of the caller with the one that follows from the others.
+
+    Args:
+        given: the caller's column.
+        expected: the right one.
+        name: name of the column.
+        fault: the message if a value differs, without the name.
+        ignored: bool, where values may differ; None: nowhere.
+
+    Raises:
+        LayoutError: another shape, or other values.
+    """
+    check_is_tensor(given, name)
+    if given.shape != expected.shape:
+        raise LayoutError(f"{name} is {list(given.shape)} but input_ids is {list(expected.shape)}; leave it out")
+    differs = given != copied(expected, given.device)
+    if ignored is not None:
+        differs &= ~copied(ignored, given.device)
+    require(~differs.any(), f"{name} {fault}", LayoutError)
 
 
 @outside_graph

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -28,46 +28,24 @@ from vlmpack.layout.batch import (
     PaddedBatch,
     check_is_tensor,
 )
-from vlmpack.layout.device import around_graph, copied, outside_graph, require, to_device
+from vlmpack.layout.device import around_graph, outside_graph, require, to_device
 from vlmpack.layout.row import IGNORE, PackedRow, pack
-from vlmpack.model.engine import PackingState, packing_state, rope_segments, run_row, stored_state
+from vlmpack.model.engine import (
+    PackingState,
+    StepCall,
+    check_column,
+    packing_state,
+    rope_segments,
+    run_row,
+    stored_state,
+)
 from vlmpack.model.exchange import zero_loss
-from vlmpack.model.head import Scoring
 from vlmpack.model.loss_count import CountsTargets, begin_batch
 from vlmpack.model.mechanisms import ModelParts, subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
-from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.plain import BOUNDARIES, CACHES, check_boundaries_kept, passed_on, warn_of_padding
-from vlmpack.model.result import PackedOutput, StepResult
-
-
-@final
-class StepCall:
-    """Carries a row into the forward of an enabled model, past any wrappers, and carries the full result back."""
-
-    def __init__(
-        self,
-        row: PackedRow | None,
-        *,
-        last_hidden: bool = False,
-        scoring: Scoring | None = None,
-        piece: PieceOfGroup | None = None,
-        exchanged: Sequence[torch.Tensor] | None = None,
-    ) -> None:
-        self.row = row
-        """The row, on the model's device; None: the batch or row is in the model's other inputs."""
-        self.last_hidden = last_hidden
-        """Whether the result should have `row_last_hidden`."""
-        self.scoring = scoring
-        """What to compute for each target. The scores are then also among the model's outputs; None: they are not."""
-        self.piece = piece
-        """The row's place in a group that goes through the model piece by piece; None: it is no piece."""
-        self.exchanged = exchanged
-        """The parameters of a pass that only exchanges gradients (`exchanged_once`); None: it is no such pass."""
-        self.result: StepResult | None = None
-        """The result; None: the model did not pack."""
-
+from vlmpack.model.result import PackedOutput
 
 ENABLED: WeakSet[nn.Module] = WeakSet()
 """Models with packing enabled. They may share layers: one backbone under several heads."""
@@ -224,17 +202,17 @@ def plain_forward(model: nn.Module, forward: Callable[..., Any], inputs: dict[st
 def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> Any:
     """Pack a padded batch, or use a row as it is; see `enable_packing`."""
     model, is_row = state.parts_of(core), is_row_input(inputs)
-    call: StepCall | None = inputs.get(STEP)
+    call: StepCall = inputs.get(STEP) or StepCall()
     routers = inputs.pop("output_router_logits", None) if state.family.has("experts") else None
     check_keys(inputs, state.family, is_row=is_row)
-    check_expert_types(inputs, state.family, core.config)
     inputs = with_token_types(inputs, state.family.token_types)
     row = row_of(model, inputs, state, is_row=is_row)
+    check_expert_types(inputs, state.family, core.config)
     text_config = model.text.config
     if is_row and text_config.output_attentions:
         raise ConfigError("output_attentions, which the configuration asks for, cannot be had of a packed row")
     as_tuple = inputs.get("return_dict") is False
-    keep = None if is_row or not _has_columns(inputs) else inputs["logits_to_keep"]
+    keep = None if is_row else _kept_columns(inputs)
     wants_logits = _wants_logits(inputs, row) or (as_tuple and not is_row)
     by_hidden = keep is not None and state.parallel is None
     _check_counted(inputs, row, is_row=is_row)
@@ -242,21 +220,20 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
         core,
         state,
         row,
+        call,
         num_items_in_batch=inputs.get("num_items_in_batch"),
         rope_segments=None if (at := inputs.get("rope_cu_seqlens")) is None else rope_segments(at, row.segments),
         logits=wants_logits and not by_hidden,
-        last_hidden=by_hidden or (call is not None and call.last_hidden),
+        last_hidden=by_hidden,
         hidden_states=requested(inputs, "output_hidden_states", text_config.output_hidden_states),
         balance=state.family.has("experts") and wants_balance(model, routers),
-        scoring=None if call is None else call.scoring,
-        piece=None if call is None else call.piece,
     )
     if not is_row:
         assert row.metadata is not None
         result = replace(result, width=inputs["input_ids"].shape[1], offsets=row.metadata.offsets)
-    if call is not None:
-        call.result = result
-    output = PackedOutput.of(result, row, is_row=is_row, routers=bool(routers), targets=bool(call and call.scoring))
+    call.result = result
+    targets = call.scoring is not None
+    output = PackedOutput.of(result, row, is_row=is_row, routers=bool(routers), targets=targets)
     if keep is not None:
         output.logits = result.kept_logits(keep, state.family.to_logits(core))
     return output.in_order(state.family) if as_tuple else output
@@ -267,9 +244,18 @@ def row_of(model: ModelParts, inputs: dict[str, Any], state: PackingState, *, is
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return call.row
+    row = _row_in(inputs, state.family) if is_row else _packed_batch(inputs, state, model.core.config)
+    if (mask := inputs.get("moe_padding_mask")) is not None:
+        _check_padding_mask(mask, row.moe_padding_mask if is_row else inputs["attention_mask"] == 0, is_row=is_row)
+    return row
+
+
+@outside_graph
+def _check_padding_mask(mask: Any, padding: torch.Tensor, *, is_row: bool) -> None:
+    remedy = "attention_mask; leave moe_padding_mask out, it is derived"
     if is_row:
-        return _row_in(inputs, state.family)
-    return _packed_batch(inputs, state, state.family.text_config(model.core.config).pad_token_id)
+        remedy = "boundaries of the row; give a row with gaps both cu_seqlens_q and cu_seqlens_q_padded"
+    check_column(mask, padding, "moe_padding_mask", f"(True on padding) does not fit the {remedy}")
 
 
 def requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
@@ -344,7 +330,10 @@ def unpackable(core: nn.Module, inputs: dict[str, Any], state: PackingState) -> 
         plain.append("use_cache")
     if requested(inputs, "output_attentions", state.parts_of(core).text.config.output_attentions):
         plain.append("output_attentions")
-    if _has_columns(inputs) and not _can_keep(inputs):
+    keep = _kept_columns(inputs)
+    # With labels, transformers' own loss does not accept a selection either.
+    can_keep = isinstance(keep, int) or (isinstance(keep, torch.Tensor) and keep.ndim == 1)
+    if keep is not None and not (can_keep and inputs["labels"] is None):
         plain.append("logits_to_keep")
     return f"{', '.join(plain)} cannot be had of a packed row; {_PACKED_BY}, without them" if plain else None
 
@@ -355,19 +344,10 @@ LOOKED_AT: dict[str, Any] = dict.fromkeys(("input_ids", "attention_mask", "posit
 """Inputs that decide how a call is handled, with the value they have if the call omits them."""
 
 
-def _has_columns(inputs: dict[str, Any]) -> bool:
-    """Return whether `logits_to_keep` selects columns; 0 keeps all."""
+def _kept_columns(inputs: dict[str, Any]) -> Any:
+    """Return `logits_to_keep` if it selects columns; None: it keeps all."""
     keep = inputs.get("logits_to_keep")
-    return keep is not None and not (isinstance(keep, int) and keep == 0)
-
-
-def _can_keep(inputs: dict[str, Any]) -> bool:
-    """Return whether we can compute `logits_to_keep`: columns of the batch, and no labels.
-
-    With labels, transformers' own loss does not accept a selection either.
-    """
-    keep = inputs["logits_to_keep"]
-    return inputs["labels"] is None and (isinstance(keep, int) or (isinstance(keep, torch.Tensor) and keep.ndim == 1))
+    return None if isinstance(keep, int) and keep == 0 else keep
 
 
 @outside_graph
@@ -385,17 +365,11 @@ def _row_in(inputs: dict[str, Any], family: Family) -> PackedRow:
             f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries "
             "tell which tokens are real"
         )
-    if (mask := inputs.get("moe_padding_mask")) is not None:
-        check_padding_mask(
-            mask,
-            row.moe_padding_mask,
-            "boundaries of the row; give a row with gaps both cu_seqlens_q and cu_seqlens_q_padded",
-        )
     return row
 
 
 @outside_graph
-def _packed_batch(inputs: dict[str, Any], state: PackingState, pad_token_id: int | None) -> PackedRow:
+def _packed_batch(inputs: dict[str, Any], state: PackingState, config: Any) -> PackedRow:
     if inputs.get("cu_seqlens_q_padded") is not None:
         raise ConfigError(
             "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
@@ -407,21 +381,8 @@ def _packed_batch(inputs: dict[str, Any], state: PackingState, pad_token_id: int
             "are shifted when its place in the row is known"
         )
     batch = PaddedBatch.from_hf(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
-    row = pack(batch, rule=state.slots, keep_empty=state.config.keep_empty, pad_token_id=pad_token_id or 0)
-    if (mask := inputs.get("moe_padding_mask")) is not None:
-        check_padding_mask(mask, batch.attention_mask == 0, "attention_mask; leave moe_padding_mask out, it is derived")
-    return row
-
-
-def check_padding_mask(
-    mask: torch.Tensor, padding: torch.Tensor, remedy: str, *, name: str = "moe_padding_mask"
-) -> None:
-    """Compare a caller's mask with the actual padding. They differ if e.g. `cu_seqlens_q_padded` was left out."""
-    check_is_tensor(mask, name)
-    if mask.shape != padding.shape:
-        raise LayoutError(f"{name} is {list(mask.shape)} but input_ids is {list(padding.shape)}")
-    message = f"{name} (True on padding) does not fit the {remedy}"
-    require((mask.bool() == copied(padding, mask.device)).all(), message, LayoutError)
+    pad = state.family.text_config(config).pad_token_id
+    return pack(batch, rule=state.slots, keep_empty=state.config.keep_empty, pad_token_id=pad or 0)
 
 
 # ---------------------------------------------------------------------- columns
@@ -437,9 +398,6 @@ WEIGHTS = ("loss_weights", "shift_weights")
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", *WEIGHTS)
 COLUMN_OF_TYPES = "mm_token_type_ids"
 """The token types. Some models use another name."""
-
-COLUMNS = frozenset((*_TOKENS, *MEDIA_KEYS, "cu_seqlens_q", "cu_seqlens_q_padded", "moe_padding_mask", METADATA_KEY))
-"""The inputs that make up a batch or a row."""
 
 ROW_KEYS = (*BOUNDARIES, *WEIGHTS, *TEACHER, METADATA_KEY, "use_cache", "output_logits")
 """Keywords for packed rows and batches that the model's own forward may not have."""
@@ -471,7 +429,11 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
         if value is None or name in known:
             continue
         if name == SOUND_IN_VIDEO and family.has_audio:
-            _check_apart(value)
+            if value:
+                raise ConfigError(
+                    f"{SOUND_IN_VIDEO}={value!r} interleaves a video with its own sound, whose places in a row are not "
+                    "supported: give the sound as audio of its own, and leave the keyword out"
+                )
             continue
         if name not in _SETTLED_KEYS:
             close = difflib.get_close_matches(name, known, n=1)
@@ -480,14 +442,6 @@ def check_keys(inputs: dict[str, Any], family: Family, *, is_row: bool) -> None:
         if is_row and name != "return_dict" and value is not False and not (isinstance(value, int) and value == 0):
             remedy = "use LoRA in place of PEFT's prompt tuning, or " if name == "inputs_embeds" else ""
             raise ConfigError(f"{name} cannot be combined with a packed row; {remedy}leave it out")
-
-
-def _check_apart(value: Any) -> None:
-    if value:
-        raise ConfigError(
-            f"{SOUND_IN_VIDEO}={value!r} interleaves a video with its own sound, whose places in a row are not "
-            "supported: give the sound as audio of its own, and leave the keyword out"
-        )
 
 
 def columns_in(inputs: dict[str, Any], family: Family) -> tuple[str, ...]:
@@ -500,8 +454,9 @@ def with_token_types(inputs: dict[str, Any], name: str | None) -> dict[str, Any]
     """Rename the token types from the model's name for them to `mm_token_type_ids`."""
     if name in (None, COLUMN_OF_TYPES) or (types := inputs.get(name)) is None:
         return inputs
-    if (other := inputs.get(COLUMN_OF_TYPES)) is not None and (other.shape != types.shape or (other != types).any()):
-        raise LayoutError(f"{name} and {COLUMN_OF_TYPES} differ; leave them out, both are made from input_ids")
+    if inputs.get(COLUMN_OF_TYPES) is not None:
+        fault = f"and {COLUMN_OF_TYPES} differ; leave them out, both are made from input_ids"
+        check_column(inputs[COLUMN_OF_TYPES], types, name, fault)
     return inputs | {COLUMN_OF_TYPES: types, name: None}
 
 
@@ -516,11 +471,6 @@ def check_expert_types(inputs: dict[str, Any], family: Family, config: Any) -> N
     name, mask = family.expert_types, inputs.get("attention_mask")
     if name is None or (types := inputs.get(name)) is None:
         return
+    fault = "contradicts input_ids, of which the processor makes it; leave it out, it is made from input_ids"
     expected = family.expert_types_of(inputs["input_ids"], config)[name]
-    if not isinstance(types, torch.Tensor) or types.shape != expected.shape:
-        raise LayoutError(f"{name} must be a tensor {list(expected.shape)}, as input_ids; leave it out")
-    differs = types != expected
-    if mask is not None and mask.shape == differs.shape:
-        differs = differs & (mask != 0)
-    message = f"{name} contradicts input_ids, of which the processor makes it; leave it out, it is made from input_ids"
-    require(~differs.any(), message, LayoutError)
+    check_column(types, expected, name, fault, ignored=None if mask is None else mask == 0)

@@ -13,7 +13,6 @@ or any function of a piece's log-probabilities. A loss that needs those of all s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import final
 
@@ -26,15 +25,14 @@ from vlmpack.errors import ConfigError
 from vlmpack.layout.device import to_device
 from vlmpack.layout.pieces import CutGroup
 from vlmpack.layout.row import IGNORE, PackedRow
-from vlmpack.model.engine import PackingState, packing_state
-from vlmpack.model.mechanisms import ModelParts
+from vlmpack.model.engine import StepCall, packing_state
+from vlmpack.model.exchange import exchanged_once
+from vlmpack.model.forward import STEP
+from vlmpack.model.head import Scoring
 from vlmpack.model.mechanisms.experts import RouterStatistics, has_balance, wants_balance
 from vlmpack.model.pieces import KeptPrefix, PieceOfGroup, walk
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import OF_TARGETS, StepResult, Work
-
-Run = Callable[[PackedRow, PieceOfGroup, "torch.Tensor | int"], StepResult]
-"""Runs the row of a piece: (row, its place in the group, `num_items_in_batch`)."""
 
 
 @final
@@ -87,24 +85,22 @@ class GroupStep:
 
     def __init__(
         self,
+        model: nn.Module,
         cut: CutGroup,
-        run: Run,
         *,
-        check: Callable[[], None],
-        together: Callable[[], AbstractContextManager[None]],
+        scoring: Scoring,
+        output_router_logits: bool | None,
         num_items_in_batch: torch.Tensor | int | None,
     ) -> None:
-        """`check` raises if the model cannot compute groups in pieces; it is called again before each iteration.
-        `together`: makes the context in which all pieces run."""
-        check()
-        self._check, self._together = check, together
+        self._model, self._scoring, self._wants_routers = model, scoring, output_router_logits
         self.cut = cut
         """The pieces and their rows."""
         labels = cut.group.shift_labels
         self.num_targets = 0 if labels is None else int((labels != IGNORE).sum())
         """Number of targets of all samples."""
-        self._run, self._items = run, self.num_targets if num_items_in_batch is None else num_items_in_batch
+        self._items = self.num_targets if num_items_in_batch is None else num_items_in_batch
         self._results: list[StepResult] = []
+        self._check()
 
     def __len__(self) -> int:
         return len(self.cut.pieces)
@@ -116,24 +112,57 @@ class GroupStep:
             ConfigError: the last piece had no backward pass; or the model has changed, and cannot compute groups.
         """
         self._check()
-        self._results = []
-        with self._together():
-            yield from self._run_all()
+        self._results, is_training = [], torch.is_grad_enabled()
+        with exchanged_once(self._model, self._exchanged):
+            for number, row, place in walk(self.cut, range(len(self))):
+                result = replace(self._run(row, place), width=max(self.cut.tree.segments.lengths))
+                piece = Piece(row, [*self.cut.pieces[number].samples], result, place.own)
+                self._results.append(_detached(result))
+                yield piece
+                if is_training and not piece.is_done:
+                    raise ConfigError(
+                        f"piece {number} of the group had no backward pass: call piece.backward(loss) before the next "
+                        "piece, or iterate under torch.no_grad()"
+                    )
+                if is_training and place.own is not None:
+                    place.own.close = piece.finish
 
-    def _run_all(self) -> Iterator[Piece]:
-        is_training = torch.is_grad_enabled()
-        for number, row, place in walk(self.cut, range(len(self))):
-            result = replace(self._run(row, place, self._items), width=max(self.cut.tree.segments.lengths))
-            piece = Piece(row, [*self.cut.pieces[number].samples], result, place.own)
-            self._results.append(_detached(result))
-            yield piece
-            if is_training and not piece.is_done:
-                raise ConfigError(
-                    f"piece {number} of the group had no backward pass: call piece.backward(loss) before the next "
-                    "piece, or iterate under torch.no_grad()"
-                )
-            if is_training and place.own is not None:
-                place.own.close = piece.finish
+    def _run(self, row: PackedRow, place: PieceOfGroup) -> StepResult:
+        row = row.to(next(self._model.parameters()).device, non_blocking=True)
+        call = StepCall(row, scoring=self._scoring, piece=place)
+        flags = {} if self._wants_routers is None else {"output_router_logits": self._wants_routers}
+        output = self._model(num_items_in_batch=self._items, output_logits=False, **flags, **{STEP: call})
+        assert call.result is not None
+        return call.result.with_hooks(output)
+
+    def _exchanged(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        return self._model(**{STEP: StepCall(exchanged=parameters)}).loss
+
+    def _check(self) -> None:
+        """Check that the model can compute groups in pieces.
+
+        Raises:
+            ConfigError: it cannot. Names the mechanism and the remedy.
+        """
+        model, core = self._model, find_model(self._model)
+        state = packing_state(core)
+        problem = state.problem_of_pieces(model, under_one_loss=False)
+        if any(isinstance(module, DistributedDataParallel) and module.static_graph for module in model.modules()):
+            problem = "static_graph=True makes DDP exchange gradients in every pass: leave static_graph out"
+        names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+        around = any(isinstance(module, FSDPModule) and core in module.modules() for module in model.modules())
+        if "FullyShardedDataParallel" in names or ("FSDPModule" in names and not around):
+            problem = (
+                "FSDP2 has to shard it whole, so that one pass exchanges all gradients: fully_shard(model) too, at last"
+            )
+        is_balanced = state.config.aux_loss != "sample" and state.family.has("experts") and has_balance(state.family)
+        if is_balanced and wants_balance(state.parts_of(core), self._wants_routers):
+            problem = (
+                "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
+                'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
+            )
+        if problem is not None:
+            raise ConfigError(f"this {type(core).__name__} cannot compute a group in pieces: {problem}")
 
     def backward(self, loss: Callable[[Piece], torch.Tensor] | None = None) -> StepResult:
         """Run all pieces, forward and backward, and return the group's result.
@@ -220,36 +249,3 @@ def _detached(result: StepResult) -> StepResult:
     return replace(
         result, **detached, routers=None if result.routers is None else _routers([result.routers.detached()])
     )
-
-
-def check_groups(model: nn.Module, output_router_logits: bool | None) -> None:
-    """Check that a model can compute a group piece by piece.
-
-    Raises:
-        ConfigError: it cannot. Names the mechanism and the remedy.
-    """
-    core = find_model(model)
-    state = packing_state(core)
-    parts = state.parts_of(core)
-    if (reason := next(_problems(model, state, parts, output_router_logits), None)) is not None:
-        raise ConfigError(f"this {type(core).__name__} cannot compute a group in pieces: {reason}")
-
-
-def _problems(
-    model: nn.Module, state: PackingState, parts: ModelParts, output_router_logits: bool | None
-) -> Iterator[str]:
-    """Yield the reasons why a group cannot go through the model piece by piece."""
-    if any(isinstance(module, DistributedDataParallel) and module.static_graph for module in model.modules()):
-        yield "DistributedDataParallel(static_graph=True) exchanges gradients in every pass: leave static_graph out"
-    names = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    around = any(isinstance(module, FSDPModule) and parts.core in module.modules() for module in model.modules())
-    if "FullyShardedDataParallel" in names or ("FSDPModule" in names and not around):
-        yield "FSDP2 has to shard it whole, so that one pass exchanges all gradients: fully_shard(model) too, at last"
-    is_balanced = parts.family.has("experts") and has_balance(parts.family)
-    if is_balanced and state.config.aux_loss != "sample" and wants_balance(parts, output_router_logits):
-        yield (
-            "the routers' load-balancing loss of a whole row needs the experts of every token before the first "
-            'backward pass: set StepConfig(aux_loss="sample"), or leave output_router_logits out'
-        )
-    if (reason := state.problem_of_pieces(model, under_one_loss=False)) is not None:
-        yield reason

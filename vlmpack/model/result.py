@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, final
 
 import torch
@@ -168,6 +168,11 @@ class StepResult:
             return self.logits[:, columns]
         assert self.last_hidden is not None
         return head(self.last_hidden[:, columns])
+
+    def with_hooks(self, output: Any) -> StepResult:
+        """Use the tensors that the model's wrappers returned: their backward hooks are attached to these."""
+        result = replace(self, **{name: getattr(output, name) for name in OF_TARGETS})
+        return result if output.loss is None else replace(result, loss=output.loss)
 
     def _by_position(self, values_L: torch.Tensor) -> torch.Tensor:
         """Return [B, S]: each target's value at the position that predicts it, 0 elsewhere."""

@@ -40,6 +40,9 @@ LAST_HIDDEN = "last hidden state"
 OnTensors = Callable[..., torch.Tensor]
 """Maps [1, T, D] and further tensors [1, T, ...] to [1, T, D']."""
 
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries [t, N, H], keys [t, K, H] and values [t, K, H]."""
+
 OnHeads = Callable[[torch.Tensor], torch.Tensor]
 """Maps [T, F] to [T, F']."""
 
@@ -200,26 +203,17 @@ class RowPart:
         """Sum over ranks. All ranks compute the same from the result, so the backward pass communicates nothing."""
         return x
 
-    def attend(
-        self,
-        attend: Attend,
-        q_tNH: torch.Tensor,
-        k_tKH: torch.Tensor,
-        v_tKH: torch.Tensor,
-        segments: Segments,
-        *,
-        layer: Any = None,
-    ) -> torch.Tensor:
+    def attend(self, attend: Attend, qkv: QKV, segments: Segments, *, layer: Any = None) -> torch.Tensor:
         """Compute attention [t, N, H] of a layer with a back-end that takes a whole row and these boundaries of it.
         Each node's queries attend to the keys of its ancestors and its own."""
         if self.paths is None or self.tree is None:
-            return attend(q_tNH, k_tKH, v_tKH, segments)
+            return attend(*qkv, segments)
         before = [] if self.piece is None else self.piece.read(layer)
         if self.piece is None or before or max(self.tree.parents) >= 0:
-            out_tNH = attend_along_paths(attend, q_tNH, k_tKH, v_tKH, self.paths, before)
+            out_tNH = attend_along_paths(attend, *qkv, self.paths, before)
         else:
-            out_tNH = attend(q_tNH, k_tKH, v_tKH, self.segments)
-        return out_tNH if self.piece is None else self.piece.keep(layer, out_tNH, k_tKH, v_tKH)
+            out_tNH = attend(*qkv, self.segments)
+        return out_tNH if self.piece is None else self.piece.keep(layer, out_tNH, *qkv[1:])
 
     def by_heads(self, parts_tRF: Sequence[torch.Tensor], run: OnHeads, what: str) -> torch.Tensor:
         """Run `run` along the whole row for a subset of the heads: [t, R, F] per block of channels to [t, R F'].
@@ -544,16 +538,7 @@ class RowOverRanks(RowPart):
         """All-reduce."""
         return self.collectives.all_reduce(x, "routers")
 
-    def attend(
-        self,
-        attend: Attend,
-        q_tNH: torch.Tensor,
-        k_tKH: torch.Tensor,
-        v_tKH: torch.Tensor,
-        segments: Segments,
-        *,
-        layer: Any = None,
-    ) -> torch.Tensor:
+    def attend(self, attend: Attend, qkv: QKV, segments: Segments, *, layer: Any = None) -> torch.Tensor:
         """Use Ulysses if the number of ranks divides the number of heads, otherwise all-gather keys and values.
 
         Raises:
@@ -563,16 +548,16 @@ class RowOverRanks(RowPart):
         def along_paths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, nodes: Segments) -> torch.Tensor:
             return attend_along_paths(attend, q, k, v, self._padded)
 
-        is_tree = self.tree is not None
-        if not q_tNH.shape[1] % self.ranks:
+        is_tree, heads = self.tree is not None, qkv[0].shape[1]
+        if not heads % self.ranks:
             of_heads = along_paths if is_tree else attend
-            return attend_by_heads(of_heads, q_tNH, k_tKH, v_tKH, self.partition, self.collectives)
+            return attend_by_heads(of_heads, *qkv, self.partition, self.collectives)
         if is_tree:
             raise LayoutError(
-                f"{self.ranks} ranks share a row that has a prefix tree, and do not divide the {q_tNH.shape[1]} heads "
+                f"{self.ranks} ranks share a row that has a prefix tree, and do not divide the {heads} heads "
                 "of a layer: take the tree away with unshare(row), or use a number of ranks that divides them"
             )
-        return self._gathered_kv.attend(attend, q_tNH, k_tKH, v_tKH)
+        return self._gathered_kv.attend(attend, *qkv)
 
     @cached_property
     def _gathered_kv(self) -> GatheredKV:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, final
@@ -13,20 +12,18 @@ from torch import nn
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families.media import media_reader
-from vlmpack.families.registry import family_of
+from vlmpack.families.registry import family_named, family_of
 from vlmpack.layout.batch import METADATA_KEY, TEACHER, PaddedBatch, check_is_batch
 from vlmpack.layout.device import copied
 from vlmpack.layout.pieces import cut_group
 from vlmpack.layout.row import PackedRow
 from vlmpack.model.enable import enable_packing
-from vlmpack.model.engine import StepConfig, stored_state
-from vlmpack.model.exchange import exchanged_once
-from vlmpack.model.forward import COLUMNS, STEP, StepCall
-from vlmpack.model.groups import GroupStep, check_groups
+from vlmpack.model.engine import StepCall, StepConfig, stored_state
+from vlmpack.model.forward import STEP
+from vlmpack.model.groups import GroupStep
 from vlmpack.model.head import Scoring
-from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.plain import find_model
-from vlmpack.model.result import OF_TARGETS, StepResult
+from vlmpack.model.result import StepResult
 
 
 @final
@@ -87,29 +84,24 @@ class PackedStep:
             ConfigError: the batch is neither a padded batch with its 2D mask nor a packed row; it names an adapter for
                 each sample; or the temperature is not a positive number.
         """
-        scoring = Scoring(temperature=temperature, entropy=entropy)
+        call = StepCall(last_hidden=last_hidden, scoring=Scoring(temperature=temperature, entropy=entropy))
         device = next(self.model.parameters()).device
-        state = stored_state(find_model(self.model))
-        columns_of_row = {*COLUMNS}
-        if state is not None:
-            family = state.family
-            columns_of_row |= {*family.media, family.token_types, family.expert_types, *family.token_columns, *TEACHER}
-        hands_row = isinstance(batch, PackedRow) and not inputs.keys() & columns_of_row
-        row = batch.to(device, non_blocking=True) if isinstance(batch, PackedRow) and hands_row else None
-        call = StepCall(row, last_hidden=last_hidden, scoring=scoring)
-        needed = () if state is None else (*state.family.token_columns, *TEACHER)
-        columns = {} if hands_row else _inputs_of(batch, needed)
+        if isinstance(batch, PackedRow) and inputs.keys() <= _BESIDE_A_ROW:
+            call.row, columns = batch.to(device, non_blocking=True), inputs
+        else:
+            family = family_named(find_model(self.model).config.model_type)
+            columns = {**_inputs_of(batch, {*family.token_columns, *TEACHER}), **inputs}
+            if columns.get("inputs_embeds") is None:
+                check_is_batch(columns)
         columns = {
-            name: copied(value, device) if isinstance(value, torch.Tensor) and _travels(name) else value
-            for name, value in {**columns, **inputs}.items()
+            name: copied(value, device) if isinstance(value, torch.Tensor) and name not in _ON_HOST else value
+            for name, value in columns.items()
         }
         if columns.get("adapter_names") is not None:
             raise ConfigError(
                 "adapter_names has an adapter for each entry of a batch, and the samples of a row are one entry: pack "
                 "samples of one adapter into a row, and choose it with model.set_adapter(name)"
             )
-        if not hands_row and columns.get("inputs_embeds") is None:
-            check_is_batch(columns)
         logits = bool(columns.pop("output_logits", False)) or logits  # a batch may request them too
         output = self.model(**columns, num_items_in_batch=num_items_in_batch, output_logits=logits, **{STEP: call})
         if call.result is None:
@@ -117,7 +109,7 @@ class PackedStep:
                 f"this batch cannot be packed: give a 2D attention_mask or {METADATA_KEY!r} metadata or cu_seqlens_q; "
                 f"it has {sorted(columns)}"
             )
-        return _with_hooks(call.result, output)
+        return call.result.with_hooks(output)
 
     def group(
         self,
@@ -152,34 +144,15 @@ class PackedStep:
                 row, ranks share rows, or FSDP shards the model in a way that does not fit.
             LayoutError: the row is on a device, or has a medium that is longer than `capacity`.
         """
-        flags = {} if output_router_logits is None else {"output_router_logits": output_router_logits}
-        scoring, device = Scoring(temperature=temperature, entropy=entropy), next(self.model.parameters()).device
-
-        def run(row: PackedRow, piece: PieceOfGroup, items: torch.Tensor | int) -> StepResult:
-            call = StepCall(row.to(device, non_blocking=True), scoring=scoring, piece=piece)
-            output = self.model(num_items_in_batch=items, output_logits=False, **flags, **{STEP: call})
-            assert call.result is not None
-            return _with_hooks(call.result, output)
-
-        def exchange(parameters: list[nn.Parameter]) -> torch.Tensor:
-            return self.model(**{STEP: StepCall(None, exchanged=parameters)}).loss
-
-        check = functools.partial(check_groups, self.model, output_router_logits)
         core = find_model(self.model)
-        reader = media_reader(family_of(core), core.config)
+        cut = cut_group(row, capacity, read_media=media_reader(family_of(core), core.config))
         return GroupStep(
-            cut_group(row, capacity, read_media=reader),
-            run,
-            check=check,
-            together=functools.partial(exchanged_once, self.model, exchange),
+            self.model,
+            cut,
+            scoring=Scoring(temperature=temperature, entropy=entropy),
+            output_router_logits=output_router_logits,
             num_items_in_batch=num_items_in_batch,
         )
-
-
-def _with_hooks(result: StepResult, output: Any) -> StepResult:
-    """Use the tensors that the wrappers returned: their backward hooks are attached to these."""
-    result = replace(result, **{name: getattr(output, name) for name in OF_TARGETS})
-    return result if output.loss is None else replace(result, loss=output.loss)
 
 
 def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Collection[str]) -> dict[str, Any]:
@@ -192,6 +165,8 @@ def _inputs_of(batch: PaddedBatch | PackedRow | Mapping[str, Any], needed: Colle
     return batch.step_inputs() if isinstance(batch, PackedRow) else batch.to_hf()
 
 
-def _travels(name: str) -> bool:
-    """Return whether a tensor is moved to the model's device. Boundaries are not: they are read on the host."""
-    return name not in ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")
+_BESIDE_A_ROW = {"rope_cu_seqlens", "output_router_logits", "output_hidden_states", "output_logits"}
+"""Inputs that do not change a row. With others, it is rebuilt from its columns."""
+
+_ON_HOST = ("cu_seqlens_q", "cu_seqlens_q_padded", "rope_cu_seqlens")
+"""Boundaries, which are read on the host and so do not travel to the model's device."""

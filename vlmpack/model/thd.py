@@ -13,9 +13,8 @@ multiple of 4:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Literal, final
 
@@ -35,13 +34,14 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.machine import version_of
 from vlmpack.model.engine import (
+    check_column,
     check_targets,
     divisor,
     positions_of_row,
     rope_segments,
     targets_of,
 )
-from vlmpack.model.forward import WEIGHTS, check_padding_mask
+from vlmpack.model.forward import WEIGHTS
 from vlmpack.model.result import StepResult, Work, target_sums
 
 Boundaries = Literal["real", "padded"]
@@ -169,7 +169,13 @@ class ThdStep:
         self._parameters = _parameters_of(model)
         self._names = frozenset(self._parameters)
         self._has_experts = _has_experts(model) if has_experts is None else has_experts
-        self._check_signature()
+        if not self._names & POSITIONS:
+            raise ConfigError(
+                f"the model's forward takes none of {', '.join(sorted(POSITIONS))}, so rotary positions would run on "
+                "from sample to sample: give it one of these parameters"
+            )
+        if self.slots.multiple > 1 or self.slots.row_multiple > 1 or self.slots.pad_to is not None:
+            self._check_padding(f"{self.slots} makes rows with padding")
 
     def __call__(
         self,
@@ -213,13 +219,11 @@ class ThdStep:
             ConfigError: the row has an input that the model would ignore; or the model needs one that the row lacks.
         """
         if isinstance(batch, Mapping):
-            further = _further(batch, media=() if self.family is None else self.family.media)
             rope_cu_seqlens = batch.get("rope_cu_seqlens") if rope_cu_seqlens is None else rope_cu_seqlens
-            inputs = {**further, **inputs}
+            batch, further = self._from_dictionary(batch)
+            inputs = {**further, **dict.fromkeys(batch.extras.keys() - self._names), **inputs}  # extras: refused below
         row = self._row(batch)
         self._check_row(row)
-        if isinstance(batch, Mapping):
-            inputs = dict.fromkeys(row.extras.keys() - self._names) | inputs  # refused below
         unknown = sorted(inputs.keys() - self._names)
         if unknown:
             raise ConfigError(
@@ -232,7 +236,8 @@ class ThdStep:
         arguments = {name: value for name, value in available.items() if name in self._names}
         for name, value in inputs.items():
             arguments[name] = copied(value, row.input_ids.device) if isinstance(value, torch.Tensor) else value
-        missing = [name for name in self._required if name not in arguments]
+        required = [x.name for x in self._parameters.values() if x.default is x.empty and x.kind in _BY_NAME]
+        missing = [name for name in required if name not in arguments]
         if missing:
             raise ConfigError(
                 f"the model's forward needs {', '.join(missing)}, which this row does not have: hand it over by name, "
@@ -240,10 +245,8 @@ class ThdStep:
             )
         return ThdInputs(row=row, arguments=arguments, part=part)
 
-    def _row(self, batch: PaddedBatch | PackedRow | Mapping[str, Any]) -> PackedRow:
+    def _row(self, batch: PaddedBatch | PackedRow) -> PackedRow:
         parameter = next(self.model.parameters(), None) if isinstance(self.model, nn.Module) else None
-        if isinstance(batch, Mapping):
-            batch = self._from_dictionary(batch)
         if not isinstance(batch, PaddedBatch | PackedRow):
             raise ConfigError(f"a {type(batch).__name__} is no batch; collate first: step(collator.collate(samples))")
         if parameter is not None:
@@ -251,8 +254,11 @@ class ThdStep:
         _check_pixels(batch.media)
         return pack(batch, rule=self.slots) if isinstance(batch, PaddedBatch) else batch
 
-    def _from_dictionary(self, batch: Mapping[str, Any]) -> PaddedBatch | PackedRow:
-        """Build a batch or row from a dictionary, without the further arguments. Duplicate information must agree."""
+    def _from_dictionary(self, batch: Mapping[str, Any]) -> tuple[PaddedBatch | PackedRow, dict[str, torch.Tensor]]:
+        """Build a batch or row from a dictionary, and return its other tensors too: further arguments of the model.
+
+        Duplicate information must agree.
+        """
         check_is_batch(batch)
         check_is_tensor(batch["input_ids"], "input_ids")
         for name, remedy in _REFUSED.items():
@@ -260,19 +266,20 @@ class ThdStep:
                 raise ConfigError(f"the batch has {name}, which this step makes by itself: {remedy}")
         media = {*MEDIA_KEYS, *(() if self.family is None else self.family.media)}
         shape = batch["input_ids"].shape
-        tensors = {name for name, value in batch.items() if isinstance(value, torch.Tensor)} - media - _COLUMNS
-        extras = tuple(sorted(name for name in tensors if batch[name].shape[-2:] == shape))
+        others = {n: x for n, x in batch.items() if isinstance(x, torch.Tensor) and n not in media | _COLUMNS}
+        extras = tuple(sorted(name for name, x in others.items() if x.shape[-2:] == shape))
+        further = {name: x for name, x in others.items() if name not in extras}
         metadata = batch.get(METADATA_KEY)
         if batch.get("cu_seqlens_q") is None and (metadata is None or metadata.segments is None):
             if batch.get("attention_mask") is not None:
                 _check_masks(batch, batch["attention_mask"] == 0)
-            return PaddedBatch.from_hf(batch, extras=extras, media=media)
+            return PaddedBatch.from_hf(batch, extras=extras, media=media), further
         row = PackedRow.from_hf(batch, extras=extras, media=media)
         _check_masks(batch, row.moe_padding_mask)
         for name, boundaries in (("cu_seqlens_kv", row.segments.real), ("cu_seqlens_kv_padded", row.segments.stride)):
             if batch.get(name) is not None and checked_boundaries(batch[name], name) != boundaries:
                 raise LayoutError(f"{name} is not {name.replace('kv', 'q')}: keys of other samples are no packed row")
-        return row
+        return row, further
 
     def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Any]:
         """Return the value of every argument that this row can provide."""
@@ -293,10 +300,13 @@ class ThdStep:
         for name in PADDED:  # without gaps the same object: kernels take that as a sign that there are none
             values[name] = values["cu_seqlens_q"] if values[name] is None else values[name]
         if "packed_seq_params" in self._names:
-            values["packed_seq_params"] = _params(segments, device)
+            is_installed = version_of("megatron-core") is not None
+            fields = dict.fromkeys(PADDED) | fields
+            params = packed_seq_params(segments, device=device) if is_installed else SimpleNamespace(**fields)
+            values["packed_seq_params"] = params
         if labels is not None:
             values |= {"labels": labels, "shift_labels": labels, "loss_mask": (labels != IGNORE).float()}
-        types, positions = row.mm_token_type_ids, self.positions(row, restarts)
+        types, positions = row.mm_token_type_ids, self._positions(row, restarts)
         if types is None and self.family is not None:
             types = self.family.types_of_row(row, self.config)
         for name, tensor in (("mm_token_type_ids", types), ("position_ids", positions)):
@@ -306,31 +316,30 @@ class ThdStep:
             values["position_ids"] = None
         return values
 
-    def positions(self, row: PackedRow, restarts: Segments | None = None) -> torch.Tensor | None:
+    def _positions(self, row: PackedRow, restarts: Segments | None) -> torch.Tensor | None:
         """Return positions [1, T], or [3, 1, T] for a family with MRoPE ([4, 1, T] with `text_positions`).
 
         None if they depend on grids and the step has no `config`: the model computes them.
         """
-        family = self.family
-        if family is None:
-            if row.position_ids is not None:
-                if restarts is not None:
-                    raise ConfigError(
-                        "position_ids do not restart at the finer rope_cu_seqlens: leave one of the two out, or give "
-                        "the step config=, by which they are computed"
-                    )
-                return self._rows(row.position_ids)
-            if row.media.to_hf():
-                if not self._names & {"rope_cu_seqlens", "packed_seq_params"}:
-                    raise ConfigError(
-                        "the row has media, so its positions follow from their grids: give the step config=, the "
-                        "model's Hugging Face configuration, or the batch position_ids"
-                    )
-                return None
+        if self.family is not None:
+            table, types = media_of_row(self.family, row, self.config), self.family.types_of_row(row, self.config)
+            positions = positions_of_row(row, table, types, self.family, self.config, restarts=restarts)
+            return self._rows(positions) if self.family.positions_rule.axes == 3 else positions[0]
+        if row.position_ids is not None:
+            if restarts is not None:
+                raise ConfigError(
+                    "position_ids do not restart at the finer rope_cu_seqlens: leave one of the two out, or give the "
+                    "step config=, by which they are computed"
+                )
+            return self._rows(row.position_ids)
+        if not row.media.to_hf():
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
-        table, types = media_of_row(family, row, self.config), family.types_of_row(row, self.config)
-        positions = positions_of_row(row, table, types, family, self.config, restarts=restarts)
-        return self._rows(positions) if family.positions_rule.axes == 3 else positions[0]
+        if not self._names & {"rope_cu_seqlens", "packed_seq_params"}:
+            raise ConfigError(
+                "the row has media, so its positions follow from their grids: give the step config=, the model's "
+                "Hugging Face configuration, or the batch position_ids"
+            )
+        return None
 
     def _rows(self, positions: torch.Tensor) -> torch.Tensor:
         """Select the axes of [3, 1, T] or [4, 1, T] positions that the model takes. [1, T] text positions stay."""
@@ -374,29 +383,16 @@ class ThdStep:
         return StepResult(
             **sums,
             loss=loss if aux_loss is None else loss + torch.as_tensor(aux_loss).to(loss.device).reshape(()),
-            work=_work(inputs),
+            work=Work(
+                real_tokens=row.segments.num_tokens,
+                physical_tokens=row.segments.total // (1 if inputs.part is None else inputs.part.partition.ranks),
+                attended_pairs=row.segments.attended_pairs,
+                vision_patches=0 if (media := row.known_metadata.media) is None else media.patches,
+            ),
             row_logits=logits if inputs.part is None else None,
         )
 
     # ------------------------------------------------------------------ checks
-
-    @cached_property
-    def _required(self) -> list[str]:
-        """Return the names of parameters without a default."""
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = self._parameters.values()
-        return [each.name for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
-
-    def _check_signature(self) -> None:
-        """Refuse a signature that would be wrong for every row."""
-        rule = self.slots
-        if not self._names & POSITIONS:
-            raise ConfigError(
-                f"the model's forward takes none of {', '.join(sorted(POSITIONS))}, so rotary positions would run on "
-                "from sample to sample: give it one of these parameters"
-            )
-        if rule.multiple > 1 or rule.row_multiple > 1 or rule.pad_to is not None:
-            self._check_padding(f"{rule} makes rows with padding")
 
     def _check_padding(self, seen: str) -> None:
         """Refuse padding that the model cannot tell from samples."""
@@ -456,20 +452,12 @@ _REFUSED = {
 }
 
 
-def _further(batch: Mapping[str, Any], *, media: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the dictionary's tensors that are neither token columns nor media: further arguments of the model."""
-    ids = batch.get("input_ids")
-    shape = ids.shape if isinstance(ids, torch.Tensor) else ()
-    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
-    known = {*_COLUMNS, *_REFUSED, *MEDIA_KEYS, *media}
-    return {name: value for name, value in tensors.items() if name not in known and value.shape[-2:] != shape}
-
-
 def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor) -> None:
     """Compare the batch's padding masks with its actual padding."""
     for name in PADDING_MASKS:
         if batch.get(name) is not None:
-            check_padding_mask(batch[name], padding, "batch's mask or boundaries; leave it out", name=name)
+            fault = "(True on padding) does not fit the batch's mask or boundaries; leave it out"
+            check_column(batch[name], padding, name, fault)
 
 
 def _check_pixels(media: Media) -> None:
@@ -505,6 +493,7 @@ def _parameters_of(model: nn.Module | Callable[..., Any]) -> Mapping[str, inspec
     )
 
 
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _EXPERT_COUNTS = ("num_moe_experts", "num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts in configurations."""
 
@@ -517,14 +506,6 @@ def _has_experts(model: Any) -> bool:
     configs += [getattr(config, "text_config", None) for config in configs]
     counted = any(getattr(config, name, None) for config in configs for name in _EXPERT_COUNTS)
     return counted or any(word in type(module).__name__.lower() for module in modules for word in ("router", "moe"))
-
-
-def _params(segments: Segments, device: torch.device) -> Any:
-    """Return `PackedSeqParams` of the installed megatron-core, or an object with its fields."""
-    if version_of("megatron-core") is not None:
-        return packed_seq_params(segments, device=device)
-    absent = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv_padded"))
-    return SimpleNamespace(**{**absent, **packed_seq_fields(segments, device=device)})
 
 
 def _main_output(output: Any, inputs: ThdInputs, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -568,18 +549,6 @@ def _target_losses(output: torch.Tensor, inputs: ThdInputs, labels: torch.Tensor
     losses_t = output[0].float() if output.ndim == 2 else F.cross_entropy(output[0].float(), held, reduction="none")
     losses_t = losses_t.where(held != IGNORE, 0)
     return losses_t.new_zeros(labels.shape[1]).index_copy(0, part.index, losses_t).index_select(0, index)
-
-
-def _work(inputs: ThdInputs) -> Work:
-    """Count the work of this rank on the host."""
-    segments, media = inputs.row.segments, inputs.row.known_metadata.media
-    ranks = 1 if inputs.part is None else inputs.part.partition.ranks
-    return Work(
-        real_tokens=segments.num_tokens,
-        physical_tokens=segments.total // ranks,
-        attended_pairs=segments.attended_pairs,
-        vision_patches=0 if media is None else media.patches,
-    )
 
 
 @final

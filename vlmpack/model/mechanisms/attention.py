@@ -481,7 +481,7 @@ def packed_attention(
     if vision is not None:  # all patches of an image are on the same rank
         out_TNH = attend(q_TNH, k_TKH, v_TKH, segments)
     else:
-        out_TNH = row.part.attend(attend, q_TNH, k_TKH, v_TKH, segments, layer=module)
+        out_TNH = row.part.attend(attend, (q_TNH, k_TKH, v_TKH), segments, layer=module)
     if getattr(module, "_compiled_call_impl", None) is None:
         return out_TNH[None]
     # Compiled code goes on with the result, and would be compiled again for each layout, and each way to view another
