@@ -23,7 +23,7 @@ from trees import rollouts, samples_of
 from vlmpack import PackedStep, StepConfig, VLMCollator, disable_packing, enable_packing, pack, probe
 from vlmpack.errors import ConfigError, FamilyError, UnpackedWarning
 from vlmpack.families import family_of
-from vlmpack.model.backbone import pack_backbone
+from vlmpack.model.forward import pack_backbone
 from vlmpack.model.result import Work
 from vlmpack.testing import Sample, mixed_samples, padded, receipt_conversations, tiny_config
 from vlmpack.testing.comparison import Limits, distance

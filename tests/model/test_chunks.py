@@ -16,7 +16,7 @@ from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments, SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
-from vlmpack.model.backbone import pack_backbone
+from vlmpack.model.forward import pack_backbone
 from vlmpack.model.mechanisms import attention, llama4
 from vlmpack.model.mechanisms.attention import layer_masks
 from vlmpack.testing import mixed_samples, padded, tiny_model

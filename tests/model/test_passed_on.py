@@ -11,7 +11,7 @@ from cases import one_of_each, slow
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
-from vlmpack.model.backbone import pack_backbone
+from vlmpack.model.forward import pack_backbone
 from vlmpack.testing import alone, mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import random_sample, word_ids
 

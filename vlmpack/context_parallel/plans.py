@@ -193,10 +193,8 @@ def fit_adapters(core: Any) -> None:
         for adapter, first in (getattr(layer, "lora_A", None) or {}).items():
             if hasattr(layer, "get_param"):  # adapts a parameter of experts
                 weight = layer.get_param()
-                fits = not isinstance(weight, DTensor) or not {*(weight.device_mesh.mesh_dim_names or ())} & {
-                    "tp",
-                    "ep",
-                }
+                dimensions = (weight.device_mesh.mesh_dim_names or ()) if isinstance(weight, DTensor) else ()
+                fits = not {"tp", "ep"} & {*dimensions}
             else:
                 base, last = layer.get_base_layer(), layer.lora_B[adapter]
                 if isinstance(first.weight, DTensor):

@@ -213,8 +213,8 @@ class VisionRanks:
     """The ranks that divide the images of a step among them; they may hold different rows."""
 
     def __init__(self, collectives: Collectives, holders_DC: np.ndarray, host: Collectives | None = None) -> None:
-        self.collectives = collectives
-        """The ranks, for tensors."""
+        self.collectives, self.rank = collectives, collectives.rank
+        """The ranks, for tensors, and the index of this one."""
         self.holders_DC = holders_DC
         """int64: the rank that holds each of C parts of each of D rows."""
         self.host = host
@@ -238,11 +238,6 @@ class VisionRanks:
         made: Any = [dist.new_subgroups_by_enumeration(groups, backend=backend)[0] for backend in (None, "gloo")]
         tensors, host = map(Collectives, made)
         return cls(tensors, np.searchsorted(groups[own], ranks_GDC[own].numpy()), host)
-
-    @property
-    def rank(self) -> int:
-        """Index of this rank."""
-        return self.collectives.rank
 
     def step(self, own: RowMedia) -> StepMedia:
         """Return the images of the step; waits until all ranks have told theirs."""

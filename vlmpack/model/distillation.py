@@ -83,13 +83,17 @@ class Teacher:
             raise LayoutError(f"{TEACHER[0]} is {seen}; give K ids of each token, [K, 1, T], K below {vocab_size}")
         self._row, self._index = row, index_L
         ids_TK = ids_K1T[:, 0].T
-        self._has_entries_T1 = (ids_TK != NO_ENTRY).any(1, keepdim=True)
+        has_entries_T1 = (ids_TK != NO_ENTRY).any(1, keepdim=True)
         anything_K = torch.arange(len(ids_K1T), device=ids_TK.device)  # scored, and not used
-        self._ids_TK, self._logprobs_TK = ids_TK.where(self._has_entries_T1, anything_K), None
+        self._ids_TK = ids_TK.where(has_entries_T1, anything_K)
         ends = without_successor(row.segments, 1, index_L.device)
         if row.shift_labels is not None:
             message = "the last token of a sample has a target, for which the row has no entries of the teacher"
             require((row.shift_labels[0].index_select(0, ends) == IGNORE).all(), message, LayoutError)
+        self.has_entries = self._of(has_entries_T1, index_L)[:, 0]
+        """bool [L]: whether each target has a teacher."""
+        self.logprobs: torch.Tensor | None = None
+        """float32 [L, K]: the teacher's log-probabilities; None: the row has only ids."""
         ids_LK = self.ids(index_L)
         is_id_LK = (ids_LK >= 0) & (ids_LK < vocab_size)
         self._check(is_id_LK.all(1), ids_LK, f"{TEACHER[0]} holds ids outside the vocabulary of {vocab_size}")
@@ -101,21 +105,11 @@ class Teacher:
             seen = f"{logprobs_K1T.dtype} {list(logprobs_K1T.shape)}"
             raise LayoutError(f"{TEACHER[1]} is {seen}; it is floats {list(ids_K1T.shape)}, as {TEACHER[0]}")
         even = -math.log(1 + len(ids_K1T))
-        self._logprobs_TK = logprobs_K1T[:, 0].T.float().where(self._has_entries_T1, even)
-        values_LK = self._of(self._logprobs_TK, index_L)
-        sums_L = values_LK.exp().sum(1)
+        logprobs_TK = logprobs_K1T[:, 0].T.float().where(has_entries_T1, even)
+        self.logprobs = self._of(logprobs_TK, index_L)
+        sums_L = self.logprobs.exp().sum(1)
         fault = f"the probabilities of {TEACHER[1]} add up to nothing, or to more than 1: give log-probabilities"
-        self._check((sums_L > 0) & (sums_L < ROUNDED), values_LK, fault)
-
-    @property
-    def logprobs(self) -> torch.Tensor | None:
-        """float32 [L, K]: the teacher's log-probabilities; None: the row has only ids."""
-        return None if self._logprobs_TK is None else self._of(self._logprobs_TK, self._index)
-
-    @property
-    def has_entries(self) -> torch.Tensor:
-        """bool [L]: whether each target has a teacher."""
-        return self._of(self._has_entries_T1, self._index)[:, 0]
+        self._check((sums_L > 0) & (sums_L < ROUNDED), self.logprobs, fault)
 
     def ids(self, index_l: torch.Tensor) -> torch.Tensor:
         """Return int64 [l, K]: the teacher's ids for the targets that these positions of the row predict."""

@@ -18,9 +18,8 @@ from vlmpack.context_parallel.plans import check_plan, fit_adapters
 from vlmpack.errors import ConfigError, check_kind
 from vlmpack.families.family import TRANSFORMERS, Family
 from vlmpack.families.registry import check_parts, family_of, has_lm_head, is_backbone, is_classifier
-from vlmpack.model.backbone import leave_backbone, pack_backbone, packed_backbone
 from vlmpack.model.engine import PackingState, StepConfig, packing_state, stored_state
-from vlmpack.model.forward import ENABLED, packed_class
+from vlmpack.model.forward import ENABLED, leave_backbone, pack_backbone, packed_backbone, packed_class
 from vlmpack.model.loss_count import LossCount
 from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, is_subclassed
 from vlmpack.model.mechanisms.attention import Attention

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -343,7 +343,14 @@ def run_row(
                 inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
             if hidden_states:
                 inputs.update(output_hidden_states=hidden_states, return_dict=True)
-            with recorded_routers(model, inputs[CONTEXT], recorded=recorded) as router_logits:
+            router_logits: list[torch.Tensor] = []
+
+            def collect(text: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+                if kwargs.get(CONTEXT) is inputs[CONTEXT]:  # not a row of another thread
+                    router_logits.extend(output.router_logits)
+
+            is_hooked = recorded and not family.returns_router_logits
+            with model.text.register_forward_hook(collect, with_kwargs=True) if is_hooked else nullcontext():
                 output = family.backbone(core)(**for_compiler(inputs))
             if stored_state(core) is not state:
                 raise ConfigError(
@@ -351,14 +358,13 @@ def run_row(
                     "have mixed its samples: do so between steps"
                 )
             works.append(finish(setup, state.mechanisms, inputs[CONTEXT].entries))
-        if recorded and family.returns_router_logits:
-            router_logits = getattr(output, "router_logits", None)
-        if router_logits is None:
+        found = getattr(output, "router_logits", None) if recorded and not is_hooked else router_logits
+        if found is None:
             raise ConfigError(
                 f"{type(core).__name__} of this transformers returns no router logits, which the routers' losses and "
                 "counts are made of; upgrade transformers, or set the coefficients of these losses to 0"
             )
-        return setup, output, router_logits
+        return setup, output, found
 
     def outputs(row: PackedRow, piece: PieceOfGroup) -> Outputs:
         _, output, router_logits = backbone(row, piece)
@@ -397,31 +403,6 @@ def run_row(
         computed_last_hidden=last,
         tree=row.tree,
     )
-
-
-@contextmanager
-def recorded_routers(model: ModelParts, row: RowContext, *, recorded: bool) -> Iterator[list[torch.Tensor]]:
-    """Collect router logits [R, E] of each layer with experts, for families whose backbone does not return them.
-
-    Args:
-        model: the model.
-        row: the row to record; calls with other rows (from other threads) are ignored.
-        recorded: whether router logits are needed.
-    """
-    collected: list[torch.Tensor] = []
-    if not recorded or model.family.returns_router_logits:
-        yield collected
-        return
-
-    def collect(text: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if kwargs.get(CONTEXT) is row:
-            collected.extend(output.router_logits)
-
-    handle = model.text.register_forward_hook(collect, with_kwargs=True)
-    try:
-        yield collected
-    finally:
-        handle.remove()
 
 
 # ---------------------------------------------------------------------- inputs of the model without its head
@@ -795,7 +776,11 @@ def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
 @outside_graph
 def finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[str, Any]) -> Work:
     """Check that every mechanism ran, and count what was computed."""
-    part = setup.part
+    part, family = setup.part, setup.model.family
+    if family.has_vision and not family.has_grids:  # counted as pixels
+        patches = family.tile_patches(setup.row.media, setup.config)
+    else:
+        patches = part.computed_media(setup.media).patches
     counts = {"attended_pairs": part.attended_pairs()}
     for mechanism in mechanisms:
         mechanism.check_ran(setup.model, entries[mechanism.name])
@@ -803,17 +788,9 @@ def finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[st
     return Work(
         real_tokens=setup.row.segments.num_tokens,
         physical_tokens=part.computed.total,
-        vision_patches=_patches(setup),
+        vision_patches=patches,
         **counts,
     )
-
-
-def _patches(setup: RowSetup) -> int:
-    """Count the patches that went through the vision tower (as pixels, for families whose images have no grids)."""
-    family = setup.model.family
-    if family.has_vision and not family.has_grids:
-        return family.tile_patches(setup.row.media, setup.config)
-    return setup.part.computed_media(setup.media).patches
 
 
 @outside_graph

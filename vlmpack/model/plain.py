@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,7 +52,7 @@ def find_model(model: nn.Module) -> Any:
         raise FamilyError(
             f"a {type(model).__name__} is no model; load it first: AutoModelForImageTextToText.from_pretrained(...)"
         )
-    core = next(_models(model), None)
+    core = next(chain(_models(model, _has_head), _models(model, is_backbone)), None)
     if core is None:
         raise FamilyError(
             f"no ...ForConditionalGeneration or ...ForCausalLM found in a {type(model).__name__}; give the model that "
@@ -60,18 +61,8 @@ def find_model(model: nn.Module) -> Any:
     return core
 
 
-def _models(holder: nn.Module) -> Iterator[nn.Module]:
-    """Yield the models with a head, or if there are none, those without."""
-    without_head: list[nn.Module] | None = []
-    for module in holder.modules():
-        if not isinstance(module, PreTrainedModel):
-            continue
-        if _has_head(module):
-            without_head = None
-            yield module
-        elif without_head is not None and is_backbone(module):
-            without_head.append(module)
-    yield from without_head or ()
+def _models(holder: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    return (module for module in holder.modules() if isinstance(module, PreTrainedModel) and is_one(module))
 
 
 def _has_head(model: nn.Module) -> bool:
@@ -84,7 +75,7 @@ def check_is_only_one(holder: nn.Module) -> None:
     Raises:
         ConfigError: there are several models side by side.
     """
-    first, *others = _models(holder)
+    first, *others = [*_models(holder, _has_head)] or _models(holder, is_backbone)
     within = set(map(id, first.modules()))
     if other := next((model for model in others if id(model) not in within), None):
         raise ConfigError(

@@ -21,10 +21,9 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.data.formats import FLAGS
 from vlmpack.errors import ConfigError, check_extra, check_kind
 from vlmpack.layout.batch import METADATA_KEY, TEACHER
-from vlmpack.model.backbone import pack_backbone
 from vlmpack.model.enable import enable_packing, is_packing
 from vlmpack.model.engine import packing_state
-from vlmpack.model.forward import WEIGHTS
+from vlmpack.model.forward import WEIGHTS, pack_backbone
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import Work
 from vlmpack.trainer.check import packing_of_trl, shared_rows
