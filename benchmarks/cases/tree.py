@@ -10,6 +10,7 @@ in pieces        a group larger than a row, by `PackedStep.group`, and under one
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -18,7 +19,7 @@ import torch
 
 from benchmarks.cases.step import check_same_loss
 from benchmarks.flops import count_flops
-from benchmarks.measuring import BenchSettings, Figure, Target, alternate
+from benchmarks.measuring import BenchSettings, Figure, Skipped, Target, alternate
 from benchmarks.receipts import ReceiptShapes, image_grid, receipt_model
 from vlmpack.families import Family, family_named
 from vlmpack.layout import PackedRow, pack, share
@@ -87,9 +88,8 @@ class TreePair:
 
 def row_of(family: Family, config: Any, groups: Sequence[Rollouts], *, seed: int) -> PackedRow:
     """Pack groups of samples into a row on the host; every sample of a group has its own copy of the image's pixels."""
-    return pack(
-        padded([one for at, group in enumerate(groups) for one in _samples(family, config, group, 1000 * at + seed)])
-    )
+    samples = [one for at, group in enumerate(groups) for one in _samples(family, config, group, 1000 * at + seed)]
+    return pack(padded(samples))
 
 
 def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iterator[Sample]:
@@ -104,21 +104,20 @@ def _samples(family: Family, config: Any, rollouts: Rollouts, seed: int) -> Iter
         yield joined([prompt, own])
 
 
-def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure]:
-    """Measure the time of rows with a tree against rows without one.
-
-    Raises:
-        VlmpackError: the two rows do not compute the same loss.
-    """
-    family = family_named(settings.family)
+def measure_tree(settings: BenchSettings, shapes: TreeShapes) -> Iterator[Figure | Skipped]:
+    """Measure rows with a tree against rows without one; the first row always, others while there is time."""
+    family, ends = family_named(settings.family), time.perf_counter() + settings.seconds
     step = PackedStep(receipt_model(family, shapes.receipts, seed=settings.seed, device=settings.device))
     chosen = shapes.rollouts[-3:] if family.has("gated_delta") else shapes.rollouts
-    one = replace(settings, seconds=settings.seconds / (len(chosen) + len(shapes.groups)))
-    for rollouts in chosen:
-        for figure in _rollouts(step, family, rollouts, one):
-            yield replace(figure, family=settings.family)
-    for group in shapes.groups:
-        for figure in _in_pieces(step, family, group, one):
+    turns = [*((_rollouts, each) for each in chosen), *((_in_pieces, each) for each in shapes.groups)]
+    for at, (measure, sizes) in enumerate(turns):
+        left = ends - time.perf_counter()
+        if at and left < 0:
+            why = "the time was used up before its turn; give a larger --budget"
+            yield Skipped(case=CASE, name=f"{settings.family}, {sizes}", why=why, owed=True)
+            continue
+        one = replace(settings, seconds=max(left, 0) / (len(turns) - at))
+        for figure in measure(step, family, sizes, one):
             yield replace(figure, family=settings.family)
 
 

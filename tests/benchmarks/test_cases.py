@@ -18,7 +18,7 @@ from benchmarks.cases.planning import PlanShapes
 from benchmarks.cases.sampling import SamplingShapes
 from benchmarks.cases.step import CompileShapes, check_same_loss
 from benchmarks.cases.tree import Rollouts, TreeShapes
-from benchmarks.measuring import BenchSettings, Figure
+from benchmarks.measuring import BenchSettings, Figure, Skipped
 from benchmarks.peers import PeerShapes
 from benchmarks.receipts import MEASURED, ReceiptShapes, receipt_batch, receipt_config
 from vlmpack.errors import VlmpackError
@@ -59,6 +59,14 @@ def test_a_case_measures(name):
     assert len({figure.name for figure in figures}) == len(figures)
     assert all(figure.case == name and (figure.value >= 0) for figure in figures)
     assert all((figure.family is not None) == CASES[name].by_family for figure in figures)
+
+
+@pytest.mark.slow
+def test_rows_of_a_tree_that_there_is_no_time_for_are_left_out():
+    *_, left_out = CASES["tree"].run(QUICK, SHAPES["tree"])
+    assert isinstance(left_out, Skipped)
+    assert (left_out.name, left_out.owed) == ("qwen3_vl, 70/30 x 3", True)
+    assert any("in pieces" in figure.name for figure in CASES["tree"].run(QUICK, replace(SHAPES["tree"], rollouts=())))
 
 
 def test_ways_that_compute_different_things_are_not_timed():

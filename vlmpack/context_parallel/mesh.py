@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from math import lcm, prod
+from math import prod
 from typing import Any, NoReturn, final
 
 import torch
@@ -18,7 +17,6 @@ from vlmpack.context_parallel.vision import VisionRanks
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import on_host, require
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import SlotRule
 
 NAMES = {
     "replicate": ("replicate", "dp_replicate"),
@@ -152,10 +150,6 @@ class Parallel:
             return "Parallel(the mesh of the model)"
         sizes = [f"{size} {name}" for name, size in self.sizes.items() if size > 1]
         return f"Parallel({' x '.join(sizes) or 1} ranks, this is data rank {self.data_rank})"
-
-    def slots(self, rule: SlotRule) -> SlotRule:
-        """Return `rule` with a row width that can be split into equal parts, one for each context rank."""
-        return replace(rule, row_multiple=lcm(rule.row_multiple, self.ranks))
 
     def check_same_row(self, row: PackedRow) -> None:
         """Check that the ranks of each context and tensor group have the same row, by a digest of four numbers.

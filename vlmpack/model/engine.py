@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from math import inf, prod
+from math import inf, lcm, prod
 from typing import Any, final, get_args
 from weakref import WeakKeyDictionary
 
@@ -117,7 +117,8 @@ class PackingState:
     @property
     def slots(self) -> SlotRule:
         """Return the padding rule for rows, adjusted so that the ranks that share a row can split it."""
-        return self.config.slots if self.parallel is None else self.parallel.slots(self.config.slots)
+        rule, ranks = self.config.slots, 1 if self.parallel is None else self.parallel.ranks
+        return rule if ranks == 1 else replace(rule, row_multiple=lcm(rule.row_multiple, ranks))
 
     @property
     def rows_of_routers(self) -> Parallel | None:
@@ -756,8 +757,7 @@ def check_positions(
 
 def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
     """Check the shape and return [1, T] for a text family, [3, T] or [4, T] for others."""
-    if not isinstance(positions, torch.Tensor):
-        raise LayoutError(f"position_ids must be a tensor, got {type(positions).__name__}")
+    check_is_tensor(positions, "position_ids")
     has_axes = family.positions_rule.axes == 3
     shapes = [(3, 1, total), (4, 1, total)] if has_axes else [(1, total), (1, 1, total)]
     if tuple(positions.shape) not in shapes:

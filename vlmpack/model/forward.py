@@ -621,10 +621,8 @@ ROW_KEYS = (*BOUNDARIES, *WEIGHTS, *TEACHER, METADATA_KEY, "use_cache", "output_
 SOUND_IN_VIDEO = "use_audio_in_video"
 """Qwen-Omni's option to interleave audio tokens with the tokens of the video that they belong to."""
 
-_WANTED = ("output_logits", "output_hidden_states")
-_BATCH_KEYS = frozenset(
-    (*_TOKENS, *TEACHER, *MEDIA_KEYS, *BOUNDARIES, "num_items_in_batch", *_WANTED, METADATA_KEY, STEP)
-)
+_BESIDE = ("num_items_in_batch", "output_logits", "output_hidden_states", METADATA_KEY, STEP)
+_BATCH_KEYS = frozenset((*_TOKENS, *TEACHER, *MEDIA_KEYS, *BOUNDARIES, *_BESIDE))
 
 _GENERATION = (*CACHES, "inputs_embeds", "use_cache", "logits_to_keep", "mm_encoder_outputs", "rope_deltas")
 _SETTLED_KEYS = frozenset((*_GENERATION, "output_attentions", "output_router_logits", "return_dict"))

@@ -248,7 +248,12 @@ class RowPart:
             predictions = self.tree.predecessor(device).index_select(0, token_L) - before
             return PartTargets(predictions=predictions, ids=ids_L, index=index_L)
         is_target_t = torch.zeros(self.tree.num_tokens, dtype=torch.bool, device=device).index_fill_(0, token_L, True)
-        token_l = _true_places(is_target_t, self._num_distinct_targets)
+        if (count := self._num_distinct_targets) is None or on_host(is_target_t):
+            token_l = is_target_t.nonzero()[:, 0]
+        else:
+            message = f"{count} distinct targets were counted, but the row has another number; {_CHANGED}"
+            require(is_target_t.sum() == count, message, LayoutError)
+            token_l = torch.nonzero_static(is_target_t, size=count)[:, 0]
         source_l = self.tree.source(device).index_select(0, token_l)
         return PartTargets(
             predictions=self.tree.predecessor(device).index_select(0, token_l) - before,
@@ -266,15 +271,6 @@ class RowPart:
         """Return the hidden states that predict the part's targets: its own, and that of the kept token before it."""
         last = None if self.piece is None else self.piece.read_last(LAST_HIDDEN)
         return hidden_1tD if last is None else torch.cat([*last, hidden_1tD], 1)
-
-
-def _true_places(is_target_t: torch.Tensor, count: int | None) -> torch.Tensor:
-    """Return int64 [l]: where the tensor is True; `count`: how often, None: not known."""
-    if count is None or on_host(is_target_t):
-        return is_target_t.nonzero()[:, 0]
-    message = f"{count} distinct targets were counted, but the row has another number; {_CHANGED}"
-    require(is_target_t.sum() == count, message, LayoutError)
-    return torch.nonzero_static(is_target_t, size=count)[:, 0]
 
 
 _CHANGED = "a row cannot be changed after share(row): change it before, or take the tree away with unshare(row)"
