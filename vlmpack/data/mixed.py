@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import Subset
 
 from vlmpack.data.open import SampleDataset
+from vlmpack.data.readers import MapStyle
 from vlmpack.errors import ConfigError, SampleError, check_choice
 
 StoppingStrategy = Literal["first_exhausted", "all_exhausted"]
@@ -188,14 +189,10 @@ def _id_in(name: str, sample_id: Any, place: int) -> str:
 
 
 def _size(name: str, dataset: Any) -> int:
-    try:
-        size = len(dataset)
-    except TypeError:
-        size = 0
-    if isinstance(dataset, str) or not size:
+    if isinstance(dataset, str) or not isinstance(dataset, MapStyle) or not len(dataset):
         fault = f"the dataset {name!r} of the mix is a {type(dataset).__name__} without samples"
         raise ConfigError(f"{fault}; give a map-style dataset, such as open_dataset(path), or a list")
-    return size
+    return len(dataset)
 
 
 def _shares(weights: Mapping[str, float], sizes: Mapping[str, int]) -> dict[str, float]:

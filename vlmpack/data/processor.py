@@ -26,9 +26,8 @@ FRAMES_AS_TILES = ("InternVLProcessor", "SmolVLMProcessor")
 """Processor classes that write a video as one image, with a tile for each frame."""
 WHOLE = {"qwen2_5_omni": "qwen2_5_omni_thinker", "qwen3_omni_moe": "qwen3_omni_moe_thinker"}
 """Models of which only one part is trained -> that part's model type. The model's checkpoint holds the processor."""
-IMAGE_PROCESSOR = "preprocessor_config.json"
-ALL_PARTS = "processor_config.json"
-TOKENIZER = "tokenizer_config.json"
+SETTINGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+"""Files of a processor's settings."""
 
 
 def load_processor(source: str | os.PathLike[str]) -> Any:
@@ -48,9 +47,8 @@ def load_processor(source: str | os.PathLike[str]) -> Any:
         ConfigError: a processor was saved without its model and without its class name.
         OSError: nothing is there (transformers' own error).
     """
-    of_class: Any = _class_saved_in(Path(source)) if is_saved_alone(source) else _class_beside_model(source)
     try:
-        processor = _load_parts(of_class, source)
+        processor = _load_parts(_class_of(source), source)
     except (ImportError, ValueError) as error:  # transformers raises these, naming what is missing
         if "torchvision" not in str(error).lower():
             raise
@@ -153,46 +151,40 @@ def _without_ours(processor: Any) -> Any:
 
 def is_saved_alone(source: str | os.PathLike[str]) -> bool:
     """Return whether a folder holds a processor but no model configuration, which would name its family."""
-    folder = Path(source)
-    parts = (IMAGE_PROCESSOR, ALL_PARTS)
-    return not (folder / "config.json").is_file() and any((folder / name).is_file() for name in parts)
+    is_with_model = (Path(source) / "config.json").is_file()
+    return not is_with_model and any((Path(source) / name).is_file() for name in SETTINGS[:2])
 
 
-def _class_beside_model(source: str | os.PathLike[str]) -> type:
-    """Return the class named in the processor's own files, as AutoProcessor does, or else the model family's class.
+def _class_of(source: str | os.PathLike[str]) -> Any:
+    """Return the class that the processor's own files name, as AutoProcessor does, or else that of the model's family.
 
     The two may differ: Pixtral's model is a LLaVA, but its processor is not.
     """
-    from transformers import AutoConfig, ProcessorMixin
-    from transformers.image_processing_base import ImageProcessingMixin
+    from transformers import AutoConfig
+    from transformers.utils.hub import cached_file
 
-    model_type = AutoConfig.from_pretrained(source).model_type
-    model_type = WHOLE.get(model_type, model_type)
-    if model_type not in WITH_PROCESSOR:
-        raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {', '.join(WITH_PROCESSOR)}")
-    read = (ProcessorMixin.get_processor_dict, ImageProcessingMixin.get_image_processor_dict)
-    named = (settings_in(source)[0].get("processor_class") for settings_in in read)
-    families = (by_processor()[name] for name in named if name in by_processor())
-    return next(families, WITH_PROCESSOR[model_type]).processor_class
-
-
-def _class_saved_in(folder: Path) -> type:
-    """Return the processor class that the folder's files name."""
-    settings = [_read(folder / name) for name in (ALL_PARTS, IMAGE_PROCESSOR, TOKENIZER)]
-    name = next((part["processor_class"] for part in settings if "processor_class" in part), None)
-    if name is None:
-        raise ConfigError(f"no file in {folder} names the processor's class; copy the config.json of its model into it")
-    if name not in by_processor():
+    family = None
+    if not is_saved_alone(source):
+        model_type = AutoConfig.from_pretrained(source).model_type
+        family = WITH_PROCESSOR.get(WHOLE.get(model_type, model_type))
+        if family is None:
+            there = ", ".join(WITH_PROCESSOR)
+            raise FamilyError(f"no processor is known for {source}, a {model_type}; there are {there}")
+    files = (cached_file(source, name, _raise_exceptions_for_missing_entries=False) for name in SETTINGS)
+    names = [name for file in files if file and (name := _read(Path(file)).get("processor_class"))]
+    family = next((by_processor()[name] for name in names if name in by_processor()), family)
+    if family is not None:
+        return family.processor_class
+    if names:
         raise FamilyError(
-            f"{folder} holds a {name}, which no supported family has; there are {', '.join(by_processor())}"
+            f"{source} holds a {names[0]}, which no supported family has; there are {', '.join(by_processor())}"
         )
-    return by_processor()[name].processor_class
+    raise ConfigError(f"no file in {source} names the processor's class; copy the config.json of its model into it")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the settings in a file; {} if it does not exist."""
     try:
-        settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); save the processor again") from error
     if not isinstance(settings, dict):
