@@ -39,7 +39,6 @@ from vlmpack.data.readers import MapStyle, StoredRows, check_samples, sample_at
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import writing
 from vlmpack.layout.batch import HostMetadata
-from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
@@ -424,13 +423,13 @@ def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) 
         limits: limits for reading images.
     """
     symbols = np.array(sample.input_ids, np.int64)
-    ends, patches = [], []
-    for kind, visuals in ((IMAGE, sample.images), (VIDEO, sample.videos)):
-        places = np.flatnonzero(sample.types == kind)
-        tokens = [sum(v.runs) if v.runs else prod(v.patch_grid) // metadata.merge_size**2 for v in visuals]
-        symbols[places] = np.repeat(media_numbers(visuals, limits), tokens)
-        ends += (places[np.cumsum(tokens) - 1] + 1).tolist() if visuals else []
-        patches += [num_patches(visual) for visual in visuals]
+    visuals, table = (*sample.images, *sample.videos), media_table([sample])
+    numbers = media_numbers(visuals, limits)
+    for medium, number in zip((*table.images, *table.videos), numbers, strict=True):
+        for start, stop in medium.runs:
+            symbols[start:stop] = number
+    ends = [medium.span[1] for medium in (*table.images, *table.videos)]
+    patches = [num_patches(visual) for visual in visuals]
     if metadata.by_processor and metadata.has_vision:
         for start, stop in sample.media_runs:
             symbols[start:stop] = _number(symbols[start:stop].tobytes())

@@ -111,12 +111,17 @@ def bad_row(fault: str) -> SampleError:
     return SampleError(fault, "bad_row")
 
 
+def id_column(sample: Mapping[str, Any]) -> str | None:
+    """Return the column that holds a sample's id, `id` or `sample_id`; None: it has none."""
+    return next((name for name in ("id", "sample_id") if sample.get(name) is not None), None)
+
+
 def sample_id_of(feature: Any) -> int | str | None:
-    """Return the id in a sample's columns (`id` or `sample_id`), or None if it has none."""
-    if not isinstance(feature, Mapping):
+    """Return the id in a sample's columns, or None if it has none."""
+    if not isinstance(feature, Mapping) or (column := id_column(feature)) is None:
         return None
-    value = feature.get("id") if feature.get("id") is not None else feature.get("sample_id")
-    return value if value is None or isinstance(value, int | str) else str(value)
+    value = feature[column]
+    return value if isinstance(value, int | str) else str(value)
 
 
 def channel_of(feature: Any) -> str | None:
@@ -785,7 +790,7 @@ def branch_turns(record: Mapping[str, Any], *, branches: Branches = "turns") -> 
     if len(answers) < 2 or not numbers:
         return [dict(record)]
     column = BRANCH_COLUMN if branches == "turns" else ANSWER_COLUMN
-    name = next((name for name in ("id", "sample_id") if record.get(name) is not None), None)
+    name = id_column(record)
     ids = [{} if name is None else {name: f"{record[name]}/{turn}"} for turn in numbers]
     return [{**record, **own_id, column: turn} for turn, own_id in zip(numbers, ids, strict=True)]
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
+from vlmpack.data.formats import id_column
 from vlmpack.data.open import SampleDataset
 from vlmpack.data.readers import MapStyle
 from vlmpack.errors import ConfigError, SampleError, check_choice
@@ -174,7 +175,7 @@ class MixedDataset(SampleDataset):
             raise SampleError(detail, index=index % self.num, reason=error.reason, sample_id=sample_id) from error
         if not isinstance(sample, Mapping):
             return sample
-        key = "sample_id" if sample.get("id") is None and sample.get("sample_id") is not None else "id"
+        key = id_column(sample) or "id"
         return {**sample, key: _id_in(name, sample.get(key), place), "channel": name}
 
     def __repr__(self) -> str:

@@ -33,6 +33,7 @@ from vlmpack.data.formats import (
     branch_turns,
     described_in,
     from_folder,
+    id_column,
     num_branches,
     read_columns,
     sample_id_of,
@@ -182,8 +183,7 @@ class OpenDataset(SampleDataset):
                 message = f"its record {record} had more questions when it was opened; open the dataset again"
                 raise SampleError(message, index=at, reason="row_unreadable")
             sample = branches[turn]
-        has_name = sample.get("id") is not None or sample.get("sample_id") is not None
-        return sample if has_name else {**sample, "id": at}
+        return {**sample, "id": at} if id_column(sample) is None else sample
 
     def row(self, at: int, *, index: int | None = None) -> dict[str, Any]:
         """Return a row with its columns renamed and its relative paths resolved.
