@@ -72,7 +72,7 @@ from vlmpack.layout import PaddedBatch, SlotRule
 from vlmpack.layout.batch import IGNORE
 from vlmpack.machine import peak_bytes, version_of
 from vlmpack.model import PackedStep, StepConfig
-from vlmpack.probing.host_syncs import recorded_syncs
+from vlmpack.probing.work import recorded_syncs
 from vlmpack.testing import padded, tiny_config, tiny_model
 
 R = TypeVar("R")
@@ -548,9 +548,9 @@ def _syncs(lab: Lab, shape: ModelShape) -> Entries:
     for way in (LONGEST, *PACKED_WAYS):
         ways[way]()
         wait(lab.device)
-        with recorded_syncs(torch.device(lab.device)) as syncs:
+        with recorded_syncs() as syncs:
             ways[way]()
-        places = Counter(sync.place for sync in syncs)
+        places = Counter(f"{line.filename}:{line.lineno} in {line.name}" for line in syncs)
         own = sum(count for place, count in places.items() if place.startswith(ours))
         target = Target(limit=0, better=LOWER) if way in PACKED_WAYS else None
         yield Figure(case="syncs", name=f"{shape.family}, {way}, of vlmpack", value=own, unit="times", target=target)

@@ -22,12 +22,12 @@ from vlmpack.model import PackedStep, StepConfig, StepResult
 from vlmpack.model.plain import find_model
 from vlmpack.testing import Sample, comparison, padded, tiny_config
 from vlmpack.testing.comparison import (
+    Errors,
     Limits,
     Outcome,
     compare,
     distance,
     logits_by_sample,
-    problems,
     rms_distance,
     run_alone,
     smallest_cosine,
@@ -170,6 +170,11 @@ def outcome_of(truth: Alone, result: StepResult) -> Outcome:
     return comparison.outcome_of(torch.nn.Module(), truth.samples, logits, result.loss.item(), sample_losses=losses)
 
 
+def problems(errors: Errors, limits: Limits) -> list[str]:
+    """Every error above its limit, one line each."""
+    return [f"{each.name}: {each}" for each in errors.measured(limits) if not each.error <= each.allowed]
+
+
 def check_outputs(truth: Alone, result: StepResult, limits: Limits) -> None:
     """Losses, and the logits of every real token."""
     errors = compare(outcome_of(truth, result), replace(truth.outcome, gradients={}))
@@ -236,11 +241,6 @@ def check_packed(
         check_gradients(truth, gradients(model), limits)
         model.zero_grad()
     return result
-
-
-def by_sample(result: StepResult) -> list[torch.Tensor]:
-    """[L, V] logits of each sample, out of the row's."""
-    return logits_by_sample(result)
 
 
 def check_gradients(truth: Alone, found: dict[str, torch.Tensor], limits: Limits) -> None:

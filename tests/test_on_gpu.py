@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
+from host_syncs import recorded_syncs
 from sampled import prompts_of, run, sample, sampler_of, tokens_of
 from step_service import (
     ADAM,
@@ -31,7 +32,6 @@ from transformers import Trainer
 from vlmpack import SlotRule, ThdStep, probe
 from vlmpack.collate import VLMCollator
 from vlmpack.model import enable_packing
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.service.engine.engine import Engine
 from vlmpack.testing import mixed_samples, padded, receipt_conversations, tiny_model, tiny_processor
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from host_syncs import own_lines, recorded_syncs
 from ranks import whole
 from shared_rows import CASES, DATA_CASES, WAIT_CASES, WORLD, Case, relative, rows_of, targets
 from torch import distributed as dist
@@ -20,16 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import vlmpack
 from vlmpack.context_parallel import Parallel, sum_counts
 from vlmpack.context_parallel.mesh import sum_gradients
 from vlmpack.families import family_of
 from vlmpack.model import PackedStep, StepConfig, StepResult, enable_packing
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import tiny_model
 
 Seen = dict[str, Any]
-HOME = Path(vlmpack.__file__).parent
 
 
 def main(folder: Path) -> None:
@@ -127,7 +125,7 @@ def waits(case: Case, mesh: DeviceMesh) -> list[str]:
     row = case.row(model, metadata=True)
     with recorded_syncs(torch.device("cpu")) as recorded:
         PackedStep(model)(row, **routers).loss.backward()
-    return [f"{Path(wait.file).stem}.{wait.function}" for wait in recorded if Path(wait.file).is_relative_to(HOME)]
+    return [f"{Path(line.filename).stem}.{line.name}" for line in own_lines(recorded)]
 
 
 # ---------------------------------------------------------------------- rows of several groups of ranks

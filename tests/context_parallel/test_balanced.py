@@ -31,9 +31,8 @@ from vlmpack.layout import SlotRule, pack, share
 from vlmpack.layout.batch import IGNORE
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.testing import Sample, mixed_samples, padded, tiny_model
-from vlmpack.testing.branching import joined
 from vlmpack.testing.comparison import mean_losses, target_losses
-from vlmpack.testing.samples import build_sample, num_targets
+from vlmpack.testing.samples import build_sample, joined, num_targets
 
 pytestmark = pytest.mark.dist
 GRIDS = ("image_grid_thw", "video_grid_thw")

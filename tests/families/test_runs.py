@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from families.grids import with_grids
+from host_syncs import recorded_syncs
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.media import media_of_row
@@ -20,7 +21,6 @@ from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import HostMetadata, Media, PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.layout.media import Grid, MediaTable
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, padded, tiny_config
 from vlmpack.testing.samples import word_ids
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from equality import Alone, alone_through, by_sample, check_gradients, check_step, limits_of, poisoned
+from equality import Alone, alone_through, check_gradients, check_step, limits_of, poisoned
 from fla.ops.gated_delta_rule import CALLS  # pyright: ignore[reportMissingImports]
 from parts import gated_delta_layers
 from trees import DEEP, STRANGER, samples_of, shared
@@ -26,6 +26,7 @@ from vlmpack.model import PackedStep, StepConfig, StepResult, disable_packing
 from vlmpack.model.mechanisms import gated_delta
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, uses_fla
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
+from vlmpack.testing.comparison import logits_by_sample
 from vlmpack.testing.samples import kinds_of
 
 GATED = [name for name in ("qwen3_5", "qwen3_next", "qwen4_exp") if name in FAMILIES]
@@ -110,7 +111,7 @@ def test_a_row_leaks_without(model: Any, alone: Alone, owner: Any, part: str, no
 
 
 def furthest(result: StepResult, alone: Alone) -> float:
-    return max(float((x - own).abs().max()) for x, own in zip(by_sample(result), alone.logits, strict=True))
+    return max(float((x - own).abs().max()) for x, own in zip(logits_by_sample(result), alone.logits, strict=True))
 
 
 @pytest.mark.usefixtures("gpu")

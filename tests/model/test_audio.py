@@ -2,16 +2,15 @@
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import slow
 from equality import alone_through, check_packed
+from host_syncs import own_lines, recorded_syncs
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
-import vlmpack
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
 from vlmpack.families.media import media_of_row, media_reader
 from vlmpack.families.registry import FAMILIES
@@ -20,12 +19,10 @@ from vlmpack.layout.device import nothing_on_host
 from vlmpack.layout.media import MediaTable
 from vlmpack.model import PackedStep, enable_packing
 from vlmpack.model.mechanisms import attention
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import build_sample, joined, mixed_samples, padded, tiny_config, tiny_model
 from vlmpack.testing.comparison import compare, run_alone, run_packed
 from vlmpack.testing.samples import frames_of, sample_like
 
-PACKAGE = Path(vlmpack.__file__).parent
 POOLED, CONVOLVED = "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"
 """One counts every second frame, the other convolves chunks three times, and reads their padding."""
 each_family = pytest.mark.parametrize("family", [POOLED, CONVOLVED])
@@ -105,7 +102,7 @@ def test_blocks_of_the_audio_tower_are_one_call_with_boundaries_that_the_host_kn
     step = PackedStep(model)
     with recorded_syncs(torch.device("cpu")) as waits:
         step(row).loss.backward()
-    assert [wait.place for wait in waits if Path(wait.file).is_relative_to(PACKAGE)] == []
+    assert own_lines(waits) == []
     in_tower = [boundaries for boundaries in calls if boundaries is not None]
     assert len(in_tower) == 2 * len(model.model.audio_tower.layers) * (1 if family == POOLED else 2)  # and recomputed
 

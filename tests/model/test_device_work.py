@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cases import slow
+from host_syncs import recorded_syncs
 from waiting import Launches, flex_graph, waits_are_errors
 
 from vlmpack.families.registry import FAMILIES
@@ -17,7 +18,6 @@ from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.row import shift_labels
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import vision
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 

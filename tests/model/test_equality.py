@@ -22,7 +22,6 @@ from equality import (
     Alone,
     adapted,
     alone_through,
-    by_sample,
     check_gradients,
     check_outputs,
     check_packed,
@@ -44,7 +43,7 @@ from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.model.mechanisms import recurrent_rows
 from vlmpack.testing import build_sample, mixed_samples, padded, tiny_model
-from vlmpack.testing.comparison import run_alone
+from vlmpack.testing.comparison import logits_by_sample, run_alone
 
 KINDS = {
     "text": ("text", "text", "text", "text"),
@@ -196,7 +195,7 @@ def test_under_autocast_the_error_is_that_of_samples_alone(family, prepare):
     result.loss.backward()
     error, allowed = (
         max((a - b).abs().max() for a, b in zip(x, exact.logits, strict=True))
-        for x in (by_sample(result), plain.logits)
+        for x in (logits_by_sample(result), plain.logits)
     )
     assert allowed > 1e-3, "autocast did nothing"
     assert error <= LOW_PRECISION * allowed

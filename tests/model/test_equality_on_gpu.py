@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,21 +15,19 @@ import pytest
 import torch
 from cases import EIGHT, one_of_each, slow
 from equality import Alone, alone_through, check_low_precision, without_zeros
+from host_syncs import own_lines, recorded_syncs
 from trees import Piece, samples_of, shared
 from waiting import flex_graph
 
-import vlmpack
 from benchmarks.gpu import with_patch_products
 from vlmpack.attention.backends import Backend, choose
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
 from vlmpack.model.mechanisms import attention
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import Sample, padded, tiny_model
 from vlmpack.testing.comparison import take_gradients
 from vlmpack.testing.samples import sample_like
 
-HOME = Path(vlmpack.__file__).parent
 LOW = torch.bfloat16
 SEED = 8
 """Of weights with which routers choose the same experts in both types: another choice is as far away as a leak."""
@@ -102,7 +99,7 @@ def check_step(family: str, way: str, layout: str) -> set[str]:
         result = step(given, logits=True)
         result.loss.backward()
     found = take_gradients(model)
-    assert [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)] == []
+    assert own_lines(waits) == []
     assert ("torch_varlen" in kernels) == (family not in WITHOUT_VARLEN)
     check_low_precision(case.exact, case.plain, result, without_zeros(found))
     return kernels

@@ -1,30 +1,22 @@
 """A packed step never makes the host wait for the device on its own account."""
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from cases import one_of_each, slow
 from equality import VISION, checkpointed
+from host_syncs import own_lines, recorded_syncs
 
-import vlmpack
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import SlotRule, pack, unpack
 from vlmpack.model import PackedStep, StepConfig, disable_packing, enable_packing
 from vlmpack.model.engine import rope_segments
 from vlmpack.model.mechanisms import attention
-from vlmpack.probing.host_syncs import HostSync, recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import kinds_of
 
 CPU = torch.device("cpu")
-HOME = Path(vlmpack.__file__).parent
-
-
-def ours(waits: list[HostSync]) -> list[str]:
-    """Those of vlmpack's own code; the rest are the model's."""
-    return [wait.place for wait in waits if Path(wait.file).is_relative_to(HOME)]
 
 
 @pytest.mark.parametrize(("given", "more"), [("padded", "positions and restarts"), ("row", "nothing more")])
@@ -41,7 +33,7 @@ def test_no_wait_in_a_whole_step(family, given, more):
         inputs["output_router_logits"] = True
     with recorded_syncs(CPU) as waits:
         model(**inputs, num_items_in_batch=7).loss.backward()
-    assert ours(waits) == []
+    assert own_lines(waits) == []
 
 
 READ_SIZES = ("qwen2_5_omni_thinker", "glm_ocr", "mistral3", "minicpmv4_6")
@@ -57,7 +49,7 @@ def test_no_medium_is_waited_for(family):
     model(**inputs, num_items_in_batch=7)  # the first step of a family may try transformers out
     with recorded_syncs(CPU) as waits:
         model(**inputs, num_items_in_batch=7).loss.backward()
-    assert ours(waits) == []
+    assert own_lines(waits) == []
 
 
 @pytest.mark.parametrize("family", WITH_VISION)
@@ -98,5 +90,5 @@ def test_the_counter_sees_our_own_waits():
     batch = padded(mixed_samples(model.config), metadata=False)
     with recorded_syncs(CPU) as waits:
         model(**batch.to_hf())
-    assert ours(waits)
+    assert own_lines(waits)
     disable_packing(model)

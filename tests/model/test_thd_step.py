@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from host_syncs import recorded_syncs
 from megatron_models import import_megatron
 from torch import nn
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
@@ -20,7 +21,6 @@ from vlmpack.layout import PaddedBatch, Segments, SlotRule, pack, roll_left
 from vlmpack.layout.batch import IGNORE
 from vlmpack.layout.device import nothing_on_host
 from vlmpack.model import ThdStep, masked_router_losses
-from vlmpack.probing.host_syncs import recorded_syncs
 from vlmpack.testing import mixed_samples, padded, tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "thd_model.py"

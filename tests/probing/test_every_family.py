@@ -15,7 +15,7 @@ from breakages import BREAKAGES, Patch
 from cases import EIGHT, FURTHER, slow
 
 from vlmpack.families.registry import FAMILIES
-from vlmpack.probing import checks
+from vlmpack.probing import run as running
 from vlmpack.probing.forward_passes import GAPS, LEFT, ROW, TREE, Circumstance
 from vlmpack.probing.reference import ProbeSetup, record_references
 from vlmpack.probing.report import Cause, Check, causes_of
@@ -53,11 +53,11 @@ def bad_checks(family: str, *circumstances: Circumstance, patch: Patch) -> list[
     found: list[Check] = []
     for circumstance in circumstances:
         setup, alone = recorded(family, circumstance)
-        patch.setattr(checks, "record_references", partial(recorded_or, setup, alone))
+        patch.setattr(running, "record_references", partial(recorded_or, setup, alone))
         reference: Any = SimpleNamespace(choices=[{}] * len(setup.samples))
-        run = partial(checks.mechanism_checks, setup, circumstance, reference, leaks=False)
         with preserved_state(setup.probed.model):
-            found += checks.caught(setup, "mechanism", "mechanisms", run)
+            check: Any = running.mechanism_checks
+            found += running.caught(setup, "mechanism", "mechanisms", check, circumstance, reference, leaks=False)
     return [check for check in found if check.is_bad]
 
 

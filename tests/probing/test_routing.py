@@ -45,7 +45,7 @@ def preferring(second: bool, share: float) -> Callable[..., None]:
 
 def computed(
     share: float, *, second: bool, held: routing.HeldChoices | None = None
-) -> tuple[torch.Tensor, routing.RoutingRecord]:
+) -> tuple[torch.Tensor, routing.Routing]:
     """Logits of a sample alone, with either preference."""
     model, routers = with_equal_scores()
     for router in routers:
@@ -59,7 +59,7 @@ def sample_of(model: Any) -> Sample:
     return synthetic_samples(model.config)[0]
 
 
-def held_by(record: routing.RoutingRecord, share: float) -> routing.HeldChoices:
+def held_by(record: routing.Routing, share: float) -> routing.HeldChoices:
     rows = len(next(iter(record.choices.values()))[0])
     return routing.HeldChoices(samples=[record.choices], token_indices=[torch.arange(rows)], share=share)
 

@@ -83,12 +83,11 @@ def test_low_precision_has_the_limits_of_low_precision() -> None:
     assert set(values(report, "isolation").values()) == {0}, "other samples are computed bit for bit"
 
 
-def test_pairs_are_the_sum_of_squared_lengths_and_nothing_of_the_package_syncs() -> None:
+def test_pairs_are_the_sum_of_squared_lengths() -> None:
     report = vlmpack.probe(tiny_model("qwen3_vl"), share_prefixes=False)
     lengths = [int(sample.split()[-2]) for sample in report.samples]
     work = values(report, "work")
     padding = report.row_tokens - sum(lengths)
-    assert work["host-device syncs"] == 0
     assert 0 <= work["attended pairs"] - sum(n * n for n in lengths) <= padding**2  # what a width needs goes along
     pairs = {one.name: one.pairs for one in report.plain}
     assert pairs["one row, [3, 1, T] positions"] == sum(lengths) ** 2

@@ -20,9 +20,8 @@ from vlmpack.model.mechanisms import experts
 from vlmpack.model.mechanisms.recurrent_rows import LayerState
 from vlmpack.model.row import RowPart
 from vlmpack.probing import forward_passes, run
-from vlmpack.probing.checks import packed_checks
 from vlmpack.probing.report import Check, causes_of
-from vlmpack.probing.run import _setup, preserved_state
+from vlmpack.probing.run import _setup, packed_checks, preserved_state
 from vlmpack.testing import tiny_model
 
 pytestmark = pytest.mark.usefixtures("shared_references")

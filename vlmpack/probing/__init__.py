@@ -6,7 +6,4 @@ from __future__ import annotations
 from vlmpack.probing.report import Report
 from vlmpack.probing.run import probe
 
-__all__ = [
-    "Report",
-    "probe",
-]
+__all__ = ["Report", "probe"]

@@ -1,4 +1,5 @@
-"""Compare every module's output in a packed pass with its outputs for the samples alone, to find the cause of an error.
+"""Find the cause of an error in a packed pass: compare every module's output, then the results, with those of the
+samples alone. The losses of routers are compared with those of a padded batch with its 2D mask.
 
 Each sample goes through the plain model alone, and every module's outputs are recorded. Then the samples go through the
 model together. Each module's output is compared with the recorded ones, in the order of calls, and then replaced with
@@ -20,7 +21,7 @@ at their output. Audio is compared where it enters the text model.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
@@ -30,12 +31,22 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from vlmpack.layout.media import AUDIO
+from vlmpack.layout.row import IGNORE
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import expert_blocks
-from vlmpack.model.plain import CACHES
-from vlmpack.probing.forward_passes import ForwardResult, ProbedModel
+from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
 from vlmpack.probing.report import Cause, Check
-from vlmpack.testing.comparison import plain_output
+from vlmpack.testing.comparison import (
+    Gradients,
+    backward,
+    distance,
+    gradient_errors,
+    mean_losses,
+    plain_output,
+    relative,
+    take_gradients,
+    target_losses,
+)
 from vlmpack.testing.samples import Sample, alone
 
 LEAK = 1e-5
@@ -44,14 +55,19 @@ LIMITS = {False: 1e-4, True: 5e-2}
 """The largest allowed error of a module's output, as a fraction of the largest entry; True: in low precision. In a
 prefix tree, the chunks of gated delta layers begin at other tokens than in a sample alone, so they round differently.
 """
-PIXELS = ("pixel_values", "pixel_values_videos")
-"""Images and videos go through a tower in separate calls, in this order."""
+LOSS_LIMITS = {False: 1e-5, True: 2e-3}
+"""The largest relative difference of two losses that are computed from the same numbers; True: in low precision."""
+BALANCE_LIMIT = 2e-2
+"""Limit for load-balancing losses in low precision, where rounding sends tokens to other experts."""
+ADDED_LIMIT = 1e-2
+"""Limit of the relative difference of the routers' part of the loss, and of its gradient. The loss itself is a thousand
+times as large as this part."""
+TARGET_LIMITS = {False: 1e-5, True: 2e-2}
+"""The same for single targets. In low precision, matrices with more rows may use other kernels."""
 
 Role = Cause | Literal["query scale"]
 Calls = dict[str, list[list[torch.Tensor]]]
 """Maps the name of a module to the tensors that each of its calls returned."""
-Parts = list[tuple[int, torch.Tensor]]
-"""(index of the sample, tensor) for some samples."""
 
 CAUSES: tuple[Cause, ...] = ("positions", "mask", "recurrent state", "router", "vision", "audio", "unknown")
 """The causes that a module's error can show."""
@@ -106,8 +122,6 @@ class AloneCalls:
 
     calls: Calls
     """Outputs by name of the module."""
-    kinds: tuple[str, ...]
-    """The kinds of pixels that went through the vision tower, one call for each kind."""
     logits: torch.Tensor
     """Logits of the sample: [L, V]."""
 
@@ -123,8 +137,7 @@ def record_alone(probed: ProbedModel, sample: Sample) -> AloneCalls:
 
     with _hooked(probed, roles_of(probed), keep):
         logits = plain_output(probed.model, alone(sample, labels=False)).logits[0]
-    kinds = tuple(name for name in PIXELS if name in sample)
-    return AloneCalls(calls=calls, kinds=("",) if probed.family.videos_as_images else kinds, logits=logits.detach())
+    return AloneCalls(calls=calls, logits=logits.detach())
 
 
 @contextmanager
@@ -159,8 +172,6 @@ class Difference:
     """
     inputs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the model without its head."""
-    caches: int = 0
-    """Number of decoder layers that got a cache."""
     result: ForwardResult | None = None
     """The result of the pass."""
 
@@ -180,7 +191,7 @@ def compare_modules(
     Args:
         forward: the pass.
         probed: the model.
-        samples: the samples, in the order of the pass.
+        samples: the samples, in the order of the pass. None has both images and videos.
         references: outputs of the modules for each sample alone.
         token_indices: for each sample, the indices of its tokens in the pass, int64 [L]; -1: another rank has the
             token.
@@ -188,152 +199,109 @@ def compare_modules(
         shares: shared media go through the model once, or ranks compute media together. Vision modules are then not
             compared, because their calls do not match those for the samples alone.
     """
-    roles, counts, held = roles_of(probed), Counter[str](), [index >= 0 for index in token_indices]
-    types = [probed.family.media_types(sample["input_ids"], probed.config) for sample in samples]
+    family, roles, counts = probed.family, roles_of(probed), Counter[str]()
+    index, lengths = torch.cat([*token_indices]), [*map(len, token_indices)]
+    types = torch.cat([family.media_types(sample["input_ids"], probed.config) for sample in samples])[index >= 0]
+    embedded = {part: is_kind(types) for part, (_, is_kind) in EMBEDDED.items()}
+    is_video = ["pixel_values_videos" in sample and not family.videos_as_images for sample in samples]
+    by_kind = [[x for x, video in zip(references, is_video, strict=True) if video is kind] for kind in (False, True)]
 
     def compare(name: str, output: Any) -> Any:
-        at = counts[name]
-        counts[name] += 1
         flat, structure = tree_flatten(output)
         tensors = [i for i, x in enumerate(flat) if isinstance(x, torch.Tensor)]
-        for parts in _candidates(name, at, references, is_vision=roles.get(name) == "vision"):
-            aligned = [
-                _align(flat[i], [(n, x[k]) for n, x in parts if k < len(x)], token_indices)
-                for k, i in enumerate(tensors)
-            ]
+        is_vision = roles.get(name) == "vision"
+        groups = [[x.calls.get(name, []) for x in group] for group in (by_kind if is_vision else [references])]
+        counts[name] += 1
+        for calls in _matching(groups, counts[name] - 1, is_vision=is_vision):
+            parts = [[call[k] for call in calls if k < len(call)] for k in range(len(tensors))]
+            aligned = [_align(flat[i], x, lengths, index) for i, x in zip(tensors, parts, strict=True)]
             for i, each in zip(tensors, aligned, strict=True):
                 if each is None:
                     continue
-                among = {name: None}
-                if name == "embeddings":
-                    among = {
-                        kind: [is_kind(x)[own] for x, own in zip(types, held, strict=True)]
-                        for kind, (_, is_kind) in EMBEDDED.items()
-                    }
-                for part, of_part in among.items():
-                    if (error := each.error(flat[i], of_part)) is not None:
-                        found.errors[part] = max(found.errors.get(part, 0.0), error)
-                flat[i] = each.replace(flat[i])
+                for part, mask in (embedded if name == "embeddings" else {name: None}).items():
+                    if mask is None or mask.any():
+                        found.errors[part] = max(found.errors.get(part, 0.0), each.error(flat[i], mask))
+                flat[i] = flat[i].detach().index_copy(each.dim, each.index, each.expected.to(flat[i].dtype))
             if any(aligned):
                 return tree_unflatten(flat, structure)
         return None
 
+    def note_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        found.inputs.update(kwargs)
+
     compared = [name for name, role in roles.items() if not (shares and role == "vision")]
-    with _watched(probed, found), _hooked(probed, compared, compare):
-        found.result = forward(samples)
+    noting = family.backbone(probed.core).register_forward_pre_hook(note_inputs, with_kwargs=True)
+    try:
+        with _hooked(probed, compared, compare):
+            found.result = forward(samples)
+    finally:
+        noting.remove()
     found.errors = probed.worst_of_ranks(found.errors)
 
 
-def _candidates(
-    name: str, at: int, references: Sequence[AloneCalls], *, is_vision: bool
-) -> Iterator[list[tuple[int, list[torch.Tensor]]]]:
-    """Yield the sets of calls, for samples alone, that call number `at` may correspond to.
+def _matching(groups: Sequence[Sequence[Any]], at: int, *, is_vision: bool) -> list[list[Any]]:
+    """List the sets of calls, for samples alone, that call number `at` of a module may correspond to.
 
     This is either the same call of every sample, or a single call of one sample: a tower is called once for all images
     and once for all videos, or once for each image.
+
+    Args:
+        groups: the module's calls for each sample; those with images before those with videos.
+        at: number of the call in the pass.
+        is_vision: whether the module belongs to the vision tower.
     """
-    kinds = [kind for kind in ("", *PIXELS) if any(kind in each.kinds for each in references)] if is_vision else [""]
-    together: list[Any] = []
-    single: list[Any] = []
-    for kind in kinds:
-        of_kind: list[tuple[int, list[Any]]] = []
-        for n, each in enumerate(references):
-            calls = each.calls.get(name, [])
-            if is_vision:
-                share = len(calls) // max(len(each.kinds), 1)
-                first = each.kinds.index(kind) * share if kind in each.kinds else len(calls)
-                calls = calls[first : first + share]
-            of_kind.append((n, calls))
-        for k in range(max((len(calls) for _, calls in of_kind), default=0)):
-            together.append([(n, calls[k]) for n, calls in of_kind if k < len(calls)])
-        single += [[(n, call)] for n, calls in of_kind for call in calls]
-    return (sequence[at] for sequence in (together, single)[: 1 + is_vision] if at < len(sequence))
+    together: list[list[Any]] = []
+    for calls in groups:
+        most = max(map(len, calls), default=0)
+        together += [[of_sample[k] for of_sample in calls if k < len(of_sample)] for k in range(most)]
+    single = [[call] for calls in groups for of_sample in calls for call in of_sample] if is_vision else []
+    return [ways[at] for ways in (together, single) if at < len(ways)]
 
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Aligned:
-    """Tensors of samples alone, and their indices along dimension `dim` of the tensor of all samples."""
+    """What a tensor of all samples has to be, and where: at the indices `index` along dimension `dim`."""
 
     dim: int
-    parts: list[torch.Tensor]
-    index: list[torch.Tensor]
+    index: torch.Tensor
+    expected: torch.Tensor
 
-    def error(self, whole: torch.Tensor, among: Sequence[torch.Tensor] | None = None) -> float | None:
-        """Return the largest error as a fraction of the largest entry.
-
-        `among`: a mask for each sample of the tokens to compare. None: no token is compared.
-        """
-        pairs = [(whole.index_select(self.dim, i), x) for i, x in zip(self.index, self.parts, strict=True)]
-        if among is not None:
-            chosen = [mask.nonzero()[:, 0].to(whole.device) for mask in among]
-            pairs = [
-                (x.index_select(self.dim, i), y.index_select(self.dim, i))
-                for (x, y), i in zip(pairs, chosen, strict=True)
-            ]
-        pairs = [(_real(x), _real(y)) for x, y in pairs if y.numel()]
-        if not pairs:
-            return None if among is not None else 0.0
-        largest = max(float(y.abs().max()) for _, y in pairs)
-        errors = [float((x - y).abs().nan_to_num(nan=float("inf")).max()) for x, y in pairs]
-        return max(errors) / max(largest, 1e-30)
-
-    def replace(self, whole: torch.Tensor) -> torch.Tensor:
-        """Replace the outputs of the pass with those of the samples alone."""
-        whole = whole.detach().clone()
-        for index, part in zip(self.index, self.parts, strict=True):
-            whole.index_copy_(self.dim, index, part.to(whole.dtype))
-        return whole
+    def error(self, whole: torch.Tensor, mask: torch.Tensor | None) -> float:
+        """Return the largest error as a fraction of the largest entry; `mask`: of the tokens to compare."""
+        actual, expected = whole.index_select(self.dim, self.index), self.expected
+        if mask is not None:
+            actual, expected = (x[:, mask.to(x.device)] for x in (actual, expected))
+        return distance(_real(actual), _real(expected)) if expected.numel() else 0.0
 
 
-def _align(whole: torch.Tensor, parts: Parts, token_indices: Sequence[torch.Tensor]) -> _Aligned | None:
+def _align(
+    whole: torch.Tensor, parts: Sequence[torch.Tensor], lengths: Sequence[int], token_index: torch.Tensor
+) -> _Aligned | None:
     """Find the dimension along which the samples' tensors are joined, by token indices or simply concatenated."""
     if not parts or not (whole.is_floating_point() or whole.is_complex()):
         return None
-    width = 1 + max(int(index.max()) for index in token_indices)
     for dim in range(whole.ndim):
-        rest = (*whole.shape[:dim], *whole.shape[dim + 1 :])
-        if any(x.ndim != whole.ndim or (*x.shape[:dim], *x.shape[dim + 1 :]) != rest for _, x in parts):
+        if any(x.shape[:dim] != whole.shape[:dim] or x.shape[dim + 1 :] != whole.shape[dim + 1 :] for x in parts):
             continue
-        sizes = [x.shape[dim] for _, x in parts]
-        if whole.shape[dim] >= width and len(parts) == len(token_indices) and sizes == [*map(len, token_indices)]:
-            index = [index[index >= 0] for index in token_indices]
-            own = [(index >= 0).nonzero()[:, 0] for index in token_indices]
-            parts = [(n, x.index_select(dim, i)) for (n, x), i in zip(parts, own, strict=True)]
+        sizes = [x.shape[dim] for x in parts]
+        if sizes == lengths and whole.shape[dim] > int(token_index.max()):
+            index = token_index
         elif sum(sizes) == whole.shape[dim]:
-            index = [*torch.arange(sum(sizes)).split(sizes)]
+            index = torch.arange(sum(sizes))
         else:
             continue
-        device = whole.device
-        return _Aligned(dim=dim, parts=[x.to(device) for _, x in parts], index=[i.to(device) for i in index])
+        is_here, expected = index >= 0, torch.cat([*parts], dim)
+        expected = expected.index_select(dim, is_here.nonzero()[:, 0]).to(whole.device)
+        return _Aligned(dim=dim, index=index[is_here].to(whole.device), expected=expected)
     return None
 
 
 def _real(x: torch.Tensor) -> torch.Tensor:
-    x = x.detach()
-    return (torch.view_as_real(x) if x.is_complex() else x).float()
+    return torch.view_as_real(x) if x.is_complex() else x
 
 
-@contextmanager
-def _watched(probed: ProbedModel, found: Difference) -> Iterator[None]:
-    """Record the model's inputs, and count the layers that get a cache."""
-
-    def note_inputs(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        found.inputs.update(kwargs)
-
-    def note_cache(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        found.caches += any(kwargs.get(name) is not None for name in CACHES)
-
-    layers = probed.family.language_model(probed.core).get_submodule("layers").children()
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(note_cache, with_kwargs=True).remove)
-        backbone = probed.family.backbone(probed.core)
-        stack.callback(backbone.register_forward_pre_hook(note_inputs, with_kwargs=True).remove)
-        yield
-
-
-# ---------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------- checks of modules
 
 
 def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: bool) -> list[Check]:
@@ -346,23 +314,25 @@ def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: b
         leaks: whether a sample's logits move when only other samples change.
     """
     roles, checks = roles_of(probed), [check_cache(found)]
-    limits = {name: LEAK if role == "positions" else LIMITS[low] for name, role in roles.items()}
-    wrong: dict[str, Role] = {name: roles[name] for name, error in found.errors.items() if not error <= limits[name]}
+    limits = {role: LEAK if role == "positions" else LIMITS[low] for role in roles.values()}
+    wrong: dict[str, Role] = {
+        name: roles[name] for name, error in found.errors.items() if not error <= limits[roles[name]]
+    }
     # if other attention layers are wrong too, the mask is at fault, not the scale of queries
     scaled = "mask" if "mask" in wrong.values() else "positions"
-    wrong |= {name: scaled for name, role in wrong.items() if role == "query scale"}
+    wrong = {name: scaled if role == "query scale" else role for name, role in wrong.items()}
     for cause in CAUSES:
         first = next((name for name in wrong if wrong[name] == cause), None)
         of_cause = [error for name, error in found.errors.items() if roles[name] == cause]
-        error = max(of_cause, default=0.0) if first is None else found.errors[first]
         limit = LEAK if cause == "positions" else LIMITS[low]
         if first is not None:
+            error = found.errors[first]
             detail = f"{first} gives other numbers of a sample than alone, given the same inputs: off by {error:.1e}"
             check = Check.wrong(cause, detail, value=error, allowed=limit)
             check = replace(check, finding="leaks" if leaks else "differs")
             checks.append(replace(check, name="other modules", cause=None) if cause == "unknown" else check)
         elif of_cause and cause != "unknown":
-            checks.append(Check.of_mechanism(cause, error, limit, ""))
+            checks.append(Check.of_mechanism(cause, max(of_cause), limit, ""))
         elif cause != "unknown":
             finding = "absent" if cause not in roles.values() else "not counted"
             checks.append(Check(part="mechanism", name=cause, finding=finding))
@@ -370,7 +340,179 @@ def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: b
 
 
 def check_cache(found: Difference) -> Check:
-    """Check that no layer got a cache: training does not need it, and with a cache transformers ignores packed
+    """Check that the model fills no cache: training does not need it, and with a cache transformers ignores packed
     positions."""
-    detail = f"{found.caches} layers get a cache: it is filled and thrown away"
-    return Check.of_mechanism("cache", found.caches, 0, detail)
+    has_cache = found.inputs.get("use_cache") is not False or found.inputs.get("past_key_values") is not None
+    return Check.of_mechanism("cache", int(has_cache), 0, "the model fills a cache, which is thrown away")
+
+
+# ---------------------------------------------------------------------- checks of inputs and results
+
+
+def check_tokens(
+    ids_1T: torch.Tensor,
+    media: Mapping[str, Any],
+    expected_media: Mapping[str, Any],
+    samples: Sequence[Sample],
+    token_indices: Sequence[torch.Tensor],
+    width: int,
+) -> Check:
+    """Check that a row, or the model's input, has each sample's tokens in the right place and its media in order."""
+    row_T = ids_1T[0].cpu()
+    if len(row_T) != width:
+        detail = f"the row is {len(row_T)} tokens wide, and its samples take {width}"
+        return Check.wrong("packing", detail, value=len(row_T), allowed=width)
+    for i, (index, sample) in enumerate(zip(token_indices, samples, strict=True)):
+        if not torch.equal(row_T[index[index >= 0]], sample["input_ids"][index >= 0]):
+            return Check.wrong("packing", f"sample {i} has other tokens in the row")
+    for name, expected in expected_media.items():
+        packed = media.get(name)
+        if packed is None or not torch.equal(packed.cpu().to(expected.dtype), expected):
+            return Check.wrong("packing", f"{name} are not those of the samples in order")
+    return Check.of_mechanism("packing", 0, 0, "")
+
+
+def result_checks(
+    result: ForwardResult, samples: Sequence[Sample], alone_logits: Sequence[torch.Tensor], *, low: bool
+) -> list[Check]:
+    """Compare the results of a pass in which every module's output was correct. Only the first error is reported.
+
+    Args:
+        result: the result of the pass.
+        samples: the samples, in the order of the pass.
+        alone_logits: logits of each sample alone, [L, V].
+        low: whether the pass is in low precision.
+    """
+    checks: list[Check] = []
+    for check in _results(result, samples, alone_logits, low):
+        if check.is_bad:
+            return [check]
+        checks.append(check)
+    return checks
+
+
+def _results(
+    result: ForwardResult, samples: Sequence[Sample], alone_logits: Sequence[torch.Tensor], low: bool
+) -> Iterator[Check]:
+    """Check logits, the head, the loss and each sample's results, in this order."""
+    errors = [
+        distance(ours, theirs) if ours.shape == theirs.shape else float("inf")
+        for ours, theirs in zip(result.logits, alone_logits, strict=True)
+    ]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    detail = f"sample {worst} gets logits that the head computed from other tokens: off by {errors[worst]:.1e}"
+    yield Check.of_mechanism("sample results", errors[worst], LIMITS[low], detail)
+
+    losses = [target_losses(x, sample["labels"]) for x, sample in zip(alone_logits, samples, strict=True)]
+    is_target = [sample["labels"][1:] != IGNORE for sample in samples]
+    counts, step = [*map(len, losses)], result.step
+    if step is not None:
+        starts = [start for start, _ in step.segments.spans]
+        index = torch.cat([start + x.nonzero()[:, 0] for start, x in zip(starts, is_target, strict=False)])
+        if not torch.equal(step.target_index.cpu(), index):
+            detail = f"{step.num_targets} targets were counted; the samples have {len(index)}, or have them elsewhere"
+            yield Check.wrong("loss count", detail, value=step.num_targets, allowed=len(index))
+        error = distance(step.target_logprobs, -torch.cat(losses))
+        detail = f"log-probabilities of targets are off by {error:.1e} from those of the samples' logits"
+        yield Check.of_mechanism("head", error, TARGET_LIMITS[low], detail)
+
+    loss, expected = float(result.loss.detach()), float(torch.cat(losses).sum()) / sum(counts)
+    detail = f"the loss is {loss:.6g}, but the samples' {sum(counts)} targets make {expected:.6g}"
+    yield Check.of_mechanism("loss count", relative(loss, expected), LOSS_LIMITS[low], detail)
+    if step is None:
+        return
+
+    if (returned := step.sample_targets.tolist()) != counts:
+        yield Check.wrong("sample results", f"the samples have {counts} targets, and {returned} were returned")
+    error = distance(step.sample_losses, mean_losses(losses))
+    detail = f"a sample gets the loss of another one, or of none: off by {error:.1e}"
+    yield Check.of_mechanism("sample results", error, LOSS_LIMITS[low], detail)
+    rows = zip(step.logprobs, step.offsets or [0] * len(samples), is_target, strict=True)
+    in_place = [row[start : start + len(x)][x.to(row.device)] for row, start, x in rows]
+    if not torch.equal(torch.cat(in_place), step.target_logprobs):
+        yield Check.wrong("sample results", "log-probabilities are at other places than their samples' targets")
+
+
+# ---------------------------------------------------------------------- checks of routers
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RouterLosses:
+    """The routers' part of a loss."""
+
+    balance: float
+    """The load-balancing loss over the real tokens."""
+    added: float
+    """The load-balancing loss as it is added to the loss, with its coefficient."""
+    gradients: Gradients
+    """Gradients of `added` by the routers' parameters."""
+
+
+def reference_router_losses(probed: ProbedModel, samples: Sequence[Sample]) -> RouterLosses | None:
+    """Compute the router losses of the padded batch with its 2D mask.
+
+    None: the model has no routers, or this version of transformers computes no load-balancing loss.
+    """
+    if not probed.family.has("experts"):
+        return None
+    result = PlainPaddedPass(probed=probed)(samples, router_losses=True)
+    if (balance := result.aux_loss) is None:
+        return None
+    losses = [target_losses(x, sample["labels"]) for x, sample in zip(result.logits, samples, strict=True)]
+    added, size = float((result.loss - torch.cat(losses).mean()).detach()), float(balance.detach())
+    of_balance = _router_gradients(balance + 0 * result.loss, probed, backward)  # FSDP2 waits for gradients of outputs
+    gradients = {name: x * (added / size) for name, x in of_balance.items()}
+    return RouterLosses(balance=size, added=added, gradients=gradients)
+
+
+def check_router_losses(
+    packed: PackedPass, samples: Sequence[Sample], expected: RouterLosses, result: ForwardResult, *, right: bool
+) -> list[Check]:
+    """Compare the load-balancing loss with that of the padded batch, also as it is added to the loss, and its gradient.
+
+    The gradient is compared only in float32 and in train mode.
+
+    Args:
+        packed: the packed pass.
+        samples: the samples.
+        expected: the reference.
+        result: the result of the pass with router losses, from `PackedStep`.
+        right: whether logits and losses of targets are right. Only then are the routers named as the cause, because
+            wrong hidden states change router losses, too.
+    """
+    step, circumstance = result.step, packed.circumstance
+    assert step is not None
+    assert step.aux_loss is not None
+    added = step.loss - step.loss_sum / (circumstance.divisor(samples) or total_targets(samples))
+    low = result.logits[0].dtype != torch.float32
+    limit = BALANCE_LIMIT if low else LOSS_LIMITS[False]
+    added_limit = ADDED_LIMIT + (BALANCE_LIMIT if low else 0.0) + 1e-6 / max(abs(expected.added), 1e-30)
+    errors = [
+        ("load-balancing loss", relative(float(step.aux_loss.detach()), expected.balance), limit),
+        ("routers' part of the loss", relative(float(added.detach()), expected.added), added_limit),
+    ]
+    if expected.gradients and circumstance.train and not low:
+        found = gradient_errors(_router_gradients(added, packed.probed, packed.backward), expected.gradients)
+        errors.append(("routers' gradient", max(each.error for each in found.values()), ADDED_LIMIT))
+    detail = "the {} is off by {:.1e} from that of the padded batch with its 2D mask"
+    settings: Any = {"cause": "router" if right else None}
+    return [
+        Check.measured("equality", f"{circumstance.name}: {name}", error, limit, detail.format(name, error), **settings)
+        for name, error, limit in errors
+    ]
+
+
+def _router_gradients(loss: torch.Tensor, probed: ProbedModel, backward: Callable[[torch.Tensor], None]) -> Gradients:
+    """Return the gradients of `loss` by the parameters of all expert blocks, without those of the experts."""
+    take_gradients(probed.model)
+    backward(loss)  # not `autograd.grad`: FSDP2 gives its parameters gradients in a backward pass only
+    gradients = take_gradients(probed.core)
+    names = {module: name for name, module in probed.core.named_modules()}
+    blocks = [names[block] for block in expert_blocks(ModelParts(family=probed.family, core=probed.core))]
+    return {
+        name: gradient
+        for name, gradient in gradients.items()
+        for block in blocks
+        if name.startswith(f"{block}.") and "experts" not in name.removeprefix(block).split(".")
+    }

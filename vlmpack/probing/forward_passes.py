@@ -40,16 +40,8 @@ from vlmpack.model.engine import StepConfig, stored_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
-from vlmpack.testing.comparison import (
-    Outcome,
-    backward,
-    local,
-    of_all_ranks,
-    outcome_of,
-    plain_output,
-    take_gradients,
-)
-from vlmpack.testing.samples import Sample, grids_of, num_targets, padded, sample_like
+from vlmpack.testing.comparison import Outcome, backward, local, of_all_ranks, outcome_of, plain_output, take_gradients
+from vlmpack.testing.samples import Sample, grids_of, num_targets, padded, sample_like, word_ids
 
 NO_GAPS = SlotRule()
 
@@ -246,14 +238,8 @@ class PackedPass:
     """How the samples are packed and computed."""
     rule: SlotRule
     """The rule for padded lengths in the row."""
-    poison: int
-    """Token id that fills the gaps; no result may depend on it."""
-
-    @property
-    def parallel(self) -> Parallel | None:
-        """The ranks that compute the pass together; None: this rank alone."""
-        state = stored_state(self.probed.core)
-        return None if state is None else state.parallel
+    parallel: Parallel | None
+    """The ranks that compute the pass together; None: this rank alone."""
 
     @property
     def context_ranks(self) -> int:
@@ -289,18 +275,17 @@ class PackedPass:
 
     def inputs(self, samples: Sequence[Sample]) -> PaddedBatch | PackedRow:
         """Build the input of the step."""
-        metadata = self.circumstance.metadata
-        return self._batch(samples, metadata=metadata) if self.circumstance.padded else self.row(samples, metadata)
+        side, metadata = self.circumstance.padded, self.circumstance.metadata
+        return padded(samples, side, metadata=metadata) if side else self.row(samples, metadata)
 
     def row(self, samples: Sequence[Sample], metadata: bool = True) -> PackedRow:
         """Pack the samples into a row, in padded circumstances via the batch, with or without metadata on the host."""
-        row = pack(self._batch(samples, metadata=metadata), rule=self.rule, pad_token_id=self.poison)
+        batch = padded(samples, self.circumstance.padded or "right", metadata=metadata)
+        poison = word_ids(self.probed.config).start  # no result may depend on what fills the gaps
+        row = pack(batch, rule=self.rule, pad_token_id=poison)
         if not self.circumstance.shares:
             return row
         return share(row, min_shared=1, read_media=media_reader(self.probed.family, self.probed.config))
-
-    def _batch(self, samples: Sequence[Sample], *, metadata: bool = True) -> PaddedBatch:
-        return padded(samples, self.circumstance.padded or "right", metadata=metadata)
 
     def __call__(
         self, samples: Sequence[Sample], *, router_losses: bool = False, by_step: bool = False

@@ -1,8 +1,7 @@
 """The reference: each sample alone through the unmodified model, with its choices of experts, which other passes are
 held to.
 
-A model that is not deterministic proves nothing about packing. So each sample runs once in eval mode and once in train
-mode. If the results differ, each mode runs again.
+A model that is not deterministic proves nothing about packing. So each sample runs twice.
 
 A router sends a token to the k experts with the highest scores. If the k-th and the next score differ only by rounding,
 the last bit of a hidden state chooses the expert. That bit depends on the processor and on the number of rows in a
@@ -34,36 +33,15 @@ from functools import cached_property, partial
 from typing import Any, final
 
 import torch
-from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from vlmpack.model.engine import StepConfig
-from vlmpack.probing.difference import AloneCalls, record_alone
-from vlmpack.probing.forward_passes import (
-    AUTOCAST,
-    CIRCUMSTANCES,
-    GAPS,
-    ROW,
-    TREE,
-    Circumstance,
-    ForwardPass,
-    PlainPaddedPass,
-    ProbedModel,
-)
-from vlmpack.probing.losses import RouterReference, reference_router_losses
-from vlmpack.testing.branching import Branches, branches_of
-from vlmpack.testing.comparison import (
-    LOW_PRECISION_FACTOR,
-    Errors,
-    Limits,
-    Outcome,
-    compare,
-    distance,
-    local,
-    run_alone,
-)
-from vlmpack.testing.samples import Sample
+from vlmpack.probing.difference import AloneCalls, RouterLosses, record_alone, reference_router_losses
+from vlmpack.probing.forward_passes import CIRCUMSTANCES, TREE, Circumstance, ForwardPass, PlainPaddedPass, ProbedModel
+from vlmpack.probing.report import UnsteadyError
+from vlmpack.testing.comparison import LOW_PRECISION_FACTOR, Limits, Outcome, compare, distance, local, run_alone
+from vlmpack.testing.samples import Branches, Sample, branches_of
 
 Choices = dict[str, list[torch.Tensor]]
 """Maps the name of a block with experts to one tensor for each top-k call: the experts of the N tokens that it routes,
@@ -111,62 +89,46 @@ class HeldChoices:
         return None
 
 
-@final
-@dataclass(kw_only=True)
-class RoutingRecord:
-    """The routing of one pass."""
-
-    choices: Choices
-    """The experts that the pass used."""
-    held: int = 0
-    """Number of choices that were changed to the held ones, over all layers."""
-
-
 def held_to(
     choices: Sequence[Choices], forward: ForwardPass, samples: Sequence[Sample], *, share: float = HOLD_ALL
-) -> AbstractContextManager[RoutingRecord]:
+) -> AbstractContextManager[Routing]:
     """Hold a pass to the choices of experts of its samples alone; `share`: see `HeldChoices`."""
     held = HeldChoices(samples=choices, token_indices=forward.token_indices(samples), share=share)
     return routing(forward.probed, held)
 
 
 @contextmanager
-def routing(probed: ProbedModel, held: HeldChoices | None = None) -> Iterator[RoutingRecord]:
+def routing(probed: ProbedModel, held: HeldChoices | None = None) -> Iterator[Routing]:
     """Record the experts of each token, and hold them to other choices if `held` is given.
 
     The model itself does not change. Without experts, this does nothing.
     """
-    record = RoutingRecord(choices={})
-    blocks = _blocks(probed)
-    if not blocks:
-        yield record
-        return
-    mode = _TopK(record, held)
+    mode, text = Routing(held), probed.family.language_model(probed.core)
+    blocks = {name: module for name, module in text.named_modules() if "experts" in dict(module.named_children())}
     with ExitStack() as stack:
         for name, block in blocks.items():
             stack.callback(block.register_forward_pre_hook(partial(mode.enter, name)).remove)
             stack.callback(block.register_forward_hook(mode.leave, always_call=True).remove)
-        with mode:
-            yield record
-
-
-def _blocks(probed: ProbedModel) -> dict[str, nn.Module]:
-    """Return the modules of the text model that route tokens: modules with a child named `experts`."""
-    text = probed.family.language_model(probed.core)
-    return {name: module for name, module in text.named_modules() if "experts" in dict(module.named_children())}
+        if blocks:
+            stack.enter_context(mode)
+        yield mode
 
 
 @final
-class _TopK(TorchFunctionMode):
-    """Records, and possibly changes, the results of top-k inside a block with experts."""
+class Routing(TorchFunctionMode):
+    """The routing of one pass: records, and possibly changes, the results of top-k inside a block with experts."""
 
-    def __init__(self, record: RoutingRecord, held: HeldChoices | None) -> None:
+    def __init__(self, held: HeldChoices | None) -> None:
         super().__init__()
-        self._record, self._held, self._block = record, held, ""
+        self.choices: Choices = {}
+        """The experts that the pass used."""
+        self.held = 0
+        """Number of choices that were changed to the held ones, over all layers."""
+        self._holding, self._block = held, ""
 
     def enter(self, name: str, *_: Any) -> None:
         self._block = name
-        self._record.choices[name] = []
+        self.choices[name] = []
 
     def leave(self, *_: Any) -> None:
         self._block = ""
@@ -178,9 +140,9 @@ class _TopK(TorchFunctionMode):
         scores = args[0] if args else kwargs["input"]
         if result[1].shape[:-1] != scores.shape[:-1] or not scores.is_floating_point():
             return result  # not a top-k over the experts, which are the last dimension
-        calls = self._record.choices[self._block]
-        if self._held is not None:
-            result = self._hold(self._held, scores, result, len(calls))
+        calls = self.choices[self._block]
+        if self._holding is not None:
+            result = self._hold(self._holding, scores, result, len(calls))
         calls.append(result[1].detach().flatten(0, -2))
         return result
 
@@ -200,7 +162,7 @@ class _TopK(TorchFunctionMode):
         changes = (own.sort(-1).values != indices.sort(-1).values).any(-1)
         if held.share != HOLD_ALL:
             changes &= behind <= held.share * spread
-        self._record.held += int(changes.sum())
+        self.held += int(changes.sum())
         chosen = torch.where(changes[:, None], indices, own).view_as(result[1])
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
@@ -211,6 +173,7 @@ class _TopK(TorchFunctionMode):
 STEADY = 5e-2
 """The most that logits may differ between two runs, as a fraction of the largest. Kernels that sum in a different order
 each time cause small differences in low precision; dropout causes larger ones."""
+UNSTEADY = "set its dropout probabilities to 0, or use deterministic kernels, and probe again"
 
 
 @final
@@ -228,6 +191,10 @@ class ProbeSetup:
     """Dtype of mixed precision; not used if the weights are already in low precision."""
     branches: Branches | None = None
     """The pieces of samples that share prefixes; None: the samples share none."""
+
+    def is_low(self, circumstance: Circumstance) -> bool:
+        """Whether the model computes in low precision."""
+        return self.probed.is_low or circumstance.autocast
 
     def branching(self) -> ProbeSetup:
         """Return the same setup with samples that share prefixes."""
@@ -262,6 +229,15 @@ class ProbeSetup:
 
 @final
 @dataclass(frozen=True, kw_only=True)
+class AloneRun:
+    """The outcome and the choices of experts of each sample alone in one circumstance."""
+
+    outcome: Outcome
+    choices: list[Choices]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
 class Reference:
     """The reference of one circumstance."""
 
@@ -271,10 +247,8 @@ class Reference:
     """Limits of the packed samples' errors."""
     choices: Sequence[Choices]
     """The choices of experts of each sample alone, in float32."""
-
-
-class UnsteadyError(ArithmeticError):
-    """The model returns different numbers when it runs again."""
+    logits: Sequence[torch.Tensor]
+    """Logits of each sample alone, in the precision of the circumstance."""
 
 
 @final
@@ -285,46 +259,35 @@ class References:
 
     def __init__(self, setup: ProbeSetup) -> None:
         self._setup = setup
+        self._known: dict[str, Reference] = {}
 
-    def of(self, circumstance: Circumstance) -> Reference | None:
-        """Return the reference of a circumstance; None: the model is not deterministic in it."""
-        if circumstance.autocast:
-            return self.autocast
-        return self.train if circumstance.train else self.eval
-
-    @cached_property
-    def eval(self) -> Reference:
-        """Reference in eval mode.
+    def of(self, circumstance: Circumstance) -> Reference:
+        """Return the reference of a circumstance. In train mode, it is in most models the same as in eval mode.
 
         Raises:
+            UnsteadyError: two runs of the same samples alone differ in it.
             ArithmeticError: the model returns NaN or infinity without any packing.
         """
-        return _exact_reference(self._setup, GAPS, self._alone)
+        mode = "autocast" if circumstance.autocast else "train" if circumstance.train else "eval"
+        if mode not in self._known:
+            self._known[mode] = self._computed(circumstance)
+        return self._known[mode]
 
-    @cached_property
-    def train(self) -> Reference | None:
-        """Reference in train mode, in most models the same as in eval mode; None: not deterministic in train mode.
-
-        Raises:
-            UnsteadyError: two runs of the same samples differ in eval mode.
-        """
+    def _computed(self, circumstance: Circumstance) -> Reference:
         setup = self._setup
-        return _tree_reference(setup) if setup.branches else _train_reference(setup, self._alone, self.eval)
+        if circumstance.shares or not circumstance.train:
+            return _reference(setup, circumstance)
+        if circumstance.autocast:
+            return _reference(setup, circumstance, self.of(replace(circumstance, autocast=False)))
+        in_eval, trained = self.of(replace(circumstance, train=False)), _run_alone(setup, circumstance, gradients=False)
+        is_same = _largest_difference(trained.outcome.logits, in_eval.logits) <= min(in_eval.limits.logits, STEADY)
+        return in_eval if is_same else _reference(setup, circumstance)
 
     @cached_property
-    def autocast(self) -> Reference | None:
-        """Reference in mixed precision; None: not deterministic, or the weights are already in low precision."""
-        return None if self.train is None or self._setup.probed.is_low else _autocast_reference(self._setup, self.train)
-
-    @cached_property
-    def routers(self) -> RouterReference | None:
+    def routers(self) -> RouterLosses | None:
         """Router losses of plain transformers for the padded batch with its 2D mask; None: no routers, or no such
         loss."""
         return reference_router_losses(self._setup.probed, self._setup.samples)
-
-    @cached_property
-    def _alone(self) -> _AloneRun:
-        return _run_alone(self._setup, GAPS)
 
 
 DELTA_GRADIENT = 2e-3
@@ -333,39 +296,22 @@ DELTA_GRADIENT = 2e-3
 leaks of these layers' states."""
 
 
-def _tree_reference(setup: ProbeSetup) -> Reference:
-    """Compute the reference of samples that share prefixes, for a model that is deterministic in train mode."""
-    reference, family = _exact_reference(setup, TREE, _run_alone(setup, TREE)), setup.probed.family
-    if not family.has("gated_delta"):
-        return reference
-    limits, layer = reference.limits, family.mechanisms["gated_delta"]["layer"]
-    wider = {group: max(limit, DELTA_GRADIENT) for group, limit in limits.gradients.items() if layer in group}
-    return replace(reference, limits=replace(limits, gradients={**limits.gradients, **wider}))
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class _AloneRun:
-    """The outcome and the choices of experts of each sample alone in one circumstance."""
-
-    outcome: Outcome
-    choices: list[Choices]
-
-
-def _run_alone(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None) -> _AloneRun:
-    """Run each sample alone in the mode and precision of a circumstance, with gradients, held to `choices`."""
+def _run_alone(
+    setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None, *, gradients: bool = True
+) -> AloneRun:
+    """Run each sample alone in the mode and precision of a circumstance, held to `choices`."""
     probed = setup.probed
     chosen: list[Choices] = []
 
     @contextmanager
     def recording() -> Iterator[None]:
         held = None if choices is None else held_alone(setup, choices, len(chosen), share=OPEN[True])
-        with setup.computing(circumstance), torch.enable_grad(), routing(probed, held) as routed:
+        with setup.computing(circumstance), torch.set_grad_enabled(gradients), routing(probed, held) as routed:
             yield
         chosen.append(routed.choices)
 
-    outcome = run_alone(probed.model, setup.samples, forward_context=recording)
-    return _AloneRun(outcome=outcome, choices=chosen)
+    outcome = run_alone(probed.model, setup.samples, gradients=gradients, forward_context=recording)
+    return AloneRun(outcome=outcome, choices=chosen)
 
 
 def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices]) -> list[AloneCalls]:
@@ -384,81 +330,44 @@ def held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int, *, sh
     return HeldChoices(samples=[choices[sample]], token_indices=token_indices, share=share)
 
 
-def _run_in_float32(setup: ProbeSetup, circumstance: Circumstance) -> _AloneRun:
-    exact = ProbedModel.of(copy.deepcopy(setup.probed.model).float())
-    return _run_alone(replace(setup, probed=exact, samples=exact.with_its_pixels(setup.samples)), circumstance)
+def _reference(setup: ProbeSetup, circumstance: Circumstance, exact: AloneRun | Reference | None = None) -> Reference:
+    """Compute a reference in float32, and set limits from the errors of the samples alone, and from those of plain
+    transformers' padded batch. If the padded batch raises an error, it does not count.
 
-
-def _reference(
-    setup: ProbeSetup,
-    circumstance: Circumstance,
-    alone: _AloneRun,
-    truth: Outcome,
-    choices: Sequence[Choices],
-    *,
-    low: bool,
-) -> Reference:
-    """Set limits from the errors of the samples alone against float32, and from those of plain transformers' padded
-    batch. If the padded batch raises an error, it does not count."""
-    errors, probed = compare(alone.outcome, truth, low=low), setup.probed
-
-    def of_batch() -> Errors:
-        forward = PlainPaddedPass(probed=probed)
-        held = held_to(choices, forward, setup.samples, share=OPEN[low])
-        with setup.computing(circumstance), torch.enable_grad(), held:
-            result = forward(setup.samples)
-        return compare(result.outcome(probed.model, setup.samples), truth, low=low)
-
-    try:
-        padded = of_batch()
-    except Exception:
-        padded = errors
-    limits = Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0)
-    return Reference(outcome=truth, limits=limits, choices=choices)
-
-
-def _exact_reference(setup: ProbeSetup, circumstance: Circumstance, alone: _AloneRun) -> Reference:
-    """Compute a reference in float32, whatever the model's precision; `alone`: in the model's precision."""
-    low = setup.probed.is_low
-    exact = _run_in_float32(setup, circumstance) if low else alone
-    for outcome in (alone.outcome, exact.outcome):
-        _check_finite(setup.probed, outcome)
+    `exact`: the samples alone in float32, if they are known; else they run in a copy of a model in low precision.
+    """
+    probed, samples, low = setup.probed, setup.samples, setup.is_low(circumstance)
+    alone = _run_alone(setup, circumstance)
+    _check_finite(probed, alone.outcome)
+    logits, again = alone.outcome.logits, _run_alone(setup, circumstance, gradients=False)
+    if _largest_difference(again.outcome.logits, logits) > STEADY:
+        raise UnsteadyError(f"two runs of the same samples alone differ: {UNSTEADY}")
+    if exact is None and low:
+        copied = ProbedModel.of(copy.deepcopy(probed.model).float())
+        exact = _run_alone(replace(setup, probed=copied, samples=copied.with_its_pixels(samples)), circumstance)
+        _check_finite(probed, exact.outcome)
+    exact = exact or alone
     if low and any(exact.choices):
         alone = _run_alone(setup, circumstance, choices=exact.choices)
-    return _reference(setup, circumstance, alone, exact.outcome, exact.choices, low=low)
+    errors = compare(alone.outcome, exact.outcome, low=low)
+    try:
+        forward = PlainPaddedPass(probed=probed)
+        held = held_to(exact.choices, forward, samples, share=OPEN[low])
+        with setup.computing(circumstance), torch.enable_grad(), held:
+            batch = forward(samples)
+        padded = compare(batch.outcome(probed.model, samples), exact.outcome, low=low)
+    except Exception:
+        padded = errors
+    limits, family = Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0), probed.family
+    if circumstance.shares and family.has("gated_delta"):
+        layer = family.mechanisms["gated_delta"]["layer"]
+        wider = {group: max(limit, DELTA_GRADIENT) for group, limit in limits.gradients.items() if layer in group}
+        limits = replace(limits, gradients={**limits.gradients, **wider})
+    return Reference(outcome=exact.outcome, limits=limits, choices=exact.choices, logits=logits)
 
 
-def _train_reference(setup: ProbeSetup, alone: _AloneRun, in_eval: Reference) -> Reference | None:
-    """Compute the reference in train mode; None: not deterministic. `alone`: in eval mode, in the model's precision."""
-
-    def steady(run: _AloneRun, other: _AloneRun) -> bool:
-        errors, limits = compare(run.outcome, other.outcome, low=setup.probed.is_low), in_eval.limits
-        if not errors.logits <= min(limits.logits, STEADY):
-            return False
-        return all(worst.error <= limits.gradients[group] for group, worst in errors.gradients.items())
-
-    trained = _run_alone(setup, ROW)
-    if steady(trained, alone):
-        return in_eval
-    if not steady(_run_alone(setup, GAPS), alone):
-        raise UnsteadyError("two runs of the same samples alone differ, without any packing")
-    if not steady(_run_alone(setup, ROW), trained):
-        return None
-    exact = _run_in_float32(setup, ROW) if setup.probed.is_low else trained
-    return replace(in_eval, outcome=exact.outcome, choices=exact.choices)
-
-
-def _autocast_reference(setup: ProbeSetup, in_train: Reference) -> Reference | None:
-    """Compute the reference in mixed precision; None: the model is not deterministic in it."""
-    alone = _run_alone(setup, AUTOCAST)
-    again = run_alone(
-        setup.probed.model, setup.samples, gradients=False, forward_context=lambda: setup.computing(AUTOCAST)
-    )
-    if max(distance(x, y) for x, y in zip(again.logits, alone.outcome.logits, strict=True)) > STEADY:
-        return None
-    if any(in_train.choices):
-        alone = _run_alone(setup, AUTOCAST, choices=in_train.choices)
-    return _reference(setup, AUTOCAST, alone, in_train.outcome, in_train.choices, low=True)
+def _largest_difference(logits: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
+    return max(distance(x, y) for x, y in zip(logits, others, strict=True))
 
 
 def _check_finite(probed: ProbedModel, outcome: Outcome) -> None:

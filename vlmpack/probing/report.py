@@ -33,6 +33,10 @@ BAD: tuple[Finding, ...] = ("fails", "leaks", "differs", "not deterministic")
 """Findings that a packed row must not have, the worst first. A model that is not deterministic proves nothing."""
 
 
+class UnsteadyError(ArithmeticError):
+    """The model returns different numbers when it runs again."""
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Check:
@@ -86,12 +90,20 @@ class Check:
     @classmethod
     def raised(cls, part: CheckPart, name: str, error: Exception) -> Check:
         """Report the error that a check raised."""
+        if isinstance(error, UnsteadyError):
+            finding = "not deterministic"
+            return cls(part=part, name=name, finding=finding, cause=finding, detail=str(error))
         return cls(part=part, name=name, finding="fails", detail=one_line(error))
 
     @property
     def is_bad(self) -> bool:
         """Whether a packed row must not have this finding."""
         return self.finding in BAD
+
+    @property
+    def rank(self) -> int:
+        """0 for the worst finding; `len(BAD)` for all that a packed row may have."""
+        return BAD.index(self.finding) if self.is_bad else len(BAD)
 
 
 @final
@@ -161,32 +173,16 @@ class Report:
         """The mechanisms at fault, each once; "unknown" if the row is wrong but no single mechanism shows it."""
         return causes_of(self.checks)
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The report as lines of text: the verdict, the causes, and one line for each check."""
-        checks = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
-        causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
-        return tuple(line.rstrip() for line in (self._head, *causes, *checks))
-
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON. JSON has no infinity, so the largest float replaces it."""
         return _finite({"verdict": self.verdict, "causes": list(self.causes), **asdict(self)})
 
     def __repr__(self) -> str:
-        bad = sum(check.is_bad for check in self.checks)
-        causes = f" ({', '.join(self.causes)})" if bad else ""
-        return f"Report({self._head}{causes}; {len(self.checks)} checks, {bad} bad)"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the lines in a notebook."""
-        printer.text(str(self))
-
-    @property
-    def _head(self) -> str:
-        return f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
+        """Return the verdict, the causes, and one line for each check."""
+        head = f"{self.model} ({self.weights}), {self.device}, {self.dtype}, {self.attention}: {self.verdict}"
+        causes = [f"cause: {', '.join(self.causes)}"] if self.causes else []
+        checks = [f"  {check.part:<10} {check.name:<40} {check.finding:<12} {check.detail}" for check in self.checks]
+        return "\n".join(line.rstrip() for line in (head, *causes, *checks))
 
 
 def _finite(value: Any) -> Any:

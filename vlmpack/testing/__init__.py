@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from vlmpack.testing.branching import branches_of, joined
-from vlmpack.testing.models import tiny_config, tiny_model
+from vlmpack.testing.models import TinySizes, tiny_config, tiny_model
 from vlmpack.testing.processors import tiny_processor
 from vlmpack.testing.receipts import SyntheticReceipts, receipt_conversations
-from vlmpack.testing.recipes import TinySizes
-from vlmpack.testing.samples import (
-    Sample,
-    alone,
-    build_sample,
-    mixed_samples,
-    padded,
-)
+from vlmpack.testing.samples import Sample, alone, branches_of, build_sample, joined, mixed_samples, padded
 
 __all__ = [
     "Sample",

@@ -3,7 +3,7 @@
     alone = run_alone(model, samples)                     # plain transformers, one sample at a time
     packed = run_packed(model, row, samples)              # one packed row, or a padded batch that the step packs
     errors = compare(packed, alone)                       # logits, losses and gradients, including the vision tower's
-    assert not problems(errors, FLOOR)
+    assert all(each.error <= each.allowed for each in errors.measured(FLOOR))
 
 Errors are fractions of the largest entry.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,12 @@ from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_of
 from vlmpack.layout.batch import PaddedBatch
 from vlmpack.layout.row import IGNORE, PackedRow
+from vlmpack.model.enable import disable_packing, is_packing
+from vlmpack.model.engine import StepConfig
+from vlmpack.model.plain import find_model
+from vlmpack.model.result import StepResult
+from vlmpack.model.step import PackedStep
 from vlmpack.testing.samples import Sample, alone, num_targets
-
-if TYPE_CHECKING:  # importing this module must not load transformers
-    from vlmpack.model.engine import StepConfig
-    from vlmpack.model.result import StepResult, Work
 
 T = TypeVar("T")
 Gradients = Mapping[str, torch.Tensor]
@@ -62,8 +63,6 @@ class Outcome:
     """Mean loss over the targets of all samples, as the pass returned it."""
     gradients: Gradients
     """Gradients of `loss`; frozen parameters have none."""
-    work: Work | None = None
-    """Work counts of a packed step."""
 
 
 @final
@@ -123,11 +122,6 @@ class Measurement:
     """The limit of `error`."""
     parameter: str = ""
     """Name of the worst parameter of a group."""
-
-    @property
-    def exceeds(self) -> bool:
-        """Whether the error is NaN or above its limit."""
-        return not self.error <= self.allowed
 
     def __str__(self) -> str:
         text = f"off by {self.error:.1e}, allowed {self.allowed:.1e}"
@@ -206,8 +200,6 @@ def run_alone(
     Raises:
         ConfigError: packing is enabled on the model.
     """
-    from vlmpack.model.enable import is_packing
-
     if is_packing(model):
         raise ConfigError("packing is enabled on the model that is the reference; call disable_packing(model) first")
     count = sum(num_targets(sample) for sample in samples)
@@ -241,9 +233,6 @@ def run_packed(
 
     Packing is enabled during the run, and disabled afterwards if it was disabled before.
     """
-    from vlmpack.model.enable import disable_packing, is_packing
-    from vlmpack.model.step import PackedStep
-
     enabled = is_packing(model)
     take_gradients(model)
     try:
@@ -251,9 +240,8 @@ def run_packed(
             result = PackedStep(model, settings)(packed, logits=True)
         if gradients:
             backward(result.loss)
-        loss, losses = float(result.loss.detach()), result.sample_losses
-        logits = logits_by_sample(result)
-        return outcome_of(model, samples, logits, loss, sample_losses=losses, work=result.work)
+        loss, logits = float(result.loss.detach()), logits_by_sample(result)
+        return outcome_of(model, samples, logits, loss, sample_losses=result.sample_losses)
     finally:
         if not enabled:
             disable_packing(model)
@@ -266,8 +254,6 @@ def plain_output(
 
     `use_cache`: None uses the setting of the model's configuration.
     """
-    from vlmpack.model.plain import find_model
-
     device = next(model.parameters()).device
     placed = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
     if use_cache is not None:
@@ -284,11 +270,10 @@ def outcome_of(
     loss: float,
     *,
     sample_losses: torch.Tensor | None = None,
-    work: Work | None = None,
 ) -> Outcome:
     """Collect an outcome from the logits [L, V] of each sample and the gradients that the model holds.
 
-    `sample_losses`: [B], as the pass returned them; None: computed from the logits. `work`: counts of a packed step.
+    `sample_losses`: [B], as the pass returned them; None: computed from the logits.
     """
     on_host = [to_host(x) for x in logits]
     losses = [target_losses(x, sample["labels"]) for x, sample in zip(on_host, samples, strict=True)]
@@ -298,7 +283,6 @@ def outcome_of(
         sample_losses=mean_losses(losses) if sample_losses is None else to_host(sample_losses),
         loss=loss,
         gradients=take_gradients(model),
-        work=work,
     )
 
 
@@ -367,11 +351,6 @@ def compare(
     )
 
 
-def problems(errors: Errors, limits: Limits) -> list[str]:
-    """Describe every error above its limit, one line each; empty: packed equals alone within the limits."""
-    return [f"{each.name}: {each}" for each in errors.measured(limits) if each.exceeds]
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class GradientCosine:
@@ -391,54 +370,31 @@ def smallest_cosine(actual: Gradients, truth: Gradients) -> GradientCosine:
     The cosine counts as 0 if only one side has a gradient. It counts as 1 if both gradients are 0, or if the parameter
     is a bias whose gradients are only rounding errors (see `ROUNDING`).
     """
-    cosines = {name: _cosine(actual.get(name), truth.get(name)) for name in {**truth, **actual}}
-    for name in cosines.keys() & truth.keys():
-        if (weight := truth.get(_weight_of(name) or "")) is None:
-            continue
-        pair = (truth[name], actual.get(name, truth[name]))
-        if all(float(gradient.abs().max()) < ROUNDING * float(weight.abs().max()) for gradient in pair):
-            cosines[name] = 1.0
+    cosines: dict[str, float] = {}
+    for name, like in {**actual, **truth}.items():
+        zero, weight = torch.zeros_like(like), truth.get(_weight_of(name) or "")
+        pair = [gradients.get(name, zero).double().flatten() for gradients in (actual, truth)]
+        least = 0.0 if weight is None else ROUNDING * float(weight.abs().max())
+        is_rounding = all(float(x.abs().max()) <= least for x in pair)
+        cosines[name] = 1.0 if is_rounding else float(F.cosine_similarity(*pair, dim=0, eps=1e-30))
     worst = min(cosines, key=cosines.__getitem__)
     return GradientCosine(cosine=cosines[worst], parameter=worst, parameters=len(cosines))
 
 
-def _cosine(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
-    if a is None or b is None:
-        return 0.0
-    x, y = a.double().flatten(), b.double().flatten()
-    norms = float(x.norm() * y.norm())
-    return float(x @ y) / norms if norms else float(not x.any() and not y.any())
+def _size(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the largest difference, the largest expected entry, and the sums of squares of both: float64 [4]."""
+    if not expected.numel():  # of a weight with fewer rows than ranks
+        return torch.zeros(4, dtype=torch.float64)
+    expected = _at_least_float32(expected)
+    difference = _at_least_float32(actual).to(expected.device) - expected
+    largest = [difference.abs().nan_to_num(nan=inf).max(), expected.abs().max()]
+    return torch.stack([*largest, difference.square().sum(), expected.square().sum()]).to("cpu", torch.float64)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Size:
-    """The size of a gradient and of its error; on a rank with a part of it, of that part."""
-
-    error: float
-    """Largest difference."""
-    expected: float
-    """Largest entry of the reference."""
-    squares: tuple[float, float] = (0.0, 0.0)
-    """Sums of squares of both, in low precision."""
-
-    @classmethod
-    def of(cls, actual: torch.Tensor, expected: torch.Tensor, *, low: bool) -> _Size:
-        expected = _at_least_float32(expected)
-        difference = _at_least_float32(actual).to(expected.device) - expected
-        if not expected.numel():  # of a weight with fewer rows than ranks
-            return cls(error=0.0, expected=0.0)
-        return cls(
-            error=float(difference.abs().nan_to_num(nan=inf).max()),
-            expected=float(expected.abs().max()),
-            squares=(float(difference.square().sum()), float(expected.square().sum())) if low else (0.0, 0.0),
-        )
-
-    def __or__(self, other: _Size) -> _Size:
-        """Return the size of two parts together."""
-        (a, b), (c, d) = self.squares, other.squares
-        error, expected = max(self.error, other.error), max(self.expected, other.expected)
-        return _Size(error=error, expected=expected, squares=(a + c, b + d))
+def _together(sizes: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return the size of several tensors together; see `_size`."""
+    sizes_N4 = torch.stack([*sizes])
+    return torch.cat([sizes_N4[:, :2].amax(0), sizes_N4[:, 2:].sum(0)])
 
 
 def gradient_errors(
@@ -448,28 +404,25 @@ def gradient_errors(
 
     Of a model that is divided over ranks, each rank compares its parts, and all of them get the same errors.
     """
-    sizes: dict[str, _Size] = {}
+    sizes: dict[str, torch.Tensor] = {}
     for name, like in {**actual, **truth}.items():
         zero = torch.zeros_like(local(like))
-        sizes[name] = _Size.of(local(actual.get(name, zero)), local(truth.get(name, zero)), low=low)
+        sizes[name] = _size(local(actual.get(name, zero)), local(truth.get(name, zero)))
     if any(isinstance(gradient, DTensor) for gradient in truth.values()):
-        mine, sizes = sizes, {}
-        for of_rank in of_all_ranks(mine):
-            sizes |= {name: sizes[name] | size if name in sizes else size for name, size in of_rank.items()}
-    largest = max((size.expected for size in sizes.values()), default=0.0)
-    groups: dict[str, GradientError] = {}
-    squares: dict[str, tuple[float, float]] = {}
+        of_ranks = of_all_ranks(sizes)
+        sizes = {name: _together(of_rank[name] for of_rank in of_ranks) for name in sizes}
+    expected = {name: float(size[1]) for name, size in sizes.items()}
+    largest = max(expected.values(), default=0.0)
+    found: dict[str, dict[str, float]] = {}
     for name, size in sizes.items():
-        weight = sizes.get(_weight_of(name) or "")
-        least = max(smallest * largest, 0.0 if weight is None else weight.expected)
-        error, group = size.error / max(size.expected, least, 1e-30), group_of(name)
-        of_group = squares.get(group, (0.0, 0.0))
-        squares[group] = of_group[0] + size.squares[0], of_group[1] + size.squares[1]
-        if group not in groups or not error <= groups[group].error:
-            groups[group] = GradientError(error=error, parameter=name)
-    if low:
-        return {name: replace(worst, error=_root(*squares[name])) for name, worst in groups.items()}
-    return groups
+        least = max(smallest * largest, expected.get(_weight_of(name) or "", 0.0))
+        found.setdefault(group_of(name), {})[name] = float(size[0]) / max(expected[name], least, 1e-30)
+    errors: dict[str, GradientError] = {}
+    for group, of_group in found.items():
+        worst = max(of_group, key=of_group.__getitem__)
+        squares = _together(sizes[name] for name in of_group)[2:].tolist()
+        errors[group] = GradientError(error=_root(*squares) if low else of_group[worst], parameter=worst)
+    return errors
 
 
 def _weight_of(name: str) -> str | None:
@@ -508,7 +461,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0
     infinite."""
     expected = _at_least_float32(expected)
     difference = (_at_least_float32(actual).to(expected.device) - expected).abs().nan_to_num(nan=inf)
-    return float(difference.max()) / max(float(expected.abs().max()), least, 1e-30)
+    return float(difference.max()) / max(float(expected.abs().nan_to_num().max()), least, 1e-30)
 
 
 def rms_distance(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from vlmpack.data.processor import without_parts
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import FAMILIES
-from vlmpack.testing.models import DEFAULT_FAMILY, patch_size_of
-from vlmpack.testing.recipes import MEL_BINS
+from vlmpack.testing.models import DEFAULT_FAMILY, MEL_BINS, patch_size_of
 
 
 def _split(words: str) -> tuple[str, ...]:
@@ -158,19 +157,18 @@ def trained_vocabulary(vocab_size: int) -> str:
 # ---------------------------------------------------------------------- processors that take audio
 
 _MEDIA = ("image", "video", "audio")
+
+
+def _omni_tokens(placeholders: Sequence[str], start: str, end: str) -> dict[str, str]:
+    tokens = {f"{kind}_token": f"<|{name}|>" for kind, name in zip(_MEDIA, placeholders, strict=True)}
+    for kind in ("vision", "audio"):
+        tokens |= {f"{kind}_bos_token": f"<|{kind}_{start}|>", f"{kind}_eos_token": f"<|{kind}_{end}|>"}
+    return tokens
+
+
 OMNI_TOKENS = {
-    "qwen2_5_omni_thinker": {
-        **{f"{kind}_token": f"<|{kind.upper()}|>" for kind in _MEDIA},
-        **{f"{kind}_{end}_token": f"<|{kind}_{end}|>" for kind in ("vision", "audio") for end in ("bos", "eos")},
-    },
-    "qwen3_omni_moe_thinker": {
-        **{f"{kind}_token": f"<|{kind}_pad|>" for kind in _MEDIA},
-        **{
-            f"{kind}_{end}_token": f"<|{kind}_{name}|>"
-            for kind in ("vision", "audio")
-            for end, name in (("bos", "start"), ("eos", "end"))
-        },
-    },
+    "qwen2_5_omni_thinker": _omni_tokens([kind.upper() for kind in _MEDIA], "bos", "eos"),
+    "qwen3_omni_moe_thinker": _omni_tokens([f"{kind}_pad" for kind in _MEDIA], "start", "end"),
 }
 """Special tokens of each family, by their attribute names in the tokenizer."""
 

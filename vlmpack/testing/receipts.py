@@ -230,11 +230,10 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 # ---------------------------------------------------------------------- values
 
-MENU_FIELDS = ("nm", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "sub")
 FIELDS = {
-    "menu": MENU_FIELDS,
-    "sub_total": ("subtotal_price", "discount_price", "service_price", "othersvc_price", "tax_price", "etc"),
-    "total": (
+    "menu": ["nm", "unitprice", "cnt", "discountprice", "price", "itemsubtotal", "sub"],
+    "sub_total": ["subtotal_price", "discount_price", "service_price", "othersvc_price", "tax_price", "etc"],
+    "total": [
         "total_price",
         "cashprice",
         "changeprice",
@@ -242,7 +241,7 @@ FIELDS = {
         "emoneyprice",
         "menutype_cnt",
         "menuqty_cnt",
-    ),
+    ],
 }
 """The classes that are printed, in CORD's order. Source: github.com/clovaai/cord, README."""
 
@@ -272,8 +271,8 @@ def _add(group: dict[str, Any], name: str, text: str, sub_group: int) -> None:
     group[name] = text if value is None else [*([value] if isinstance(value, str) else value), text]
 
 
-def _in_order(group: dict[str, Any], fields: tuple[str, ...]) -> dict[str, Any]:
+def _in_order(group: dict[str, Any], fields: list[str]) -> dict[str, Any]:
     if "sub" in group:
-        subs = [_in_order(sub, MENU_FIELDS) for sub in group["sub"].values()]
+        subs = [_in_order(sub, FIELDS["menu"]) for sub in group["sub"].values()]
         group["sub"] = subs if len(subs) > 1 else subs[0]
     return {name: group[name] for name in fields if name in group}

@@ -18,18 +18,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, final
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.errors import SampleError, VlmpackError
+from vlmpack.errors import ConfigError, SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import family_named, family_of_processor
@@ -40,8 +40,8 @@ from vlmpack.layout.batch import MEDIA_KEYS, HostMetadata, Media, PaddedBatch
 from vlmpack.layout.media import IMAGE, TEXT, Expected, Grid, MediaTable, place
 from vlmpack.layout.row import IGNORE, pack
 from vlmpack.layout.segments import Segments
+from vlmpack.testing.models import AUDIO_TOKENS, MEDIA_TOKENS
 from vlmpack.testing.receipts import SMALLEST_LEGIBLE, SyntheticReceipts
-from vlmpack.testing.recipes import AUDIO_TOKENS, MEDIA_TOKENS
 
 Kind = Literal["text", "image", "images", "video", "images_and_video", "audio", "everything"]
 
@@ -65,23 +65,23 @@ SMALL = (64, 64)
 class Sample(dict[str, torch.Tensor]):
     """A processor's output for one conversation, without the batch axis, and the model that it is for."""
 
-    family: Family | None = None
-    """The model's family; None: the sample has no media, or they are joined along their first axis."""
-    config: Any = None
-    """The model's configuration; None: unknown, so the modality of tokens is unknown, too."""
-
-    @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor], family: Family | None, config: Any = None) -> Sample:
-        """Make a sample from tensors, for a model of this family with this configuration."""
-        sample = cls(tensors)
-        sample.family, sample.config = family, config
-        return sample
+    def __init__(self, tensors: Mapping[str, torch.Tensor], family: Family | None = None, config: Any = None) -> None:
+        super().__init__(tensors)
+        self.family = family
+        """The model's family; None: the sample has no media, or they are joined along their first axis."""
+        self.config = config
+        """The model's configuration; None: unknown, so the modality of tokens is unknown, too."""
 
 
-def sample_like(sample: Mapping[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> Sample:
+def sample_like(sample: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> Sample:
     """Make a sample from `tensors`, with the family and configuration of `sample` (a plain dictionary has none)."""
-    model = (sample.family, sample.config) if isinstance(sample, Sample) else (None, None)
-    return Sample.of(tensors, *model)
+    return Sample(tensors, *((sample.family, sample.config) if isinstance(sample, Sample) else ()))
+
+
+def join_tensors(parts: Sequence[Mapping[str, torch.Tensor]], family: Family | None) -> dict[str, torch.Tensor]:
+    """Join the tensors of samples or of media by name, in order; None: along the first axis."""
+    names, joins = dict.fromkeys(name for part in parts for name in part), {} if family is None else family.media
+    return {name: joins.get(name, Join())([part[name] for part in parts if name in part]) for name in names}
 
 
 def build_sample(
@@ -121,19 +121,22 @@ def build_sample(
     family = family_named(config.model_type)
     rng = torch.Generator().manual_seed(seed + 1)
     several = len(image_grids) > 1 if several is None else several
-    tiles: list[tuple[list[int], Tensors]] = []
-    clips: list[tuple[list[int], Tensors]] = []
-    if not family.has_grids:
 
-        def draw(*sizes: int) -> torch.Tensor:
-            return torch.randn(sizes, generator=rng)
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=rng)
 
+    tensors: Tensors = {}
+    if family.has_grids:
+        images = [_written(config, config.image_token_id, [family.media_tokens([x], config)]) for x in image_grids]
+        videos = [_video(config, family, grid) for grid in video_grids]
+    else:
         tiles = [_image_of_tiles(config, family, grid, draw, several=several) for grid in image_grids]
         clips = [_video_of_tiles(config, family, grid, draw) for grid in video_grids]
-    images = [tokens for tokens, _ in tiles] or [
-        _image_of(config, family.media_tokens([grid], config)) for grid in image_grids
-    ]
-    videos = [tokens for tokens, _ in clips] or [_video(config, grid) for grid in video_grids]
+        images, videos = [ids for ids, _ in tiles], [ids for ids, _ in clips]
+        tensors = join_tensors([tensors for _, tensors in (*tiles, *clips)], family)
+        if images:
+            counts = {"batch_num_images": torch.tensor([len(images)])} if "batch_num_images" in family.media else {}
+            tensors |= {**counts, IMAGE_TOKENS_KEY: torch.tensor([ids.count(config.image_token_id) for ids in images])}
     audios = [_audio(config, family, frames) for frames in audio_frames]
     visual = videos + images if videos_first else images + videos
     media = [*visual[:1], *audios, *visual[1:], []]
@@ -146,7 +149,7 @@ def build_sample(
     if labeled is not None:
         targets = [i == 0 or i >= len(ids) - labeled for i in range(len(ids))]
     input_ids = torch.tensor(ids)
-    sample: dict[str, torch.Tensor] = {"input_ids": input_ids}
+    sample: Tensors = {"input_ids": input_ids}
     sample |= {"labels": torch.where(torch.tensor(targets, dtype=torch.bool), input_ids, IGNORE)}
     if family.token_types is not None:
         sample[family.token_types] = family.media_types(input_ids, config)
@@ -154,43 +157,24 @@ def build_sample(
     suffix = (stretches[-1] + 1) // 2 if labeled is None else labeled
     for name in family.token_columns:
         sample[name] = (torch.arange(len(ids)) >= len(ids) - suffix).long()
-    if tiles or clips:
-        return Sample.of(sample | _joined(tiles, clips, family, config), family, config)
+    if not family.has_grids:
+        return Sample(sample | tensors, family, config)
     for name, pixels, grids in (
         ("image_grid_thw", "pixel_values", image_grids),
         ("video_grid_thw", "pixel_values_videos", video_grids),
     ):
         if grids:
             sample[name] = torch.tensor(grids)
-            sample[pixels] = torch.randn(sum(map(prod, grids)), *family.patch_shape(config), generator=rng)
+            sample[pixels] = draw(sum(map(prod, grids)), *family.patch_shape(config))
     if audio_frames:
         mask = (torch.arange(max(audio_frames)) < torch.tensor(audio_frames)[:, None]).long()
-        frames = torch.randn(len(mask), config.audio_config.num_mel_bins, mask.shape[1], generator=rng)
+        frames = draw(len(mask), config.audio_config.num_mel_bins, mask.shape[1])
         sample["input_features"] = frames.where(mask[:, None].bool(), UNREAD)
         sample["feature_attention_mask"] = mask
     name = "video_second_per_grid" if "video_second_per_grid" in family.media else "second_per_grid_ts"
     if video_grids and (name in family.media or hasattr(config.vision_config, "tokens_per_second")):
         sample[name] = torch.tensor(seconds, dtype=torch.float32)
-    return Sample.of(sample, family, config)
-
-
-def _joined(
-    tiles: Sequence[tuple[list[int], Tensors]],
-    clips: Sequence[tuple[list[int], Tensors]],
-    family: Family,
-    config: Any,
-) -> Tensors:
-    """Join the tensors of a sample's images and videos by name."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in (item for _, tensors in (*tiles, *clips) for item in tensors.items()):
-        parts.setdefault(name, []).append(tensor)
-    joined = {name: family.media[name](tensors) for name, tensors in parts.items()}
-    if not tiles:
-        return joined
-    tokens = [ids.count(config.image_token_id) for ids, _ in tiles]
-    if "batch_num_images" in family.media:
-        joined["batch_num_images"] = torch.tensor([len(tiles)])
-    return {**joined, IMAGE_TOKENS_KEY: torch.tensor(tokens)}
+    return Sample(sample, family, config)
 
 
 def random_sample(
@@ -278,6 +262,12 @@ def synthetic_samples(config: Any) -> list[Sample]:
     ]
 
 
+def probe_samples(config: Any, processor: Any = None) -> list[Sample]:
+    """Build the samples of a probe, with a processor or from random ids and pixels."""
+    samples = synthetic_samples(config) if processor is None else processed_samples(processor)
+    return with_adversarial_lengths(samples, config)
+
+
 def processed_samples(processor: Any) -> list[Sample]:
     """Build samples with a processor: one image, a text, two images, and if it takes them a video and two audios.
 
@@ -291,15 +281,13 @@ def processed_samples(processor: Any) -> list[Sample]:
     images = [record["image"] if by_grid else record["image"].resize(SMALL) for record in records]
     bounds = _bounds(processor.image_processor, IMAGE_TOKENS) if by_grid else {}
     first, *others = ({"type": "image", "image": image, **bounds} for image in images)
+    samples = [_processed(collator, "What is the total?", totals[0], first)]
     try:
-        text = _processed(collator, "What is two times 14,500?", "It is 29,000.")
+        samples.append(_processed(collator, "What is two times 14,500?", "It is 29,000."))
     except SampleError:  # the processor needs an image in every prompt
-        text = _processed(collator, "And here?", totals[1], others[0])
-    samples = [
-        _processed(collator, "What is the total?", totals[0], first),
-        text,
-        _processed(collator, "And the totals of these two?", f"They are {totals[1]} and {totals[2]}.", *others),
-    ]
+        samples.append(_processed(collator, "And here?", totals[1], others[0]))
+    answer = f"They are {totals[1]} and {totals[2]}."
+    samples.append(_processed(collator, "And the totals of these two?", answer, *others))
     if by_grid:
         frames = [records[i]["image"].resize((160, 200)) for i in (0, 0, 1, 1)]  # a long receipt would be too thin
         video = {"type": "video", "video": frames, **_bounds(processor.image_processor, FRAME_TOKENS)}
@@ -332,7 +320,7 @@ def _processed(collator: VLMCollator, question: str, answer: str, *media: dict[s
         sample[IMAGE_TOKENS_KEY] = torch.tensor(counts)
     sample["labels"] = torch.cat([sample["input_ids"][:1], sample["labels"][1:]])
     floats = {name: tensor.float() for name, tensor in sample.items() if tensor.is_floating_point()}
-    return Sample.of({**sample, **floats}, family)
+    return Sample({**sample, **floats}, family)
 
 
 def _record(processor: Any, question: str, answer: str, media: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -377,6 +365,101 @@ def word_ids(config: Any) -> range:
     special = {i for value in ids if value is not None for i in (value if isinstance(value, list) else [value])}
     edges = sorted({-1, *(i for i in special if i < text.vocab_size), text.vocab_size})
     return max((range(start + 1, stop) for start, stop in pairwise(edges)), key=len)
+
+
+# ---------------------------------------------------------------------- samples that share prefixes
+#
+# Pieces are joined along the paths of a tree:
+#
+#     pieces    0: an image and text   1: text   2: a long text   3: two images   4: one token   5: 0, other pixels
+#     samples   0 | 0 1 | 0 1 | 0 2 3 | 0 2 4 | 5 3
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Pieces of samples, and the paths along which they are joined."""
+
+    pieces: tuple[Sample, ...]
+    """The pieces. Each one is a complete sample."""
+    names: ClassVar = ("the prefix", "a branch", "an inner node", "a leaf", "one token", "a stranger")
+    """Readable names of the pieces."""
+    paths: ClassVar = ((0,), (0, 1), (0, 1), (0, 2, 3), (0, 2, 4), (5, 3))
+    """For each sample, the indices of its pieces, in order. The third sample's first piece is not trained on."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Build every sample."""
+        samples = [joined([self.pieces[at] for at in path]) for path in self.paths]
+        samples[2]["labels"][: len(self.pieces[0]["input_ids"])] = IGNORE
+        return samples
+
+    def exchanged(self, piece: int, config: Any) -> tuple[list[Sample], list[int]]:
+        """Exchange one piece's pixels, and its words after the first medium, in all samples that contain it.
+
+        Words before the first medium stay, so samples share as many tokens as before.
+
+        Returns:
+            The samples, and each one's number of tokens before the piece; all of them if it does not contain the piece.
+        """
+        pieces = [_other_words(each, config) if at == piece else each for at, each in enumerate(self.pieces)]
+        before = [path[: path.index(piece)] if piece in path else path for path in self.paths]
+        lengths = [sum(len(self.pieces[at]["input_ids"]) for at in path) for path in before]
+        return Branches(pieces=(*pieces,)).samples, lengths
+
+
+def branches_of(samples: Sequence[Sample], config: Any) -> Branches:
+    """Build samples that share prefixes from the samples of a probe.
+
+    The tree has three levels, an inner node where a sample ends, a branch of one token, two equal samples, and a
+    stranger: a sample whose first piece is the prefix with other pixels (in text models, with other words).
+
+    Args:
+        samples: at least five samples: the first with an image if the model takes images, the third a text, the fourth
+            a long text; the second is not used.
+        config: the model's configuration.
+
+    Raises:
+        ConfigError: there are fewer than five samples.
+    """
+    family = family_named(config.model_type)
+    if len(samples) < 5:
+        raise ConfigError(
+            f"branches_of takes five samples, the third and the fourth of them texts, and got {len(samples)}: those of "
+            "mixed_samples and of synthetic_samples become enough by with_adversarial_lengths(samples, config)"
+        )
+    first, _, text, long, last = samples[:5]
+    if any(join.counts_images for join in family.media.values()) and last.keys() & family.media.keys():
+        # an image is written differently beside others
+        last = build_sample(config, stretches=[len(last["input_ids"])], seed=len(last["input_ids"]))
+    pixels = {name: 2.0 - first[name] for name in ("pixel_values", "pixel_values_videos") if name in first}
+    stranger = sample_like(first, {**first, **pixels}) if pixels else _other_words(_other_words(first, config), config)
+    return Branches(pieces=(first, text, long, last, build_sample(config, stretches=[1], seed=6), stranger))
+
+
+def joined(pieces: Sequence[Sample]) -> Sample:
+    """Join pieces into one sample, one after the other, with their media in the same order."""
+    family = pieces[0].family
+    laid = join_tensors(pieces, family)
+    if family is not None:
+        for name in laid.keys() & {name for name, join in family.media.items() if join.counts_images}:
+            laid[name] = laid[name].sum(0, keepdim=True)
+        for name in family.token_columns:
+            laid[name] = laid[name].cummax(0).values  # only the first piece's prefix remains a prefix
+    return sample_like(pieces[0], laid)
+
+
+def _other_words(piece: Sample, config: Any) -> Sample:
+    """Exchange pixels, and words after the first medium (all words if there is no medium).
+
+    Labels follow the new words, because the label of a shared token can only be its id.
+    """
+    other = perturbed(piece, config)
+    types = family_named(config.model_type).media_types(piece["input_ids"], config)
+    is_behind = (types > 0).cumsum(0) > 0 if types.any() else torch.ones_like(types, dtype=torch.bool)
+    ids = torch.where(is_behind, other["input_ids"], piece["input_ids"])
+    labels = torch.where(other["labels"] == IGNORE, IGNORE, ids)
+    return sample_like(other, {**other, "input_ids": ids, "labels": labels})
 
 
 # ---------------------------------------------------------------------- one sample, or several in a batch
@@ -427,14 +510,7 @@ def _family_of(samples: Sequence[Sample]) -> Family | None:
 
 def media_of(samples: Sequence[Sample]) -> Media:
     """Join pixels, grids and other media tensors of all samples, in order."""
-    parts: dict[str, list[torch.Tensor]] = {}
-    for sample in samples:
-        for name, tensor in _media(sample).items():
-            parts.setdefault(name, []).append(tensor)
-    family = _family_of(samples)
-    joins = {} if family is None else family.media
-    assert family or not any(IMAGE_TOKENS_KEY in sample for sample in samples), "changed with Sample.of"
-    joined = {name: joins.get(name, Join())(tensors) for name, tensors in parts.items()}
+    joined = join_tensors([*map(_media, samples)], _family_of(samples))
     return Media.from_hf(joined, names=joined.keys())
 
 
@@ -494,27 +570,22 @@ def kind_of(sample: Sample) -> str:
     return " and ".join(name if n == 1 else f"{n} {name}s" for name, n in counts.items() if n) or "text"
 
 
-def _image_of(config: Any, tokens: int) -> list[int]:
-    return [config.vision_start_token_id, *[config.image_token_id] * tokens, config.vision_end_token_id]
-
-
-def _video(config: Any, grid: Grid) -> list[int]:
+def _video(config: Any, family: Family, grid: Grid) -> list[int]:
     """Return the tokens of a video.
 
     If the family writes frames apart, each frame has a time stamp of two words: before it in Qwen3-VL, after it in
     GLM-4V.
     """
-    family = family_named(config.model_type)
+    runs, stamp = family.video_runs([grid], config), list(word_ids(config)[:2])
     if family.videos_as_images:
-        runs = family.video_runs([grid], config)
-        frames = [[*_image_of(config, tokens), *word_ids(config)[:2]] for tokens in runs]
-        return [config.video_start_token_id, *(token for frame in frames for token in frame), config.video_end_token_id]
+        frames = [token for n in runs for token in (*_written(config, config.image_token_id, [n]), *stamp)]
+        return [config.video_start_token_id, *frames, config.video_end_token_id]
     apart = len(family.video_runs([(2, *grid[1:])], config)) > 1
-    stamp = list(word_ids(config)[:2]) if apart else []
-    runs, start, end = family.video_runs([grid], config), config.vision_start_token_id, config.vision_end_token_id
+    start, end = config.vision_start_token_id, config.vision_end_token_id
     if family.expert_types is not None:  # the start and end tokens of a video choose experts, too
         start, end = config.video_start_token_id, config.video_end_token_id
-    return [token for tokens in runs for token in (*stamp, start, *[config.video_token_id] * tokens, end)]
+    before = [*stamp, start] if apart else [start]
+    return [token for n in runs for token in (*before, *[config.video_token_id] * n, end)]
 
 
 def frames_of(config: Any) -> tuple[int, int]:
@@ -681,7 +752,7 @@ def _video_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw) -> tupl
     return _written(config, config.video_token_id, [n // frames for n in runs for _ in range(frames)], "apart"), tensors
 
 
-def _written(config: Any, placeholder: int, runs: Sequence[int], written: Written) -> list[int]:
+def _written(config: Any, placeholder: int, runs: Sequence[int], written: Written = "joined") -> list[int]:
     names = ("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id")
     names = next((pair for pair in names if hasattr(config, pair[0])), ("boi_token_index", "eoi_token_index"))
     start, end = (getattr(config, name, word_ids(config)[0]) for name in names)
