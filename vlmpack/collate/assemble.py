@@ -18,7 +18,7 @@ from vlmpack.errors import LayoutError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import NO_ENTRY, SIZES, TEACHER, HostMetadata, Media, PaddedBatch
-from vlmpack.layout.media import Expected, Grid, MediaTable, Medium, content_numbers, image_counts, place
+from vlmpack.layout.media import Expected, MediaTable, Medium, content_numbers, image_counts, place
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left, shift_labels
 from vlmpack.layout.segments import Segments, SlotRule
@@ -95,20 +95,14 @@ def to_packed(
         LayoutError: the samples do not fit the rule's fixed row width or number of segments, or cannot be shared.
         NotFinite: the pixels of a sample are not finite.
     """
-    used = rule if sharing is None else SlotRule()
     visuals: Visuals = _media_of(samples)
-    packed = _row(samples, used, pad_token_id)
-    if sharing is None:
-        return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
-    table = _table_of(packed, family)
-    tree = _tree(packed, table, visuals, sharing, family)
-    if tree is None and rule != used:
-        of_media: Any = {"pixel_dtype": pixel_dtype, "buffers": buffers, "family": family}
-        return to_packed(samples, rule=rule, pad_token_id=pad_token_id, **of_media)
+    tree = None if sharing is None else prefix_tree(samples, sharing=sharing, family=family)
+    packed = _row(samples, rule if tree is None else SlotRule(), pad_token_id)
     if tree is not None:
+        table = _table_of(packed, family).in_tree(tree)
         packed, images = with_tree(packed, tree), [visuals["image"][at] for at in tree.images]
         visuals = {
-            "image": _counted_in_tree(images, table.in_tree(tree), _joins(family)),
+            "image": _counted_in_tree(images, table, _joins(family)),
             "video": [visuals["video"][at] for at in tree.videos],
             "audio": [visuals["audio"][at] for at in tree.audios],
         }
@@ -117,8 +111,13 @@ def to_packed(
 
 def prefix_tree(samples: Sequence[Encoded], *, sharing: SharePrefixes, family: Family | None) -> PrefixTree | None:
     """Return the tree of the row that `to_packed` makes of these samples, without joining their pixels."""
-    row = _row(samples, SlotRule(), 0)
-    return _tree(row, _table_of(row, family), _media_of(samples), sharing, family)
+    row, media = _row(samples, SlotRule(), 0), _media_of(samples)
+    table = _table_of(row, family)
+    numbers = {
+        f"{kind}s": _numbers(media[kind], _joins(family), [medium.context for medium in table.of_kind(TYPES[kind])])
+        for kind in KINDS
+    }
+    return find_prefix_tree(row, **numbers, min_shared=sharing.min_shared)
 
 
 def join_media(samples: Sequence[Encoded], family: Family | None, pixel_dtype: torch.dtype | None = None) -> Media:
@@ -176,17 +175,6 @@ def _media_of(samples: Sequence[Encoded]) -> Visuals:
 
 def _joins(family: Family | None) -> Mapping[str, Join]:
     return {} if family is None else family.media
-
-
-def _tree(
-    row: PackedRow, table: MediaTable, media: Visuals, sharing: SharePrefixes, family: Family | None
-) -> PrefixTree | None:
-    """Find the prefix tree of a row before its pixels are joined."""
-    numbers = {
-        f"{kind}s": _numbers(media[kind], _joins(family), [medium.context for medium in table.of_kind(TYPES[kind])])
-        for kind in KINDS
-    }
-    return find_prefix_tree(row, **numbers, min_shared=sharing.min_shared)
 
 
 def _numbers(visuals: Sequence[Visual], joins: Mapping[str, Join], contexts: Sequence[Hashable]) -> list[int]:
@@ -269,20 +257,19 @@ def media_table(samples: Sequence[Encoded]) -> MediaTable:
     media = _media_of(samples)
     if not any(media.values()):
         return MediaTable()
-    seconds = _seconds(media["video"])
+    seconds = iter(_seconds(media["video"]))
     expected = [
-        _expected(visual, kind, sample) for kind in KINDS for sample in samples for visual in sample.media[kind]
+        _expected(visual, kind, sample, next(seconds, None) if kind == "video" else None)
+        for kind in KINDS
+        for sample in samples
+        for visual in sample.media[kind]
     ]
     segments = Segments.from_lengths([sample.num_tokens for sample in samples])
     types = np.concatenate([sample.types for sample in samples])
-    table = place(expected, types, segments, counted=TYPES.values())
-    if not seconds:
-        return table
-    timed = (replace(video, seconds=time) for video, time in zip(table.videos, seconds, strict=True))
-    return replace(table, media=(*table.images, *timed, *table.audios))
+    return place(expected, types, segments, counted=TYPES.values())
 
 
-def _expected(visual: Visual, kind: Kind, sample: Encoded) -> Expected:
+def _expected(visual: Visual, kind: Kind, sample: Encoded, seconds: float | None) -> Expected:
     """Return a medium's record with its number of placeholders: with a grid, its share by patches."""
     if visual.grid is None or visual.runs:
         tokens = sum(visual.runs)
@@ -295,6 +282,7 @@ def _expected(visual: Visual, kind: Kind, sample: Encoded) -> Expected:
         grid=visual.grid,
         frames=visual.pixels.shape[2] if kind == "audio" and visual.pixels is not None else 0,
         sizes=tuple(map(tuple, sizes)),
+        seconds=seconds,
         bidirectional=visual.grid is None and kind != "audio" and not sample.columns,
     )
     return Expected(medium=medium, tokens=(tokens,))
@@ -304,18 +292,17 @@ def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, famil
     """Join the tensors of media. Log-mel frames stay float32, because the model casts them itself."""
     joins, images, videos, audios = _joins(family), row["image"], row["video"], row["audio"]
     seconds = _seconds(videos)
-    parts = {name: [x.tensors[name] for x in (*images, *videos) if name in x.tensors] for name in joins}
+    parts = {name: [x.tensors[name] for x in (*images, *videos, *audios) if name in x.tensors] for name in joins}
     tensors = {name: joins[name](_finite(parts[name], dtype)) for name in joins if parts[name]}
     if seconds and _SECONDS in joins:
         tensors[_SECONDS] = torch.tensor(seconds)
     if audios:
         tensors["input_features"] = joins["input_features"](_finite(_pixels(audios), None))
-        tensors[_MASK] = joins[_MASK]([audio.tensors[_MASK] for audio in audios])
     return Media(
         pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
-        image_grid_thw=_table(_grids(images)),
+        image_grid_thw=_grids(images),
         pixel_values_videos=_join(videos, dtype, buffers, joins.get("pixel_values_videos", Join())),
-        video_grid_thw=_table(_grids(videos)),
+        video_grid_thw=_grids(videos),
         second_per_grid_ts=torch.tensor(seconds) if seconds and _SECONDS not in joins else None,
         tensors=tensors,
     )
@@ -342,11 +329,8 @@ def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:
     return tuple(DEFAULT_SECONDS if second is None else second for second in seconds)
 
 
-def _grids(visuals: Sequence[Visual]) -> tuple[Grid, ...]:
-    return tuple(visual.grid for visual in visuals if visual.grid is not None)
-
-
-def _table(grids: Sequence[Grid]) -> torch.Tensor | None:
+def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
+    grids = [visual.grid for visual in visuals if visual.grid is not None]
     return torch.tensor(grids, dtype=torch.int64) if grids else None
 
 
