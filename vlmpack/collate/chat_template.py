@@ -528,7 +528,7 @@ class Layout:
 
     def check(self, leaves: Sequence[Leaf], messages: Messages) -> None:
         """Refuse messages of this shape if the template leaves out a text that is no earlier thought, or a key."""
-        if not self.is_written:
+        if not self.is_written or (len(self.order) == len(leaves) and not self._unread):
             return
         last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         unwritten = (leaf for at, leaf in enumerate(leaves) if at not in self._spots)
