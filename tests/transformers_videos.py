@@ -35,7 +35,9 @@ def resize(image: torch.Tensor, size: Any, interpolation: InterpolationMode, ant
     if tuple(image.shape[-2:]) == tuple(size):
         return image
     flat = image.reshape(-1, *image.shape[-3:])
-    resized = interpolate(flat, size=tuple(size), mode=interpolation.value, antialias=antialias)
+    mode = {2: "bilinear", 3: "bicubic"}.get(interpolation.value, interpolation.value)  # Pillow's numbers
+    smooth = antialias and mode in ("bilinear", "bicubic")
+    resized = interpolate(flat, size=tuple(size), mode=mode, antialias=smooth)
     return resized.reshape(*image.shape[:-2], *size)
 
 
