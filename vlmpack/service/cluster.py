@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, RequestError
 from vlmpack.service import server
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.ranks import FAILED, Ranks, end, join_at
+from vlmpack.service.wire.fields import read
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -71,8 +72,6 @@ class ClusterSettings(server.ServiceSettings):
         Raises:
             ConfigError: an argument is unknown, missing or invalid.
         """
-        from pydantic import TypeAdapter, ValidationError  # installed with Ray Serve
-
         limits = {field.name for field in fields(ServiceLimits)}
         own = {field.name for field in fields(cls)} - {"limits", "key", "shard_on"}
         names = f"They are {', '.join([*sorted(own), *sorted(limits)])}"
@@ -81,10 +80,9 @@ class ClusterSettings(server.ServiceSettings):
         values = {name: arguments[name] for name in own & arguments.keys()}
         given = {name: arguments[name] for name in limits & arguments.keys()}
         try:
-            settings = TypeAdapter(cls).validate_python({**values, "limits": given, "key": ""})
-        except ValidationError as error:
-            found = "; ".join(f"{each['loc'][-1]}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"arguments of the application: {found}. {names}") from error
+            settings: ClusterSettings = read(cls, {**values, "limits": given, "key": ""})
+        except RequestError as error:
+            raise ConfigError(f"arguments of the application: {error}. {names}") from error
         if settings.workers < 1 or settings.gpus not in (0, 1) or settings.sampler not in ("exact", "fast"):
             raise ConfigError("workers is 1 or more, gpus is 0 or 1, sampler is exact or fast; set it so")
         return settings

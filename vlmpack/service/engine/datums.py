@@ -36,14 +36,9 @@ from vlmpack.service.wire.messages import Chunk, ForwardBackward, ImageChunk, Sa
 def not_served(family: Family) -> str | None:
     """Return why requests for a family cannot be served; None: they can."""
     if family.has("query_scale"):
-        return (
-            "it scales queries by places that its own code counts from the padding of sequences decoded together; "
-            "serve another model"
-        )
+        return "it scales queries by places that its code counts with the padding in decoding; serve another model"
     if family.token_columns:
-        return (
-            "its prompts attend in both directions, and a datum does not say where its prompt ends; serve another model"
-        )
+        return "its prompts attend in both directions, and no datum says where one ends; serve another model"
     return None
 
 

@@ -229,11 +229,9 @@ class VllmSampling:
     def _result(job: Job, outputs: Sequence[Any]) -> messages.SampleResult | messages.Failure:
         read = len(outputs[0].prompt_token_ids)
         if read != job.prompt.length:
-            return messages.Failure(
-                message=f"vLLM makes {read} tokens of the prompt, the model's processor {job.prompt.length}: its image "
-                "settings differ; start it with the processor's own (mm_processor_kwargs)",
-                category="server",
-            )
+            seen = f"vLLM makes {read} tokens of the prompt, the model's processor {job.prompt.length}"
+            remedy = "give vLLM the processor's own image settings (mm_processor_kwargs)"
+            return messages.Failure(message=f"{seen}: {remedy}", category="server")
         scores = _scores(outputs[0], job.request) if job.request.wants_scores else None
         sequences = tuple(_sequence(output.outputs[0], job.request.topk_sample_logprobs) for output in outputs)
         hits = outputs[0].num_cached_tokens or 0

@@ -275,22 +275,14 @@ class Endpoints:
             count = get(values, "num_samples", NamedSamples, 1)
             more = {"sample_sequence_ids": [f"{owner}:{seq}:{at}" for at in range(count)]}
 
-        def read() -> messages.Request:
+        try:
             if kind is not messages.Sample and len(body) > self.limits.json_bytes:
                 raise RequestError(f"a body of {len(body):,} bytes: at most {self.limits.json_bytes:,}, so send less")
-            return codec.read_request(kind, values)
-
-        is_creation = issubclass(kind, messages.Creation)
-        return answer({"request_id": self._submitted(owner, seq, body, read, is_creation=is_creation), **more})
-
-    def _submitted(
-        self, owner: str, seq: int, body: bytes, read: Callable[[], messages.Request], *, is_creation: bool = False
-    ) -> str:
-        try:
-            request = read()
+            request = codec.read_request(kind, values)
         except RequestError as error:
-            return self.queue.refuse(owner, seq, str(error), is_creation=is_creation)
-        return self.queue.submit(request, body)
+            is_creation = issubclass(kind, messages.Creation)
+            return answer({"request_id": self.queue.refuse(owner, seq, str(error), is_creation=is_creation), **more})
+        return answer({"request_id": self.queue.submit(request, body), **more})
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
@@ -311,15 +303,14 @@ class Endpoints:
 
     def _submit_training(self, body: bytes) -> Response:
         owner = codec.training_owner(body)
-
-        def read() -> messages.Request:
+        try:
             codec.check_fields(body, most=self.limits.fields)
             request = codec.decode_forward_backward(body)
             if request.owner != owner:
                 raise RequestError("model_id or seq_id twice in one request: send them once")
-            return request
-
-        return answer({"request_id": self._submitted(*owner, body, read), "model_id": owner[0]})
+        except RequestError as error:
+            return self._refuse(*owner, str(error))
+        return answer({"request_id": self.queue.submit(request, body), "model_id": owner[0]})
 
     def _refuse(self, model_id: str, seq_id: int, detail: str) -> Response:
         return answer({"request_id": self.queue.refuse(model_id, seq_id, detail), "model_id": model_id})
