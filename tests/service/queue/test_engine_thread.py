@@ -237,7 +237,7 @@ def test_a_reply_that_cannot_be_encoded_fails_its_request_alone(tmp_path: Path) 
         assert client.call(forward_backward(model, 3)).metrics
         weights = engine.all[model].weights
     with served(tmp_path) as (client, engine):
-        until(lambda: client.queue.is_restored)
+        until(lambda: client.queue._thread.is_restored)
         assert np.array_equal(engine.all[model].weights, weights)  # the step was taken
 
 

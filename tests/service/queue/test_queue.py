@@ -430,7 +430,7 @@ def test_a_finished_session_gives_everything_back_but_its_checkpoints(tmp_path: 
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 1)
         assert [info.name for info in client.checkpoints()] == ["kept"]
     with served(tmp_path) as (client, engine):
-        until(lambda: client.queue.is_restored)
+        until(lambda: client.queue._thread.is_restored)
         assert engine.models() == ()
         assert status(client.queue.heartbeat, session) == 410
 

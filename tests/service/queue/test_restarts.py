@@ -167,7 +167,7 @@ def test_a_group_is_replayed_as_the_group_it_was(tmp_path: Path) -> None:
         client.call(forward_backward(model, 5))
         before = weights(engine)
     with served(tmp_path, limits=ONCE) as (client, engine):
-        until(lambda: client.queue.is_restored)
+        until(lambda: client.queue._thread.is_restored)
         groups = [numbers for what, _, numbers in engine.log if what == "group"]
         assert groups == [(1, 2, 3, 4), (5,)]
         assert weights(engine) == before
@@ -200,7 +200,7 @@ def test_draining_writes_what_a_replay_would_cost_and_loses_no_gradient(tmp_path
         before = weights(engine)
         client.queue.close(drain=10.0)
     with served(tmp_path, limits=ONCE) as (client, engine):
-        until(lambda: client.queue.is_restored)
+        until(lambda: client.queue._thread.is_restored)
         assert is_open or engine.log == []
         assert weights(engine) == before
 
@@ -263,7 +263,7 @@ def test_folders_that_a_killed_server_left_are_removed(tmp_path: Path) -> None:
     for name in (".half-written", "published-but-not-entered"):
         (tmp_path / "weights" / name).mkdir()
     with served(tmp_path) as (client, _):
-        until(lambda: client.queue.is_restored)
+        until(lambda: client.queue._thread.is_restored)
         assert [entry.name.split("-")[1] for entry in (tmp_path / "weights").iterdir()] == ["kept"]
 
 
@@ -283,5 +283,5 @@ def test_a_server_that_is_stopped_while_it_restores_stops_and_loses_nothing(tmp_
         drain.join(20)
         assert len(engine.models()) == 1
     with served(tmp_path, limits=ONCE) as (client, engine):
-        until(lambda: client.queue.is_restored)
+        until(lambda: client.queue._thread.is_restored)
         assert weights(engine) == before

@@ -59,13 +59,7 @@ class EngineThread:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        sampler: Any,
-        ledger: Ledger,
-        state: StateFolder,
-        *,
-        tidy: Callable[[], None],
+        self, engine: Engine, sampler: Any, ledger: Ledger, state: StateFolder, *, tidy: Callable[[], None]
     ) -> None:
         self._engine, self._sampler, self._ledger, self._state, self._tidy = engine, sampler, ledger, state, tidy
         self._operations = Operations(engine, ledger, state)

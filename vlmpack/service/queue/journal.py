@@ -218,10 +218,7 @@ TABLES: dict[type, tuple[str, str]] = {
     RequestRow: ("requests LEFT JOIN bodies USING (owner, seq)", "owner, seq"),
 }
 """Table and sort order of each kind of row. Rows are numbered as they are inserted, whatever the clock says."""
-COLUMNS: dict[tuple[type, str], str] = {
-    (RequestRow, "group"): "grp",
-    (RequestRow, "size"): "coalesce(length(body), 0)",
-}
+COLUMNS: dict[tuple[type, str], str] = {(RequestRow, "group"): "grp", (RequestRow, "size"): "coalesce(length(body), 0)"}
 """Columns whose names differ from the fields'."""
 
 

@@ -411,11 +411,6 @@ class RequestQueue:
         """Why work has stopped, e.g. on a full disk; None: it goes on."""
         return self._thread.fault or self.journal.fault
 
-    @property
-    def is_restored(self) -> bool:
-        """Whether the journal's models have been restored."""
-        return self._thread.is_restored
-
     def stats(self) -> dict[str, Any]:
         """Return the queue's metrics by name (see `status.METRICS`)."""
         ledger, thread, numbers = self._ledger, self._thread, self.journal.counts()
