@@ -174,11 +174,6 @@ def test_other_optimizers() -> None:
         decode("CreateFromCheckpoint", **fields, path="p", optimizer=False)
 
 
-def test_what_is_not_computed_is_not_ignored() -> None:
-    with pytest.raises(RequestError, match=r"record_stability_info.*does not have it; ."):
-        sample(record_stability_info=True)
-
-
 def test_ids_whose_log_probabilities_are_wanted() -> None:
     dense = sample(target_prompt_logprobs={"data": [5, -1], "dtype": "int64", "shape": [2, 1]}).target_prompt_logprobs
     assert (dense.keys.tolist(), dense.values.tolist(), dense.shape, dense.is_dense) == ([0, 1], [5, -1], (2, 1), True)
@@ -199,6 +194,13 @@ BROKEN = (b"", b"{", b"[]", b"null", b"3", b'{"a": 1} x', b"\xff\xfe{}", b"\xef\
 def test_a_body_that_is_no_object_of_usable_numbers_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
         codec.decode("OptimStep", body)
+
+
+def test_one_of_many_faults_is_enough() -> None:
+    for fields in ({"prompt": {"chunks": [1] * 9999}}, {"sampling_params": {str(at): 1 for at in range(9999)}}):
+        with pytest.raises(RequestError) as refused:
+            sample(**fields)
+        assert refused.value.__cause__.error_count() == 1  # pyright: ignore
 
 
 def test_notes_are_short() -> None:

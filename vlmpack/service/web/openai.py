@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, final
 
 import numpy as np
 from jinja2 import TemplateError
-from pydantic import BeforeValidator, PlainValidator, StrictBool
+from pydantic import BeforeValidator, FailFast, PlainValidator, StrictBool
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -121,7 +121,7 @@ class ContentPart:
 
     type: Literal["text", "image_url"]
     text: str = ""
-    image_url: ImageUrl | None = None
+    image_url: Annotated[ImageUrl | None, settings(ImageUrl)] = None
 
     def in_template(self) -> dict[str, Any]:
         """Return the part in the format of chat templates."""
@@ -140,7 +140,7 @@ class Message:
     __pydantic_config__ = STRICT
 
     role: str
-    content: Annotated[tuple[Annotated[ContentPart, settings(ContentPart)], ...], BeforeValidator(_parts)]
+    content: Annotated[tuple[Annotated[ContentPart, settings(ContentPart)], ...], FailFast(), BeforeValidator(_parts)]
 
 
 @final
@@ -148,7 +148,7 @@ class Message:
 class Chat(Wanted):
     """Body of a request to `/v1/chat/completions`."""
 
-    messages: tuple[Annotated[Message, settings(Message)], ...]
+    messages: Annotated[tuple[Annotated[Message, settings(Message)], ...], FailFast()]
     max_completion_tokens: Annotated[int, between(1)] | None = None
     logprobs: StrictBool = False
     top_logprobs: messages.TopCount = 0

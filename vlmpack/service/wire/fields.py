@@ -24,6 +24,8 @@ from vlmpack.errors import RequestError
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 METADATA_CHARACTERS = 16_384
 """Maximum number of characters of the metadata that a client attaches to a session, model or checkpoint."""
+MOST_FIELDS = 1000
+"""Maximum number of fields of an object."""
 STRICT = ConfigDict(extra="forbid")
 """`__pydantic_config__` of a dataclass of settings."""
 WORDS = {
@@ -119,6 +121,8 @@ def _without_nulls(kind: Any, values: Any) -> Any:
     """Leave out null fields, except those of floats."""
     if not isinstance(values, Mapping):
         return values
+    if len(values) > MOST_FIELDS:  # each unknown one would be an error
+        raise RequestError(f"{len(values)} fields; at most {MOST_FIELDS} can be read")
     floats = {field.name for field in fields(kind) if isinstance(field.default, float)}
     return {name: value for name, value in values.items() if value is not None or name in floats}
 

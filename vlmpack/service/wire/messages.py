@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, final
 
 import numpy as np
-from pydantic import AfterValidator, AliasPath, Discriminator, Field, PlainValidator, StrictBool, Tag
+from pydantic import AfterValidator, AliasPath, Discriminator, FailFast, Field, PlainValidator, StrictBool, Tag
 
 from vlmpack.errors import RequestError, VlmpackError
 from vlmpack.service.wire.fields import INT32, INT64, STRICT, Count, Notes, between, settings
@@ -269,7 +269,7 @@ class LoadWeights(Operation):
 class NewSession:
     """The client's description of its session."""
 
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[str, ...], FailFast()] = ()
     """The client's tags."""
     user_metadata: Notes = field(default_factory=dict)
     """The client's own metadata."""
@@ -432,7 +432,7 @@ class Sample:
     """Id of the sampling session."""
     seq_id: LargeCount
     """Number within the sampling session. The first one may be 0 or a large number."""
-    prompt: Annotated[tuple[ChunkInJson, ...], Field(validation_alias=AliasPath("prompt", "chunks"))]
+    prompt: Annotated[tuple[ChunkInJson, ...], FailFast(), Field(validation_alias=AliasPath("prompt", "chunks"))]
     """Text and images, in order."""
     num_samples: Annotated[int, between(1)] = 1
     """Number of sequences."""
