@@ -158,10 +158,9 @@ def test_requests_have_limits() -> None:
         with pytest.raises(RequestError, match=f"{message} in a request: send"):
             engine.encode(request(data))
     for chunks, count, message in ((prompt, 1, "3 images"), (prompt[:1], 3, "num_samples 3: at most 2")):
+        wanted = Sample(sampling_session_id="s", seq_id=0, prompt=chunks, num_samples=count, params=params)
         with pytest.raises(RequestError, match=message):
-            engine.encode_prompt(
-                Sample(sampling_session_id="s", seq_id=0, prompt=chunks, num_samples=count, params=params)
-            )
+            engine.encode_prompt(wanted)
 
 
 def test_all_datums_are_checked_before_an_image_is_decoded(engine: Engine) -> None:
