@@ -345,7 +345,7 @@ def test_requests_that_fail_while_they_run_together_begin_again_one_by_one(monke
     results = run(sampler_of(engine, context=1000), {**requests, "long": (long, sample())}, begins_again=True)
     failure = results.pop("long")
     assert isinstance(failure, Failure)
-    assert failure.message == "MemoryError: 1 sequences"
+    assert failure.message == "the server failed: MemoryError: 1 sequences"
     assert all_tokens(results) == expected
 
 
