@@ -80,23 +80,17 @@ class _PackedHead(RenamedWeights):
     def __init__(
         self, model: Any, *args: Any, share_prefixes: bool | SharePrefixes | None = None, **kwargs: Any
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"packing cannot be enabled on {model!r:.60}, which TRL would load: load the model yourself"
-            )
+        _enable(model)
         if share_prefixes is not None and not isinstance(share_prefixes, bool):
             check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
-        if not is_packing(model):
-            enable_packing(model)
         if share_prefixes is None:
             share_prefixes = self.shares_prefixes
         self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
         """How prefixes are shared; None: they are not."""
         self._packed_calls = 0
-        for name in (
-            ("train_dataset", "eval_dataset") if not isinstance(kwargs.get("data_collator"), VLMCollator) else ()
-        ):
-            _check_unweighed(name, kwargs.get(name))
+        if not isinstance(kwargs.get("data_collator"), VLMCollator):
+            for name in ("train_dataset", "eval_dataset"):
+                _check_unweighed(name, kwargs.get(name))
         unprepared = self._unprepared(kwargs)
         super().__init__(model, *args, **{**kwargs, **dict.fromkeys(unprepared, _STAND_IN)})
         for name, data in unprepared.items():
@@ -156,6 +150,13 @@ class _PackedHead(RenamedWeights):
             raise ConfigError("TRL's loss has no z-loss of routers: leave z_loss_coef out of StepConfig")
         if self.args.torch_compile:
             raise ConfigError("torch_compile=True breaks off at packed rows: hand over compile_layers(model) instead")
+
+
+def _enable(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"packing cannot be enabled on {model!r:.60}, which TRL would load: load the model yourself")
+    if not is_packing(model):
+        enable_packing(model)
 
 
 _STAND_IN = Dataset.from_list([{"input_ids": [0, 0], "labels": [0, 0]}])
@@ -235,13 +236,7 @@ class PackedDistillationTrainer(_Sampling, DistillationTrainer):
     """
 
     def __init__(self, model: Any, teacher_model: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(teacher_model, nn.Module):
-            raise ConfigError(
-                f"packing cannot be enabled on the teacher {teacher_model!r:.60}, which TRL would load: load the model "
-                "yourself"
-            )
-        if not is_packing(teacher_model):
-            enable_packing(teacher_model)
+        _enable(teacher_model)
         super().__init__(model, teacher_model, *args, **kwargs)
         self._pack(teacher_model)
 
