@@ -47,7 +47,7 @@ def test_receipts_for_a_processor_made_here_are_small_and_take_no_options_of_fil
     assert inputs.dataset[0]["conversation"][0]["content"][0]["image"].width < 500
     assert inputs.collator.measure(inputs.dataset[0]).num_tokens > 100
     for option in ({"image_root": Path()}, {"columns": ["{}"]}, {"branches": "turns"}):
-        with pytest.raises(ConfigError, match=r"--\S+ does not apply to synthetic receipts, which have fixed"):
+        with pytest.raises(ConfigError, match=r"--\S+ does not apply to synthetic receipts: they have fixed"):
             opened("synthetic", processor="tiny", **option)
 
 

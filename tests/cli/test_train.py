@@ -253,7 +253,7 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(chats: Path) -> None:
     assert run(*lora, "max_steps=3", "resume_from_checkpoint=true")["result"]["before"] is None
     Path("other.jsonl").write_text(Path("chats.jsonl").read_text().replace("Rp 2", "Rp 4"))
     for folder, other, said in (
-        ("halves", ("method=lora",), "is damaged, or of another model or training"),
+        ("halves", ("method=lora",), "of all weights, and this one is of adapters"),
         ("halves", ("capacity=299",), "plan"),
         ("halves", ("train_on=all",), 'train_on was "assistant" and is "all"'),
         ("halves", ("freeze_vision=false",), "trained_tensors was "),

@@ -120,34 +120,30 @@ def open_inputs(data: DataOptions, *, capacity: int | None = None, **settings: A
     return Inputs(dataset, collator)
 
 
-def open_samples(
-    source: str,
-    *,
-    split: str = "train",
-    num: int | None,
-    seed: int,
-    small: bool,
-    image_root: Path | None = None,
-    branches: Any = "conversation",
-    columns: str | None = None,
-) -> OpenDataset:
+def open_samples(source: str, *, num: int | None, seed: int, small: bool, **of_files: Any) -> OpenDataset:
     """Open a data set, or generate receipts for "synthetic"; `small` ones suit a built-in processor.
 
+    Args:
+        source: file, folder, hub id, or "synthetic".
+        num: number of samples; None: all.
+        seed: seed of the receipts.
+        small: generate the smallest receipts that can be read.
+        of_files: more settings of `open_dataset`.
+
     Raises:
-        ConfigError: it cannot be read, or options for files are given with "synthetic".
+        ConfigError: it cannot be read, or settings of files are given with "synthetic".
     """
     from vlmpack.data.open import open_dataset
     from vlmpack.testing.receipts import SMALLEST_LEGIBLE, receipt_conversations
 
     if source != SYNTHETIC:
-        return open_dataset(source, split=split, num=num, image_root=image_root, columns=columns, branches=branches)
-    given = {"--columns": columns, "--image-root": image_root, "--branches": None if branches == "conversation" else 1}
-    for option, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{option} does not apply to {SYNTHETIC} receipts, which have fixed columns, no paths and one question "
-                "each; leave it out, or name the data set of the mix that --columns belongs to: SOURCE=MAP"
-            )
+        return open_dataset(source, num=num, **of_files)
+    split = of_files.pop("split", "train")
+    if given := [name for name, value in of_files.items() if value not in (None, "conversation")]:
+        raise ConfigError(
+            f"--{given[0].replace('_', '-')} does not apply to {SYNTHETIC} receipts: they have fixed columns, no paths "
+            "and one question each; leave it out, or name the data set of the mix that --columns belongs to: SOURCE=MAP"
+        )
     return receipt_conversations(split=split, num=num, seed=seed, scale=SMALLEST_LEGIBLE if small else 1.0)
 
 

@@ -457,8 +457,14 @@ class RenamedWeights(Trainer):
         """Load weights that Trainer cannot; return False if it can: nothing was loaded then."""
         if load_divided(model, checkpoint):
             return True
-        has_own_names = self.is_fsdp_enabled or self.is_deepspeed_enabled  # they write the model's own names
-        return not has_own_names and load_renamed(model, checkpoint)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # they write files of other names
+            return False
+        kinds = ("all weights", "adapters")
+        has_adapters, adapts = any(Path(checkpoint).rglob("adapter_config.json")), hasattr(model, "peft_config")
+        if has_adapters != adapts:
+            of = f"{checkpoint} is of a training of {kinds[has_adapters]}, and this one is of {kinds[adapts]}"
+            raise ConfigError(f"{of}: train as before")
+        return load_renamed(model, checkpoint)
 
 
 def load_renamed(model: Any, checkpoint: str | Path) -> bool:

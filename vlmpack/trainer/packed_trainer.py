@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -274,10 +273,11 @@ class PackedTrainer(RenamedWeights):
         check_plan(self.plan, dataset, self.data_collator)
         _check_first_row(self.plan, dataset, self.data_collator)
         plan = _with_whole_groups(self, self.plan)
-        if count := len(dropped := self.plan.dropped):
+        if count := len(dropped := self.plan.dropped.tolist()):
+            first = ", ".join(map(str, dropped[:9])) + ", ..." * (count > 9)
             warnings.warn(
-                f"{count} of the {len(dataset)} samples are in no row of the plan, so they are not trained on: "
-                f"{_shown(dropped)} (plan.dropped): they are longer than a row, or were refused (table.refused)",
+                f"{count} of the {len(dataset)} samples are in no row of the plan, so they are not trained on: {first} "
+                "(plan.dropped): they are longer than a row, or were refused (table.refused)",
                 SkippedWarning,
                 stacklevel=2,
             )
@@ -523,10 +523,6 @@ def _check_first_row(plan: Plan, dataset: Any, collator: Any) -> None:
                     stacklevel=3,
                 )
                 return
-
-
-def _shown(numbers: Sequence[int] | np.ndarray) -> str:
-    return ", ".join(map(str, numbers[:9])) + (", ..." if len(numbers) > 9 else "")
 
 
 class EpochBySteps(TrainerCallback):
