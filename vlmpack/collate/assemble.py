@@ -316,8 +316,8 @@ def _finite(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[
     """
     if not tensors[0].is_floating_point():
         return [*tensors]
-    if not all(finite := [is_finite(tensor) for tensor in tensors]):
-        raise NotFinite(finite.index(False))
+    if not all(map(is_finite, tensors)):
+        raise NotFinite
     return [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
 
 

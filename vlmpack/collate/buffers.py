@@ -42,16 +42,8 @@ OWNER, RECEIVER = 0, 1
 """Bytes of the header: whether the process that joined the pixels holds them, and whether their receiver does."""
 
 
-class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collator refuses the sample that has this part)
-    """A part holds NaN or infinity.
-
-    Args:
-        part: index of the part.
-    """
-
-    def __init__(self, part: int) -> None:
-        super().__init__(f"part {part} holds NaN or infinity")
-        self.part = part
+class NotFinite(Exception):  # noqa: N818 (never leaves the package: the collator refuses the sample with these pixels)
+    """Pixels hold NaN or infinity."""
 
 
 class PixelBuffers:
@@ -94,7 +86,7 @@ class PixelBuffers:
             dtype: dtype of the result.
 
         Raises:
-            NotFinite: a part holds NaN or infinity. Names the first such part.
+            NotFinite: a part holds NaN or infinity.
         """
         in_worker = get_worker_info() is not None
         if len(parts) == 1 and not in_worker:
@@ -105,7 +97,7 @@ class PixelBuffers:
             places = joined.split([len(part) for part in parts])
             finite = [_copy(part.detach(), place) for part, place in zip(parts, places, strict=True)]
         if not all(finite):
-            raise NotFinite(finite.index(False))
+            raise NotFinite
         return joined
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
