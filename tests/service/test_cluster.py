@@ -48,13 +48,13 @@ def test_arguments_are_read_from_texts() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"model": "m"}, "state: Field required"),
+        ({"model": "m"}, "state: absent or null; it is needed"),
         (
             {"model": "m", "state": "s", "worker": 2},
             "worker is not one. They are .*, cpus, .*, row_tokens, ",
         ),
-        ({"model": "m", "state": "s", "workers": "two"}, "workers: Input should be a valid integer"),
-        ({"model": "m", "state": "s", "shard": "perhaps"}, "shard: Input should be a valid boolean"),
+        ({"model": "m", "state": "s", "workers": "two"}, "workers: .two.; Input should be a valid integer"),
+        ({"model": "m", "state": "s", "shard": "perhaps"}, "shard: .perhaps.; Input should be a valid boolean"),
         ({"model": "m", "state": "s", "workers": 0}, "workers is 1 or more"),
         ({"model": "m", "state": "s", "gpus": 2}, "gpus is 0 or 1"),
         ({"model": "m", "state": "s", "sampler": "vllm"}, "sampler is exact or fast"),
