@@ -302,7 +302,10 @@ def scalar(input_ids: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
         (lambda: ThdStep(needs_more)(texts(3, 5)), "needs rewards, which this row does not have"),
         (lambda: ThdStep(Plain())(texts(3, 5), temperatur=1.0), "takes no temperatur"),
         (lambda: ThdStep(scalar)(texts(3, 5)), r"returned \[\] for a row of 8 tokens"),
-        (lambda: ThdStep(Plain(), context_ranks=2, context_rank=2), "context_rank is 2"),
+        (
+            lambda: ThdStep(Plain(), context_ranks=2, context_rank=2),
+            "context_rank must be a whole .* from 0 to 1, got 2",
+        ),
         (lambda: ThdStep(Plain())([1, 2]), "a list is no batch"),
     ],
 )

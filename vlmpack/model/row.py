@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -371,13 +371,16 @@ def attend_along_paths(
     q_tNH, k_SKH, v_SKH = _Gather.apply(saved, q_tNH, *keys, *values)
     if not q_tNH.requires_grad:
         return attend(q_tNH, k_SKH, v_SKH, paths.nodes, keys=paths.keys)
-    gathered = {x.untyped_storage().data_ptr(): place for place, x in enumerate((k_SKH, v_SKH))}
+    gathered = {x.untyped_storage().data_ptr(): half for half, x in enumerate((k_SKH, v_SKH))}
 
-    def pack(x: torch.Tensor) -> _Place:
-        place = gathered.get(x.untyped_storage().data_ptr())
-        return saved.add(x) if place is None else _Place(place, (x.size(), x.stride(), int(x.storage_offset())))
+    def pack(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return what restores a tensor that attention saves."""
+        half = gathered.get(x.untyped_storage().data_ptr())
+        if half is None:
+            return saved.add(x)
+        return partial(saved.gathered, half, x.size(), x.stride(), int(x.storage_offset()))
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, saved.take):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda restore: restore()):
         out_tNH = attend(q_tNH, k_SKH, v_SKH, paths.nodes, keys=paths.keys)
     others, saved.tensors = saved.tensors, ()
     return _Keep.apply(saved, out_tNH, *(x.detach() for x in (*keys, *values)), *others)
@@ -415,15 +418,6 @@ def _added_up(grad_SKH: torch.Tensor, index_S: torch.Tensor, rows: int) -> torch
     return total.to(grad_SKH.dtype)
 
 
-class _Place(NamedTuple):
-    """Where to find a tensor that attention saved."""
-
-    place: int
-    """0 in the keys, 1 in the values, or its index among all saved tensors."""
-    view: tuple[torch.Size, tuple[int, ...], int] | None = None
-    """Size, strides and offset of a view of gathered keys or values; None: any other tensor, saved whole."""
-
-
 @final
 class _Saved:
     """The tensors that one attention call saved: the parts of the keys before gathering, those of the values, then the
@@ -440,21 +434,18 @@ class _Saved:
         self.tensors: tuple[torch.Tensor, ...] = ()
         """While the call runs: the others. In the backward pass: all of them."""
 
-    def add(self, x: torch.Tensor) -> _Place:
-        """Add a tensor that was not gathered."""
-        self.tensors = (*self.tensors, x.detach())
-        return _Place(2 * self.parts - 1 + len(self.tensors))
+    def add(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Add a tensor that was not gathered, and return what restores it."""
+        self.tensors, place = (*self.tensors, x.detach()), 2 * self.parts + len(self.tensors)
+        return lambda: self.tensors[place]
 
     def halves(self, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """Return the parts of the keys and of the values."""
         return tensors[: self.parts], tensors[self.parts : 2 * self.parts]
 
-    def take(self, place: _Place) -> torch.Tensor:
-        """Return a saved tensor. For a gathered one, gather only the rows that its view covers."""
-        if place.view is None:
-            return self.tensors[place.place]
-        x = _joined(self.halves(self.tensors)[place.place])
-        size, stride, offset = place.view
+    def gathered(self, half: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+        """Return a view of gathered keys (`half` 0) or values (1). Gather only the rows that the view covers."""
+        x = _joined(self.halves(self.tensors)[half])
         width = prod(x.shape[1:])
         first = offset // width
         last = (offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))) // width

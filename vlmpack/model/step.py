@@ -350,33 +350,24 @@ class GroupStep:
             )
         results = self._results
         segments, device = self.cut.tree.segments, results[0].loss.device
-        samples = [torch.tensor(piece.samples, device=device) for piece in self.cut.pieces]
+        samples = torch.cat([torch.tensor(piece.samples, device=device) for piece in self.cut.pieces])
         places = [
             to_device(self.cut.index(piece), device).index_select(0, result.target_index)
             for piece, result in zip(self.cut.pieces, results, strict=True)
         ]
         index, order = torch.cat(places).sort()
-
-        def in_order(values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.cat(values).index_select(0, order)
-
-        def by_sample(values: list[torch.Tensor]) -> torch.Tensor:
-            zeros = values[0].new_zeros(segments.num_samples)
-            return zeros.index_add(0, torch.cat(samples), torch.cat(values))
-
-        of_targets = {
-            name: in_order(values)
-            if (values := [x for each in results if (x := getattr(each, name)) is not None])
-            else None
-            for name in OF_TARGETS
-        }
+        found: dict[str, Any] = {}
+        for name in OF_TARGETS:
+            values = [x for each in results if (x := getattr(each, name)) is not None]
+            found[name] = torch.cat(values).index_select(0, order) if values else None
+        for name in ("sample_loss_sums", "sample_targets"):
+            values = torch.cat([getattr(each, name) for each in results])
+            found[name] = values.new_zeros(segments.num_samples).index_add(0, samples, values)
+        for name in ("loss", "loss_sum"):
+            found[name] = torch.stack([getattr(each, name) for each in results]).sum()
         return StepResult(
-            loss=torch.stack([result.loss for result in results]).sum(),
-            loss_sum=torch.stack([result.loss_sum for result in results]).sum(),
+            **found,
             num_targets=self.num_targets,
-            sample_loss_sums=by_sample([result.sample_loss_sums for result in results]),
-            sample_targets=by_sample([result.sample_targets for result in results]),
-            **of_targets,  # pyright: ignore[reportArgumentType]
             target_index=index,
             segments=segments,
             work=Work.total([result.work for result in results], segments.num_tokens),

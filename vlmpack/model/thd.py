@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vlmpack.errors import ConfigError, LayoutError
+from vlmpack.errors import ConfigError, LayoutError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import family_named
@@ -159,10 +159,7 @@ class ThdStep:
         self.layout: Layout = layout
         self.context_ranks, self.context_rank = context_ranks, context_rank
         self.model_cuts = model_cuts
-        if not 0 <= context_rank < context_ranks:
-            raise ConfigError(
-                f"context_rank is {context_rank}; it counts from 0 to context_ranks - 1 = {context_ranks - 1}"
-            )
+        check_whole_number("context_rank", context_rank, at_least=0, at_most=context_ranks - 1)
         if config is not None and not hasattr(config, "model_type"):
             raise ConfigError(f"config is {config!r:.60}; give the model's Hugging Face configuration, AutoConfig's")
         self.family: Family | None = None if config is None else family_named(config.model_type)
