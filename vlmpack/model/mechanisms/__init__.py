@@ -148,9 +148,9 @@ class Mechanism(ABC):
         """Return why a group cannot go through these layers piece by piece, and the remedy; None: it can."""
         return None
 
-    @abstractmethod
     def prepare(self, setup: RowSetup) -> Any:
         """Derive the data that the layers need from a row, once per row: its entry in `RowContext.entries`."""
+        return None
 
     def inputs(self, entry: Any) -> Mapping[str, Any]:
         """Return further keyword arguments of the backbone (the model without its head)."""

@@ -473,7 +473,7 @@ def packed_attention(
     ) -> torch.Tensor:
         # With Ulysses, a rank has some of the heads.
         heads = q_TNH.shape[1]
-        of_heads = pattern if pattern.sinks is None else pattern.of_heads(row.part.rank * heads, heads)
+        of_heads = pattern.of_heads(row.part.rank * heads, heads)
         call = AttentionCall.of(q_TNH, k_TKH, value_dim=v_TKH.shape[2], dropout=dropout, pattern=of_heads)
         settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "pattern": of_heads, **keys}
         return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)

@@ -57,9 +57,6 @@ class Experts(ClassMechanism):
     def problem(self, model: ModelParts, *, attached: bool) -> None:
         """Return None: where forwards were replaced, padding goes through experts, which changes no result."""
 
-    def prepare(self, setup: RowSetup) -> None:
-        """Prepare nothing."""
-
 
 def expert_blocks(model: ModelParts) -> list[Any]:
     """Return the block of router and experts (shared experts included) of every decoder layer that has one.

@@ -130,9 +130,6 @@ class InnerHead(ClassMechanism):
         _, _, text = model.family.text_path.rpartition(".")
         return [(model.core.get_submodule(holder), functools.partial(headless_class, text=text))]
 
-    def prepare(self, setup: Any) -> None:
-        """Return nothing."""
-
 
 @functools.cache
 def headless_class(base: Any, *, text: str) -> type[nn.Module]:

@@ -24,7 +24,7 @@ from vlmpack.context_parallel.mesh import tensor_group
 from vlmpack.context_parallel.plans import SUMMED, pattern_of
 from vlmpack.families.registry import has_lm_head
 from vlmpack.layout.device import around_graph
-from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, base_of, subclass
+from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, subclass
 
 
 @final
@@ -70,9 +70,6 @@ class TensorParallel(Mechanism):
 
     def problem(self, model: ModelParts, *, attached: bool) -> None:
         """Return None: a head whose forward was replaced gathers its logits, which changes no value."""
-
-    def prepare(self, setup: RowSetup) -> None:
-        """Prepare nothing."""
 
 
 @final
