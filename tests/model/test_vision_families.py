@@ -124,7 +124,7 @@ def test_ranks_cannot_compute_images_together(family: str) -> None:
 
 
 def test_ranks_cannot_compute_images_together_where_the_model_completes_their_features(monkeypatch: Any) -> None:
-    monkeypatch.setattr("vlmpack.model.enable.version_of", lambda package: "5.17.0")
+    monkeypatch.setattr("vlmpack.model.enable.TRANSFORMERS", (5, 17))
     with pytest.raises(ConfigError, match=r"because its model completes their features .* transformers 5\.23"):
         enable_packing(fresh("llava_onevision"), parallel=Parallel())
 
