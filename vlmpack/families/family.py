@@ -304,12 +304,12 @@ class Family:
         Raises:
             LayoutError: a grid is impossible. Names the image or video by its index among those of its kind.
         """
-        merge, placements = self.merge(config), list[Placement]()
+        merge, vision, placements = self.merge(config), config.vision_config, list[Placement]()
         for at, medium in enumerate(media):
             assert medium.grid is not None, "a family with grids"
             place = self.videos if medium.kind == VIDEO else single_run
             try:
-                placements.append(place(merged_grid(medium.grid, merge), medium.seconds, config.vision_config))
+                placements.append(place(merged_grid(medium.grid, merge), medium.seconds, vision))
             except LayoutError as error:
                 number = sum(other.kind == medium.kind for other in media[:at])
                 raise LayoutError(f"{KINDS[medium.kind]} {number}: {error}") from None

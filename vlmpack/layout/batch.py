@@ -399,11 +399,17 @@ def _check_padding(batch: PaddedBatch, metadata: HostMetadata) -> None:
             "would still be used; leave the sample's media out, or unmask its tokens"
         )
     # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
-    if labels is not None and (known is None or known.num_targets is None):
-        stray = ((labels != IGNORE) & (mask == 0)).any(1)
-        named = f"row {int(stray.int().argmax())}: " if on_host(stray) else ""
-        fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
-        require(~stray.any(), f"{named}{fault} (labels.masked_fill(mask == 0, -100))", LayoutError)
+    if labels is None or (known is not None and known.num_targets is not None):
+        return
+    fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
+    if not on_host(labels):
+        require(~((labels != IGNORE) & (mask == 0)).any(), fault, LayoutError)
+        return
+    rows = zip(labels.numpy(), metadata.columns, metadata.lengths, strict=True)
+    padding = [piece for row, start, n in rows for piece in (row[:start], row[start + n :])]
+    if (np.concatenate(padding) != IGNORE).any():
+        row = next(at for at, piece in enumerate(padding) if (piece != IGNORE).any()) // 2
+        raise LayoutError(f"row {row}: {fault} (labels.masked_fill(mask == 0, -100))")
 
 
 def check_is_batch(batch: Mapping[str, Any]) -> None:

@@ -259,9 +259,9 @@ def _placed(expected: Sequence[Expected], found: _Found, *, by_number: bool) -> 
     else:
         sizes = np.asarray([size for each in expected for size in each.tokens], np.int64)
         _check_runs(found, sizes, np.repeat(np.arange(len(expected)), [len(each.tokens) for each in expected]))
-    # count placeholders from the first one in the row: a piece ends where a run or a medium does
+    # count placeholders from the first one in the row: a piece ends where a run does, or a medium inside a run
     run_ends, ends = found.lengths.cumsum(), tokens.cumsum()
-    piece_ends = np.union1d(run_ends, ends)
+    piece_ends = np.union1d(run_ends, ends) if by_number else run_ends
     run = run_ends.searchsorted(piece_ends)
     samples = found.samples[run]
     stops = found.stops[run] - (run_ends[run] - piece_ends) - np.asarray(found.segments.stride, np.int64)[samples]

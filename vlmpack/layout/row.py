@@ -225,7 +225,10 @@ def _segments_from(batch: Mapping[str, Any], *, total: int) -> Segments:
 
 def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
     """Compare boundaries in the batch with those of the metadata; boundaries on a device are compared there."""
-    for name, known in (("cu_seqlens_q", segments.real), ("cu_seqlens_q_padded", segments.stride)):
+    for name, known, on_device in (
+        ("cu_seqlens_q", segments.real, segments.cu_seqlens),
+        ("cu_seqlens_q_padded", segments.stride, segments.cu_seqlens_padded),
+    ):
         if (values := batch.get(name)) is None:
             continue
         message = (
@@ -234,7 +237,7 @@ def _check_boundaries(batch: Mapping[str, Any], segments: Segments) -> None:
             "changed the row, leave its metadata out"
         )
         if isinstance(values, torch.Tensor) and values.shape == (len(known),):
-            require((values == to_device(np.asarray(known), values.device)).all(), message, LayoutError)
+            require((values == on_device(values.device)).all(), message, LayoutError)
         elif checked_boundaries(values, name) != known:
             raise LayoutError(message)
 
