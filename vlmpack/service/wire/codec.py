@@ -286,6 +286,8 @@ def _tensor(name: str, parsed: Any) -> np.ndarray | messages.SparseMatrix:
         return messages.SparseMatrix.of_rows(
             name, ends, _array(name, parsed.sparse_csr.col_indices, "<i8"), values, shape
         )
+    if len(shape) > 2:  # thousands would be multiplied for minutes, and numpy has at most 64
+        raise RequestError(f"{name}: a shape of {len(shape)} dimensions; send [tokens], or [tokens, K]")
     if min(shape) < 0 or prod(shape) != len(values):
         raise RequestError(f"{name}: {len(values)} numbers, but shape {list(shape)}")
     return values.reshape(shape)
