@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data import open_dataset
+from vlmpack.data.open import OpenDataset
 from vlmpack.data.readers import json_rows
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.testing import receipt_conversations, tiny_processor
@@ -69,6 +70,13 @@ class TestJson:
             assert (seen.value.index, seen.value.reason) == (at, "row_unreadable")
         assert dataset[6]["id"] == "a"
 
+    def test_so_are_media_in_too_many_lists(self) -> None:
+        deep: list = []
+        for _ in range(5000):
+            deep = [deep]
+        with pytest.raises(SampleError, match="^sample 0: it is nested too deeply"):
+            OpenDataset(files=([{"messages": CHAT, "images": deep}],), folders=(Path(),), name="rows")[0]
+
     def test_so_is_a_file_that_goes_while_it_is_read(self, tmp_path: Path) -> None:
         dataset = open_dataset(path := written(tmp_path, ROWS))
         path.unlink()
@@ -101,6 +109,7 @@ class TestJson:
             ("{\n  'data': 1\n}\n", "is no JSON"),
             ('[{"messages": []}, ', "the end of the array is missing"),
             ('[{"messages": []}]\n{}', "there is more at character 19"),
+            ('[{"messages": []} {"messages": []}]', "a comma is missing, or one too many, before character 18"),
             ('[{"messages": [}]', "begins like a JSON array but is not one"),
             ("[1, 2]", "is a int: '1'; a sample is a JSON object"),
             (

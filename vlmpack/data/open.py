@@ -204,6 +204,9 @@ class OpenDataset(SampleDataset):
         except SampleError as error:
             own_id = sample_id_of({self.columns.names.get(name, name): value for name, value in stored.items()})
             raise error.of_sample(at if index is None else index, own_id) from error
+        except RecursionError as error:
+            fault = "it is nested too deeply to be read; give lists and mappings of a few levels"
+            raise SampleError(fault, "row_unreadable", index=at if index is None else index) from error
 
     def __repr__(self) -> str:
         return f"OpenDataset({len(self)} samples of {self.name})"

@@ -175,7 +175,8 @@ def _item_edges(text: str) -> list[int]:
     decoder, between, edges = json.JSONDecoder(), re.compile(r"[ \t\r\n,]*"), list[int]()
     at, depth = text.index("["), 0
     while at < len(text):
-        if text[at] == "[" and depth < 2:
+        opens = text[at] == "[" and depth < 2
+        if opens:
             depth, at = depth + 1, at + 1
         elif text[at] == "]" and depth:
             depth, at = depth - 1, at + 1
@@ -185,9 +186,12 @@ def _item_edges(text: str) -> list[int]:
             edges.append(at)
         else:
             raise ValueError(f"the array has ended, but there is more at character {at}")
-        at += len(between.match(text, at)[0])  # pyright: ignore[reportOptionalSubscript]
-    if depth:
-        raise ValueError("the end of the array is missing")
+        gap = between.match(text, at)[0]  # pyright: ignore[reportOptionalSubscript]
+        at += len(gap)
+        if depth and at == len(text):
+            raise ValueError("the end of the array is missing")
+        if gap.count(",") != (depth > 0 and not opens and text[at] != "]"):
+            raise ValueError(f"a comma is missing, or one too many, before character {at}")
     return edges
 
 
