@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 from math import lcm
 from operator import index
 from pathlib import Path
@@ -338,16 +338,19 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     """
     lists = (table[name].combine_chunks().values for name in ("input_ids", "labels", "cu_seqlens"))
     ids, labels, bounds = (each.to_numpy().astype(np.int64) for each in lists)
-    types = IMAGE * (ids == media_ids[0]) + VIDEO * (ids == media_ids[1])
     media = {kind: table[kind][0].as_py() if kind in table.column_names else None for kind in MEDIA}
     names, described = table["sample_ids"][0].as_py(), json.loads(table["samples"][0].as_py())
     samples = []
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
+        numbers = {"image": count(), "video": count()}  # InternVL's videos are among the images
         images, videos = (
-            tuple(_visual(each, media, at) for at, each in enumerate(about.get(kind, ()))) for kind in MEDIA
+            tuple(_visual(each, media, next(numbers[each["kind"]])) for each in about.get(kind, ())) for kind in MEDIA
         )
+        own = ids[start:stop]
+        of_image_token = VIDEO if videos and not images else IMAGE  # GLM-4V writes either kind with the image's token
         sample = Encoded(
-            input_ids=ids[start:stop], labels=labels[start:stop], types=types[start:stop], images=images, videos=videos,
+            input_ids=own, labels=labels[start:stop], images=images, videos=videos,
+            types=of_image_token * (own == media_ids[0]) + VIDEO * (own == media_ids[1]),
             weights=np.asarray(about["weights"], np.float32) if "weights" in about else None,
             channel=about.get("channel"), sample_id=json.loads(name),
         )  # fmt: skip

@@ -20,13 +20,14 @@ import pytest
 import torch
 from chats import picture, says, text, user
 from clips import write_clip
-from equality import limits_of
+from equality import limits_of, problems
 from fixtures.processors import tiny_model, tiny_processor
 from transformers_videos import is_installed
 
 from vlmpack import VLMCollator
 from vlmpack.errors import SampleError
-from vlmpack.testing.comparison import compare, problems, run_alone, run_packed
+from vlmpack.rows import PackedDataset, StoreSettings, write_rows
+from vlmpack.testing.comparison import compare, run_alone, run_packed
 
 HERE = Path(__file__)
 VIDEO = {
@@ -122,7 +123,7 @@ CASES = {
 @needs
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", VIDEO)
-def test_tokens_and_tensors_are_the_processor_s_own(family: str, case: str, clip: str) -> None:
+def test_tokens_and_tensors_are_the_processor_s_own(family: str, case: str, clip: str, tmp_path: Path) -> None:
     processor = processor_with_videos(family)
     (video, keys), metadata = CASES[case](clip)
     more = {"total_num_frames": len(video)} if metadata else {}
@@ -139,6 +140,10 @@ def test_tokens_and_tensors_are_the_processor_s_own(family: str, case: str, clip
     measured = collator.measure(feature)
     assert [visual.pixels for visual in (*measured.images, *measured.videos)] == [None]
     assert measured.input_ids.tolist() == truth["input_ids"][0].tolist()
+    rows = VLMCollator(processor, layout="packed")
+    write_rows([feature], tmp_path, rows, StoreSettings(capacity=4096))
+    stored = PackedDataset(tmp_path, processor)[0]
+    assert all(torch.equal(stored[name], tensor) for name, tensor in rows([feature]).items() if torch.is_tensor(tensor))
     decoded = collator.decode([measured])
     assert decoded.labels.tolist() == batch["labels"].tolist()
     assert all(torch.equal(tensor, batch[name]) for name, tensor in decoded.media.to_hf().items())

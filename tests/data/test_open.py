@@ -74,7 +74,7 @@ class TestJson:
         deep: list = []
         for _ in range(5000):
             deep = [deep]
-        with pytest.raises(SampleError, match="^sample 0: it is nested too deeply"):
+        with pytest.raises(SampleError, match=r"^sample 0: it is nested too deeply"):
             OpenDataset(files=([{"messages": CHAT, "images": deep}],), folders=(Path(),), name="rows")[0]
 
     def test_so_is_a_file_that_goes_while_it_is_read(self, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ class Join:
         if len(shapes) > 1:
             raise LayoutError(
                 f"media of the samples are {', '.join(str(list(tensor.shape)) for tensor in tensors[:9])}, which "
-                f"cannot follow each other along axis {self.axis}; let one processor make them all"
+                f"cannot follow each other along axis {self.axis}; let one processor make them all, with one nframes"
             )
         return torch.cat([*tensors], self.axis)
 
