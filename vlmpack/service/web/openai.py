@@ -393,14 +393,15 @@ def _floats(data: bytes) -> list[float]:
 
 
 def _read(kind: type[Any], body: bytes) -> Any:
-    """Read a body.
+    """Read a body. A null field counts as absent, also a number: OpenAI's clients send None as null.
 
     Raises:
         RequestError: a field is unknown, or this service does not have it.
     """
     values = parse(body)
     codec.refuse(values, REFUSED, OFF)
-    return read_object(kind, {name: value for name, value in values.items() if name not in REFUSED})
+    given = {name: value for name, value in values.items() if name not in REFUSED and value is not None}
+    return read_object(kind, given)
 
 
 def _refusal(error: RequestError) -> Response:
