@@ -221,9 +221,9 @@ ROW = Segments.from_boundaries([0, 3, 8, 10], [0, 4, 12, 16], total=20)
             r"must be whole numbers in a tensor \[segments \+ 1\].*got torch.int64 \[1, 4\]",
         ),
         (torch.tensor([0.0, 3.0]), r"must be whole numbers .* got torch.float32 \[2\]"),
-        ([0, 3.5, 10], r"must be whole numbers .* got \[0, 3.5, 10\]"),
-        ("0, 10", "must be whole numbers .* got '0, 10'"),
-        (10, "must be whole numbers .* got 10"),
+        ([0, 3.5, 10], r"must be whole numbers .* got list \[0, 3.5, 10\]"),
+        ("0, 10", "must be whole numbers .* got str '0, 10'"),
+        (10, "must be whole numbers .* got int 10"),
     ],
 )
 def test_restarts_that_cannot_be_are_named(boundaries, message):

@@ -150,7 +150,10 @@ def checked_boundaries(values: torch.Tensor | np.ndarray | Sequence[int], name: 
             f"{name} must be whole numbers in a tensor [segments + 1], a list or a tuple; got {seen:.80}"
         ) from None
     if len(boundaries) < 2 or boundaries[0] != 0:
-        raise LayoutError(f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}")
+        raise LayoutError(
+            f"{name} must start at 0 and hold at least two boundaries, got {list(boundaries)[:6]}; was the batch split "
+            "on its way (accelerate: set dispatch_batches=False)?"
+        )
     for i, (a, b) in enumerate(pairwise(boundaries)):
         if b < a:
             raise LayoutError(f"{name} must never decrease, but segment {i} runs from {a} to {b}")
