@@ -36,6 +36,8 @@ def test_the_forward_names_what_a_row_brings_so_that_trainer_does_not_remove_it(
 def test_settings_are_a_step_config():
     with pytest.raises(ConfigError, match=r"config has to be a StepConfig, such as StepConfig\(.*\), got a dict"):
         enable_packing(tiny_model("qwen3_vl"), {"attention": "auto"})
+    with pytest.raises(ConfigError, match=r"parallel has to be a Parallel, such as Parallel\(\), got a bool"):
+        enable_packing(tiny_model("qwen3"), parallel=True)
 
 
 def test_the_class_keeps_its_name_and_signature():

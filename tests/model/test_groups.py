@@ -263,6 +263,8 @@ def test_what_cannot_be_exact_is_refused_before_the_first_forward(name):
     row = shared(samples_of(model.config, rollouts(4, 6)))
     with pytest.raises((ConfigError, LayoutError), match=words):
         PackedStep(model).group(row, **{"capacity": 40, **settings})
+    with pytest.raises(ConfigError, match=r"row has to be a PackedRow, such as .*, got a dict"):
+        PackedStep(model).group(row.to_hf(), capacity=40)
 
 
 def test_a_piece_without_its_backward_pass_is_not_passed_over():

@@ -21,7 +21,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from vlmpack.errors import LayoutError, check_whole_number
+from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.device import outside_graph
 from vlmpack.layout.media import KINDS, MediaTable, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree
@@ -136,8 +136,9 @@ def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = N
         LayoutError: the row is on a device or has padding; an image, a video, an audio or a run of tokens that attend
             to each other in both directions is longer than `capacity`; or the images of a sample, which the model
             counts, are in several pieces.
-        ConfigError: `capacity` is not a whole number of at least 1.
+        ConfigError: `row` is no row, or `capacity` is not a whole number of at least 1.
     """
+    check_kind("row", row, PackedRow, "collator.collate(samples)")
     check_whole_number("capacity", capacity)
     check_on_host(row)
     row, table = read_media_of_row(row, read_media)

@@ -73,6 +73,7 @@ class PackedRow(OfTensors):
     """Shared prefixes of the samples (`share`); None: each sample goes through the model in full."""
 
     def __post_init__(self) -> None:
+        check_kind("segments", self.segments, Segments, "Segments.from_lengths([3, 2])")
         shape, labels = (1, self.segments.total), self.shift_labels
         for name, column in (("input_ids", self.input_ids), ("shift_labels", labels)):
             if column is not None:

@@ -187,6 +187,7 @@ def _on_mesh(core: nn.Module, parallel: Parallel | None, family: Family) -> Para
         parallel.find_mesh(core)
         parallel.same_calls = reason is None and parallel.data_ranks > 1
     elif parallel is not None:
+        check_kind("parallel", parallel, Parallel, "Parallel()")
         if reason is not None and parallel.same_calls:
             raise ConfigError(
                 f"the images of {family.model_type} cannot be computed by several ranks together, because {reason}: "
