@@ -295,21 +295,22 @@ class _Measurer:
             cached = self.cache.get([key for key in keys if key is not None])
         found = []
         for place, (sample, key) in enumerate(zip(samples, keys, strict=True), start):
-            if isinstance(sample, SampleError):
-                found.append(_Measured(Entry(reason=sample.reason, detail=sample.detail), sample.sample_id))
-            elif key is not None and key in cached:
+            if key is not None and key in cached:
                 found.append(_Measured(cached[key], sample_id_of(sample)))
             else:
-                found.append(_Measured(self._entry(sample, place), sample_id_of(sample), key))
+                found.append(self._measured(sample, place, key))
         return found
 
-    def _entry(self, sample: Any, place: int) -> Entry:
+    def _measured(self, sample: Any, place: int, key: bytes | None) -> _Measured:
         try:
+            if isinstance(sample, SampleError):
+                raise sample
             measured = self.collator.measure(sample, place)
             marks = marks_of(measured, self.collator.metadata, self.collator.limits) if self.has_marks else None
-            return Entry.of(measured, None if marks is None else marks.to_bytes())
+            entry = Entry.of(measured, None if marks is None else marks.to_bytes())
+            return _Measured(entry, measured.sample_id, key)
         except SampleError as error:
-            return Entry(reason=error.reason, detail=error.detail)
+            return _Measured(Entry(reason=error.reason, detail=error.detail), error.sample_id, key)
 
 
 # ---------------------------------------------------------------------- the cache

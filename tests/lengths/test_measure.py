@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def several_kinds() -> list[Any]:
         {"prompt": "2 + 3 = ", "completion": "5"},
         tokenized("qwen3_vl", text, picture(50, 50)),
         chat("?", "a", b"no image"),
+        chat(id=functools.reduce(lambda inner, _: [inner], range(100_000), 0)),
         17,
     ]
 

@@ -89,6 +89,12 @@ def hub_stream_in_three():
     return hub_stream(3)
 
 
+def hub_stream_in_the_middle():
+    stream = hub_stream()
+    stream.load_state_dict(stream.state_dict())
+    return stream
+
+
 def short_samples():
     return Samples(SHORT)
 
@@ -259,6 +265,36 @@ def test_an_epoch_after_one_that_was_given_up_is_whole(source):
         assert ids(stream) == (once if rows else once[4:])  # nobody began the one that was loaded: it is still to come
 
 
+@pytest.mark.parametrize("workers", [0, *slow(2)])
+@pytest.mark.parametrize("source", [hub_stream, hub_stream_in_three, ResumableStream, Around])
+def test_a_loader_reads_the_whole_source_whatever_other_loaders_did_with_the_object(source, workers):
+    shared = source()
+    early, half, resumed, given_up, late = (StreamLoader(PackedStream(shared, SETTINGS)) for _ in range(5))
+    whole = ids(half)
+    list(islice(half, 5))
+    state = half.state_dict()
+    resumed.load_state_dict(state)
+    assert ids(resumed) == whole[5:]
+    given_up.load_state_dict(state)
+    list(islice(given_up, 3))
+    assert [ids(late), ids(early), ids(early), ids(half)] == [whole] * 4
+    last = StreamLoader(PackedStream(shared, SETTINGS), num_workers=workers)
+    assert numbers(last) == sorted(at for row in whole for at in row)
+
+
+def test_two_loaders_that_read_one_source_in_turns_get_all_of_it_or_an_error():
+    for shared in (hub_stream(), hub_stream_in_three()):
+        one, other = (iter(StreamLoader(PackedStream(shared, SETTINGS))) for _ in range(2))
+        assert ids(row for rows in zip(one, other, strict=True) for row in rows)[::2] == ids(
+            PackedStream(hub_stream(shared.num_shards), SETTINGS)
+        )
+    one, other = (iter(PackedStream(shared, SETTINGS)) for shared in [ResumableStream()] * 2)
+    next(one)
+    next(other)
+    with pytest.raises(ConfigError, match="another stream has begun to read this ResumableStream"):
+        list(one)
+
+
 def test_a_source_whose_state_is_no_place_is_read_again_from_the_start_of_the_pass():
     rows = ids(PackedStream(shuffled_hub_stream(), SETTINGS))
     half = PackedStream(shuffled_hub_stream(), SETTINGS)
@@ -379,7 +415,7 @@ def test_states_that_other_ranks_cannot_continue_are_refused():
     for state in (uneven[0], uneven, uneven[:1] * 2):
         with pytest.raises(ConfigError, match=r"rank 0 of 2 with 1 workers .* is rank 0 of 1 .* states of all ranks"):
             alone.load_state_dict(state)
-    for state in ({"states": []}, []):
+    for state in ({"states": []}, [], None, 7, "state"):
         with pytest.raises(ConfigError, match="not the state of a StreamLoader"):
             alone.load_state_dict(state)
     alone.stream.settings = RowSettings(capacity=5000)
@@ -473,6 +509,7 @@ def test_two_who_iterate_one_stream_do_not_share_its_rows_out_unnoticed():
         (Samples(), {"ranks": 2}, "ranks=2, but rank= was left out: every process would train on the same"),
         (Samples(), {"ranks": 0}, "ranks must be a whole number from 1 to"),
         (split_dataset_by_node(hub_stream(), 0, 2), {"ranks": 2, "rank": 0}, "split_dataset_by_node, and"),
+        (hub_stream_in_the_middle(), {}, "a state was loaded into the source, and a stream reads whole data sets"),
     ],
 )  # fmt: skip
 def test_a_source_or_rank_that_cannot_be_is_refused(source, settings, message):

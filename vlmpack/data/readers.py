@@ -597,7 +597,10 @@ def _folder_rows(folder: Path, split: str) -> list[tuple[MapStyle, Path | None]]
             return _files_rows(chosen, None if kind == "JSON" else folder)
     content = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) or "nothing"
     fault = f"{folder} holds no table for split {split!r} (it holds: {content})"
-    raise ConfigError(f"{fault}; expected a dataset saved by datasets, {split}-*.parquet files or tar shards")
+    raise ConfigError(
+        f"{fault}; expected a dataset saved by datasets, {split}-*.parquet files or tar "
+        f"shards; of media alone, write {split}.jsonl with a line for each sample that names its files"
+    )
 
 
 def _of_split(files: Sequence[Path], folder: Path, split: str, kind: str) -> list[Path]:

@@ -26,10 +26,11 @@ from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import gcd
 from typing import Any, Protocol, final, runtime_checkable
 from warnings import warn
+from weakref import finalize
 
 import torch
 from torch import distributed
@@ -100,11 +101,17 @@ class PackedStream(IterableDataset[list[Any]]):
             raise ConfigError(
                 "the source was split by split_dataset_by_node, and a stream splits it again: give the whole data set"
             )
+        if getattr(source, "_starting_state_dict", None) is not None:
+            raise ConfigError(
+                "a state was loaded into the source, and a stream reads whole data sets: open the source again, and "
+                "load the state of the StreamLoader instead"
+            )
         self.source, self.settings = source, settings
         self.ranks, self.rank = ranks, checked_rank(rank, ranks)
         self.repeat = repeat
         self.agrees = False
         """Whether a `StreamLoader` makes all ranks end together."""
+        self._place = Place(source) if isinstance(source, Resumable) and not _is_of_datasets(source) else None
         self._packing: dict[str, Any] = {"length": length, "costs": costs, "prefix": prefix}
         self._packer: StreamPacker[Any] = StreamPacker(settings, **self._packing)
         self._loaded: Mapping[str, Any] | None = None
@@ -132,8 +139,9 @@ class PackedStream(IterableDataset[list[Any]]):
     def of_part(self, index: int, parts: int) -> PackedStream:
         """Return a stream of this part of the source, whichever process packs it."""
         part = copy(self)
-        if isinstance(self.source, Resumable):  # which can be at one position at a time
-            part.source = deepcopy(self.source)
+        if self._place is not None:  # a source can be at one position at a time
+            part._place = deepcopy(self._place)
+            part.source = part._place.source
         part._fixed, part._last_part, part._loaded, part._next, part.dealt = (index, parts), None, None, None, []
         part._begin(part._part)
         return part
@@ -189,7 +197,8 @@ class PackedStream(IterableDataset[list[Any]]):
         index, parts = self._fixed or (at * self.ranks + self.rank, workers * self.ranks)
         part = self._last_part
         if part is None or (part.index, part.parts) != (index, parts):
-            self._last_part = part = SourcePart(self.source, index, parts, key=self._packing["prefix"] and self._key)
+            key = self._packing["prefix"] and self._key
+            self._last_part = part = SourcePart(self.source, index, parts, place=self._place, key=key)
             self._begin(part)
         return part
 
@@ -342,20 +351,25 @@ class SourcePart:
         source: all samples, the same in every process.
         index: index of the part.
         parts: number of parts.
+        place: the reader of a source with a state; None: the source has none, or is of `datasets`.
         key: function that returns the key of a sample's group; None: samples are distributed one by one.
     """
 
-    def __init__(self, source: Any, index: int, parts: int, key: Callable[[Any], str | None] | None) -> None:
+    def __init__(
+        self, source: Any, index: int, parts: int, *, place: Place | None, key: Callable[[Any], str | None] | None
+    ) -> None:
         self.index, self.parts, self._whole, self._source = index, parts, source, source
-        hub: Any = sys.modules.get("datasets")
-        if hub is not None and isinstance(source, hub.IterableDataset) and source.num_shards % parts == 0 and parts > 1:
+        if _is_of_datasets(source):
             from datasets.distributed import split_dataset_by_node
 
-            self._source = split_dataset_by_node(source, rank=index, world_size=parts)
-            index, parts = 0, 1
+            # Whole or split, this is a data set of our own: others may load positions into the one that was given.
+            is_split = source.num_shards % parts == 0
+            rank, world_size = (index, parts) if is_split else (0, 1)
+            self._source = split_dataset_by_node(source, rank=rank, world_size=world_size)
+            place, (index, parts) = Place(self._source), (0, 1) if is_split else (index, parts)
         self._index, self._parts = index, parts
         self._key = None if parts == 1 else key
-        self._place = Place(self._source) if isinstance(source, Resumable) else None
+        self._place = place
         is_indexed = isinstance(source, MapStyle) and not isinstance(source, IterableDataset | Resumable)
         self.size = len(source) if is_indexed else None  # pyright: ignore
         """Number of samples of a source that can be read by index; None: it cannot."""
@@ -411,12 +425,33 @@ class SourcePart:
         return (groups - 1) % self._parts == self._index
 
 
+def _is_of_datasets(source: Any) -> bool:
+    hub: Any = sys.modules.get("datasets")
+    return hub is not None and isinstance(source, hub.IterableDataset)
+
+
+@dataclass
+class _Position:
+    """What streams did to the position of a source, which is in the source and so the same for all streams."""
+
+    begin: dict[str, Any]
+    """State of the source before any stream read it."""
+    after_first: dict[str, Any] | None = None
+    """State of the source after the first sample of a pass from a loaded position, until the next pass begins."""
+    reader: object = None
+    """The pass that reads the source."""
+
+
+_positions: dict[int, _Position] = {}
+"""The position of each source that streams of this process read, by the source's `id`, for as long as it lives."""
+
+
 @final
 class Place:
     """Reads pass after pass of a source, the first one possibly from a loaded position.
 
     The source may count its passes, so each pass begins by iterating over the source again. After a pass that began at
-    a loaded position, the next pass shows which of three ways the source behaves in:
+    a loaded position, whoever loaded it, the next pass shows which of three ways the source behaves in:
 
         yields the next pass                          nothing to do
         was sent to its own end, so it yields         iterate once more, and it yields the next pass
@@ -427,41 +462,51 @@ class Place:
     """
 
     def __init__(self, source: Any) -> None:
-        self._source = source
-        self._begin = self.state_dict()
-        self._after_first: dict[str, Any] | None = None
-        """State of the source after the first sample of a pass from a loaded position, until the next pass begins."""
+        self.source = source
+        if id(source) not in _positions:
+            _positions[id(source)] = _Position(self.state_dict())
+            finalize(source, _positions.pop, id(source))
+        self._position = _positions[id(source)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the source's state: the position of the next sample."""
-        return deepcopy(self._source.state_dict())
+        return deepcopy(self.source.state_dict())
 
     def samples(self, state: dict[str, Any] | None, *, is_new_pass: bool) -> Iterator[Any]:
-        """Yield the remaining samples of a pass from a state of the source; None: a new pass."""
+        """Yield the remaining samples of a pass from a state of the source; None: a new pass.
+
+        Raises:
+            ConfigError: another stream has begun to read the source.
+        """
+        self._position.reader = reader = object()
+        for sample in self._pass(state, is_new_pass=is_new_pass):
+            yield sample
+            if self._position.reader is not reader:
+                raise ConfigError(
+                    f"another stream has begun to read this {type(self.source).__name__}, whose position is in the "
+                    "object; give each stream a source of its own"
+                )
+
+    def _pass(self, state: dict[str, Any] | None, *, is_new_pass: bool) -> Iterator[Any]:
         if state is None:
-            yield from _whole(self._source) if self._after_first is None else self._anew()
-            return
-        self._source.load_state_dict(deepcopy(state))
-        samples = _whole(self._source)
+            return _whole(self.source) if self._position.after_first is None else self._anew()
+        self.source.load_state_dict(deepcopy(state))
+        samples = _whole(self.source)
         first = next(samples, END)
-        self._after_first = self.state_dict()
-        if first is not END:
-            yield first
-            yield from samples
-        elif is_new_pass:
-            yield from self._anew()
+        self._position.after_first = self.state_dict()
+        if first is END:
+            return self._anew() if is_new_pass else samples
+        return chain([first], samples)
 
     def _anew(self) -> Iterator[Any]:
-        """Yield a new pass after one that began at a loaded position."""
-        previous, self._after_first = self._after_first, None
-        samples = _whole(self._source)
+        """Return the samples of a new pass after one that began at a loaded position."""
+        previous, self._position.after_first = self._position.after_first, None
+        samples = _whole(self.source)
         first = next(samples, END)
-        if first is END or content_digest(self._source.state_dict()) == content_digest(previous):
-            self._source.load_state_dict(deepcopy(self._begin))
-            yield from _whole(self._source)
-            return
-        yield first
-        yield from samples
+        if first is END or content_digest(self.source.state_dict()) == content_digest(previous):
+            self.source.load_state_dict(deepcopy(self._position.begin))
+            return _whole(self.source)
+        return chain([first], samples)
 
 
 def _whole(source: Iterable[Any]) -> Iterator[Any]:
@@ -591,7 +636,7 @@ class StreamLoader(DataLoader[Any]):
             ConfigError: this is not a state of a loader; there are other ranks or workers now, and a state of a rank is
                 missing, or a part of the source has ended. Workers refuse the state of another stream.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
+        states = [*state] if isinstance(state, Sequence) else [state]
         if not states or any(
             not isinstance(each, Mapping) or each.keys() != self.state_dict().keys() for each in states
         ):
