@@ -113,6 +113,13 @@ class Client:
     def checkpoints(self) -> list[CheckpointRow]:
         return self.queue.journal.rows(CheckpointRow)
 
+    def delete_checkpoint(self, path: str) -> None:
+        self.queue.journal.drop_checkpoint(self.queue.journal.checkpoint(path))
+
+    def set_ttl(self, path: str, seconds: int | None) -> None:
+        expires = None if seconds is None else time.time() + seconds
+        self.queue.journal.set_expiry(self.queue.journal.checkpoint(path), expires)
+
     def sampler(self, session: str = "") -> str:
         """Sampling session 0 of a session, by default a new one, on the base model."""
         session = session or self.queue.create_session()

@@ -93,7 +93,8 @@ class ServiceLimits:
     """Seconds without heartbeats after which a session may be finished to make room for a new session or model. The
     client sends a heartbeat every 10 s."""
     result_seconds: float = 600.0
-    """Seconds to keep a result after it was fetched."""
+    """Seconds to keep a result after it was fetched; one that was fetched before a restart stays until it is fetched
+    again, or until its session ends."""
 
     retry_seconds: float = 1.0
     """Seconds after which a client should retry when it was refused for lack of room."""

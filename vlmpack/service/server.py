@@ -311,7 +311,7 @@ class Service:
                 age=now - row.created,
                 idle=now - row.last_request,
             )
-            for row in journal.rows(ModelRow)
+            for row in reversed(journal.rows(ModelRow))
             if row.session in opened
         ]
         numbers = {

@@ -308,15 +308,17 @@ def test_what_runs_out_while_the_disk_is_full_is_noted_once_there_is_room(
     """Replies that were fetched, and sessions whose client fell silent."""
     with served(tmp_path, start=False) as (client, _):
         session = client.queue.create_session()
-        client.outcome(client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True))
+        refused = client.queue.refuse(f"{session}:train:0", 0, "no", is_creation=True)
+        client.outcome(refused)
+        clock.now += 601
+        client.queue.heartbeat(session)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
             client.queue._tidy()
             client.queue._tidy()
         assert len(caplog.messages) == 1  # it is tried twice a second, and logged once
         client.queue._tidy()
-        (row,) = client.queue.journal.rows(RequestRow)
-        assert row.retrieved is not None
+        assert client.reply(refused) is None
         clock.now += 601
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
@@ -479,7 +481,7 @@ def test_nobody_waits_for_the_disk_with_the_lock_that_every_answer_needs(tmp_pat
         model = client.model()
         session = model.split(":")[0]
         path = client.call(save(model, 1, "a")).path
-        begin, delete = client.queue.create_sampling_session, client.queue.delete_checkpoint
+        begin, delete = client.queue.create_sampling_session, client.delete_checkpoint
         with closing(sqlite3.connect(tmp_path / "journal.sqlite3", isolation_level=None)) as other:
             other.execute("BEGIN IMMEDIATE")
             begun = pool.submit(begin, session, 0, path=None, base_model="base/fake")
@@ -554,7 +556,7 @@ def test_a_sampling_session_outlives_its_checkpoint(tmp_path: Path) -> None:
         path = client.call(save_for_sampler(model, 1, "a")).path
         sampler = client.queue.create_sampling_session(session, 0, path=path, base_model=None)
         before = client.call(sample(sampler, 0)).sequences[0].logprobs
-        client.queue.delete_checkpoint(path)
+        client.delete_checkpoint(path)
     with served(tmp_path) as (client, _):
         assert np.array_equal(client.call(sample(sampler, 1)).sequences[0].logprobs, before)
         client.queue.finish(session)
@@ -599,8 +601,8 @@ def test_checkpoints_are_saved_listed_loaded_overwritten_and_deleted(
     (info,) = client.checkpoints()
     assert (info.path, info.kind, info.model) == (path, "weights", model)
     assert info.size > 100
-    client.queue.delete_checkpoint(path)
-    assert status(client.queue.delete_checkpoint, path) == 404
+    client.delete_checkpoint(path)
+    assert status(client.delete_checkpoint, path) == 404
     assert status(client.queue.journal.checkpoint, path) == 404
     assert is_failure(client.call(load(model, 11, path)), "no checkpoint")
     assert client.checkpoints() == []
@@ -626,10 +628,10 @@ def test_a_checkpoint_expires_and_its_time_can_be_changed(tmp_path: Path) -> Non
         assert client.queue.journal.checkpoint(first).expires == pytest.approx(
             client.queue.journal.checkpoint(first).created + 1
         )
-        client.queue.set_ttl(second, None)
-        client.queue.set_ttl(third, 3600)
+        client.set_ttl(second, None)
+        client.set_ttl(third, 3600)
         until(lambda: len(client.checkpoints()) == 2)
-        assert status(client.queue.set_ttl, first, 1) == 404
+        assert status(client.set_ttl, first, 1) == 404
         until(lambda: len([*(tmp_path / "weights").iterdir()]) == 2)
         assert client.queue.journal.checkpoint(second).expires is None
         assert client.queue.journal.checkpoint(third).expires == pytest.approx(time.time() + 3600, abs=60)

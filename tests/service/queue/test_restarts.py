@@ -178,7 +178,7 @@ def test_seeds_are_drawn_when_a_request_is_accepted(tmp_path: Path) -> None:
         session = client.queue.create_session()
         client.post(create(session, seed=None))
         client.post(sample(client.sampler(session), 0, seed=None))
-        sampled, created = client.queue.journal.rows(RequestRow)
+        created, sampled = client.queue.journal.rows(RequestRow)
         assert sampled.seed is not None and created.seed is not None
     with served(tmp_path) as (client, engine):
         client.call(create(session, seed=None))

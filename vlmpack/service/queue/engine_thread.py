@@ -1,4 +1,4 @@
-"""The thread that owns the engine.
+"""The thread that owns the engine, and the models' states on disk.
 
 It runs one row, operation or sampling slice at a time, and alternates between models and sampling.
 
@@ -7,6 +7,12 @@ turns        A B C sample A C sample ...  the least recently served model; a sam
 
 a group      consecutive waiting forward_backwards of a model, up to its next other operation: they share
              rows, and their replies are committed together.
+
+a state      snapshot (covers 1..4)      5 forward_backward   6 forward_backward   7 optim_step   8 (queued)
+             └────────── restored ──────────────── replayed, in the same groups ───────────┘      runs as usual
+
+A model's state is always its last snapshot plus the operations that the journal records after it. An operation counts
+once its reply is in the journal. Any other work of the engine is lost with the process. So nothing is applied twice.
 """
 
 from __future__ import annotations
@@ -15,28 +21,38 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError, VlmpackError
-from vlmpack.service.queue.checkpoints import StateFolder
-from vlmpack.service.queue.journal import JournalError, State
+from vlmpack.service.queue.checkpoints import StateFolder, check_name, describe, final_name, size_of
+from vlmpack.service.queue.journal import CheckpointRow, JournalError, Kind, ModelRow, RequestRow, SamplingRow, State
 from vlmpack.service.queue.ledger import Entry, Lane, Ledger
-from vlmpack.service.queue.operations import Done, Operations
-from vlmpack.service.wire import codec
-from vlmpack.service.wire.messages import Failure, ForwardBackward, Outcome, Reply, Sample
+from vlmpack.service.wire import codec, messages
+from vlmpack.service.wire.messages import Failure, Outcome, Reply
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.engine import Engine
 
+SAVES: Mapping[type[messages.Save], tuple[Kind, str]] = {
+    messages.SaveWeights: ("weights", "save_weights"),
+    messages.SaveForSampler: ("sampler_weights", "save_weights_for_sampler"),
+    messages.SaveExternal: ("external_weights", "save_weights_external"),
+}
+"""Kind of checkpoint of each kind of save, and the type tag that the client reads."""
 TIDY_SECONDS = 0.5
 """Seconds between two calls of `tidy`."""
 CREATIONS = ("CreateModel", "CreateFromCheckpoint")
 CHANGES = ("OptimStep", "LoadWeights")
 """Operations that leave a model undefined when the engine fails in them."""
+
+Write = Callable[[], None]
+"""Writes to the journal what an operation has done; called in the transaction that records the reply."""
 
 log = logging.getLogger("vlmpack.service")
 
@@ -62,8 +78,8 @@ class EngineThread:
         self, engine: Engine, sampler: Any, ledger: Ledger, state: StateFolder, *, tidy: Callable[[], None]
     ) -> None:
         self._engine, self._sampler, self._ledger, self._state, self._tidy = engine, sampler, ledger, state, tidy
-        self._operations = Operations(engine, ledger, state)
-        self._pool = ThreadPoolExecutor(ledger.limits.encode_threads, "vlmpack-encode")
+        self._journal, self._limits = ledger.journal, ledger.limits
+        self._pool = ThreadPoolExecutor(self._limits.encode_threads, "vlmpack-encode")
         self._sampling: dict[str, tuple[Path | None, Entry]] = {}
         """Snapshot and request, by the name in the sampling engine; None: the base model."""
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
@@ -129,12 +145,11 @@ class EngineThread:
         if (now := time.monotonic()) - self._tidied >= TIDY_SECONDS:
             self._tidied = now
             self._tidy()
-            if not self._ledger.is_swept:
-                self.sweep()
+            self._sweep()
         with self._ledger.lock:
             self.encode_samples()
             lane, unit = self._next_unit()
-            samples = bool(self._sampling) or any(map(_is_encoded, self._ledger.new_samples))
+            samples = bool(self._sampling) or any(entry.is_encoded for entry in self._ledger.new_samples)
             samples = samples and self._drain_until is None
             if unit is None and not samples:
                 if not self._stop and not self._is_drained():  # a stop may have come since the loop checked
@@ -186,8 +201,7 @@ class EngineThread:
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
         group = self.encode_ahead(lane)
-        encoded = [cast("Future[Any]", entry.encoded) for entry in group if _is_encoded(entry)]
-        return (lambda: self._begin_group(lane, group, encoded)) if len(encoded) == len(group) else None
+        return (lambda: self._begin_group(lane, group)) if all(entry.is_encoded for entry in group) else None
 
     def _free_closed(self) -> None:
         with self._ledger.lock:
@@ -200,14 +214,11 @@ class EngineThread:
                     self._engine.free(lane.id)
             except Exception:
                 log.exception("the model %s could not be released", lane.id)
-        if closed:
-            self._ledger.is_swept = False
 
-    def sweep(self) -> None:
-        """Remove folders that nothing refers to. Called in the engine thread."""
-        self._ledger.is_swept = True
+    def _sweep(self) -> None:
+        """Remove folders that nothing refers to."""
         try:
-            wanted = self._ledger.journal.folders()
+            wanted = self._journal.folders()
             wanted |= {folder.name for folder, _ in self._sampling.values() if folder is not None}
             for folder in self._state.sweep(wanted):
                 self._sampler.close(folder)
@@ -218,30 +229,21 @@ class EngineThread:
 
     def encode_ahead(self, lane: Lane) -> list[Entry]:
         """Start to encode the forward_backwards of the next group, and return them. Called under the lock."""
-        limits = self._ledger.limits
-        group: list[Entry] = []
-        size = 0
-        for entry in lane.waiting():
-            size += entry.row.size
-            full = size > limits.group_bytes or len(group) >= (1 if lane.alone else limits.group_requests)
-            if not entry.is_forward_backward or (group and full):
-                break
-            group.append(entry)
-        new = [entry for entry in group if entry.encoded is None]
-        has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
-        has_room = self._ledger.has_room_for(sum(entry.row.size for entry in new), samples=False)
-        if has_begun or (has_room and not self._is_short):
-            for entry in new:
-                self._submit(entry)
-        elif new:
-            self._is_short = True
+        group = lane.next_group(self._limits)
+        if new := [entry for entry in group if entry.encoded is None]:
+            has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
+            if has_begun or (not self._is_short and self._ledger.has_room_for(new)):
+                for entry in new:
+                    self._submit(entry)
+            else:
+                self._is_short = True
         return group
 
     def encode_samples(self) -> None:
         """Start to encode prompts as far as there is room. Called under the lock."""
         for entry in self._ledger.new_samples:
             if entry.encoded is None:
-                if not self._ledger.has_room_for(entry.row.size, samples=True):
+                if not self._ledger.has_room_for([entry]):
                     break
                 self._submit(entry)
 
@@ -256,21 +258,31 @@ class EngineThread:
             self._ledger.changed.notify_all()
 
     def _encode(self, entry: Entry) -> Any:
-        request = self._operations.request(entry)
-        if isinstance(request, Sample):
+        request = self._request(entry)
+        if isinstance(request, messages.Sample):
             return self._engine.encode_prompt(request)
-        assert isinstance(request, ForwardBackward), "other operations are not encoded"
+        assert isinstance(request, messages.ForwardBackward), "other operations are not encoded"
         entry.forward_only = request.forward_only
         encoded = self._engine.encode(request)
         entry.request = None
         return encoded
+
+    def _request(self, entry: Entry) -> messages.Request:
+        """Return the parsed request of an entry."""
+        if entry.request is None:
+            entry.request = self._parse(entry.row)
+        return entry.request
+
+    def _parse(self, row: RequestRow) -> messages.Request:
+        """Parse a request from the journal, with the seed that was drawn for it."""
+        return with_seed(codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
 
     # ------------------------------------------------------------------ samples
 
     def _sample(self) -> None:
         """Pass encoded samples to the sampling engine, and do one slice of work."""
         with self._ledger.lock:
-            ready = {id(entry): entry for entry in self._ledger.new_samples if _is_encoded(entry)}
+            ready = {id(entry): entry for entry in self._ledger.new_samples if entry.is_encoded}
             self._ledger.new_samples = [entry for entry in self._ledger.new_samples if id(entry) not in ready]
         for entry in ready.values():
             self._begin_sample(entry)
@@ -289,9 +301,9 @@ class EngineThread:
         try:
             if (encoded := entry.encoded) is None:
                 return  # its session has ended
-            folder = self._ledger.journal.sampler(entry.row.owner).folder
+            folder = self._journal.sampler(entry.row.owner).folder
             snapshot = None if folder is None else self._state.folder(folder)
-            self._sampler.add(name, snapshot, encoded.result(), self._operations.request(entry))
+            self._sampler.add(name, snapshot, encoded.result(), self._request(entry))
         except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("a sample could not be begun")
@@ -310,15 +322,19 @@ class EngineThread:
 
     # ------------------------------------------------------------------ forward_backwards
 
-    def _begin_group(self, lane: Lane, group: list[Entry], encoded: list[Future[Any]]) -> None:
+    def _begin_group(self, lane: Lane, group: list[Entry]) -> None:
         lane.alone = max(lane.alone - len(group), 0)
-        errors = [future.exception() for future in encoded]
-        bad = [(entry, Failure.of(error)) for entry, error in zip(group, errors, strict=True) if error is not None]
-        if bad:
-            self.finish(bad)
-        lane.group = [entry for entry, error in zip(group, errors, strict=True) if error is None]
-        if lane.group:
-            requests = [future.result() for future, error in zip(encoded, errors, strict=True) if error is None]
+        lane.group, requests, bad = [], [], []
+        for entry in group:
+            if (encoded := entry.encoded) is None:
+                continue  # its session has ended
+            if (error := encoded.exception()) is not None:
+                bad.append((entry, Failure.of(error)))
+            else:
+                lane.group.append(entry)
+                requests.append(encoded.result())
+        self.finish(bad)
+        if requests:
             try:
                 lane.work = self._engine.forward_backward(requests)
             except Exception as error:
@@ -344,7 +360,8 @@ class EngineThread:
         lane.has_gradients |= adds
         if adds:
             lane.replayed_bytes += sum(entry.row.size for entry in group)
-        self.finish([*zip(group, outcomes, strict=True)], group=group[0].row.seq if adds else None)
+        first = group[0].row.seq if adds else None
+        self.finish([*zip(group, outcomes, strict=True)], group=first, is_replayed=adds)
 
     def _break_group(self, lane: Lane, error: Exception) -> None:
         """Cancel a group whose rows failed. Its requests run again one by one, so that only the one at fault fails."""
@@ -366,31 +383,30 @@ class EngineThread:
     # ------------------------------------------------------------------ other operations
 
     def _operate(self, lane: Lane, entry: Entry) -> None:
-        begin = time.perf_counter()
+        begin, is_creation, is_replayed = time.perf_counter(), entry.row.kind in CREATIONS, False
+        write: Write | None = None
         try:
-            if entry.row.kind in CREATIONS:
+            if is_creation:
                 self._make_room(lane)
-            done = self._operations.run(lane, entry)
+            outcome, write = self._run(lane, entry)
+            is_replayed = entry.row.kind == messages.OptimStep.__name__
         except Exception as error:
-            done = Done(outcome=Failure.of(error))
+            outcome = Failure.of(error)
             self._clean_up(lane, entry, error)
         lane.seconds += time.perf_counter() - begin
         self.seconds["training"] += time.perf_counter() - begin
-        if done.is_replayed:
+        if is_replayed:
             lane.replayed_bytes += entry.row.size
-        self.finish([(entry, done.outcome)], done=done)
-        if entry.row.kind in CREATIONS:
-            if isinstance(done.outcome, Failure):
-                lane.failure = f"{lane.id} was not created: {done.outcome.message}"
-        elif done.is_replayed and lane in self._lanes() and self._operations.snapshot_is_due(lane):
+        self.finish([(entry, outcome)], is_replayed=is_replayed, write=write)
+        if is_creation and isinstance(outcome, Failure):
+            lane.failure = f"{lane.id} was not created: {outcome.message}"
+        elif is_replayed and lane in self._lanes() and self._snapshot_is_due(lane):
             self._snapshot(lane)
-        self._ledger.is_swept = False
 
     def _make_room(self, lane: Lane) -> None:
         """End silent sessions, the longest silent first, until there is room for a new model."""
-        limits = self._ledger.limits
-        for session in self._ledger.silent(limits.silent_seconds):
-            if len(self._engine.models()) < limits.models:
+        for session in self._ledger.silent(self._limits.silent_seconds):
+            if len(self._engine.models()) < self._limits.models:
                 return
             holders = {one.session for one in self._lanes() if one.id in self._engine.models()}
             if session in holders - {lane.session}:
@@ -406,16 +422,148 @@ class EngineThread:
         elif entry.row.kind in CHANGES and not isinstance(error, RequestError):
             self._restore(lane)
 
+    def _run(self, lane: Lane, entry: Entry) -> tuple[Outcome, Write | None]:
+        """Run an operation other than forward_backward, and return its outcome and how to record it.
+
+        Raises:
+            RequestError: the operation cannot be run; the model is unchanged.
+            Exception: the engine or the disk failed.
+        """
+        match request := self._request(entry):
+            case messages.CreateModel():
+                return self._create(lane, request)
+            case messages.CreateFromCheckpoint():
+                return self._create_from(lane, request)
+            case messages.OptimStep():
+                return self._step(lane, request), None
+            case messages.SaveForSampler(name=None):
+                return self._save_unnamed(lane, request)
+            case messages.Save():
+                return self._save(lane, request)
+            case messages.LoadWeights():
+                return self._load(lane, entry, request)
+            case _:
+                raise RequestError(f"{type(request).__name__} is no operation of a model")
+
+    def _step(self, lane: Lane, request: messages.OptimStep) -> Outcome:
+        try:
+            return {"type": "optim_step", "metrics": self._engine.optim_step(lane.id, request.adam)}
+        except RequestError as error:  # the gradient is dropped, and a replay has to drop it too
+            return Failure.of(error)
+        finally:
+            lane.has_gradients = False
+
+    # ------------------------------------------------------------------ new models
+
+    def _create(self, lane: Lane, request: messages.CreateModel) -> tuple[Outcome, Write]:
+        if request.base_model != self._engine.base.name:
+            raise RequestError(f"this server has the base model {self._engine.base.name!r}, not {request.base_model!r}")
+        self._engine.create(lane.id, request.lora)
+        return self._created(lane, request, {"type": "create_model"}, lora=request.lora)
+
+    def _create_from(self, lane: Lane, request: messages.CreateFromCheckpoint) -> tuple[Outcome, Write]:
+        checkpoint = self._journal.checkpoint(request.path)
+        if request.base_model not in (None, checkpoint.base_model):
+            seen = f"{request.path} is of the base model {checkpoint.base_model!r}"
+            raise RequestError(f"{seen}, not {request.base_model!r}")
+        folder = self._training_folder(checkpoint, optimizer=request.optimizer)
+        lora = self._engine.create_from(lane.id, folder, optimizer=request.optimizer)
+        reply = {"type": "load_weights", "path": request.path}
+        return self._created(lane, request, reply, lora=lora, snapshot=self._write_state(lane))
+
+    def _created(
+        self, lane: Lane, request: messages.Creation, reply: Mapping[str, Any], *, lora: messages.LoraConfig | None,
+        snapshot: str | None = None,
+    ) -> tuple[Outcome, Write]:  # fmt: skip
+        now, base_model = time.time(), self._engine.base.name
+        row = ModelRow(
+            id=lane.id, session=lane.session, created=now, last_request=now, base_model=base_model, lora=lora,
+            user_metadata=request.user_metadata, snapshot=snapshot,
+        )  # fmt: skip
+        return {**reply, "model_id": lane.id}, lambda: self._journal.put(row)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _training_folder(self, checkpoint: CheckpointRow, *, optimizer: bool) -> Path:
+        if checkpoint.kind == "external_weights":
+            raise RequestError(f"{checkpoint.path} is for download only: load a checkpoint of save_state")
+        if optimizer and checkpoint.kind != "weights":
+            remedy = "load one of save_state, or load it without the optimizer"
+            raise RequestError(f"{checkpoint.path} is for sampling and has no optimizer state: {remedy}")
+        return self._state.folder(checkpoint.folder)
+
+    def _save(self, lane: Lane, request: messages.Save) -> tuple[Outcome, Write]:
+        (kind, tag), name, now = SAVES[type(request)], request.name, time.time()
+        expires = None if request.ttl_seconds is None else now + request.ttl_seconds
+        row = CheckpointRow(
+            model=lane.id, kind=kind, name=check_name(name), folder="", created=now, size=0,
+            lora=self._journal.model(lane.id).lora,
+            base_model=self._engine.base.name, user_metadata=request.user_metadata, expires=expires,
+        )  # fmt: skip
+        exists = self._journal.row(CheckpointRow, model=lane.id, kind=kind, name=name) is not None
+        if exists and not (isinstance(request, messages.SaveWeights) and request.overwrite):
+            raise RequestError(f"{row.path} exists: choose another name, or delete it first")
+        with self._state.new(lane.id, name) as folder:
+            if kind == "external_weights":
+                self._engine.export(lane.id, folder)
+            else:
+                self._engine.save(lane.id, folder, optimizer=kind == "weights")
+            row = replace(row, folder=final_name(folder), size=size_of(folder))
+            describe(folder, row)
+        return {"type": tag, "path": row.path}, lambda: self._journal.put(row)
+
+    def _save_unnamed(self, lane: Lane, request: messages.SaveForSampler) -> tuple[Outcome, Write]:
+        sampler = f"{lane.session}:sample:{request.sampling_session_seq_id}"
+        if self._journal.row(SamplingRow, id=sampler) is not None:
+            raise RequestError(f"the sampling session {sampler} exists: save with the next sampling_session_seq_id")
+        with self._state.new(sampler, "unnamed") as folder:
+            self._engine.save(lane.id, folder, optimizer=False)
+        now, saved = time.time(), final_name(folder)
+        row = SamplingRow(id=sampler, session=lane.session, created=now, model=lane.id, folder=saved)
+
+        def write() -> None:
+            self._journal.drop_idle_samplers(kept=self._limits.unnamed_saves - 1, model=lane.id)
+            self._journal.put(row)
+
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}, write
+
+    def _load(self, lane: Lane, entry: Entry, request: messages.LoadWeights) -> tuple[Outcome, Write]:
+        checkpoint = self._journal.checkpoint(request.path)
+        folder = self._training_folder(checkpoint, optimizer=request.optimizer)
+        self._engine.load(lane.id, folder, optimizer=request.optimizer)
+        lane.has_gradients = False
+        snapshot = self._write_state(lane)  # the checkpoint may be deleted before a replay needs it
+        reply = {"type": "load_weights", "path": request.path}
+        return reply, lambda: self._journal.cover(lane.id, snapshot=snapshot, covered=entry.row.seq)
+
+    # ------------------------------------------------------------------ the state of a model
+
+    def _write_state(self, lane: Lane) -> str:
+        begin = time.perf_counter()
+        with self._state.new(lane.id, "state") as folder:
+            self._engine.save(lane.id, folder, optimizer=True)
+        lane.snapshot_seconds = time.perf_counter() - begin
+        lane.seconds = lane.replayed_bytes = 0
+        return final_name(folder)
+
+    def _snapshot_is_due(self, lane: Lane) -> bool:
+        """Return whether a snapshot is possible and worth its time."""
+        if lane.failure is not None or lane.seconds == 0:
+            return False
+        if lane.snapshot_seconds is None or lane.replayed_bytes > self._limits.replayed_bytes:
+            return True
+        return lane.seconds * self._limits.snapshot_share >= lane.snapshot_seconds
+
     def _snapshot(self, lane: Lane) -> None:
         try:
-            self._operations.snapshot(lane)
+            assert not lane.has_gradients, "a snapshot holds no gradients"
+            self._journal.cover(lane.id, snapshot=self._write_state(lane), covered=lane.next - 1)
         except Exception:
             lane.seconds = 0.0  # retry after as much work as would pay for it
             log.exception("the state of %s could not be written; the one before it stays", lane.id)
         else:
             self.snapshots += 1
             self.seconds["snapshots"] += lane.snapshot_seconds or 0.0
-            self._ledger.is_swept = False
 
     def _snapshot_all(self) -> None:
         for lane in self._lanes():
@@ -423,7 +571,7 @@ class EngineThread:
                 self._snapshot(lane)
 
     def _restore_all(self) -> None:
-        self.sweep()
+        self._sweep()
         for lane in self._lanes():
             if lane.is_created:
                 self._restore(lane)
@@ -432,16 +580,52 @@ class EngineThread:
         self.is_restored = True
 
     def _restore(self, lane: Lane) -> None:
+        """Load a model's snapshot, and replay the operations that the journal records after it."""
         try:
-            self._operations.restore(lane)
+            if lane.id in self._engine.models():
+                self._engine.free(lane.id)
+            row = self._journal.model(lane.id)
+            if row.snapshot is None:
+                self._engine.create(lane.id, row.lora)
+            else:
+                self._engine.create_from(lane.id, self._state.folder(row.snapshot), optimizer=True)
+            lane.has_gradients = False
+            begin = time.perf_counter()
+            done = [row for row in self._journal.rows(RequestRow, owner=lane.id) if row.is_replayed]
+            done.sort(key=lambda row: row.seq)
+            for _, rows in groupby(done, key=lambda row: row.seq if row.group is None else row.group):
+                self._replay(lane, [*rows])
+            lane.seconds = time.perf_counter() - begin if done else 0.0
         except Exception as error:
             log.exception("%s could not be restored", lane.id)
             lane.failure = f"the state of {lane.id} could not be restored ({error}): create a model from a checkpoint"
 
+    def _replay(self, lane: Lane, rows: list[RequestRow]) -> None:
+        requests = [self._parse(row) for row in rows]
+        lane.replayed_bytes += sum(row.size for row in rows)
+        match requests[0]:
+            case messages.OptimStep(adam=adam):
+                with suppress(RequestError):  # it failed in the first run too
+                    self._engine.optim_step(lane.id, adam)
+                lane.has_gradients = False
+            case messages.ForwardBackward():
+                work = self._engine.forward_backward([self._engine.encode(request) for request in requests])  # type: ignore
+                while work.rows_left:
+                    work.run_row()
+                work.results()
+                lane.has_gradients |= any(not request.forward_only for request in requests)  # type: ignore
+            case other:
+                raise AssertionError(f"a {type(other).__name__} of {lane.id} has a body")
+
     # ------------------------------------------------------------------ commit
 
     def finish(
-        self, outcomes: Sequence[tuple[Entry, Outcome]], *, group: int | None = None, done: Done | None = None
+        self,
+        outcomes: Sequence[tuple[Entry, Outcome]],
+        *,
+        group: int | None = None,
+        is_replayed: bool = False,
+        write: Write | None = None,
     ) -> None:
         """Commit replies, and the writes of an operation, together.
 
@@ -450,17 +634,16 @@ class EngineThread:
         replies = [self._encoded(entry, outcome) for entry, outcome in outcomes if not entry.is_done]
         if not replies:
             return
-        is_replayed = group is not None if done is None else done.is_replayed
 
-        def write() -> None:
+        def write_all() -> None:
             for entry, state, reply in replies:
-                self._ledger.journal.finish_request(
+                self._journal.finish_request(
                     entry.row.owner, entry.row.seq, state=state, reply=reply, group=group, keep_body=is_replayed
                 )
-            if done is not None and done.write is not None:
-                done.write()
+            if write is not None:
+                write()
 
-        self._commit(write)
+        self._commit(write_all)
         for entry, state, _ in replies:
             self.counts[state][entry.row.kind] += 1
             self._ledger.done(entry, state)
@@ -474,14 +657,14 @@ class EngineThread:
             reply = codec.encode(outcome)
         return entry, "failed" if isinstance(outcome, Failure) else "done", reply
 
-    def _commit(self, write: Callable[[], None]) -> None:
+    def _commit(self, write: Write) -> None:
         """Commit, and retry for as long as the disk is full.
 
         The engine's work cannot be undone, and its outcome must not be reported before the commit.
         """
         while True:
             try:
-                with self._ledger.journal.transaction():
+                with self._journal.transaction():
                     write()
                 return
             except JournalError as error:
@@ -491,5 +674,12 @@ class EngineThread:
                     self._ledger.changed.wait(TIDY_SECONDS)
 
 
-def _is_encoded(entry: Entry) -> bool:
-    return entry.encoded is not None and entry.encoded.done()
+def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
+    """Return a request with the seed that was drawn for it, unless it has its own or needs none."""
+    match request:
+        case messages.CreateModel(lora=messages.LoraConfig(seed=None) as lora):
+            return replace(request, lora=replace(lora, seed=seed))
+        case messages.Sample(params=messages.SamplingParams(seed=None) as params):
+            return replace(request, params=replace(params, seed=seed))
+        case _:
+            return request

@@ -27,40 +27,29 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, final, get_args
 
-from vlmpack.errors import ConfigError, RequestError, VlmpackError
+from vlmpack.errors import ConfigError, RequestError
 from vlmpack.service.wire.messages import LoraConfig, NewSession, Rejected, Reply
 
 log = logging.getLogger("vlmpack.service")
 
 APPLICATION = 0x766C6D70
 """SQLite application id that marks the file as a vlmpack journal."""
-VERSION = 4
-"""Version of the schema below."""
+VERSION = 5
+"""Version of the tables below."""
+READABLE = (4, VERSION)
+"""Versions that can be read. Version 4 has one more column, which is ignored."""
 
-SCHEMA = """
+REQUESTS = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE sessions (
-    id TEXT PRIMARY KEY, created REAL NOT NULL, ended REAL,
-    tags TEXT NOT NULL, user_metadata TEXT NOT NULL, sdk_version TEXT NOT NULL, display_name TEXT);
-CREATE TABLE models (
-    id TEXT PRIMARY KEY, session TEXT NOT NULL, created REAL NOT NULL, last_request REAL NOT NULL,
-    base_model TEXT NOT NULL, lora TEXT, user_metadata TEXT NOT NULL, snapshot TEXT, covered INTEGER NOT NULL);
-CREATE TABLE sampling_sessions (
-    id TEXT PRIMARY KEY, session TEXT NOT NULL, created REAL NOT NULL, model TEXT, path TEXT, folder TEXT);
-CREATE TABLE checkpoints (
-    model TEXT NOT NULL, kind TEXT NOT NULL, name TEXT NOT NULL, folder TEXT NOT NULL, created REAL NOT NULL,
-    size INTEGER NOT NULL, base_model TEXT NOT NULL, lora TEXT, user_metadata TEXT NOT NULL, expires REAL,
-    PRIMARY KEY (model, kind, name));
 CREATE TABLE requests (
     owner TEXT NOT NULL, seq INTEGER NOT NULL, session TEXT NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL,
-    seed INTEGER, state TEXT NOT NULL, grp INTEGER, retrieved REAL, reply_type TEXT, reply BLOB,
-    PRIMARY KEY (owner, seq));
+    seed INTEGER, state TEXT NOT NULL, grp INTEGER, reply_type TEXT, reply BLOB, PRIMARY KEY (owner, seq));
 CREATE INDEX requests_session ON requests (session);
-CREATE INDEX requests_retrieved ON requests (retrieved) WHERE reply IS NOT NULL;
 CREATE TABLE bodies (owner TEXT NOT NULL, seq INTEGER NOT NULL, body BLOB NOT NULL, PRIMARY KEY (owner, seq));
 CREATE TRIGGER requests_deleted AFTER DELETE ON requests
 BEGIN DELETE FROM bodies WHERE owner = OLD.owner AND seq = OLD.seq; END;
 """
+"""The tables that are not made of a dataclass below."""
 FAULT_SECONDS = 5.0
 """Minimum seconds to report a failed write: on a disk that is full for large writes, small ones may succeed."""
 ANOTHER = "choose another state folder (--state)"
@@ -196,8 +185,6 @@ class RequestRow:
     """"queued", or the outcome: "done" or "failed"."""
     group: int | None = None
     """First number of the requests that ran together with it."""
-    retrieved: float | None = None
-    """Time at which the reply was first fetched, in Unix seconds."""
     size: int = 0
     """Size in bytes of the body in the journal; 0: there is none."""
 
@@ -211,20 +198,36 @@ class RequestRow:
 
 
 TABLES: dict[type, tuple[str, str]] = {
-    SessionRow: ("sessions", "rowid"),
-    SamplingRow: ("sampling_sessions", "rowid"),
-    ModelRow: ("models", "rowid DESC"),
-    CheckpointRow: ("checkpoints", "rowid DESC"),
-    RequestRow: ("requests LEFT JOIN bodies USING (owner, seq)", "owner, seq"),
+    SessionRow: ("sessions", "id"),
+    SamplingRow: ("sampling_sessions", "id"),
+    ModelRow: ("models", "id"),
+    CheckpointRow: ("checkpoints", "model, kind, name"),
+    RequestRow: ("requests", "owner, seq"),
 }
-"""Table and sort order of each kind of row. Rows are numbered as they are inserted, whatever the clock says."""
-COLUMNS: dict[tuple[type, str], str] = {(RequestRow, "group"): "grp", (RequestRow, "size"): "coalesce(length(body), 0)"}
+"""Table and primary key of each kind of row."""
+_SIZE = "SELECT length(body) FROM bodies WHERE bodies.owner = requests.owner AND bodies.seq = requests.seq"
+COLUMNS: dict[tuple[type, str], str] = {
+    (RequestRow, "group"): "grp",
+    (RequestRow, "size"): f"coalesce(({_SIZE}), 0)",
+}
 """Columns whose names differ from the fields'."""
 
 
+def _schema() -> Iterator[str]:
+    """Yield the statements that make the tables: one per dataclass above, with a column per field, and `REQUESTS`."""
+    for kind, (table, key) in TABLES.items():
+        if kind is not RequestRow:
+            columns = ", ".join(column.name for column in fields(kind))
+            yield f"CREATE TABLE {table} ({columns}, PRIMARY KEY ({key}))"
+    yield from REQUESTS.split(";\n")
+
+
 @final
-class JournalError(VlmpackError):
+class JournalError(Rejected):
     """The journal cannot be written now, e.g. because the disk is full. Nothing of the transaction was written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=429, retry_after=1.0)
 
 
 @final
@@ -268,7 +271,7 @@ class Journal:
         (tables,) = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0 and application == 0:
             with self.transaction():
-                for statement in SCHEMA.split(";\n"):
+                for statement in _schema():
                     self._writer.execute(statement)
                 self._writer.execute("INSERT INTO facts VALUES ('base_model', ?)", (base_model,))
                 self._writer.execute(f"PRAGMA application_id = {APPLICATION}")
@@ -276,7 +279,7 @@ class Journal:
             return
         if application != APPLICATION:
             raise ConfigError(f"{self.path} is no journal of vlmpack: {ANOTHER}")
-        if version != VERSION:
+        if version not in READABLE:
             seen = f"{self.path} has tables of version {version}, not {VERSION}"
             raise ConfigError(f"{seen}: use the vlmpack that wrote it, or {ANOTHER}")
         (result,) = self._writer.execute("PRAGMA quick_check(1)").fetchone()
@@ -363,14 +366,11 @@ class Journal:
         )
 
     def rows(self, kind: type[T], /, **equal: Any) -> list[T]:
-        """Return the rows whose columns have the given values.
-
-        Sessions and sampling sessions are sorted oldest first, models and checkpoints newest first, requests by number.
-        """
+        """Return the rows whose columns have the given values, in the order in which they were put there."""
         names = [column.name for column in fields(kind)]  # type: ignore[arg-type]
-        (table, order), columns = TABLES[kind], [COLUMNS.get((kind, name), name) for name in names]
-        where = " AND ".join(("1", *(f"{name} = ?" for name in equal)))
-        statement = f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY {order}"
+        table, columns = TABLES[kind][0], [COLUMNS.get((kind, name), name) for name in names]
+        where = " AND ".join(("1", *(f"{name} IS ?" for name in equal)))
+        statement = f"SELECT {', '.join(columns)} FROM {table} WHERE {where} ORDER BY rowid"
         return [
             kind(**{name: _from_sql(name, value) for name, value in zip(names, row, strict=True)})
             for row in self._read(statement, *equal.values())
@@ -446,12 +446,10 @@ class Journal:
         """Change when a checkpoint expires. A newer checkpoint of the same name keeps its own time."""
         self._write("UPDATE checkpoints SET expires = ? WHERE folder = ?", expires, row.folder)
 
-    def drop_expired(self, *, now: float) -> bool:
-        """Delete expired checkpoints from the journal, and return whether there were any."""
-        if not self._read("SELECT 1 FROM checkpoints WHERE expires <= ? LIMIT 1", now):
-            return False
-        self._write("DELETE FROM checkpoints WHERE expires <= ?", now)
-        return True
+    def drop_expired(self, *, now: float) -> None:
+        """Delete expired checkpoints from the journal."""
+        if self._read("SELECT 1 FROM checkpoints WHERE expires <= ? LIMIT 1", now):
+            self._write("DELETE FROM checkpoints WHERE expires <= ?", now)
 
     def counts(self) -> dict[str, int]:
         """Return the numbers of models of open sessions, of sampling sessions and of checkpoints."""
@@ -478,8 +476,8 @@ class Journal:
         """Accept a request. It is on disk when this returns."""
         with self.transaction():
             self._write(
-                "INSERT INTO requests VALUES (?, ?, ?, ?, ?, ?, ?, ?, NULL, NULL, NULL)",
-                row.owner, row.seq, row.session, row.kind, row.digest, row.seed, row.state, row.group,
+                "INSERT INTO requests (owner, seq, session, kind, digest, seed, state) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                row.owner, row.seq, row.session, row.kind, row.digest, row.seed, row.state,
             )  # fmt: skip
             if body is not None:
                 self._write("INSERT INTO bodies VALUES (?, ?, ?)", row.owner, row.seq, body)
@@ -517,25 +515,16 @@ class Journal:
         statement = "SELECT reply_type, reply FROM requests WHERE owner = ? AND seq = ? AND reply IS NOT NULL"
         return next((Reply(content_type=kind, body=body) for kind, body in self._read(statement, owner, seq)), None)
 
-    def note_retrieved(self, keys: Sequence[tuple[str, int]], *, now: float) -> None:
-        """Record that replies were fetched."""
-        with self.transaction():
-            for key in keys:
-                self._write(
-                    "UPDATE requests SET retrieved = ? WHERE owner = ? AND seq = ? AND retrieved IS NULL", now, *key
-                )
-
-    def drop_fetched(self, *, before: float) -> None:
-        """Delete replies that were fetched before a time.
+    def drop_replies(self, keys: Sequence[tuple[str, int]]) -> None:
+        """Delete replies that were fetched.
 
         The numbers stay used, except for samples: they change nothing, so they are deleted completely.
         """
-        fetched = "retrieved < ? AND reply IS NOT NULL"
-        if self._read(f"SELECT 1 FROM requests WHERE {fetched} LIMIT 1", before):
-            with self.transaction():
+        with self.transaction():
+            for key in keys:
                 of_sample = "owner IN (SELECT id FROM sampling_sessions)"
-                self._write(f"DELETE FROM requests WHERE {fetched} AND {of_sample}", before)
-                self._write(f"UPDATE requests SET reply = NULL WHERE {fetched}", before)
+                self._write(f"DELETE FROM requests WHERE owner = ? AND seq = ? AND {of_sample}", *key)
+                self._write("UPDATE requests SET reply = NULL WHERE owner = ? AND seq = ?", *key)
 
 
 def _from_sql(name: str, value: Any) -> Any:

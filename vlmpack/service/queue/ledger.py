@@ -19,6 +19,7 @@ import hashlib
 import json
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
@@ -29,7 +30,7 @@ import numpy as np
 
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.journal import Journal, RequestRow, SamplingRow, SessionRow, State
-from vlmpack.service.wire.messages import ForwardBackward, Request, Sample
+from vlmpack.service.wire.messages import ForwardBackward, Rejected, Request, Sample
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.rows import RowWork
@@ -81,6 +82,11 @@ class Entry:
     def is_sample(self) -> bool:
         """Return whether it is a sample; samples are not ordered."""
         return self.row.kind == Sample.__name__
+
+    @property
+    def is_encoded(self) -> bool:
+        """Return whether it is encoded, or could not be."""
+        return self.encoded is not None and self.encoded.done()
 
     def wake(self) -> None:
         """Wake the long polls."""
@@ -139,9 +145,18 @@ class Lane:
     replayed_bytes: int = 0
     """Bytes of the bodies kept for a replay."""
 
-    def waiting(self) -> list[Entry]:
-        """Return the requests that are not done, in order, from the next number up to the first missing one."""
-        return [self.entries[number] for number in range(self.next, self.missing) if number in self.entries]
+    def next_group(self, limits: ServiceLimits) -> list[Entry]:
+        """Return the next forward_backwards that run together, up to the next other operation or missing number."""
+        group: list[Entry] = []
+        size, most = 0, 1 if self.alone else limits.group_requests
+        for number in range(self.next, self.missing):
+            if (entry := self.entries.get(number)) is not None:
+                size += entry.row.size
+                is_full = group and (size > limits.group_bytes or len(group) >= most)
+                if is_full or not entry.is_forward_backward:
+                    break
+                group.append(entry)
+        return group
 
     def early(self) -> list[Entry]:
         """Return the requests after the first missing number."""
@@ -166,6 +181,11 @@ class Lane:
             self.next += 1
 
 
+def no_session(session_id: str) -> Rejected:
+    """Return the refusal of a request that names a session that is not open."""
+    return Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
+
+
 @final
 class Ledger:
     """What waits in all open sessions, and its counts. See the module's docstring."""
@@ -184,23 +204,21 @@ class Ledger:
         """Accepted samples that are not yet in the sampling engine."""
         self.closed: list[Lane] = []
         """Lanes of ended sessions, not yet freed in the engine."""
-        self.is_swept = True
-        """False if a folder may have lost its last reference since the last sweep."""
         self.encoded_bytes = {False: 0, True: 0}
         """Bytes of the bodies that are encoded, by whether they are samples."""
         self.waiting = 0
         """Number of waiting requests, including samples."""
         self.waiting_bytes = 0
         self.waiting_samples = 0
-        self.fetched: list[tuple[str, int]] = []
-        """Fetched replies that are not yet noted in the journal."""
+        self.fetched: dict[tuple[str, int], float] = {}
+        """Monotonic time at which each reply was first fetched; after a restart, a reply counts as not yet fetched."""
         with self.lock:
             self._read()
 
     def _read(self) -> None:
         """Read from the journal what waits."""
         self.journal.forget_ended()
-        self.sessions = {row.id: time.monotonic() for row in self.journal.rows(SessionRow) if row.ended is None}
+        self.sessions = {row.id: time.monotonic() for row in self.journal.rows(SessionRow, ended=None)}
         samplers = {row.id for row in self.journal.rows(SamplingRow)}
         for row in self.journal.rows(RequestRow):
             if row.owner not in samplers:
@@ -263,10 +281,10 @@ class Ledger:
         entry.is_done = True
         entry.wake()
 
-    def has_room_for(self, size: int, *, samples: bool) -> bool:
-        """Return whether bodies of this size may be encoded now."""
-        used = self.encoded_bytes[samples]
-        return used == 0 or used + size <= self.limits.encoded_bytes
+    def has_room_for(self, entries: Sequence[Entry]) -> bool:
+        """Return whether these requests, all samples or none, may be encoded now."""
+        used = self.encoded_bytes[entries[0].is_sample]
+        return used == 0 or used + sum(entry.row.size for entry in entries) <= self.limits.encoded_bytes
 
     def note_encoded(self, entry: Entry, encoded: Future[Any]) -> None:
         """Record that a request is being encoded."""
@@ -277,6 +295,19 @@ class Ledger:
         self.waiting += sign
         self.waiting_bytes += sign * entry.row.size
         self.waiting_samples += sign * entry.is_sample
+
+    # ------------------------------------------------------------------ sessions
+
+    def hear(self, session_id: str) -> None:
+        """Note a sign of life of a session's client.
+
+        Raises:
+            Rejected: status 410: the session has ended or never existed.
+        """
+        with self.lock:
+            if session_id not in self.sessions:
+                raise no_session(session_id)
+            self.sessions[session_id] = time.monotonic()
 
     # ------------------------------------------------------------------ look up
 

@@ -22,14 +22,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
-from vlmpack.service.queue.engine_thread import EngineThread
-from vlmpack.service.queue.journal import CheckpointRow, JournalError, ModelRow, RequestRow, SamplingRow, SessionRow
-from vlmpack.service.queue.ledger import Entry, Lane, Ledger, content_digest
-from vlmpack.service.queue.operations import with_seed
+from vlmpack.service.queue.engine_thread import EngineThread, with_seed
+from vlmpack.service.queue.journal import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow
+from vlmpack.service.queue.ledger import Entry, Lane, Ledger, content_digest, no_session
 from vlmpack.service.wire import codec, messages
 from vlmpack.service.wire.messages import Rejected
 
@@ -83,7 +83,6 @@ class RequestQueue:
         self._accepting = threading.Lock()
         """Held while a request is accepted or a sampling session opened, including the journal's commit."""
         self._is_draining = False
-        self._is_closed = False
         self._began = self._looked = time.monotonic()
         self._thread = EngineThread(engine, sampler, self._ledger, state, tidy=self._tidy)
 
@@ -104,11 +103,7 @@ class RequestQueue:
             for entry in self._ledger.entries():
                 entry.wake()
         self._thread.stop(drain=drain)
-        if not self._is_closed:
-            self._is_closed = True
-            with suppress(JournalError):
-                self._note_retrieved()
-            self.state.close()
+        self.state.close()
 
     # ------------------------------------------------------------------ sessions
 
@@ -118,8 +113,7 @@ class RequestQueue:
         Raises:
             Rejected: status 429: there are too many sessions, or the disk is full.
         """
-        given = {**vars(session), "sdk_version": ascii(session.sdk_version)[1:-1]}
-        row = SessionRow(id=f"s{secrets.token_hex(6)}", created=time.time(), **given)
+        row = SessionRow(id=f"s{secrets.token_hex(6)}", created=time.time(), **vars(session))
         limits, ledger = self._ledger.limits, self._ledger
         if len(ledger.sessions) >= limits.sessions:
             for silent in ledger.silent(limits.silent_seconds)[:1]:
@@ -128,8 +122,7 @@ class RequestQueue:
         with ledger.lock:
             if len(ledger.sessions) >= limits.sessions:
                 raise self._busy(f"{len(ledger.sessions)} sessions are open: finish one, or try again later")
-        with self._writing():
-            self.journal.put(row)
+        self.journal.put(row)
         with ledger.lock:
             ledger.sessions[row.id] = time.monotonic()
         return row.id
@@ -140,9 +133,7 @@ class RequestQueue:
         Raises:
             Rejected: status 410: the session has ended or never existed.
         """
-        with self._ledger.lock:
-            self._check_session(session_id)
-            self._touch(session_id)
+        self._ledger.hear(session_id)
 
     def finish(self, session_id: str) -> None:
         """End a session.
@@ -153,8 +144,7 @@ class RequestQueue:
             Rejected: status 429: the disk is full.
         """
         if session_id in self._ledger.sessions:
-            with self._writing():
-                self._ledger.end_session(session_id)
+            self._ledger.end_session(session_id)
 
     def sessions(self) -> list[str]:
         """Return the ids of the open sessions, newest first."""
@@ -167,18 +157,9 @@ class RequestQueue:
         Raises:
             Rejected: status 410: the session has ended or never existed.
         """
-        with self._ledger.lock:
-            self._check_session(session_id)
-        (row,) = self.journal.rows(SessionRow, id=session_id)
+        if (row := self.journal.row(SessionRow, id=session_id, ended=None)) is None:
+            raise no_session(session_id)
         return row
-
-    def _check_session(self, session_id: str) -> None:
-        if session_id not in self._ledger.sessions:
-            raise Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
-
-    def _touch(self, session_id: str) -> None:
-        if session_id in self._ledger.sessions:
-            self._ledger.sessions[session_id] = time.monotonic()
 
     # ------------------------------------------------------------------ sampling sessions
 
@@ -200,20 +181,17 @@ class RequestQueue:
             )
             raise Rejected(message, status=400)
         with self._accepting:
-            with ledger.lock:
-                self._touch(session_id)
-                self._check_session(session_id)
+            ledger.hear(session_id)
             if (known := self.journal.row(SamplingRow, id=name)) is not None:
                 if known.path != path or known.model is not None:
                     raise Rejected(f"the sampling session {name} was created for another model", status=400)
                 return name
-            with self._writing(), self.journal.transaction():  # not under the lock, because the disk may be slow
+            with self.journal.transaction():  # not under the lock, because the disk may be slow
                 folder = None if path is None else self.journal.checkpoint(path).folder
                 self.journal.drop_idle_samplers(kept=ledger.limits.samplers_kept - 1, session=session_id)
                 now = time.time()
                 self.journal.put(SamplingRow(id=name, session=session_id, created=now, path=path, folder=folder))
-            with ledger.lock:
-                self._check_session(session_id)
+            ledger.hear(session_id)
         return name
 
     # ------------------------------------------------------------------ models and checkpoints
@@ -221,44 +199,15 @@ class RequestQueue:
     def models(self) -> list[ModelRow]:
         """Return the models of open sessions and the models with checkpoints, newest first."""
         kept, saved = self._ledger.sessions, {row.model for row in self.journal.rows(CheckpointRow)}
-        return [row for row in self.journal.rows(ModelRow) if row.session in kept or row.id in saved]
+        return [row for row in reversed(self.journal.rows(ModelRow)) if row.session in kept or row.id in saved]
 
     def is_corrupted(self, model_id: str) -> bool:
         """Return whether a model cannot be used, e.g. because its state could not be restored."""
         lane = self._ledger.lanes.get(model_id)
         return lane is not None and lane.failure is not None
 
-    def delete_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint. Sampling sessions that use it continue.
-
-        Raises:
-            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
-                disk fails.
-        """
-        with self._writing():
-            self.journal.drop_checkpoint(self.journal.checkpoint(path))
-        self._ledger.is_swept = False
-
-    def set_ttl(self, path: str, seconds: int | None) -> None:
-        """Let a checkpoint expire after some seconds from now; None: keep it until it is deleted.
-
-        Raises:
-            RequestError: `path` is not a checkpoint path. Rejected: status 404: there is no such checkpoint; 429: the
-                disk fails.
-        """
-        with self._writing():
-            expires = None if seconds is None else time.time() + seconds
-            self.journal.set_expiry(self.journal.checkpoint(path), expires)
-
     def _busy(self, message: str) -> Rejected:
         return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except JournalError as error:
-            raise self._busy(str(error)) from error
 
     # ------------------------------------------------------------------ POSTs
 
@@ -319,8 +268,7 @@ class RequestQueue:
         row, ledger, journal = entry.row, self._ledger, self.journal
         with self._accepting:
             with ledger.lock:
-                self._touch(row.session)
-                self._check_session(row.session)
+                ledger.hear(row.session)
                 waiting = ledger.find(row.owner, row.seq)
             known = waiting.row if waiting else journal.row(RequestRow, owner=row.owner, seq=row.seq)
             if known is not None:
@@ -328,7 +276,7 @@ class RequestQueue:
                 return
             with ledger.lock:  # only for a new request: a repeated one gets its reply, however full the queue is
                 self._check_room(row)
-            with self._writing(), journal.transaction():
+            with journal.transaction():
                 is_model = is_creation or row.owner in ledger.lanes
                 if not is_model and journal.row(SamplingRow, id=row.owner) is None:
                     raise Rejected(
@@ -341,7 +289,7 @@ class RequestQueue:
                     reply = codec.encode(messages.Failure(message=failure, category="user"))
                     journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
             with ledger.lock:
-                self._check_session(row.session)
+                ledger.hear(row.session)
                 if is_creation:
                     ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
                 ledger.add(entry)
@@ -385,7 +333,8 @@ class RequestQueue:
             return None
         waiter = (asyncio.get_running_loop(), asyncio.get_running_loop().create_future())
         with self._ledger.lock:
-            self._touch(_session_of(owner))
+            with suppress(Rejected):
+                self._ledger.hear(_session_of(owner))
             entry = self._ledger.find(*key)
             if entry is not None:
                 entry.waiters.append(waiter)
@@ -403,7 +352,7 @@ class RequestQueue:
         reply = await asyncio.to_thread(self.journal.reply, *key)
         if reply is not None:
             with self._ledger.lock:
-                self._ledger.fetched.append(key)
+                self._ledger.fetched.setdefault(key, time.monotonic())
         return reply
 
     @property
@@ -435,14 +384,13 @@ class RequestQueue:
 
         The engine thread calls it about twice a second.
         """
-        with suppress(JournalError, Rejected):  # the journal has logged its fault once; the next call tries again
+        with suppress(Rejected):  # the journal has logged its fault once; the next call tries again
             self.journal.try_again()
             self._fail_gaps()
             for session in self._ledger.silent(self._ledger.limits.idle_seconds):
                 log.info("the session %s ended: its client fell silent", session)
                 self.finish(session)
-            self._note_retrieved()
-            self.journal.drop_fetched(before=time.time() - self._ledger.limits.result_seconds)
+            self._drop_replies()
             self._drop_expired()
 
     def _fail_gaps(self) -> None:
@@ -477,14 +425,16 @@ class RequestQueue:
             if is_absent:
                 self._use_up(lane.id, number, late, kind=MISSING)
 
-    def _note_retrieved(self) -> None:
-        """Note in the journal which replies were fetched."""
-        with self._ledger.lock:
-            keys = [*self._ledger.fetched]
+    def _drop_replies(self) -> None:
+        """Delete replies some time after they were fetched."""
+        ledger, late = self._ledger, time.monotonic() - self._ledger.limits.result_seconds
+        with ledger.lock:
+            keys = list(takewhile(lambda key: ledger.fetched[key] <= late, ledger.fetched))
         if keys:
-            self.journal.note_retrieved(keys, now=time.time())
-            with self._ledger.lock:
-                del self._ledger.fetched[: len(keys)]
+            self.journal.drop_replies(keys)
+            with ledger.lock:
+                for key in keys:
+                    del ledger.fetched[key]
 
     def _drop_expired(self) -> None:
         """Delete expired checkpoints, unless a load is waiting, which may need one of them.
@@ -493,8 +443,8 @@ class RequestQueue:
         """
         with self._ledger.lock:
             kinds = {entry.row.kind for entry in self._ledger.entries()}
-        if not kinds & {"LoadWeights", "CreateFromCheckpoint"} and self.journal.drop_expired(now=time.time()):
-            self._ledger.is_swept = False
+        if not kinds & {"LoadWeights", "CreateFromCheckpoint"}:
+            self.journal.drop_expired(now=time.time())
 
 
 def _check_same(known: RequestRow, row: RequestRow) -> None:

@@ -384,7 +384,7 @@ class Endpoints:
         return answer(self._training_run(self.queue.journal.model(request.path_params["model_id"])))
 
     def _training_run(self, row: ModelRow) -> dict[str, Any]:
-        newest = {each.kind: each for each in reversed(self.queue.journal.rows(CheckpointRow, model=row.id))}
+        newest = {each.kind: each for each in self.queue.journal.rows(CheckpointRow, model=row.id)}
         return {
             "training_run_id": row.id,
             "base_model": row.base_model,
@@ -398,25 +398,30 @@ class Endpoints:
         }
 
     def checkpoints_of_run(self, request: Request) -> Response:
-        """List the checkpoints of a model."""
+        """List the checkpoints of a model, the newest first."""
         model = self.queue.journal.model(request.path_params["model_id"])
-        return answer({"checkpoints": [*map(_checkpoint, self.queue.journal.rows(CheckpointRow, model=model.id))]})
+        rows = reversed(self.queue.journal.rows(CheckpointRow, model=model.id))
+        return answer({"checkpoints": [*map(_checkpoint, rows)]})
 
     def checkpoints(self, request: Request) -> Response:
-        """List all checkpoints."""
-        page, cursor = _page(request, self.queue.journal.rows(CheckpointRow))
+        """List all checkpoints, the newest first."""
+        page, cursor = _page(request, self.queue.journal.rows(CheckpointRow)[::-1])
         return answer({"checkpoints": [*map(_checkpoint, page)], "cursor": cursor})
 
     def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint."""
-        self.queue.delete_checkpoint(_path(request))
+        journal = self.queue.journal
+        journal.drop_checkpoint(journal.checkpoint(_path(request)))
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request) -> Response:
         """Change when a checkpoint expires."""
         ttl = get(await self.values(request), "ttl_seconds", messages.Seconds, None)
-        await run_in_threadpool(self.queue.set_ttl, _path(request), ttl)
+        await run_in_threadpool(self._set_expiry, _path(request), None if ttl is None else time.time() + ttl)
         return Response(status_code=204)
+
+    def _set_expiry(self, path: str, expires: float | None) -> None:
+        self.queue.journal.set_expiry(self.queue.journal.checkpoint(path), expires)
 
     def downloads(self, request: Request) -> Response:
         """Return a signed URL for each file of external weights."""
@@ -461,7 +466,7 @@ class Endpoints:
     def session(self, request: Request) -> Response:
         """Return the models and samplers of a session."""
         row, journal = self.queue.session(request.path_params["session_id"]), self.queue.journal
-        models = [model.id for model in reversed(journal.rows(ModelRow, session=row.id))]
+        models = [model.id for model in journal.rows(ModelRow, session=row.id)]
         samplers = [sampler.id for sampler in journal.rows(SamplingRow, session=row.id)]
         ids = {"training_run_ids": models, "sampler_ids": samplers}
         return answer({**ids, "user_metadata": row.user_metadata, "display_name": row.display_name})

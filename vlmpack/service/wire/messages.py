@@ -577,7 +577,6 @@ class Reply:
     """The encoded outcome."""
 
 
-@final
 class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
     """A request that is answered with an HTTP error status instead of a result.
 
