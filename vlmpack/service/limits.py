@@ -96,9 +96,6 @@ class ServiceLimits:
     """Seconds to keep a result after it was fetched; one that was fetched before a restart stays until it is fetched
     again, or until its session ends."""
 
-    retry_seconds: float = 1.0
-    """Seconds after which a client should retry when it was refused for lack of room."""
-
     group_bytes: int = 16 * 2**20
     """Maximum bytes of bodies of one model that go through the model together."""
     group_requests: int = 1024

@@ -1,7 +1,8 @@
 """A short training run of the unmodified client: `python steps_program.py URL KEY FILE`; writes what it saw as JSON.
 
 Datums with and without images, steps of plain gradient descent, log-probabilities, samples, and a checkpoint from which
-the run goes on. With a further argument `faulty` the network loses requests, loses replies and doubles requests.
+the run goes on. With a further argument `faulty` the network loses requests, loses replies and doubles requests; with
+`awaited` each call waits for the one before it, so that which requests share rows does not depend on time.
 """
 
 from __future__ import annotations
@@ -126,13 +127,15 @@ def descend(client: Any) -> Any:
     return client.optim_step(adam).result()
 
 
-def train(s: Setup) -> dict[str, Any]:
+def train(s: Setup, *, is_awaited: bool) -> dict[str, Any]:
     """What a client sees of one service; the same of another one with the same base model."""
     model = s.model(rank=4, seed=11)
     seen: dict[str, Any] = {"losses": [], "norms": []}
 
     def step(model: Any, step: int) -> None:
         pending = model.forward_backward(s.mixed(), "cross_entropy")
+        if is_awaited:
+            pending.result()
         more = model.forward_backward([s.datum(70 + step, 8)], "cross_entropy")
         seen["norms"].append(descend(model).metrics["grad_norm:mean"])
         seen["losses"] += [pending.result().metrics["loss:sum"], more.result().metrics["loss:sum"]]
@@ -174,7 +177,7 @@ def main(url: str, key: str, file: str, network: str = "") -> None:
     warnings.simplefilter("ignore", FutureWarning)  # of the client: a future stands for its result
     faults = break_network() if network == "faulty" else {}
     setup = Setup(url, key)
-    Path(file).write_text(json.dumps({**train(setup), "faults": faults}))
+    Path(file).write_text(json.dumps({**train(setup, is_awaited=network == "awaited"), "faults": faults}))
     if hasattr(setup.service, "close"):  # not of the oldest client
         setup.service.close("success").result()
 

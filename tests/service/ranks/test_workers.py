@@ -135,16 +135,22 @@ def test_the_oldest_client_is_served(server: Server, alone: Any) -> None:
     check_equal(server, *alone, client=OLDEST_CLIENT)
 
 
-def test_a_server_that_is_killed_loses_nothing_and_does_nothing_twice(server: Server, alone: Any) -> None:
-    before = models(server)
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(server: Server) -> None:
+    """On one thread, with a client that waits for each call: otherwise time decides which requests share rows."""
+    expected = trained(server, "awaited")
+    tensors, before = checkpoint(server, expected.pop("path")), models(server)
     with ThreadPoolExecutor(1) as pool:
-        trains = pool.submit(check_equal, server, *alone)
+        trains = pool.submit(trained, server, "awaited")
         until(lambda: models(server) > before + 1, 60.0, server.printed)  # it tries to create each only so often
         time.sleep(random.Random(5).uniform(0.05, 0.8))
         assert not trains.done()
         server.kill()
         server.start()
-        trains.result()
+        seen = trains.result()
+    saved = checkpoint(server, seen.pop("path"))
+    assert seen == expected
+    assert saved.keys() == tensors.keys()
+    assert all(np.array_equal(tensor, tensors[name]) for name, tensor in saved.items())
 
 
 def test_the_example_trains_on_receipts(server: Server) -> None:

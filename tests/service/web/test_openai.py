@@ -149,6 +149,7 @@ REMOTE = {"type": "image_url", "image_url": {"url": "http://a/b.png"}}
         ("completions", {"prompt": "a", "min_p": 0.5}, "min_p: .* no such setting"),
         ("completions", {"prompt": [20, -1]}, "-1"),
         ("completions", {"prompt": {"a": 1}}, "prompt: .*a list"),
+        ("completions", {"prompt": ["a"] * 3000}, "3,000 prompts, n 1: .* at most 1,024 are served"),
         ("completions", {}, "prompt: absent"),
         ("completions", {"prompt": "a", "stop": [""]}, "stop: .* an empty text"),
         ("completions", {"prompt": "a", "model": "gpt"}, "model 'gpt': this service has"),

@@ -227,7 +227,7 @@ class JournalError(Rejected):
     """The journal cannot be written now, e.g. because the disk is full. Nothing of the transaction was written."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, status=429, retry_after=1.0)
+        super().__init__(message, status=429)
 
 
 @final

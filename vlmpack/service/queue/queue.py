@@ -121,7 +121,8 @@ class RequestQueue:
                 self.finish(silent)
         with ledger.lock:
             if len(ledger.sessions) >= limits.sessions:
-                raise self._busy(f"{len(ledger.sessions)} sessions are open: finish one, or try again later")
+                message = f"{len(ledger.sessions)} sessions are open: finish one, or try again later"
+                raise Rejected(message, status=429)
         self.journal.put(row)
         with ledger.lock:
             ledger.sessions[row.id] = time.monotonic()
@@ -205,9 +206,6 @@ class RequestQueue:
         """Return whether a model cannot be used, e.g. because its state could not be restored."""
         lane = self._ledger.lanes.get(model_id)
         return lane is not None and lane.failure is not None
-
-    def _busy(self, message: str) -> Rejected:
-        return Rejected(message, status=429, retry_after=self._ledger.limits.retry_seconds)
 
     # ------------------------------------------------------------------ POSTs
 
@@ -304,7 +302,7 @@ class RequestQueue:
         """Raise `Rejected` if there is no room for a new request."""
         ledger, limits, lane = self._ledger, self._ledger.limits, self._ledger.lanes.get(row.owner)
         if self._is_draining:
-            raise self._busy("the server is stopping")
+            raise Rejected("the server is stopping", status=429)
         if lane is not None and row.seq == lane.missing:
             return  # later requests wait for it, so rejecting it could block them forever
         if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
@@ -313,7 +311,8 @@ class RequestQueue:
         full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
         full |= row.kind == messages.Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
         if full and row.kind not in (REFUSED, MISSING):
-            raise self._busy(f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later")
+            message = f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later"
+            raise Rejected(message, status=429)
 
     # ------------------------------------------------------------------ futures
 

@@ -75,27 +75,23 @@ class BodyReader:
         """
         if encoding not in ("", "identity"):
             raise Rejected(f"Content-Encoding {encoding!r:.40}: send the body as it is", status=415)
-        try:
-            with anyio.fail_after(self.limits.body_seconds):
-                return await self._receive(pieces, most)
-        except TimeoutError as error:
-            message = f"the body did not arrive within {self.limits.body_seconds:g} s"
-            raise Rejected(message, status=408) from error
-
-    async def _receive(self, pieces: AsyncIterator[bytes], most: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         try:
-            async for piece in pieces:
-                size += len(piece)
-                self.held += len(piece)
-                if size > most:
-                    await discard(pieces, most=DISCARDED_BYTES)
-                    detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
-                    raise Rejected(detail, status=413, beginning=(b"".join(parts) + piece)[:BEGINNING_BYTES])
-                if self.held > self.limits.bodies_bytes:
-                    raise Rejected("too many requests are being received: try again", status=429, retry_after=1)
-                parts.append(piece)
+            with anyio.fail_after(self.limits.body_seconds):
+                async for piece in pieces:
+                    parts.append(piece)
+                    size += len(piece)
+                    self.held += len(piece)
+                    if size > most:
+                        await discard(pieces, most=DISCARDED_BYTES)
+                        detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
+                        raise Rejected(detail, status=413, beginning=b"".join(parts)[:BEGINNING_BYTES])
+                    if self.held > self.limits.bodies_bytes:
+                        raise Rejected("too many requests are being received: try again", status=429)
+        except TimeoutError as error:
+            message = f"the body did not arrive within {self.limits.body_seconds:g} s"
+            raise Rejected(message, status=408) from error
         finally:
             self.held -= size
         return b"".join(parts)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -20,14 +19,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, final
+from typing import TYPE_CHECKING, Annotated, Any, final
 
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan
 
@@ -46,9 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vlmpack.service")
 
-PIECE_BYTES = 2**20
-"""Bytes of a download that are read at a time."""
-BINARY = "application/octet-stream"
 SIGNED_SECONDS = 3600
 """Seconds for which a signed download path is valid."""
 OWNER = "vlmpack"
@@ -61,8 +57,6 @@ OLDEST_CLIENT = "0.25"
 """Oldest supported client version; older clients send training requests in JSON."""
 NamedSamples = Annotated[int, between(1, 65_536)]
 """Number of sequences of a refused sampling request that still get ids; the client expects one for each."""
-REQUEST_ID = 512
-"""Maximum length of a request id, in characters."""
 SAMPLE_ID = re.compile(r".*:sample:\d+:\d+", re.DOTALL)
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 NOT_SERVED = {
@@ -95,10 +89,8 @@ def error_response(request: Request, error: Exception) -> Response:
 
 def status_of(error: RequestError) -> dict[str, Any]:
     """Return the status of a refusal, and the header that says when to try again."""
-    if not isinstance(error, Rejected):
-        return {"status": 400}
-    seconds = {} if error.retry_after is None else {"Retry-After": f"{max(error.retry_after, 0.1):g}"}
-    return {"status": error.status, "headers": seconds}
+    status = error.status if isinstance(error, Rejected) else 400
+    return {"status": status, "headers": {"Retry-After": "1"} if status in (429, 503) else {}}
 
 
 # ---------------------------------------------------------------------- the endpoints
@@ -194,7 +186,7 @@ class Endpoints:
     def refuse_if_draining(self) -> None:
         """Raise `Rejected` if the service is stopping."""
         if self.is_draining():
-            raise Rejected("the service is being stopped; try again once it runs", status=503, retry_after=2)
+            raise Rejected("the service is being stopped; try again once it runs", status=503)
 
     # ------------------------------------------------------------------ clients and sessions
 
@@ -360,8 +352,6 @@ class Endpoints:
     async def retrieve_future(self, request: Request) -> Response:
         """Return a result, or hold the request until there is one."""
         request_id = get(await self.values(request), "request_id", str)
-        if len(request_id) > REQUEST_ID:
-            raise RequestError(f"request_id: {len(request_id)} characters; no request has such an id")
         reply = await self.queue.reply(request_id, 0.0 if self.is_draining() else self.limits.poll_seconds)
         if reply is None:
             return _lost(request_id)
@@ -441,12 +431,10 @@ class Endpoints:
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
         if not is_ours or int(expires) < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
-        try:  # an open file stays whole if its checkpoint is deleted now
-            opened = (self.queue.state.folder(folder) / file).open("rb")
-        except OSError as error:
-            raise Rejected(f"there is no file {file} any more", status=404) from error
-        size = str(os.fstat(opened.fileno()).st_size)
-        return StreamingResponse(_pieces(opened), media_type=BINARY, headers={"Content-Length": size})
+        path = self.queue.state.folder(folder) / file
+        if not path.is_file():
+            raise Rejected(f"there is no file {file} any more", status=404)
+        return FileResponse(path, media_type="application/octet-stream")
 
     def _signature(self, expires: int | str, folder: str, file: str) -> str:
         return hmac.new(self.key.encode(), f"{expires}/{folder}/{file}".encode(), hashlib.sha256).hexdigest()
@@ -478,12 +466,6 @@ class Endpoints:
         return answer({"sampler_id": row.id, "base_model": self.base.name, **path})
 
 
-async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    with file:
-        while piece := await run_in_threadpool(file.read, PIECE_BYTES):
-            yield piece
-
-
 def _path(request: Request) -> str:
     """Return the path of the checkpoint that a URL names."""
     names = request.path_params
@@ -496,10 +478,10 @@ def _lost(request_id: str) -> Response:
     The client may repeat a sampling request by itself, but must not repeat a training request.
     """
     if SAMPLE_ID.fullmatch(request_id):
-        raise Rejected(f"request {request_id} is not known any more: sample again", status=410)
+        raise Rejected(f"request {request_id:.200} is not known any more: sample again", status=410)
     error = (
-        f"request {request_id} is not known to this service: it never arrived, or its result was kept for as long as "
-        "the session was open. The model is as the requests before it left it"
+        f"request {request_id:.200} is not known to this service: it never arrived, or its result was kept for as long "
+        "as the session was open. The model is as the requests before it left it"
     )
     return answer({"error": error, "category": "server"})
 

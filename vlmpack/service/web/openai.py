@@ -190,7 +190,7 @@ class OpenAI:
 
     async def _models(self, request: Request) -> Response:
         saved = await run_in_threadpool(self._queue.journal.rows, CheckpointRow)
-        names = [self._base.name, *(row.path for row in saved if row.kind == "sampler_weights")]
+        names = [self._base.name, *(row.path for row in reversed(saved) if row.kind == "sampler_weights")]
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "vlmpack"} for name in names]
         return answer({"object": "list", "data": models})
 
@@ -210,6 +210,10 @@ class OpenAI:
     def _submit(self, kind: type[Any], body: bytes) -> tuple[Any, list[Asked]]:
         """Return the body, and one submitted request per prompt; none if one of them is refused."""
         wanted, is_chat = _read(kind, body), kind is Chat
+        count, most = 1 if is_chat else len(wanted.prompt), self._endpoints.limits.samples
+        if count * wanted.n > most:
+            seen = f"{count:,} prompts, n {wanted.n:,}: {count * wanted.n:,} sequences in a request"
+            raise RequestError(f"{seen}; at most {most:,} are served, so send fewer at a time")
         prompts = [self._chunks(wanted.messages)] if is_chat else [*map(self._tokens, wanted.prompt)]
         most = (wanted.max_completion_tokens if is_chat else None) or wanted.max_tokens
         top, echo = (wanted.top_logprobs if is_chat else wanted.logprobs) or 0, not is_chat and wanted.echo

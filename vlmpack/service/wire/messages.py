@@ -582,11 +582,10 @@ class Rejected(RequestError):  # noqa: N818 (an answer, not an accident)
 
     Args:
         message: what was wrong, and what to do.
-        status: HTTP status of the reply.
-        retry_after: seconds after which to retry.
+        status: HTTP status of the reply; 429 and 503 ask the client to try again.
         beginning: the part of the body that was received.
     """
 
-    def __init__(self, message: str, *, status: int, retry_after: float | None = None, beginning: bytes = b"") -> None:
+    def __init__(self, message: str, *, status: int, beginning: bytes = b"") -> None:
         super().__init__(message)
-        self.status, self.retry_after, self.beginning = status, retry_after, beginning
+        self.status, self.beginning = status, beginning
