@@ -3,6 +3,7 @@
 Grids are in patches, two of which make a token along each side: (1, 4, 4) is 4 tokens, (1, 4, 8) is 8.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -116,9 +117,8 @@ def test_frames_of_a_video_are_one_run_or_a_run_each(name, types, other):
 @with_grids
 def test_a_boundary_inside_an_image(name):
     types = X + IMAGE * 4 + X + IMAGE * 8
-    assert "image 1 of the row is cut in two where sample 1 starts, at place 10 of the row: move that boundary" in (
-        refusal(types, [10, 6], name, images=[FOUR, EIGHT])
-    )
+    seen = "sample 0 ends at place 10 of the row, in the middle of image 1"
+    assert seen in refusal(types, [10, 6], name, images=[FOUR, EIGHT])
     assert refusal(types, [8, 8], name, images=[FOUR, EIGHT]) is None
 
 
@@ -126,7 +126,7 @@ def test_metadata_of_other_tokens_are_refused():
     types = IMAGE * 4 + X + IMAGE * 4 + X
     row, moved = row_of(types, [6, 6], images=[FOUR, FOUR]), row_of(types, [11, 1], images=[FOUR, FOUR])
     table = media_of_row(FAMILIES["qwen3_vl"], row, config_of("qwen3_vl"))
-    message = "image 1 of the row lies at tokens [(6, 10)] of sample 0, but the host metadata says that it lies at"
+    message = "in sample 0: the host metadata has images, videos or audio where the row has other tokens"
     assert message in told(moved, table)
     assert "has 1 media but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
     assert "has 2 media that image_grid_thw describes, but the batch has no image_grid_thw" in told(
@@ -158,18 +158,18 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], str | None]] = {
     "images in order": (FOUR_EIGHT, [8, 12], {"images": [FOUR, EIGHT]}, None),
     "images in another order than their samples": (
         *(FOUR_EIGHT, [8, 12], {"images": [EIGHT, FOUR]}),
-        "sample 0: a run of 4 image placeholders begins at place 2 of the row, but image 0, which is next, makes 8",
+        "sample 0: a run of 4 image placeholders begins at place 2 of the row, but image 0.* makes a run of 8",
     ),
     "tokens of an image in another sample": (
         *(X + IMAGE * 6 + X + X + IMAGE * 2 + X, [10, 6], {"images": [FOUR, FOUR]}),
         "a run of 6 image placeholders",
     ),
-    "a boundary between frames": (FRAMES, [6, 6], {"videos": [(2, 4, 4)]}, "video 0 of the row is cut in two where"),
+    "a boundary between frames": (FRAMES, [6, 6], {"videos": [(2, 4, 4)]}, "place 6 of .* in the middle of video 0"),
     "a boundary between videos": (FRAMES, [6, 6], {"videos": [FOUR, FOUR]}, None),
-    "an image too few": (TWO, [6, 6], {"images": [FOUR]}, "sample 1 has a run of 4, but no image is left: "),
+    "an image too few": (TWO, [6, 6], {"images": [FOUR]}, "sample 1 has a run of 4 .*, but no image is left"),
     "an image of more tokens": (
         *(TWO, [6, 6], {"images": [EIGHT, FOUR]}),
-        "sample 0 has a run of 4, but its next image makes 8: the row has 8 image placeholders, but its 2 images make",
+        "a run of 4 .* image 0, which is next, makes a run of 8; .* 8 image placeholders, and its 2 images make 12",
     ),
     "an image too many": (TWO, [6, 6], {"images": [FOUR] * 3}, "its 3 images make 12 tokens"),
     "placeholders on padding": (
@@ -178,7 +178,7 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], str | None]] = {
     ),
     "fewer placeholders": (
         *(X + IMAGE * 4, [6], {"images": [EIGHT]}),
-        "the row has 4 image placeholders, but its 1 images make 8 tokens;",
+        "the row has 4 image placeholders, and its 1 images make 8 tokens",
     ),
     "no videos": (X + VIDEO * 4, [6], {}, "its 0 videos make 0 tokens"),
     "no placeholders": (X, [2], {"images": [FOUR]}, "its 1 images make 4 tokens"),
@@ -188,4 +188,4 @@ CASES: dict[str, tuple[list[int], list[int], dict[str, Any], str | None]] = {
 @pytest.mark.parametrize(("types", "lengths", "row", "message"), CASES.values(), ids=CASES)
 def test_placeholders_have_to_be_those_of_the_grids(types, lengths, row, message):
     found = refusal(types, lengths, **row)
-    assert found is None if message is None else message in found
+    assert found is None if message is None else re.search(message, found)

@@ -53,10 +53,10 @@ def test_images_that_end_where_samples_do_are_found(tokens: tuple[int, ...], run
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ((2, 4), "sample 0 ends in the middle of an image: the row has 6 image placeholders"),
-        ((3, 3, 1), "the row has 6 image placeholders, but its 3 images make 7"),
-        ((3,), "sample 1 has 3 image placeholders and ends where no image does: the row has 6"),
-        ((), "sample 0 has 3 image placeholders and ends where no image does: .* 0 images make 0 tokens"),
+        ((2, 4), "sample 0 ends at place 6 of the row, in the middle of image 1; the row has 6 image placeholders"),
+        ((3, 3, 1), "1 placeholders of image 2 .* the row has 6 image placeholders, and its 3 images make 7"),
+        ((3,), "sample 1 has a run of 3 image placeholders, but no image is left; the row has 6"),
+        ((), "sample 0 has a run of 2 image placeholders, but no image is left; .* 0 images make 0 tokens"),
     ],
 )
 def test_images_that_do_not_fit_are_refused(tokens: tuple[int, ...], message: str) -> None:

@@ -267,6 +267,14 @@ def test_what_cannot_be_exact_is_refused_before_the_first_forward(name):
         PackedStep(model).group(row.to_hf(), capacity=40)
 
 
+def test_the_capacity_that_is_asked_for_serves_the_whole_group():
+    model = fresh("gemma3")
+    row = shared(samples_of(model.config, Piece(text=3, images=1), Piece(text=2, images=3)))
+    with pytest.raises(LayoutError) as refused:
+        PackedStep(model).group(row, capacity=7)
+    PackedStep(model).group(row, capacity=int(str(refused.value).split()[-1]))
+
+
 def test_a_piece_without_its_backward_pass_is_not_passed_over():
     model = fresh("qwen3")
     group = PackedStep(model).group(shared(samples_of(model.config, rollouts(4, 6))), capacity=12)

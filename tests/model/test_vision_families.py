@@ -70,7 +70,7 @@ def row_of(family: str, **changes: Any) -> dict[str, Any]:
 def test_placeholders_without_pixels_are_refused(family: str) -> None:
     batch = row_of(family, vlmpack=None)
     without = {name: value for name, value in batch.items() if name not in FAMILIES[family].media}
-    with pytest.raises(LayoutError, match=r"image placeholders, but its 0 images make 0 tokens"):
+    with pytest.raises(LayoutError, match=r"image placeholders, and its 0 images make 0 tokens"):
         PackedStep(fresh(family))(without)
 
 
@@ -82,7 +82,7 @@ def test_an_image_in_another_sample_than_its_placeholders_is_refused() -> None:
     batch |= {name: swapped[name] for name in ("pixel_values", "image_sizes")}
     batch.pop("vlmpack")
     fresh("mistral3")(**batch)  # transformers accepts it
-    with pytest.raises(LayoutError, match=r"sample 0 ends in the middle of an image"):
+    with pytest.raises(LayoutError, match=r"sample 0 ends .* in the middle of image 0"):
         PackedStep(fresh("mistral3"))(batch)
     del batch["image_sizes"]
     with pytest.raises(LayoutError, match="the batch has pixel_values, but no 'image_sizes'"):
@@ -110,7 +110,7 @@ def test_placeholders_on_padding_are_refused() -> None:
     model = fresh("internvl")
     rule = SlotRule(row_multiple=997)
     row = pack(padded(truth("internvl").samples), rule=rule, pad_token_id=model.config.image_token_id)
-    with pytest.raises(LayoutError, match=r"padding of the row has \d+ image placeholders"):
+    with pytest.raises(LayoutError, match=r"place \d+ of the row, on padding: the host metadata has images"):
         PackedStep(model)(row)
 
 

@@ -57,7 +57,7 @@ from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
-from vlmpack.layout.batch import Grid
+from vlmpack.layout.media import Grid
 
 Result = TypeVar("Result")
 TRIALS: tuple[Size, ...] = ((97, 61), (371, 223), (300, 1200), (1100, 800))

@@ -93,7 +93,7 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits, load_image, read_si
 from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, RATES, TIMES, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
-from vlmpack.layout.batch import Grid
+from vlmpack.layout.media import Grid
 
 Size = tuple[int, int]
 """Height and width, in this order."""

@@ -323,9 +323,10 @@ class Family:
         """Return the number of tokens in each run of placeholders of these videos; a run is a video, or a frame."""
         return [n for each in self.placements([Medium(kind=VIDEO, grid=g) for g in grids], config) for n in each.tokens]
 
-    def check_takes(self, images: Sequence[Grid], videos: Sequence[Grid]) -> None:
-        """Raise a `LayoutError` for images and videos that models of the family do not take."""
-        count = len(images) + len(videos)
+    def check_takes(self, media: Sequence[Medium]) -> None:
+        """Raise a `LayoutError` for images and videos with grids that models of the family do not take."""
+        videos = sum(medium.kind == VIDEO for medium in media if medium.grid)
+        count = sum(medium.grid is not None for medium in media)
         if count and not self.has_vision:
             raise LayoutError(f"{self.model_type} is a text model, but the batch has {count} images or videos")
         if count and not self.has_grids:
@@ -334,7 +335,7 @@ class Family:
                 "to the model"
             )
         if videos and not self.has_videos:
-            raise LayoutError(f"{self.model_type} takes no videos, but the batch has {len(videos)}; leave them out")
+            raise LayoutError(f"{self.model_type} takes no videos, but the batch has {videos}; leave them out")
 
     def with_contexts(self, table: MediaTable) -> MediaTable:
         """Set `Medium.context`: the value that a medium's features depend on besides its own tensors."""

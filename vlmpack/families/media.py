@@ -12,18 +12,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.audio import check_markers
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import tiles_of_images
-from vlmpack.layout.batch import SIZES, Media, compare_media, host_frames, host_grids, host_seconds
+from vlmpack.layout.batch import AUDIO_MASK, GRIDS, SECONDS, SIZES, Media, compare_media, media_values
 from vlmpack.layout.device import on_host, outside_graph, require, to_device
-from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Expected, Grid, MediaTable, Medium, place
+from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Expected, MediaTable, Medium, place
 from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments
 from vlmpack.layout.sharing import ReadMedia
 
 _PIXELS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos"}
@@ -45,39 +43,63 @@ def media_of_row(family: Family, row: PackedRow, config: Any) -> MediaTable:
         LayoutError: the family does not take such media, or they do not match their placeholders or the metadata. On
             the host, the message names the sample.
     """
-    media, known = row.media, row.known_metadata.media
+    known = row.known_metadata.media
     if known is None and row.tree is not None:
         known = MediaTable()
     if known is None:
-        grids = {name: host_grids(media.to_hf().get(name), name) for name in ("image_grid_thw", "video_grid_thw")}
-        family.check_takes(*grids.values())
-        table = _read(family, row, config, *grids.values()) if family.has_vision else MediaTable()
+        table = _read(family, row, config)
     else:
-        family.check_takes(known.grids(IMAGE), known.grids(VIDEO))
-        compare_media(known if row.tree is None else known.in_tree(row.tree), media)
+        family.check_takes(known.media)
+        compare_media(known if row.tree is None else known.in_tree(row.tree), row.media)
         table = _compared(family, row, known, config) if family.has_vision else known
     if family.positions_rule.timed is not None:
         check_markers(row.input_ids, table, row.segments, config)
     return table
 
 
-def _read(family: Family, row: PackedRow, config: Any, images: Sequence[Grid], videos: Sequence[Grid]) -> MediaTable:
-    """Read the media from the tensors of a row, some of which have these grids, and find their placeholders."""
-    media = row.media
+def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
+    """Read the media from the tensors of a row, and find their placeholders."""
+    tensors, media = row.media.to_hf(), list[Medium]()
+    for name, kind in GRIDS.items():
+        grids = media_values(name, tensors[name]).tolist() if name in tensors else []
+        media += [Medium(kind=kind, grid=(frames, rows, columns)) for frames, rows, columns in grids]
+    family.check_takes(media)
+    if not family.has_vision:
+        return MediaTable()
     if family.has_grids:
-        timed = zip(videos, host_seconds(media.seconds_per_grid, len(videos)), strict=True)
-        records = [Medium(kind=IMAGE, grid=grid) for grid in images]
-        records += [Medium(kind=VIDEO, grid=grid, seconds=seconds) for grid, seconds in timed]
-        records += [Medium(kind=AUDIO, frames=count) for count in host_frames(media.audio_mask)]
-        expected = _expected(family, records, config)
+        if AUDIO_MASK in tensors:
+            frames = media_values(AUDIO_MASK, tensors[AUDIO_MASK]).tolist()
+            media += [Medium(kind=AUDIO, frames=count) for count in frames]
+        expected = _expected(family, _with_seconds(media, row.media), config)
     else:
-        expected = [*_tiles(family, media, config, IMAGE), *_tiles(family, media, config, VIDEO)]
+        expected = [*_tiles(family, row.media, config, IMAGE), *_tiles(family, row.media, config, VIDEO)]
     types_1T = family.types_of_row(row, config)
     if not expected and not on_host(types_1T):
         message = "the row has placeholders of images, videos or audio, but no such media; give those of every sample"
         require(~(types_1T != 0).any(), message, LayoutError)
         return MediaTable()
-    return _place(family, expected, types_1T[0].cpu().numpy(), row.segments)
+    counted = () if family.has_grids else (IMAGE, VIDEO)
+    return place(expected, types_1T[0].cpu().numpy(), row.segments, counted=counted)
+
+
+def _with_seconds(records: Sequence[Medium], media: Media) -> list[Medium]:
+    """Return the records with the seconds of videos that the tensors have."""
+    videos = sum(medium.kind == VIDEO for medium in records)
+    if media.seconds_per_grid is None or not videos:
+        return [*records]
+    seconds = media_values(SECONDS, media.seconds_per_grid).tolist()
+    if len(seconds) != videos:
+        raise LayoutError(
+            f"there are {videos} videos but seconds_per_grid has {len(seconds)} values; give one for each video (the "
+            "processor's second_per_grid_ts), or none"
+        )
+    if bad := [(video, value) for video, value in enumerate(seconds) if not 0 <= value < float("inf")]:
+        raise LayoutError(
+            f"video {bad[0][0]}: seconds_per_grid is {bad[0][1]}; it must be a finite time, not negative: give what "
+            "the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
+        )
+    timed = iter(seconds)
+    return [replace(m, seconds=next(timed)) if m.kind == VIDEO else m for m in records]
 
 
 def _expected(family: Family, media: Sequence[Medium], config: Any) -> list[Expected]:
@@ -126,32 +148,40 @@ def _tile_tokens(family: Family, tensors: Mapping[str, torch.Tensor], config: An
         ) from None
 
 
-def _place(family: Family, expected: Sequence[Expected], types_T: np.ndarray, segments: Segments) -> MediaTable:
-    return place(expected, types_T, segments, counted=() if family.has_grids else (IMAGE, VIDEO))
-
-
 def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) -> MediaTable:
     """Compare the media of the metadata with the tensors and token ids."""
-    media, segments = row.media, row.segments
     if row.tree is None and all(video.seconds is None for video in known.videos):
-        timed = iter(host_seconds(media.seconds_per_grid, len(known.videos)))
-        videos = tuple(replace(m, seconds=next(timed)) if m.kind == VIDEO else m for m in known.media)
-        known = replace(known, media=videos)
+        known = replace(known, media=tuple(_with_seconds(known.media, row.media)))
     if not family.has_grids:
-        _check_tiles(family, known if row.tree is None else known.in_tree(row.tree), media, config)
-    expected = _expected(family, known.media, config)
-    types_1T, known_T = family.types_of_row(row, config), known.types(segments)
-    found = _place(family, expected, types_1T[0].numpy() if on_host(types_1T) else known_T, segments)
-    _check_same(known, found)
-    if not on_host(types_1T):
-        known_1T = to_device(known_T[None], types_1T.device)
-        agree = (types_1T != 0) == (known_1T != 0) if family.videos_as_images else types_1T == known_1T
-        message = (
-            "the host metadata has images, videos or audio where the row has other tokens: give media in the order of "
-            "their samples, or leave the metadata out of a batch that was changed"
-        )
-        require(agree.all(), message, LayoutError)
+        _check_tiles(family, known if row.tree is None else known.in_tree(row.tree), row.media, config)
+    ends: dict[int, tuple[int, int]] = {}
+    for each in _expected(family, known.media, config):
+        medium, runs = each.medium, tuple(stop - start for start, stop in each.medium.runs)
+        start = medium.runs[0][0] - family.has_grids  # runs of media with grids do not touch
+        if (family.has_grids and runs != each.tokens) or (medium.sample, start) < ends.get(medium.kind, (0, -1)):
+            raise LayoutError(
+                f"sample {medium.sample}: the host metadata says that one of its {KINDS[medium.kind]}s lies at tokens "
+                f"{list(medium.runs[:4])}, but it makes runs of {list(each.tokens[:4])} tokens, behind those before "
+                "it; leave the metadata out of a batch whose media were changed"
+            )
+        ends[medium.kind] = medium.sample, medium.runs[-1][1]
+    types_1T, known_T = family.types_of_row(row, config), known.types(row.segments)
+    known_1T = to_device(known_T[None], types_1T.device)
+    agree = (types_1T != 0) == (known_1T != 0) if family.videos_as_images else types_1T == known_1T
+    if not on_host(agree):
+        require(agree.all(), _ELSEWHERE, LayoutError)
+    elif not agree.all():
+        place_T, segments = int(agree[0].int().argmin()), row.segments
+        is_padding = bool(segments.padding_mask()[place_T])
+        where = "on padding" if is_padding else f"in sample {int(segments.seq_idx()[place_T])}"
+        raise LayoutError(f"place {place_T} of the row, {where}: {_ELSEWHERE}")
     return known
+
+
+_ELSEWHERE = (
+    "the host metadata has images, videos or audio where the row has other tokens, or none: give media in the order of "
+    "their samples, or leave the metadata out of a batch that was changed"
+)
 
 
 def _check_tiles(family: Family, held: MediaTable, media: Media, config: Any) -> None:
@@ -223,15 +253,3 @@ def tile_entries(
             "processor gives"
         )
     return tokens, entries
-
-
-def _check_same(known: MediaTable, found: MediaTable) -> None:
-    """Check that the placeholders are where the host metadata has them."""
-    for kind, name in KINDS.items():
-        for number, (told, seen) in enumerate(zip(known.of_kind(kind), found.of_kind(kind), strict=True)):
-            if (told.sample, told.runs) != (seen.sample, seen.runs):
-                of_seen, of_told = (f"{list(m.runs[:4])} of sample {m.sample}" for m in (seen, told))
-                raise LayoutError(
-                    f"{name} {number} of the row lies at tokens {of_seen}, but the host metadata says that it lies at "
-                    f"{of_told}; leave the metadata out of a batch whose tokens were moved"
-                )

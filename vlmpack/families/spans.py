@@ -20,7 +20,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.device import on_host, require, to_device
-from vlmpack.layout.media import MediaTable, Runs
+from vlmpack.layout.media import MediaTable, Runs, runs_of_equal
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
 
@@ -52,8 +52,7 @@ class ImageSpans:
 
     def of_row(self, row: PackedRow, table: MediaTable) -> Runs:
         """Find the runs of a row; no run crosses a sample boundary. `table`: the row's media."""
-        of_sample_T = row.segments.seq_idx().numpy()
-        return _runs(np.where(table.types(row.segments) > 0, of_sample_T, -1))
+        return table.runs(row.segments)
 
 
 @final
@@ -120,7 +119,7 @@ def media_runs(types_L: np.ndarray) -> Runs:
     Args:
         types_L: [L], 0 text, 1 image, 2 video.
     """
-    return _runs(np.where(types_L > 0, 0, -1))
+    return runs_of_equal(np.where(types_L > 0, 0, -1))
 
 
 def prefix_length(column_L: np.ndarray) -> int:
@@ -160,11 +159,3 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
         agree_T = column_1T[0].masked_fill(segments.padding_mask(device), 0) == to_device(expected_T, device)
         require(agree_T.all(), message, LayoutError)
     return tuple((start, start + length) for (start, _), length in zip(spans, lengths, strict=True) if length)
-
-
-def _runs(number_T: np.ndarray) -> Runs:
-    """Runs of equal numbers that are not -1."""
-    edges = np.flatnonzero(np.diff(number_T, prepend=-1, append=-1))
-    starts, stops = edges[:-1], edges[1:]
-    is_run = number_T[starts] >= 0
-    return tuple(zip(starts[is_run].tolist(), stops[is_run].tolist(), strict=True))

@@ -11,7 +11,7 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import copied, on_host, outside_graph, require, to_device
-from vlmpack.layout.media import IMAGE, VIDEO, Grid, MediaTable
+from vlmpack.layout.media import IMAGE, VIDEO, MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments
 
@@ -128,7 +128,7 @@ class Media(OfTensors):
     @property
     def audio_mask(self) -> torch.Tensor | None:
         """[N, F]: 1 on the frames of each audio, 0 on padding; None: there is no audio."""
-        return self.tensors.get(_AUDIO_MASK)
+        return self.tensors.get(AUDIO_MASK)
 
     def to_hf(self) -> dict[str, torch.Tensor]:
         """Return the tensors that are not None, by name."""
@@ -136,7 +136,7 @@ class Media(OfTensors):
 
     def with_sizes(self, table: MediaTable) -> Media:
         """Return the same media with the tensors of `SIZES` on the host, where the table knows their values."""
-        known = {name: [row for m in table.of_kind(kind) for row in m.sizes] for name, kind in SIZES.items()}
+        known = {name: table.sizes(kind) for name, kind in SIZES.items()}
         names = [name for name in SIZES if name in self.tensors and known[name]]
         tensors = {name: torch.tensor(known[name], dtype=torch.int64, device="cpu") for name in names}
         return replace(self, tensors={**self.tensors, **tensors}) if names else self
@@ -483,11 +483,48 @@ def whole_numbers(value: Any, name: str) -> torch.Tensor:
     return value.long()
 
 
-_COUNTS = (torch.int64, torch.int32)
-"""Dtypes of grids in transformers."""
-_AUDIO_MASK = "feature_attention_mask"
+GRIDS = {"image_grid_thw": IMAGE, "video_grid_thw": VIDEO}
+"""[N, 3] tensors of grids, and the kind of their media."""
+AUDIO_MASK = "feature_attention_mask"
+SECONDS = "second_per_grid_ts"
 _ROUNDED = 1e-2
 """Relative tolerance when seconds are compared with the metadata: bfloat16 training loops round every tensor."""
+
+
+def media_values(name: str, tensor: Any) -> torch.Tensor:
+    """Check a tensor that describes media, and return one entry for each medium, on the tensor's device.
+
+    Args:
+        name: one of `GRIDS` (the result is the tensor, [N, 3]), `SIZES` (likewise, [N, 2]), `AUDIO_MASK` (number of
+            log-mel frames, [N]) or `SECONDS` (seconds from one grid of a video to the next, float32 [N]).
+        tensor: its values; seconds may also be a list.
+
+    Raises:
+        LayoutError: the tensor is malformed.
+    """
+    if name in GRIDS:
+        what = "[N, 3] of whole numbers (frames, rows, columns of each)"
+        check_tensor(name, tensor, (None, 3), what, dtypes=(torch.int64, torch.int32))
+    elif name == AUDIO_MASK:
+        what = "[audios, frames] of 0 and 1"
+        check_tensor(name, tensor, (None, None), what, dtypes=(torch.bool, torch.uint8, *_WHOLE))
+        message = f"{name} must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
+        require(((tensor == 0) | (tensor == 1)).all(), message, LayoutError)
+        return tensor.sum(1)
+    elif name == SECONDS:
+        try:
+            values = torch.as_tensor(tensor)
+        except (TypeError, ValueError, RuntimeError):
+            values = torch.zeros(1, 0, 0)
+        is_number = not values.is_complex() and values.dtype != torch.bool
+        if values.ndim not in (1, 2) or values.shape[1:].numel() != 1 or not is_number:
+            seen = list(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)[:80]
+            raise LayoutError(
+                f"{name} (Qwen-Omni: video_second_per_grid) must be one number for each video, in a list or a tensor "
+                f"[N] or [N, 1]; got {seen}"
+            )
+        return values.reshape(-1).float()
+    return torch.as_tensor(tensor)
 
 
 def compare_media(held: MediaTable, media: Media) -> None:
@@ -498,105 +535,35 @@ def compare_media(held: MediaTable, media: Media) -> None:
     Raises:
         LayoutError: records and tensors differ, or a tensor is missing.
     """
-    tensors, frames = media.to_hf(), [medium.frames for medium in held.audios]
-    records = {"image_grid_thw": held.grids(IMAGE), "video_grid_thw": held.grids(VIDEO), _AUDIO_MASK: frames}
-    for name, known in records.items():
-        if name in tensors:
-            values = _frames(tensors[name]) if name == _AUDIO_MASK else _grids(tensors[name], name)
-            _require_same(values, np.asarray(known, np.int64).reshape(-1, *values.shape[1:]), name)
-        elif known:
+    tensors, seconds = media.to_hf(), media.seconds_per_grid
+    tensors |= {} if seconds is None else {SECONDS: seconds}
+    needed = {name: held.grids(kind) for name, kind in GRIDS.items()}
+    needed |= {AUDIO_MASK: tuple(medium.frames for medium in held.audios)}
+    for name, known in needed.items():
+        if known and name not in tensors:
             raise LayoutError(
                 f"the host metadata has {len(known)} media that {name} describes, but the batch has no {name}; give "
                 "the media of every sample, or leave the metadata out"
             )
-    for name, kind in SIZES.items():
-        rows = [row for medium in held.of_kind(kind) for row in medium.sizes]
-        if rows and name in tensors:
-            _require_same(torch.as_tensor(tensors[name]), np.asarray(rows, np.int64), name)
-    seconds = [medium.seconds for medium in held.videos if medium.seconds is not None]
-    if seconds and media.seconds_per_grid is not None:
-        values = _seconds(media.seconds_per_grid)
-        _require_same(values.float(), np.asarray(seconds, np.float32), "second_per_grid_ts", tolerance=_ROUNDED)
+    others = {name: held.sizes(kind) for name, kind in SIZES.items()}
+    others |= {SECONDS: tuple(medium.seconds for medium in held.videos if medium.seconds is not None)}
+    for name, known in {**needed, **{name: known for name, known in others.items() if known}}.items():
+        if name in tensors:
+            _require_same(media_values(name, tensors[name]), known, name)
 
 
-def _require_same(tensor: torch.Tensor, known: np.ndarray, name: str, *, tolerance: float = 0) -> None:
-    """Compare the rows of a media tensor with those of the host metadata, on the device of the tensor."""
-    if tensor.shape != known.shape:
+def _require_same(values: torch.Tensor, known: Sequence[Any], name: str) -> None:
+    """Compare the entries of a media tensor with those of the host metadata, on the device of the tensor."""
+    dtype = np.float32 if values.is_floating_point() else np.int64
+    expected = to_device(np.asarray(known, dtype).reshape(-1, *values.shape[1:]), values.device)
+    if values.shape != expected.shape:
         raise LayoutError(
-            f"the metadata has {len(known)} media but {name} is {list(tensor.shape)}; was the batch split "
+            f"the metadata has {len(known)} media but {name} is {list(values.shape)}; was the batch split "
             "or concatenated on its way (accelerate: set dispatch_batches=False)?"
         )
-    expected = to_device(known, tensor.device)
-    is_same = tensor == expected if not tolerance else torch.isclose(tensor, expected, rtol=tolerance)
+    is_same = torch.isclose(values, expected, rtol=_ROUNDED) if dtype is np.float32 else values == expected
     message = (
         f"{name} is not what the host metadata ({METADATA_KEY!r}) say of this batch, so media were changed behind the "
         "collator; reorder samples before it, or leave the metadata out of the batch"
     )
     require(is_same.all(), message, LayoutError)
-
-
-def host_grids(tensor: torch.Tensor | None, name: str) -> tuple[Grid, ...]:
-    """Read the grids of images or videos, [N, 3]: one host-device sync. None: there are none.
-
-    Raises:
-        LayoutError: the tensor is malformed.
-    """
-    return () if tensor is None else tuple((t, h, w) for t, h, w in _grids(tensor, name).tolist())
-
-
-def host_frames(mask: torch.Tensor | None) -> tuple[int, ...]:
-    """Read the number of log-mel frames of each audio from their mask [N, F]: one host-device sync. None: no audio.
-
-    Raises:
-        LayoutError: the mask is malformed.
-    """
-    return () if mask is None else tuple(_frames(mask).tolist())
-
-
-def host_seconds(seconds: Any, videos: int) -> tuple[float | None, ...]:
-    """Read the seconds from one grid of each video to the next: a list or a tensor, [N] or [N, 1]. None: not given.
-
-    Raises:
-        LayoutError: `seconds` are malformed, are of another number of videos, or one is NaN, infinite or negative.
-    """
-    if seconds is None or not videos:
-        return (None,) * videos
-    values = tuple(_seconds(seconds).tolist())
-    if len(values) != videos:
-        raise LayoutError(
-            f"there are {videos} videos but seconds_per_grid has {len(values)} values; give one for each video (the "
-            "processor's second_per_grid_ts), or none"
-        )
-    if bad := [(video, value) for video, value in enumerate(values) if not 0 <= value < float("inf")]:
-        raise LayoutError(
-            f"video {bad[0][0]}: seconds_per_grid is {bad[0][1]}; it must be a finite time, not negative: give what "
-            "the processor makes (second_per_grid_ts; Qwen-Omni: video_second_per_grid)"
-        )
-    return values
-
-
-def _grids(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    check_tensor(name, tensor, (None, 3), "[N, 3] of whole numbers (frames, rows, columns of each)", dtypes=_COUNTS)
-    return tensor
-
-
-def _frames(mask: torch.Tensor) -> torch.Tensor:
-    what = "[audios, frames] of 0 and 1"
-    check_tensor(_AUDIO_MASK, mask, (None, None), what, dtypes=(torch.bool, torch.uint8, *_WHOLE))
-    message = f"{_AUDIO_MASK} must hold 0 (padding) and 1 (a frame of the audio) and nothing else"
-    require(((mask == 0) | (mask == 1)).all(), message, LayoutError)
-    return mask.sum(1)
-
-
-def _seconds(seconds: Any) -> torch.Tensor:
-    try:
-        tensor = torch.as_tensor(seconds)
-    except (TypeError, ValueError, RuntimeError):
-        tensor = torch.zeros(1, 0, 0)
-    if tensor.ndim not in (1, 2) or tensor.shape[1:].numel() != 1 or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise LayoutError(
-            "second_per_grid_ts (Qwen-Omni: video_second_per_grid) must be one number for each video, in a list or a "
-            "tensor [N] or [N, 1]; got "
-            f"{list(tensor.shape) if isinstance(seconds, torch.Tensor) else repr(seconds)[:80]}"
-        )
-    return tensor.reshape(-1)

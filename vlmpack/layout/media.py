@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby
 from math import prod
 from typing import final
 
@@ -135,6 +135,10 @@ class MediaTable:
         """The grids of one kind of media."""
         return tuple(medium.grid for medium in self.media if medium.kind == kind and medium.grid is not None)
 
+    def sizes(self, kind: int) -> tuple[tuple[int, ...], ...]:
+        """The rows of sizes of one kind of media."""
+        return tuple(row for medium in self.media if medium.kind == kind for row in medium.sizes)
+
     def types(self, segments: Segments) -> np.ndarray:
         """Return the kind of each token of a row with these samples: int64 [T], 0 for text and padding."""
         types_T = np.zeros(segments.total, np.int64)
@@ -143,6 +147,10 @@ class MediaTable:
             for start, stop in medium.runs:
                 types_T[first + start : first + stop] = medium.kind
         return types_T
+
+    def runs(self, segments: Segments) -> Runs:
+        """Return (start, stop) in a row of the runs of placeholders of all media. No run crosses a sample boundary."""
+        return runs_of_equal(np.where(self.types(segments) > 0, segments.seq_idx().numpy(), -1))
 
     def spans(self, segments: Segments, kind: int) -> np.ndarray:
         """Return (start, stop) in a row of each medium of one kind, including text inside it: int64 [N, 2]."""
@@ -170,6 +178,12 @@ class MediaTable:
             chosen += [media[number] for number in numbers]
         return replace(self, media=tuple(chosen))
 
+    def computed_as(self, tree: PrefixTree) -> dict[int, np.ndarray]:
+        """Return for each medium, by kind, the index among those of `in_tree` of the one that is computed for it."""
+        place = tree.place().numpy()  # each medium has the same position in the tree as a computed one
+        places = {kind: place[starts] for kind, starts in zip(KINDS, self.starts(tree.segments), strict=True)}
+        return {kind: np.searchsorted(at[list(tree.of_kind(kind))], at) for kind, at in places.items()}
+
 
 def placeholders(media: Sequence[Medium], segments: Segments) -> np.ndarray:
     """Return the positions in a row of the placeholders of these media, medium by medium: int64 [M]."""
@@ -192,33 +206,11 @@ class Expected:
     """Number of placeholders of each of its runs."""
 
 
-@final
-class _Found:
-    """The runs of placeholders of one kind in a row; no run crosses a sample boundary."""
-
-    def __init__(self, kind: int, types_T: np.ndarray, segments: Segments) -> None:
-        self.name, self.segments = KINDS[kind], segments
-        begins_T = np.ones(len(types_T), bool)
-        np.not_equal(types_T[1:], types_T[:-1], out=begins_T[1:])
-        begins_T[[edge for span in segments.spans for edge in span if edge < segments.total]] = True
-        edges = np.append(np.flatnonzero(begins_T), len(types_T))
-        of_kind = types_T[edges[:-1]] == kind
-        self.starts, self.stops = edges[:-1][of_kind], edges[1:][of_kind]
-        self.lengths = self.stops - self.starts
-        ends = np.asarray([stop for _, stop in segments.spans], np.int64)
-        # search the ends of slots, so that an empty sample gets no run
-        samples = np.searchsorted(np.asarray(segments.stride[1:], np.int64), self.starts, side="right")
-        is_inside = (self.starts < np.append(ends, 0)[samples]) & (samples < segments.num_samples)
-        self.samples = np.where(is_inside, samples, _PADDING)
-
-
-_PADDING = -1
-"""Sample index of a token that belongs to no sample."""
 _REMEDY = (
-    "images and videos come in the order of their samples, each in a run of placeholders of its own (so do frames "
-    "from Qwen3-VL on), between vision_start and vision_end; give pixels and grids in that order"
+    "every image, video and audio needs its values and its own run of placeholders (so does every frame from Qwen3-VL "
+    "on), in one sample and in the order of samples (was the batch split on its way? accelerate: set "
+    "dispatch_batches=False)"
 )
-_EVERY = "every image, video and audio needs its placeholders and its values, in the order of samples"
 
 
 def place(
@@ -241,92 +233,78 @@ def place(
     for kind in KINDS:
         of_kind = [each for each in expected if each.medium.kind == kind]
         if of_kind or (types_T == kind).any():
-            media += _placed(of_kind, _Found(kind, types_T, segments), by_number=kind in counted)
+            media += _placed(kind, of_kind, types_T, segments, by_number=kind in counted)
     return MediaTable(media=tuple(media))
 
 
-def _placed(expected: Sequence[Expected], found: _Found, *, by_number: bool) -> list[Medium]:
-    """Set samples and runs of media of one kind."""
-    if _PADDING in found.samples:
-        is_padding = found.samples == _PADDING
-        raise LayoutError(
-            f"padding of the row has {found.lengths[is_padding].sum()} {found.name} placeholders, the first at place "
-            f"{found.starts[is_padding][0]}; {_EVERY}"
+def _placed(
+    kind: int, expected: Sequence[Expected], types_T: np.ndarray, segments: Segments, *, by_number: bool
+) -> list[Medium]:
+    """Set samples and runs of media of one kind, which take the runs of placeholders one after the other."""
+    name, waiting, media = KINDS[kind], _runs_of_kind(kind, types_T, segments)[::-1], list[Medium]()
+
+    def refused(seen: str) -> LayoutError:
+        tokens = sum(sum(each.tokens) for each in expected)
+        return LayoutError(
+            f"{seen}; the row has {np.count_nonzero(types_T == kind)} {name} placeholders, and its {len(expected)} "
+            f"{name}s make {tokens} tokens: {_REMEDY}"
         )
-    tokens = np.asarray([sum(each.tokens) for each in expected], np.int64)
-    if by_number:
-        _check_samples(found, tokens)
-    else:
-        sizes = np.asarray([size for each in expected for size in each.tokens], np.int64)
-        _check_runs(found, sizes, np.repeat(np.arange(len(expected)), [len(each.tokens) for each in expected]))
-    # count placeholders from the first one in the row: a piece ends where a run does, or a medium inside a run
-    run_ends, ends = found.lengths.cumsum(), tokens.cumsum()
-    piece_ends = np.union1d(run_ends, ends) if by_number else run_ends
-    run = run_ends.searchsorted(piece_ends)
-    samples = found.samples[run]
-    stops = found.stops[run] - (run_ends[run] - piece_ends) - np.asarray(found.segments.stride, np.int64)[samples]
-    pieces = list(zip((stops - np.diff(piece_ends, prepend=0)).tolist(), stops.tolist(), strict=True))
-    bounds = pairwise([0, *(1 + piece_ends.searchsorted(ends)).tolist()])
-    return [
-        replace(each.medium, sample=int(samples[first]), runs=tuple(pieces[first:last]))
-        for each, (first, last) in zip(expected, bounds, strict=True)
-    ]
+
+    def cut_short(number: int, sample: int) -> LayoutError:
+        end = segments.spans[sample][1]
+        return refused(f"sample {sample} ends at place {end} of the row, in the middle of {name} {number}")
+
+    for number, each in enumerate(expected):
+        own: list[tuple[int, int]] = []
+        of_sample = None
+        for tokens in each.tokens:
+            if tokens < 1:
+                raise refused(f"{name} {number} of the row makes no token; leave it out of its sample")
+            while tokens:
+                if not waiting:
+                    raise refused(f"{tokens} placeholders of {name} {number} of the row are missing")
+                sample, start, stop = waiting.pop()
+                if of_sample not in (None, sample):
+                    raise cut_short(number, of_sample)
+                of_sample, taken = sample, min(tokens, stop - start)
+                if not by_number and stop - start != tokens:
+                    if stop - start < tokens and stop == segments.lengths[sample]:
+                        raise cut_short(number, sample)
+                    raise refused(
+                        f"sample {sample}: a run of {stop - start} {name} placeholders begins at place "
+                        f"{segments.stride[sample] + start} of the row, but {name} {number}, which is next, makes "
+                        f"{'runs' if len(each.tokens) > 1 else 'a run'} of {tokens}"
+                    )
+                own.append((start, start + taken))
+                tokens -= taken
+                if start + taken < stop:
+                    waiting.append((sample, start + taken, stop))
+        assert of_sample is not None, "a medium has at least one run"
+        media.append(replace(each.medium, sample=of_sample, runs=tuple(own)))
+    if waiting:
+        sample, start, stop = waiting[-1]
+        raise refused(f"sample {sample} has a run of {stop - start} {name} placeholders, but no {name} is left")
+    return media
 
 
-def _unequal(found: _Found, media: int, tokens: int, seen: str) -> LayoutError:
-    return LayoutError(
-        f"{seen}the row has {found.lengths.sum()} {found.name} placeholders, but its {media} {found.name}s make "
-        f"{tokens} tokens; {_EVERY} (was the batch split on its way? accelerate: set dispatch_batches=False)"
-    )
-
-
-def _check_samples(found: _Found, tokens: np.ndarray) -> None:
-    """Compare the placeholders of each sample with the tokens [N] of media: a sample must end where a medium ends."""
-    name, total = found.name, int(found.lengths.sum())
-    if len(empty := np.flatnonzero(tokens < 1)):
-        raise LayoutError(f"{name} {empty[0]} of the row makes no token; leave it out of its sample")
-    counted = np.bincount(found.samples, found.lengths, len(found.segments.lengths)).astype(int)
-    differs, seen = ~np.isin(counted.cumsum(), np.append(tokens.cumsum(), 0)), ""
-    if differs.any():
-        at = int(differs.argmax())
-        seen = f"sample {at} ends in the middle of an {name}: "
-        if total != tokens.sum():
-            seen = f"sample {at} has {counted[at]} {name} placeholders and ends where no {name} does: "
-    if seen or total != tokens.sum():
-        raise _unequal(found, len(tokens), tokens.sum(), seen)
-
-
-def _check_runs(found: _Found, sizes: np.ndarray, medium: np.ndarray) -> None:
-    """Compare runs of placeholders with the expected sizes [N]; `medium` [N] is the medium of each expected run."""
-    name, starts, lengths, samples = found.name, found.starts, found.lengths, found.samples
-    shared = min(len(lengths), len(sizes))
-    first = int(np.append(lengths[:shared] != sizes[:shared], True).argmax())  # first mismatch
-    if lengths.sum() != sizes.sum():
-        seen = ""
-        if first < len(lengths):
-            makes = f"its next {name} makes {sizes[first]}" if first < len(sizes) else f"no {name} is left"
-            seen = f"sample {samples[first]} has a run of {lengths[first]}, but {makes}: "
-        raise _unequal(found, len({*medium.tolist()}), sizes.sum(), seen)
-    if first < shared:
-        stop, follows = found.stops[first], samples[first + 1 : first + 2]
-        cut_short = lengths[first] < sizes[first] and stop in starts
-        if cut_short and follows[0] != samples[first]:
-            raise LayoutError(_split(found, int(medium[first]), int(follows[0])))
-        part = "a frame of " if (medium == medium[first]).sum() > 1 else ""
+def _runs_of_kind(kind: int, types_T: np.ndarray, segments: Segments) -> list[tuple[int, int, int]]:
+    """(sample, start, stop) of each run of placeholders, counted from its sample's start; none crosses a boundary."""
+    is_kind_T = types_T == kind
+    if segments.has_padding and (stray_T := is_kind_T & segments.padding_mask().numpy()).any():
         raise LayoutError(
-            f"sample {samples[first]}: a run of {lengths[first]} {name} placeholders begins at place {starts[first]} "
-            f"of the row, but {part}{name} {medium[first]}, which is next, makes {sizes[first]} tokens; {_REMEDY}"
+            f"padding of the row has {stray_T.sum()} {KINDS[kind]} placeholders, the first at place "
+            f"{stray_T.argmax()}; {_REMEDY}"
         )
-    if len(split := np.flatnonzero((medium[1:] == medium[:-1]) & (samples[1:] != samples[:-1]))):
-        raise LayoutError(_split(found, int(medium[split[0]]), int(samples[split[0] + 1])))
+    sample_T = segments.seq_idx().numpy()
+    runs = [(int(sample_T[start]), start, stop) for start, stop in runs_of_equal(np.where(is_kind_T, sample_T, -1))]
+    return [(sample, start - segments.stride[sample], stop - segments.stride[sample]) for sample, start, stop in runs]
 
 
-def _split(found: _Found, medium: int, sample: int) -> str:
-    name, start = found.name, found.segments.stride[sample]
-    return (
-        f"{name} {medium} of the row is cut in two where sample {sample} starts, at place {start} of the row: move "
-        f"that boundary of cu_seqlens_q before the {name}, or behind it"
-    )
+def runs_of_equal(number_T: np.ndarray) -> Runs:
+    """Find the runs of equal numbers that are not -1."""
+    edges = np.flatnonzero(np.diff(number_T, prepend=-1, append=-1))
+    is_run = number_T[edges[:-1]] >= 0
+    return tuple(zip(edges[:-1][is_run].tolist(), edges[1:][is_run].tolist(), strict=True))
 
 
 def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int]:
@@ -336,11 +314,9 @@ def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int
     prefix tree, neighboring images that are not the only one of their sample are counted as images of one sample.
     """
     counts: list[int] = []
-    before: Hashable = None
-    for image in images:
-        group = (None if in_tree else image.sample, image.context)
-        counts[-1:] = [*counts[-1:], 1] if image.context or group != before else [counts[-1] + 1]
-        before = group
+    for (_, is_single), group in groupby(images, lambda image: (None if in_tree else image.sample, image.context)):
+        number = len([*group])
+        counts += [1] * number if is_single else [number]
     return counts
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, final
 
 import numpy as np
@@ -23,7 +24,7 @@ import torch
 
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.device import outside_graph
-from vlmpack.layout.media import KINDS, MediaTable, image_counts
+from vlmpack.layout.media import KINDS, MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, columns_at
 from vlmpack.layout.segments import Segments, ranges
@@ -65,26 +66,24 @@ class CutGroup:
         """Return the row of a piece. The kept tokens are the first node of its tree. It has only the targets that the
         piece computes, and only the media that the vision and audio towers compute with it."""
         row, table, tree = self.group, self.table, self.tree
+        assert row.tree is not None
         first, lengths = int(piece.kept > 0), self.lengths(piece)
         number = {node: first + at for at, node in enumerate(piece.nodes)}
-        leaves = [
-            number.get(tree.leaves[sample], first) for sample in piece.samples
-        ]  # samples go on behind a kept piece
-        parents = [number.get(tree.parents[node], first - 1) for node in piece.nodes]
         segments = Segments.from_lengths(lengths.tolist())
-        index = torch.from_numpy(self.index(piece))
         own_table, of_table = _table(table, piece.samples, lengths)
         part = PrefixTree(
             segments=segments,
-            parents=(*[-1] * first, *parents),
+            parents=(*[-1] * first, *(number.get(tree.parents[node], first - 1) for node in piece.nodes)),
             lengths=(*[piece.kept] * first, *(tree.lengths[node] for node in piece.nodes)),
-            leaves=tuple(leaves),
+            leaves=tuple(number.get(tree.leaves[sample], first) for sample in piece.samples),  # or behind a kept piece
         ).with_media(own_table.starts(segments), kept=piece.kept)
-        columns, known = columns_at(row, lambda _: index), row.known_metadata
+        index, known = torch.from_numpy(self.index(piece)), row.known_metadata
+        columns, num_targets = columns_at(row, lambda _: index), None
         if row.shift_labels is not None:
             at = segments.position_in_segment()
             is_own = (at >= piece.kept - 1) & (at + 1 < torch.from_numpy(lengths)[segments.seq_idx().long()])
             columns["shift_labels"] = columns["shift_labels"].where(is_own, IGNORE)
+            num_targets = int((columns["shift_labels"] != IGNORE).sum())
 
         def of_samples(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(values[sample] for sample in piece.samples) if values else ()
@@ -95,21 +94,15 @@ class CutGroup:
             offsets=(),
             media=own_table,
             prefixes=tuple(map(min, of_samples(known.prefixes), lengths.tolist())),
-            num_targets=None if row.shift_labels is None else int((columns["shift_labels"] != IGNORE).sum()),
+            num_targets=num_targets,
             sample_ids=of_samples(known.sample_ids),
             channels=of_samples(known.channels),
         )
-        assert row.tree is not None
-        held, computed = table.in_tree(row.tree), own_table.in_tree(part)
+        computed = own_table.in_tree(part)
         _check_counts(computed, piece)
-        chosen = {}
-        of_row = row.tree.place().numpy()
-        for kind, starts in zip(KINDS, table.starts(row.segments), strict=True):
-            # each medium of the piece has the same position in the group's tree as one that the group's tensors hold
-            places = of_row[starts]
-            taken = places[np.asarray(of_table[kind], np.int64)[list(part.of_kind(kind))]]
-            chosen[kind] = np.searchsorted(places[list(row.tree.of_kind(kind))], taken).tolist()
-        media = take_media(held, row.media, chosen, computed, in_tree=True)
+        held = table.computed_as(row.tree)
+        chosen = {kind: held[kind][np.asarray(of_table[kind], int)[list(part.of_kind(kind))]] for kind in KINDS}
+        media = take_media(table.in_tree(row.tree), row.media, chosen, computed, in_tree=True)
         return with_tree(replace(row, **columns, segments=segments, media=media, metadata=metadata, tree=None), part)
 
     def lengths(self, piece: GroupPiece) -> np.ndarray:
@@ -163,26 +156,27 @@ def _split_nodes(tree: PrefixTree, runs: Sequence[Sequence[int]], capacity: int)
     """Cut nodes that are longer than `capacity`. `runs`: (start, stop) in the row of tokens that stay together."""
     if max(tree.lengths) <= capacity:
         return tree
-    is_inside = np.zeros(tree.num_tokens + 1, bool)  # whether the tree cannot be cut before a token
+    can_cut = np.ones(tree.num_tokens, bool)  # whether the tree can be cut before a token
     place = tree.place().numpy()
     for start, stop in runs:
-        is_inside[place[start + 1 : stop]] = True
+        can_cut[place[start + 1 : stop]] = False
+    starts = np.flatnonzero(can_cut)
+    together = np.diff(starts, append=tree.num_tokens)
+    if (longest := int(together.max())) > capacity:
+        sample = int(tree.segments.seq_idx()[tree.source()[starts[together.argmax()]]])
+        raise LayoutError(
+            f"sample {sample} has {longest} tokens that stay together (an image, a video, an audio, or tokens that all "
+            f"see each other), more than the capacity of {capacity}: give a capacity of {longest}"
+        )
     parents: list[int] = []
     lengths: list[int] = []
     last: list[int] = []  # the last part of each node
     for (start, stop), parent in zip(tree.nodes.spans, tree.parents, strict=True):
         before = -1 if parent < 0 else last[parent]
         while start < stop:
-            end = min(start + capacity, stop)
-            free = np.flatnonzero(~is_inside[start + 1 : end + 1])
-            if not len(free):
-                sample = int(tree.segments.seq_idx()[tree.source()[start]])
-                length = 1 + int(np.argmin(is_inside[start + 1 : stop + 1]))
-                raise LayoutError(
-                    f"sample {sample} has {length} tokens that stay together (an image, a video, an audio, or tokens "
-                    f"that all see each other), more than the capacity of {capacity}: give a capacity of {length}"
-                )
-            end = start + 1 + int(free[-1])
+            end = stop
+            if start + capacity < stop:
+                end = int(starts[np.searchsorted(starts, start + capacity, side="right") - 1])
             parents.append(before)
             lengths.append(end - start)
             before, start = len(lengths) - 1, end
@@ -194,18 +188,19 @@ def _split_nodes(tree: PrefixTree, runs: Sequence[Sequence[int]], capacity: int)
 def _pieces(tree: PrefixTree, capacity: int) -> Iterator[GroupPiece]:
     """Yield the pieces: subtrees that fit are packed together; the node above others becomes a kept piece."""
     children: list[list[int]] = [[] for _ in tree.lengths]
-    totals, samples = list(tree.lengths), [set[int]() for _ in tree.lengths]
-    for sample, leaf in enumerate(tree.leaves):
-        samples[leaf].add(sample)
+    totals, sizes = [*tree.lengths], [1] * len(tree.lengths)  # tokens and nodes of each subtree
     for node in reversed(range(len(tree.lengths))):
         if (parent := tree.parents[node]) >= 0:
             children[parent].insert(0, node)
             totals[parent] += totals[node]
-            samples[parent] |= samples[node]
-    stops = [node + 1 for node in range(len(tree.lengths))]  # descendants are contiguous
-    for node in reversed(range(len(tree.lengths))):
-        if children[node]:
-            stops[node] = stops[children[node][-1]]
+            sizes[parent] += sizes[node]
+
+    def piece(nodes: Sequence[int], below: Sequence[int], kept: int, parent: int | None, is_kept: bool) -> GroupPiece:
+        """Return a piece of these nodes, with the samples that end in the nodes `below`."""
+        within = {*below}
+        samples = tuple(sample for sample, leaf in enumerate(tree.leaves) if leaf in within)
+        return GroupPiece(samples=samples, nodes=tuple(nodes), kept=kept, parent=parent, is_kept=is_kept)
+
     count = 0
     stack: list[tuple[int | None, int, list[int], int | None]] = [
         (None, 0, [node for node, parent in enumerate(tree.parents) if parent < 0], None)
@@ -213,12 +208,11 @@ def _pieces(tree: PrefixTree, capacity: int) -> Iterator[GroupPiece]:
     while stack:
         parent, kept, siblings, node = stack.pop()
         if node is not None:
-            yield GroupPiece(samples=(*sorted(samples[node]),), nodes=(node,), kept=kept, parent=parent, is_kept=True)
+            yield piece([node], range(node, node + sizes[node]), kept, parent, is_kept=True)
             parent, kept, count = count, kept + tree.lengths[node], count + 1
         for roots in _first_fit([child for child in siblings if totals[child] <= capacity], totals, capacity):
-            nodes = tuple(each for root in roots for each in range(root, stops[root]))
-            of_roots = tuple(sorted(sample for root in roots for sample in samples[root]))
-            yield GroupPiece(samples=of_roots, nodes=nodes, kept=kept, parent=parent, is_kept=False)
+            nodes = [each for root in roots for each in range(root, root + sizes[root])]
+            yield piece(nodes, nodes, kept, parent, is_kept=False)
             count += 1
         large = [child for child in siblings if totals[child] > capacity]
         stack += [(parent, kept, children[child], child) for child in reversed(large)]
@@ -245,16 +239,13 @@ def _check_counts(computed: MediaTable, piece: GroupPiece) -> None:
     """Refuse an image that a model would take for the only one of its sample, because others are in other pieces."""
     if computed.image_counts is None:
         return
-    counts = iter(image_counts(computed.images, in_tree=True))
-    images = list(computed.images)
-    while images:
-        count = next(counts)
-        if count == 1 and not images[0].context:
+    for is_single, group in groupby(computed.images, lambda image: image.context):
+        images = [*group]
+        if len(images) == 1 and not is_single:
             raise LayoutError(
                 f"the images of sample {piece.samples[images[0].sample]} are in several pieces, and this model encodes "
                 "an image in another way if it is the only one: give a capacity that the sample fits"
             )
-        del images[:count]
 
 
 def _table(table: MediaTable, samples: Sequence[int], lengths: np.ndarray) -> tuple[MediaTable, dict[int, list[int]]]:

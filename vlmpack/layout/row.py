@@ -554,7 +554,8 @@ def shift_labels(labels: torch.Tensor, segments: Segments) -> torch.Tensor:
 
 def unshift_labels(shifted: torch.Tensor, segments: Segments) -> torch.Tensor:
     """Invert `shift_labels`; each segment's first label, which no token predicts, becomes -100."""
-    return torch.roll(shifted, 1, dims=-1).index_fill_(-1, _without_predecessor(segments, shifted.device), IGNORE)
+    is_first = segments.position_in_segment(shifted.device) == 0  # or padding
+    return torch.roll(shifted, 1, dims=-1).masked_fill_(is_first, IGNORE)
 
 
 def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str) -> None:
@@ -571,16 +572,6 @@ def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str
     if segments.has_padding:
         stray = (labels != IGNORE) & segments.padding_mask(labels.device)
         require(~stray.any(), message, LayoutError)
-
-
-@outside_graph
-def _without_predecessor(segments: Segments, device: torch.device | str) -> torch.Tensor:
-    """int64 [n]: positions of first tokens and of all padding."""
-    if not segments.has_padding:
-        return segments.first_tokens(device)
-    return segments.derived(
-        "without_predecessor", device, lambda: np.flatnonzero(segments.position_in_segment().numpy() == 0)
-    )
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:

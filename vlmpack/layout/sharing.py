@@ -23,8 +23,7 @@ from vlmpack.layout.batch import MEDIA_KEYS, Media, compare_media
 from vlmpack.layout.device import on_host, outside_graph
 from vlmpack.layout.media import KINDS, MediaTable, content_numbers, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding, compressed_trie
-from vlmpack.layout.row import IGNORE, PackedRow
-from vlmpack.layout.segments import Segments
+from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
 
 MIN_SHARED = 64
 """Minimum length in tokens of a shared prefix to make a node; every sample shares about ten tokens of chat template."""
@@ -113,11 +112,7 @@ def unshare(row: PackedRow, *, read_media: ReadMedia | None = None) -> PackedRow
         return row
     check_on_host(row)
     row, table = read_media_of_row(row, read_media)
-    place, chosen = tree.place().numpy(), {}
-    for kind, starts in zip(KINDS, table.starts(row.segments), strict=True):
-        # each medium of the row has the same position in the tree as a computed one
-        chosen[kind] = np.searchsorted(place[starts[list(tree.of_kind(kind))]], place[starts]).tolist()
-    media = take_media(table.in_tree(tree), row.media, chosen, table)
+    media = take_media(table.in_tree(tree), row.media, table.computed_as(tree), table)
     metadata = replace(row.known_metadata, num_distinct_targets=None)
     return replace(row, media=media, tree=None, metadata=metadata)
 
@@ -243,14 +238,19 @@ def _media_numbers(table: MediaTable, media: Media, kind: int) -> list[int]:
 
 
 def take_media(
-    table: MediaTable, media: Media, chosen: Mapping[int, Sequence[int]], target: MediaTable, *, in_tree: bool = False
+    table: MediaTable,
+    media: Media,
+    chosen: Mapping[int, Sequence[int] | np.ndarray],
+    target: MediaTable,
+    *,
+    in_tree: bool = False,
 ) -> Media:
     """Select media by index, in this order.
 
     Args:
         table: records of the media that the tensors hold.
         media: the tensors.
-        chosen: indices of the selected media, by kind.
+        chosen: indices of the selected media among the held ones of their kind, by kind.
         target: records of the selected media.
         in_tree: True if the selected media belong to a prefix tree, False if they belong to samples in row order.
     """
@@ -259,7 +259,7 @@ def take_media(
         for name, parts in _parts(table, tensors, kind).items():
             if [*numbers] == [*range(len(parts))]:
                 taken[name] = tensors[name]
-            elif numbers:
+            elif len(numbers):
                 taken[name] = torch.cat([parts[at] for at in numbers], table.axes.get(name, 0))
     if (name := table.image_counts) in tensors and target.images:
         taken[name] = torch.tensor(image_counts(target.images, in_tree=in_tree), dtype=tensors[name].dtype)
@@ -340,23 +340,11 @@ def _compared(tree: PrefixTree, row: PackedRow, numbers: Sequence[Sequence[int]]
     return _with_media(tree, row)
 
 
-def _bidirectional(table: MediaTable, segments: Segments) -> list[list[int]]:
-    """(start, stop) in the row of bidirectional media; adjacent runs of a sample are joined."""
-    joined: list[list[int]] = []
-    media = sorted((medium for medium in table.media if medium.bidirectional), key=lambda m: (m.sample, m.runs))
-    runs = [(m.sample, start, stop) for m in media for start, stop in m.runs]
-    for sample, start, stop in runs:
-        first = segments.stride[sample]
-        if joined and start > 0 and joined[-1][1] == first + start:
-            joined[-1][1] = first + stop
-        else:
-            joined.append([first + start, first + stop])
-    return joined
-
-
-def _two_way_runs(row: PackedRow, table: MediaTable) -> list[Sequence[int]]:
+def _two_way_runs(row: PackedRow, table: MediaTable) -> list[tuple[int, int]]:
+    """(start, stop) in the row of the runs of tokens that attend to each other in both directions."""
+    bidirectional = MediaTable(media=tuple(medium for medium in table.media if medium.bidirectional))
     prefixes = zip(row.segments.spans, row.known_metadata.prefixes, strict=False)
-    return [*_bidirectional(table, row.segments), *((start, start + n) for (start, _), n in prefixes if n)]
+    return [*bidirectional.runs(row.segments), *((start, start + n) for (start, _), n in prefixes if n)]
 
 
 def indivisible_runs(row: PackedRow, table: MediaTable) -> list[Sequence[int]]:
@@ -381,16 +369,14 @@ def _check_targets(row: PackedRow) -> None:
     """
     if row.shift_labels is None:
         return
-    ids, labels = row.input_ids[0].numpy(), row.shift_labels[0].numpy()
-    foreign = np.flatnonzero((labels != IGNORE) & (labels != np.append(ids[1:], IGNORE)))
-    last = np.asarray(row.segments.stride[1:], np.int64) - 1
-    foreign = np.union1d(foreign, last[labels[last] != IGNORE])
-    if len(foreign):
-        sample = int(row.segments.seq_idx()[foreign[0]])
-        place = int(foreign[0]) - row.segments.stride[sample]
+    foreign = (row.shift_labels != IGNORE) & (row.shift_labels != shift_labels(row.input_ids, row.segments))
+    if foreign.any():
+        place = int(foreign[0].int().argmax())
+        sample = int(row.segments.seq_idx()[place])
         raise LayoutError(
-            f"sample {sample}: token {place + 1} has the label {labels[foreign[0]]}, which is not its own id; a prefix "
-            "that samples share is predicted once, so labels are token ids or -100: leave this row unshared"
+            f"sample {sample}: token {place + 1 - row.segments.stride[sample]} has the label "
+            f"{int(row.shift_labels[0, place])}, which is not its own id; a prefix that samples share is predicted "
+            "once, so labels are token ids or -100: leave this row unshared"
         )
 
 
