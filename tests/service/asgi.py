@@ -44,7 +44,6 @@ class Client:
     app: Any
     queue: Any = None
     bodies: Any = None
-    draining: bool = False
 
     def session(self) -> str:
         return self.post("create_session", tags=[], sdk_version="0.38.0").json()["session_id"]
@@ -102,9 +101,7 @@ def client_of(state: Path, limits: ServiceLimits, gate: threading.Semaphore | No
     queue = RequestQueue(cast("Any", engine), cast("Any", engine.sampler), folder, limits=limits)
     queue.start()
     client = Client(app=None, queue=queue, bodies=BodyReader(limits=limits))
-    endpoints = Endpoints(
-        queue=queue, base=MODEL, limits=limits, bodies=client.bodies, key=KEY, is_draining=lambda: client.draining
-    )
+    endpoints = Endpoints(queue=queue, base=MODEL, limits=limits, bodies=client.bodies, key=KEY)
     client.app = make_app(endpoints.routes(), endpoints=endpoints)
     try:
         yield client

@@ -210,7 +210,6 @@ class Service:
         """Orders the requests and remembers their results."""
         self.history = History()
         """What the curves of the status page show."""
-        self._draining = threading.Event()
         self._drainer: threading.Thread | None = None
 
     def app(self) -> ASGIApp:
@@ -222,7 +221,6 @@ class Service:
             limits=limits,
             bodies=BodyReader(limits=limits),
             key=self.settings.key,
-            is_draining=self._draining.is_set,
         )
         openai = OpenAI(endpoints, self._processor, measure=self.engine.measure)
         routes: list[BaseRoute] = [*endpoints.routes(), *openai.routes(), *status.routes(self._snapshot, self.history)]
@@ -251,11 +249,9 @@ class Service:
 
         Returns at once; a thread does the work.
         """
-        if self._draining.is_set():
-            return
-        self._draining.set()
-        self._drainer = threading.Thread(target=self._drain, name="vlmpack-drain")
-        self._drainer.start()
+        if self._drainer is None:
+            self._drainer = threading.Thread(target=self._drain, name="vlmpack-drain")
+            self._drainer.start()
 
     def _drain(self) -> None:
         log.info("stopping: work under way has %g s", self.settings.drain_seconds)

@@ -357,12 +357,12 @@ def test_a_poll_returns_as_soon_as_there_is_a_reply(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 1))
         polls = [pool.submit(client.reply, name, 30.0) for _ in range(4)]
-        until(lambda: len(client.queue._ledger.lanes[model].entries[1].waiters) == 4)
+        until(lambda: len(client.queue._ledger.lanes[model].entries[1].polls_end._done_callbacks) == 4)
         gate.release()
         assert len({poll.result() for poll in polls}) == 1
 
 
-def test_a_poll_returns_after_its_time_or_when_it_is_cancelled_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_poll_returns_after_its_time_or_when_it_is_cancelled_and_spoils_no_other(tmp_path: Path) -> None:
     async def poll_and_leave(client: Client, name: str) -> None:
         poll = asyncio.create_task(client.queue.reply(name, 30.0))
         await asyncio.sleep(0)
@@ -376,8 +376,8 @@ def test_a_poll_returns_after_its_time_or_when_it_is_cancelled_and_leaves_nothin
         assert client.reply(name, 0.1) == Pending()
         assert time.monotonic() - begin > 0.09
         asyncio.run(poll_and_leave(client, name))
-        (lane,) = client.queue._ledger.lanes.values()
-        assert lane.entries[0].waiters == []
+        client.queue.start()
+        assert client.outcome(name).model_id
 
 
 def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
@@ -385,7 +385,7 @@ def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 2))
         poll = pool.submit(client.reply, name, 60.0)
-        until(lambda: client.queue._ledger.lanes[model].entries[2].waiters)
+        until(lambda: client.queue._ledger.lanes[model].entries[2].polls_end._done_callbacks)
         client.queue.close(drain=5.0)
         assert isinstance(poll.result(5.0), Pending)
         assert QueueEngine.all

@@ -109,9 +109,7 @@ def verdict(path: str) -> str:
     if not path:
         return IN_CLIENT
     nothing: Any = None
-    endpoints = Endpoints(
-        queue=nothing, base=nothing, limits=nothing, bodies=nothing, key="", is_draining=lambda: False
-    )
+    endpoints = Endpoints(queue=nothing, base=nothing, limits=nothing, bodies=nothing, key="")
     if f"/api/v1/{path}" in {route.path for route in endpoints.routes()}:
         return "served"
     (remedy,) = (NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED)

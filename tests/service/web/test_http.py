@@ -258,7 +258,7 @@ def test_a_service_that_stops_takes_no_requests_but_gives_results(client: Client
     model_id = client.model()
     client.protobuf(training(model_id, 1))
     assert client.retrieve(f"{model_id}:1").status == 200
-    client.draining = True
+    client.queue.is_draining = True
     answer = client.protobuf(training(model_id, 2))
     assert answer.status == 503
     assert float(answer.headers["retry-after"]) > 0

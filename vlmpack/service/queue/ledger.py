@@ -14,14 +14,12 @@ no thread may wait for the disk while holding it.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field, is_dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, final
@@ -55,6 +53,13 @@ def _content(value: Any) -> Any:
     return hashlib.sha256(value).hexdigest()
 
 
+def _running() -> Future[None]:
+    """Return a future that cannot be cancelled, so that a poll that is given up does not end the others."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @final
 @dataclass(kw_only=True, eq=False, slots=True)
 class Entry:
@@ -70,8 +75,8 @@ class Entry:
     """Whether the journal has its reply, or its session has ended."""
     forward_only: bool = False
     """Whether it is a forward_backward without gradient; known once it is parsed."""
-    waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = field(default_factory=list)
-    """Long polls that wait for the reply."""
+    polls_end: Future[None] = field(default_factory=_running)
+    """Long polls wait for this future. It ends when there is a reply, or when the service stops."""
 
     @property
     def is_forward_backward(self) -> bool:
@@ -88,17 +93,10 @@ class Entry:
         """Return whether it is encoded, or could not be."""
         return self.encoded is not None and self.encoded.done()
 
-    def wake(self) -> None:
-        """Wake the long polls."""
-        for loop, waiter in self.waiters:
-            with suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_release, waiter)
-        self.waiters.clear()
-
-
-def _release(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+    def end_polls(self) -> None:
+        """Let the long polls return."""
+        if not self.polls_end.done():
+            self.polls_end.set_result(None)
 
 
 @final
@@ -279,7 +277,7 @@ class Ledger:
             self.encoded_bytes[entry.is_sample] -= entry.row.size
         entry.request = entry.encoded = None
         entry.is_done = True
-        entry.wake()
+        entry.end_polls()
 
     def has_room_for(self, entries: Sequence[Entry]) -> bool:
         """Return whether these requests, all samples or none, may be encoded now."""

@@ -82,7 +82,8 @@ class RequestQueue:
         self._base_name = engine.base.name
         self._accepting = threading.Lock()
         """Held while a request is accepted or a sampling session opened, including the journal's commit."""
-        self._is_draining = False
+        self.is_draining = False
+        """Whether the queue is being closed, and takes no more requests."""
         self._began = self._looked = time.monotonic()
         self._thread = EngineThread(engine, sampler, self._ledger, state, tidy=self._tidy)
 
@@ -99,11 +100,20 @@ class RequestQueue:
             drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
         """
         with self._ledger.lock:
-            self._is_draining = True
+            self.is_draining = True
             for entry in self._ledger.entries():
-                entry.wake()
+                entry.end_polls()
         self._thread.stop(drain=drain)
         self.state.close()
+
+    def check_running(self) -> None:
+        """Check that the queue is not being closed.
+
+        Raises:
+            Rejected: status 503: it is.
+        """
+        if self.is_draining:
+            raise Rejected("the service is being stopped; try again once it runs", status=503)
 
     # ------------------------------------------------------------------ sessions
 
@@ -111,8 +121,9 @@ class RequestQueue:
         """Open a session and return its id.
 
         Raises:
-            Rejected: status 429: there are too many sessions, or the disk is full.
+            Rejected: status 429: there are too many sessions, or the disk is full; 503: the service is being stopped.
         """
+        self.check_running()
         row = SessionRow(id=f"s{secrets.token_hex(6)}", created=time.time(), **vars(session))
         limits, ledger = self._ledger.limits, self._ledger
         if len(ledger.sessions) >= limits.sessions:
@@ -173,8 +184,10 @@ class RequestQueue:
 
         Raises:
             Rejected: status 400: the model is missing or wrong, or the number is in use; 404: there is no such
-                checkpoint; 410: the session has ended or never existed; 429: the disk is full.
+                checkpoint; 410: the session has ended or never existed; 429: the disk is full; 503: the service is
+                being stopped.
         """
+        self.check_running()
         name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
         if base_model != self._base_name and (path is None or base_model is not None):
             message = (
@@ -230,7 +243,7 @@ class RequestQueue:
 
         Raises:
             Rejected: status 400: other content already uses its number; 404, 410: the model or session does not exist
-                (any more); 429: there is no room now, or the disk is full.
+                (any more); 429: there is no room now, or the disk is full; 503: the service is being stopped.
         """
         (owner, seq), seed = request.owner, secrets.randbits(31)
         row = RequestRow(
@@ -263,6 +276,7 @@ class RequestQueue:
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         """Write a request to the journal, and let it wait; with `failure`, it fails at once."""
+        self.check_running()
         row, ledger, journal = entry.row, self._ledger, self.journal
         with self._accepting:
             with ledger.lock:
@@ -301,8 +315,6 @@ class RequestQueue:
     def _check_room(self, row: RequestRow) -> None:
         """Raise `Rejected` if there is no room for a new request."""
         ledger, limits, lane = self._ledger, self._ledger.limits, self._ledger.lanes.get(row.owner)
-        if self._is_draining:
-            raise Rejected("the server is stopping", status=429)
         if lane is not None and row.seq == lane.missing:
             return  # later requests wait for it, so rejecting it could block them forever
         if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
@@ -330,22 +342,13 @@ class RequestQueue:
         owner, _, number = request_id.rpartition(":")
         if not number.isdecimal() or not (key := (owner, int(number)))[1] < 2**63:
             return None
-        waiter = (asyncio.get_running_loop(), asyncio.get_running_loop().create_future())
         with self._ledger.lock:
             with suppress(Rejected):
                 self._ledger.hear(_session_of(owner))
             entry = self._ledger.find(*key)
-            if entry is not None:
-                entry.waiters.append(waiter)
-                timeout = 0.0 if self._is_draining else timeout
         if entry is not None:
-            try:
-                await asyncio.wait_for(waiter[1], timeout)
-            except asyncio.TimeoutError:
-                pass
-            finally:
-                with self._ledger.lock, suppress(ValueError):
-                    entry.waiters.remove(waiter)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(entry.polls_end), timeout)
             if not entry.is_done:
                 return Pending(reason=self.fault)
         reply = await asyncio.to_thread(self.journal.reply, *key)

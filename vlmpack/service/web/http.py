@@ -14,7 +14,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -112,8 +112,6 @@ class Endpoints:
     key: str
     """The key, which clients send as X-API-Key or as Authorization: Bearer. It also signs the URLs of downloads, which
     need no key."""
-    is_draining: Callable[[], bool]
-    """Returns True once the service is stopping."""
 
     def routes(self) -> list[Route]:
         """Return the route of each endpoint."""
@@ -183,11 +181,6 @@ class Endpoints:
                 under_way = None
             yield piece
 
-    def refuse_if_draining(self) -> None:
-        """Raise `Rejected` if the service is stopping."""
-        if self.is_draining():
-            raise Rejected("the service is being stopped; try again once it runs", status=503)
-
     # ------------------------------------------------------------------ clients and sessions
 
     async def health(self, request: Request) -> Response:
@@ -221,7 +214,6 @@ class Endpoints:
 
     async def create_session(self, request: Request) -> Response:
         """Open a session."""
-        self.refuse_if_draining()
         session = codec.read_request(messages.NewSession, await self.values(request))
         check_client(session.sdk_version)
         session_id = await run_in_threadpool(self.queue.create_session, session)
@@ -247,7 +239,6 @@ class Endpoints:
 
     async def enqueue(self, kind: type[Any], request: Request) -> Response:
         """Receive a JSON request and submit it."""
-        self.refuse_if_draining()
         body = await self.body(request, most=self.limits.sample_bytes)
         return await run_in_threadpool(self._submit, kind, body)
 
@@ -278,7 +269,6 @@ class Endpoints:
 
     async def forward_backward(self, request: Request) -> Response:
         """Enqueue a training request."""
-        self.refuse_if_draining()
         if not request.headers.get("content-type", "").startswith(PROTOBUF):
             detail = f"training requests are {PROTOBUF}: use tinker {OLDEST_CLIENT} or newer"
             return await self._refuse_unread(request, Rejected(detail, status=415))
@@ -325,7 +315,6 @@ class Endpoints:
             model_id, seq_id = codec.owner_of(messages.Operation, values)
         except RequestError:
             raise refusal from None
-        self.refuse_if_draining()
         return await run_in_threadpool(self._refuse, model_id, seq_id, str(refusal))
 
     # ------------------------------------------------------------------ models and samplers
@@ -339,7 +328,6 @@ class Endpoints:
 
     async def create_sampling_session(self, request: Request) -> Response:
         """Open a sampling session on a snapshot or on the base model."""
-        self.refuse_if_draining()
         wanted = codec.read_request(messages.NewSampler, await self.values(request))
         sampler = await run_in_threadpool(
             self.queue.create_sampling_session, wanted.session_id, wanted.sampling_session_seq_id,
@@ -352,7 +340,7 @@ class Endpoints:
     async def retrieve_future(self, request: Request) -> Response:
         """Return a result, or hold the request until there is one."""
         request_id = get(await self.values(request), "request_id", str)
-        reply = await self.queue.reply(request_id, 0.0 if self.is_draining() else self.limits.poll_seconds)
+        reply = await self.queue.reply(request_id, self.limits.poll_seconds)
         if reply is None:
             return _lost(request_id)
         if isinstance(reply, Pending):

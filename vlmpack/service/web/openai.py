@@ -196,7 +196,6 @@ class OpenAI:
 
     async def _serve(self, kind: type[Any], request: Request) -> Response:
         try:
-            self._endpoints.refuse_if_draining()
             body = await self._endpoints.body(request, most=self._endpoints.limits.sample_bytes)
             wanted, asked = await run_in_threadpool(self._submit, kind, body)
             if wanted.stream:
@@ -294,7 +293,7 @@ class OpenAI:
             Rejected: sampling failed.
         """
         while isinstance(reply := await self._queue.reply(request_id, self._endpoints.limits.poll_seconds), Pending):
-            self._endpoints.refuse_if_draining()
+            self._queue.check_running()
         if reply is None:
             raise messages.Rejected("the request is not known any more: send it again", status=500)
         if reply.content_type == codec.JSON:
