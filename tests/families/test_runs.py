@@ -126,7 +126,7 @@ def test_metadata_of_other_tokens_are_refused():
     types = IMAGE * 4 + X + IMAGE * 4 + X
     row, moved = row_of(types, [6, 6], images=[FOUR, FOUR]), row_of(types, [11, 1], images=[FOUR, FOUR])
     table = media_of_row(FAMILIES["qwen3_vl"], row, config_of("qwen3_vl"))
-    message = "in sample 0: the host metadata has images, videos or audio where the row has other tokens"
+    message = "sample 0, token 6: the host metadata has images, videos or audio where the row has other tokens"
     assert message in told(moved, table)
     assert "has 1 media but image_grid_thw is [2, 3]" in told(row, MediaTable(media=table.media[:1]))
     assert "has 2 media that image_grid_thw describes, but the batch has no image_grid_thw" in told(

@@ -261,8 +261,8 @@ PADDED = replace(FOREIGN, segments=Segments.from_lengths([3, 2], SlotRule(row_mu
 @pytest.mark.parametrize(
     ("row", "fault"),
     [
-        (replace(FOREIGN, shift_labels=LABELS), "sample 1: token 2 has the label 0, which is not its own id.*unshared"),
-        (replace(FOREIGN, shift_labels=BEHIND), "sample 0: token 3 has the label 1"),
+        (replace(FOREIGN, shift_labels=LABELS), "sample 1, token 1: the label .* is not that token's own id.*unshared"),
+        (replace(FOREIGN, shift_labels=BEHIND), "sample 0, token 2: the label"),
         (PADDED, "has no padding.*5 real tokens in 6"),
         (replace(PICTURES, metadata=None), "has media, and no host metadata of their places.*media_reader"),
         (replace(PICTURES, media=replace(PICTURES.media, pixel_values=torch.zeros(8, 3))), "16 patches, the row has 8"),
@@ -292,7 +292,7 @@ def test_a_tree_of_another_row_is_refused():
     tree = share(FOREIGN, min_shared=1).tree
     with pytest.raises(LayoutError, match=r"samples of \[3, 3\] tokens, the row of \[4, 3\]"):
         share(row_of([word(1, 2, 3, 4), word(1, 2, 4)]), tree=tree)
-    with pytest.raises(LayoutError, match=r"sample 1: the tree takes its token 1 from a sample before it.*another one"):
+    with pytest.raises(LayoutError, match=r"sample 1, token 1: the tree takes it from a sample before.*another one"):
         share(row_of([word(1, 2, 3), word(1, 3, 4)]), tree=tree)
     merged = share(PICTURES, min_shared=1).tree
     with pytest.raises(LayoutError, match=r"sample 1.*stands for other media"):
@@ -304,7 +304,7 @@ def test_a_tree_of_another_row_is_refused():
 def test_a_tree_that_divides_an_image_is_refused():
     row = row_of([[CAT, *word(1)], [CAT, *word(2)]])
     tree = PrefixTree(segments=row.segments, parents=(-1, 0, 0), lengths=(1, 2, 2), leaves=(1, 2))
-    with pytest.raises(LayoutError, match=r"sample 1: the tree takes its token 1.*inside an image"):
+    with pytest.raises(LayoutError, match=r"sample 1, token 1: the tree takes it.*inside an image"):
         share(row, tree=tree)
 
 

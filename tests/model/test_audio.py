@@ -151,7 +151,7 @@ def test_audio_in_another_sample_than_its_placeholders_is_refused(metadata: bool
 def test_placeholders_without_their_audio_are_refused_by_sample() -> None:
     batch = batch_of((17,), (41,))
     batch["input_ids"][1, 4] = 100
-    refused(batch, LayoutError, "in sample 1: the host metadata has images, videos or audio where the row has other")
+    refused(batch, LayoutError, "sample 1, token 4: the host metadata has images, videos or audio where")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_media_without_the_token_that_marks_their_start_are_refused() -> None:
     config = fresh(POOLED).config
     batch = padded([build_sample(config, stretches=[3, 2], image_grids=[(1, 2, 4)])]).to_hf()
     batch["input_ids"][0, 3] = config.audio_start_token_id
-    refused(batch, LayoutError, r"sample 0: at place 4 of the row .*use_audio_in_video\) is not supported")
+    refused(batch, LayoutError, r"sample 0, token 4: .*use_audio_in_video\) is not supported")
 
 
 def test_a_video_without_seconds_is_refused() -> None:

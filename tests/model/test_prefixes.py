@@ -83,8 +83,8 @@ def test_a_batch_without_its_column_is_refused() -> None:
 @pytest.mark.parametrize(
     ("column", "match"),
     [
-        (lambda types: 1 - types, r"sample 0: its token_type_ids are \[1, 1, .* no prefix and its suffix"),
-        (lambda types: 2 * types, r"sample 0: its token_type_ids are \[0, 0"),
+        (lambda types: 1 - types, "sample 0, .*: token_type_ids are no prefix and its suffix"),
+        (lambda types: 2 * types, "sample 0, token 25: token_type_ids are no prefix and its suffix"),
         (lambda types: types.float(), r"token_type_ids is torch.float32 \[1, \d+\] but input_ids is"),
         (lambda types: types[:, 1:], r"token_type_ids is \[3, \d+\] but input_ids is \[3, \d+\]"),
     ],
@@ -113,7 +113,7 @@ def test_prefixes_of_the_metadata_are_compared_on_the_host_and_on_a_device() -> 
     runs = ((0, 2), (10, 12))
     assert prefixes_of_row(column, segments, (), "types") == prefixes_of_row(column, segments, known, "types") == runs
     for other, message in (
-        ((2, 0, 1), r"sample 2: its types are \[0, 0\], and its prefix there has 1 tokens: pref"),
+        ((2, 0, 1), "sample 2, token 1: prefixes of the host metadata"),
         ((2, 0), "^pref"),
     ):
         with pytest.raises(LayoutError, match=message):

@@ -110,7 +110,7 @@ def test_placeholders_on_padding_are_refused() -> None:
     model = fresh("internvl")
     rule = SlotRule(row_multiple=997)
     row = pack(padded(truth("internvl").samples), rule=rule, pad_token_id=model.config.image_token_id)
-    with pytest.raises(LayoutError, match=r"place \d+ of the row, on padding: the host metadata has images"):
+    with pytest.raises(LayoutError, match=r"padding at place \d+: the host metadata has images"):
         PackedStep(model)(row)
 
 

@@ -256,9 +256,9 @@ def the_tower_is_given_the_boundaries_of_one_image(original, row, cu_seqlens, nu
     return type(found).from_lengths([num_patches])
 
 
-@breaks("vlmpack.layout.media._check_runs", tests="model families -k 'placeholder or runs or another'")
-def placeholders_that_fit_no_image_pass(original, found, sizes, medium):
-    return None
+@breaks("vlmpack.layout.media._placed", tests="model families -k 'placeholder or runs or another'")
+def placeholders_that_fit_no_image_pass(original, *found, by_number):
+    return original(*found, by_number=True)
 
 
 # ---------------------------------------------------------------------- routers

@@ -25,7 +25,7 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.layout.batch import Media, check_tensor
-from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.device import require, to_device
 from vlmpack.layout.media import AUDIO, VIDEO, MediaTable, Medium
 from vlmpack.layout.segments import Segments
 
@@ -202,10 +202,7 @@ def check_markers(input_ids: torch.Tensor, table: MediaTable, segments: Segments
     before = input_ids[0].index_select(0, to_device(np.maximum(places - 1, 0), input_ids.device))
     is_inside = to_device(np.asarray([start > 0 for _, start in runs]), input_ids.device)
     marked = (before == config.vision_start_token_id) & is_inside
-    if on_host(marked) and not marked.all():
-        at = int(marked.int().argmin())
-        raise LayoutError(f"sample {runs[at][0]}: at place {places[at]} of the row {_MARKERS}")
-    require(marked.all(), f"somewhere in the row {_MARKERS}", LayoutError)
+    require(marked, _MARKERS, LayoutError, where=lambda at: segments.where(int(places[at])))
 
 
 _MARKERS = (

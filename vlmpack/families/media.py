@@ -76,7 +76,7 @@ def _read(family: Family, row: PackedRow, config: Any) -> MediaTable:
     types_1T = family.types_of_row(row, config)
     if not expected and not on_host(types_1T):
         message = "the row has placeholders of images, videos or audio, but no such media; give those of every sample"
-        require(~(types_1T != 0).any(), message, LayoutError)
+        require(types_1T == 0, message, LayoutError)
         return MediaTable()
     counted = () if family.has_grids else (IMAGE, VIDEO)
     return place(expected, types_1T[0].cpu().numpy(), row.segments, counted=counted)
@@ -168,20 +168,12 @@ def _compared(family: Family, row: PackedRow, known: MediaTable, config: Any) ->
     types_1T, known_T = family.types_of_row(row, config), known.types(row.segments)
     known_1T = to_device(known_T[None], types_1T.device)
     agree = (types_1T != 0) == (known_1T != 0) if family.videos_as_images else types_1T == known_1T
-    if not on_host(agree):
-        require(agree.all(), _ELSEWHERE, LayoutError)
-    elif not agree.all():
-        place_T, segments = int(agree[0].int().argmin()), row.segments
-        is_padding = bool(segments.padding_mask()[place_T])
-        where = "on padding" if is_padding else f"in sample {int(segments.seq_idx()[place_T])}"
-        raise LayoutError(f"place {place_T} of the row, {where}: {_ELSEWHERE}")
+    message = (
+        "the host metadata has images, videos or audio where the row has other tokens, or none: give media in the "
+        "order of their samples, or leave the metadata out of a batch that was changed"
+    )
+    require(agree, message, LayoutError, where=row.segments.where)
     return known
-
-
-_ELSEWHERE = (
-    "the host metadata has images, videos or audio where the row has other tokens, or none: give media in the order of "
-    "their samples, or leave the metadata out of a batch that was changed"
-)
 
 
 def _check_tiles(family: Family, held: MediaTable, media: Media, config: Any) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vlmpack.errors import LayoutError
-from vlmpack.layout.device import on_host, require, to_device
+from vlmpack.layout.device import require, to_device
 from vlmpack.layout.media import MediaTable, Runs, runs_of_equal
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import Segments
@@ -140,22 +140,17 @@ def prefixes_of_row(column_1T: torch.Tensor, segments: Segments, known: Sequence
     spans = segments.spans[: segments.num_samples]
     if len(known) not in (0, len(spans)):
         raise LayoutError(message)
-    is_read = on_host(column_1T) or not known
-    column_T = column_1T[0].cpu().numpy() if is_read else np.zeros(segments.total)
-    lengths = known or [prefix_length(column_T[start:stop]) for start, stop in spans]
+    if not known:
+        column_T = column_1T[0].cpu().numpy()
+        known = [prefix_length(column_T[start:stop]) for start, stop in spans]
+        message = (
+            f"{name} are no prefix and its suffix; they have to be 0 from a sample's first token to the last of the "
+            "prompt, and 1 from there on"
+        )
     expected_T = np.zeros(segments.total, np.int64)
-    for sample, ((start, stop), length) in enumerate(zip(spans, lengths, strict=True)):
+    for (start, stop), length in zip(spans, known, strict=True):
         expected_T[start + length : stop] = 1
-        if is_read and (column_T[start:stop] != expected_T[start:stop]).any():
-            seen = f"sample {sample}: its {name} are {column_T[start : min(stop, start + 16)].tolist()}"
-            if known:
-                raise LayoutError(f"{seen}, and its prefix there has {length} tokens: {message}")
-            raise LayoutError(
-                f"{seen}, which is no prefix and its suffix; they have to be 0 from its first token to the last of the "
-                "prompt, and 1 from there on"
-            )
-    if not is_read:  # values on padding are ignored
-        device = column_1T.device
-        agree_T = column_1T[0].masked_fill(segments.padding_mask(device), 0) == to_device(expected_T, device)
-        require(agree_T.all(), message, LayoutError)
-    return tuple((start, start + length) for (start, _), length in zip(spans, lengths, strict=True) if length)
+    device = column_1T.device
+    agree_T = (column_1T[0] == to_device(expected_T, device)) | segments.padding_mask(device)
+    require(agree_T, message, LayoutError, where=segments.where)
+    return tuple((start, start + length) for (start, _), length in zip(spans, known, strict=True) if length)

@@ -393,23 +393,29 @@ def _check_padding(batch: PaddedBatch, metadata: HostMetadata) -> None:
     mask, types, labels, known = batch.attention_mask, batch.mm_token_type_ids, batch.labels, batch.metadata
     if sum(metadata.lengths) == mask.numel():
         return
-    if known is None and types is not None and (hidden := ((types != 0) & (mask == 0)).any(1).cpu()).any():
-        raise LayoutError(
-            f"row {int(hidden.int().argmax())}: attention_mask hides tokens of images, videos or audio, but these "
-            "would still be used; leave the sample's media out, or unmask its tokens"
+
+    def where(place: int) -> str:
+        return f"row {place // mask.shape[1]}"
+
+    if known is None and types is not None:
+        message = (
+            "attention_mask hides tokens of images, videos or audio, but these would still be used; leave the sample's "
+            "media out, or unmask its tokens"
         )
+        require((types == 0) | (mask != 0), message, LayoutError, where=where)
     # If the metadata counts targets, the step compares that count with the row's, which also finds labels on padding.
     if labels is None or (known is not None and known.num_targets is not None):
         return
-    fault = "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there"
-    if not on_host(labels):
-        require(~((labels != IGNORE) & (mask == 0)).any(), fault, LayoutError)
-        return
-    rows = zip(labels.numpy(), metadata.columns, metadata.lengths, strict=True)
-    padding = [piece for row, start, n in rows for piece in (row[:start], row[start + n :])]
-    if (np.concatenate(padding) != IGNORE).any():
-        row = next(at for at, piece in enumerate(padding) if (piece != IGNORE).any()) // 2
-        raise LayoutError(f"row {row}: {fault} (labels.masked_fill(mask == 0, -100))")
+    if on_host(labels):  # fast path: a look at the padding alone
+        rows = zip(labels.numpy(), metadata.columns, metadata.lengths, strict=True)
+        padding = [piece for row, start, n in rows for piece in (row[:start], row[start + n :])]
+        if (np.concatenate(padding) == IGNORE).all():
+            return
+    message = (
+        "labels hold targets where attention_mask is 0, which belong to no sample; set them to -100 there: "
+        "labels.masked_fill(mask == 0, -100)"
+    )
+    require((labels == IGNORE) | (mask != 0), message, LayoutError, where=where)
 
 
 def check_is_batch(batch: Mapping[str, Any]) -> None:

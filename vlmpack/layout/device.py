@@ -121,16 +121,20 @@ LONGEST_DEVICE_MESSAGE = 254
 ("Message length must be smaller than 255", aten/src/ATen/native/cuda/TensorCompare.cu)."""
 
 
-def require(condition: torch.Tensor, message: str, error: type[Exception]) -> None:
-    """Check that a boolean scalar is true: at once on the host, by an asynchronous assertion on a device.
+def require(
+    condition: torch.Tensor, message: str, error: type[Exception], *, where: Callable[[int], str] | None = None
+) -> None:
+    """Check that all of a boolean tensor is true: at once on the host, by an asynchronous assertion on a device.
 
-    A device prints the first 254 bytes of the message; the host raises an error with the whole message.
+    A device prints the first 254 bytes of the message; the host raises an error with the whole message. `where` names
+    the first element that is false, by its number, in front of the message.
 
     Raises:
-        Exception: the tensor is on the host and false. The type is `error`.
+        Exception: the tensor is on the host, and an element is false. The type is `error`.
     """
     if not on_host(condition):
         shortened = message.encode()[:LONGEST_DEVICE_MESSAGE].decode(errors="ignore")  # no partial character
-        torch._assert_async(condition, shortened)  # pyright: ignore[reportPrivateImportUsage]
-    elif not bool(condition):
-        raise error(message)
+        torch._assert_async(condition.all(), shortened)  # pyright: ignore[reportPrivateImportUsage]
+    elif not condition.all():
+        place = "" if where is None else f"{where(int(condition.flatten().int().argmin()))}: "
+        raise error(f"{place}{message}")

@@ -14,6 +14,7 @@ G segments, T row tokens (`total`), R real tokens (`num_tokens`).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -297,6 +298,12 @@ class Segments:
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(start, stop) in the row of each segment's real tokens, G pairs."""
         return tuple((start, start + n) for start, n in zip(self.stride, self.lengths, strict=False))
+
+    def where(self, place: int) -> str:
+        """Name a token of the row in words, for messages."""
+        sample = bisect_right(self.stride, place) - 1
+        is_real = sample < self.num_samples and place < self.spans[sample][1]
+        return f"sample {sample}, token {place - self.stride[sample]}" if is_real else f"padding at place {place}"
 
     @property
     def max_length(self) -> int:

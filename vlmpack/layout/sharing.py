@@ -20,7 +20,7 @@ import torch
 
 from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.layout.batch import MEDIA_KEYS, Media, compare_media
-from vlmpack.layout.device import on_host, outside_graph
+from vlmpack.layout.device import on_host, outside_graph, require
 from vlmpack.layout.media import KINDS, MediaTable, content_numbers, image_counts
 from vlmpack.layout.prefix_tree import PrefixTree, check_without_padding, compressed_trie
 from vlmpack.layout.row import IGNORE, PackedRow, shift_labels
@@ -330,13 +330,8 @@ def _compared(tree: PrefixTree, row: PackedRow, numbers: Sequence[Sequence[int]]
         (values == values[first], "is another one there, or stands for other media"),
         (is_whole, "is inside an image or video there, or inside tokens that all see each other"),
     ):
-        if not agree.all():
-            place = int(agree.argmin())
-            sample = int(segments.seq_idx()[place])
-            raise LayoutError(
-                f"sample {sample}: the tree takes its token {place - segments.stride[sample]} from a sample before it, "
-                f"but it {fault}; leave the tree out: share finds it"
-            )
+        message = f"the tree takes it from a sample before, but it {fault}; leave the tree out: share finds it"
+        require(torch.from_numpy(agree), message, LayoutError, where=segments.where)
     return _with_media(tree, row)
 
 
@@ -369,15 +364,12 @@ def _check_targets(row: PackedRow) -> None:
     """
     if row.shift_labels is None:
         return
-    foreign = (row.shift_labels != IGNORE) & (row.shift_labels != shift_labels(row.input_ids, row.segments))
-    if foreign.any():
-        place = int(foreign[0].int().argmax())
-        sample = int(row.segments.seq_idx()[place])
-        raise LayoutError(
-            f"sample {sample}: token {place + 1 - row.segments.stride[sample]} has the label "
-            f"{int(row.shift_labels[0, place])}, which is not its own id; a prefix that samples share is predicted "
-            "once, so labels are token ids or -100: leave this row unshared"
-        )
+    own = (row.shift_labels == IGNORE) | (row.shift_labels == shift_labels(row.input_ids, row.segments))
+    message = (
+        "the label of the token behind it is not that token's own id; a prefix that samples share is predicted once, "
+        "so labels are token ids or -100: leave this row unshared"
+    )
+    require(own, message, LayoutError, where=row.segments.where)
 
 
 def _num_distinct_targets(row: PackedRow, tree: PrefixTree) -> int | None:
