@@ -17,7 +17,6 @@ import pytest
 from service.fakes import FakeEngine, PickleCodec
 
 from vlmpack.service.limits import ServiceLimits
-from vlmpack.service.queue import ledger as ledgers
 from vlmpack.service.queue import queue as queues
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.journal import CheckpointRow, SamplingRow
@@ -158,8 +157,7 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now, self.time = 1000.0, time.time
-        for module in (queues, ledgers):
-            patch.setattr(module, "time", self)
+        patch.setattr(queues, "time", self)
 
     def monotonic(self) -> float:
         return self.now

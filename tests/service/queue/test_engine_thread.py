@@ -58,14 +58,14 @@ def test_only_so_much_is_encoded_ahead_and_all_of_it_runs(tmp_path: Path) -> Non
         sampler = client.sampler()
         names = [client.post(forward_backward(model, seq)) for seq in (2, 1) for model in models]
         names += [client.post(sample(sampler, seq)) for seq in range(4)]
-        until(lambda: any(lane.work for lane in client.queue._ledger.lanes.values()))
-        encoded = [entry.row.owner for entry in client.queue._ledger.entries() if entry.encoded is not None]
+        until(lambda: any(lane.work for lane in client.queue.lanes.values()))
+        encoded = [entry.row.owner for entry in client.queue.entries.values() if entry.encoded is not None]
         assert len({*encoded}) == 2
         assert encoded.count(sampler) == 1
         gate.release(1000)
         for name in names:
             client.outcome(name)
-        assert client.queue._ledger.encoded_bytes == {False: 0, True: 0}
+        assert client.queue.encoded_bytes == {False: 0, True: 0}
 
 
 def test_a_large_request_is_not_kept_waiting_by_small_ones_that_fit_beside_others(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_large_request_is_not_kept_waiting_by_small_ones_that_fit_beside_other
         names += [
             client.post(forward_backward(model, seq)) for seq in range(2, 8) for model in small if model != running
         ]
-        assert client.queue._ledger.encoded_bytes[False] > 8000
+        assert client.queue.encoded_bytes[False] > 8000
         names.append(client.post(forward_backward(large, 1, datum(*range(600)))))  # 2,800 bytes: no room
         names += [client.post(forward_backward(running, seq)) for seq in range(2, 8)]  # 2,400 bytes, which has to wait
         gate.release(1000)
@@ -96,7 +96,7 @@ def test_models_take_turns_row_by_row(tmp_path: Path) -> None:
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
         models = [client.model() for _ in range(4)]
         names = [client.post(forward_backward(model, 1, *SOME)) for model in models]
-        entries = client.queue._ledger.entries()
+        entries = client.queue.entries.values()
         until(lambda: all(entry.encoded is not None and entry.encoded.done() for entry in entries))
         gate.release(12)
         for name in names:
@@ -115,7 +115,7 @@ def test_samples_run_between_rows(tmp_path: Path) -> None:
         sampler = client.sampler()
         training = client.post(forward_backward(model, 1, *(datum(1) for _ in range(30))))
         samples = [client.post(sample(sampler, seq)) for seq in range(10)]
-        until(lambda: all(entry.encoded is not None for entry in client.queue._ledger.new_samples))
+        until(lambda: all(entry.encoded is not None for entry in client.queue.new_samples))
         gate.release(1000)
         for name in (training, *samples):
             client.outcome(name)

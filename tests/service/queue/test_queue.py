@@ -179,7 +179,7 @@ def test_requests_behind_a_lost_number_fail_by_name_and_the_model_goes_on(tmp_pa
     with served(tmp_path) as (client, engine):
         model = client.model()
         early = [client.post(forward_backward(model, 3)), client.post(optim_step(model, 5))]
-        until(lambda: client.queue._ledger.lanes[model].gap == 1)
+        until(lambda: client.queue.lanes[model].gap == 1)
         clock.now += 60
         for name in early:
             assert is_failure(client.outcome(name), f"request 1 of {model} never arrived", "user")
@@ -199,12 +199,12 @@ def test_a_gap_ends_a_fixed_time_after_it_opened_whatever_arrives(tmp_path: Path
         client.post(create(session))
         model = f"{session}:train:0"
         first = client.post(forward_backward(model, 2))
-        client.queue._tidy()
+        client.queue.tidy()
         for number in range(3, 15):
             assert client.reply(first, 0.0) == Pending()
             client.post(forward_backward(model, number))
             clock.now += 5
-            client.queue._tidy()
+            client.queue.tidy()
         assert is_failure(client.outcome(first), f"request 1 of {model} never arrived")
         late = client.post(forward_backward(model, 15))
         client.queue.start()
@@ -220,16 +220,16 @@ def test_a_gap_waits_while_a_request_of_its_model_is_being_received(tmp_path: Pa
         models = [f"{session}:train:{number}" for number in range(2)]
         early = [client.post(forward_backward(model, 2)) for model in models]
         with client.queue.receiving(models[0]), client.queue.receiving("nobody"):
-            client.queue._tidy()
+            client.queue.tidy()
             clock.now += 61
-            client.queue._tidy()
+            client.queue.tidy()
             assert isinstance(client.reply(early[0], 0.0), Pending)
             assert is_failure(client.outcome(early[1]), "never arrived")
             client.post(forward_backward(models[0], 1))
             unfinished = client.post(forward_backward(models[0], 4))
-            client.queue._tidy()
+            client.queue.tidy()
             clock.now += 60 * MOST_GAPS
-            client.queue._tidy()
+            client.queue.tidy()
             assert is_failure(client.outcome(unfinished), "never arrived")  # it does not wait for ever
         client.queue.start()
         assert client.outcome(early[0]).metrics
@@ -287,7 +287,7 @@ def test_on_a_full_disk_requests_are_refused_and_nothing_is_lost(tmp_path: Path)
     with served(tmp_path) as (client, _):
         model = client.model()
         client.call(forward_backward(model, 1))
-        journal: Journal = client.queue._ledger.journal
+        journal: Journal = client.queue.journal
         (pages,) = journal._writer.execute("PRAGMA page_count").fetchone()
         journal._writer.execute(f"PRAGMA max_page_count = {pages}")
         with pytest.raises(Rejected, match="make room") as refusal:
@@ -313,17 +313,17 @@ def test_what_runs_out_while_the_disk_is_full_is_noted_once_there_is_room(
         client.queue.heartbeat(session)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
-            client.queue._tidy()
-            client.queue._tidy()
+            client.queue.tidy()
+            client.queue.tidy()
         assert len(caplog.messages) == 1  # it is tried twice a second, and logged once
-        client.queue._tidy()
+        client.queue.tidy()
         assert client.reply(refused) is None
         clock.now += 601
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
-            client.queue._tidy()
+            client.queue.tidy()
         assert client.queue.sessions() == [session]
-        client.queue._tidy()
+        client.queue.tidy()
         assert client.queue.sessions() == []
 
 
@@ -332,7 +332,7 @@ def test_a_step_waits_for_the_disk_and_says_so(tmp_path: Path) -> None:
     with served(tmp_path, FakeEngine(gate)) as (client, _):
         model = client.model()
         name = client.post(forward_backward(model, 1, datum(1), datum(2)))
-        journal: Journal = client.queue._ledger.journal
+        journal: Journal = client.queue.journal
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "_commit", lambda self: self._writer.execute("INSERT INTO nowhere VALUES (1)"))
             gate.release()
@@ -357,7 +357,7 @@ def test_a_poll_returns_as_soon_as_there_is_a_reply(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 1))
         polls = [pool.submit(client.reply, name, 30.0) for _ in range(4)]
-        until(lambda: len(client.queue._ledger.lanes[model].entries[1].polls_end._done_callbacks) == 4)
+        until(lambda: len(client.queue.lanes[model].entries[1].polls_end._done_callbacks) == 4)
         gate.release()
         assert len({poll.result() for poll in polls}) == 1
 
@@ -385,7 +385,7 @@ def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 2))
         poll = pool.submit(client.reply, name, 60.0)
-        until(lambda: client.queue._ledger.lanes[model].entries[2].polls_end._done_callbacks)
+        until(lambda: client.queue.lanes[model].entries[2].polls_end._done_callbacks)
         client.queue.close(drain=5.0)
         assert isinstance(poll.result(5.0), Pending)
         assert QueueEngine.all
@@ -401,7 +401,7 @@ def test_a_reply_that_was_fetched_is_dropped_in_time_and_its_number_stays_used(t
         until(lambda: client.reply(name) is None)
         assert client.post(optim_step(model, 1)) == name
         assert steps(engine) == [("step", ())]
-        until(lambda: client.queue._ledger.journal.rows(RequestRow, owner=sampler) == [])
+        until(lambda: client.queue.journal.rows(RequestRow, owner=sampler) == [])
         assert client.reply(sampled) is None
 
 
@@ -505,7 +505,7 @@ def test_a_deletion_that_a_save_has_overtaken_deletes_what_it_saw_alone(tmp_path
         path = client.call(save(model, 1, "a")).path
         old = client.queue.journal.checkpoint(path)
         client.call(save(model, 2, "a", overwrite=True))
-        client.queue._ledger.journal.drop_checkpoint(old)
+        client.queue.journal.drop_checkpoint(old)
     with served(tmp_path) as (client, _):
         assert client.queue.journal.checkpoint(path)
 
@@ -653,7 +653,7 @@ def test_an_expired_checkpoint_stays_while_a_load_waits_or_a_sampling_session_ha
         )
         for row in client.checkpoints():
             client.queue.journal.set_expiry(row, 0.0)
-        client.queue._tidy()
+        client.queue.tidy()
         assert len(client.checkpoints()) == 2
         client.post(optim_step(model, 3))
         assert client.outcome(loading).path

@@ -210,7 +210,7 @@ def test_draining_finishes_the_rows_that_run_and_begins_no_more(tmp_path: Path) 
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
         model = client.model()
         name = client.post(forward_backward(model, 1, *(datum(n) for n in range(7))))
-        until(lambda: client.queue._ledger.lanes[model].work is not None)
+        until(lambda: client.queue.lanes[model].work is not None)
         later = client.post(optim_step(model, 2))
         drain = threading.Thread(target=client.queue.close, kwargs={"drain": 30.0})
         drain.start()
@@ -229,7 +229,7 @@ def test_draining_gives_rows_up_when_its_time_is_over(tmp_path: Path) -> None:
     with served(tmp_path, FakeEngine(gate)) as (client, engine):
         model = client.model()
         name = client.post(forward_backward(model, 1, *(datum(n) for n in range(300))))
-        until(lambda: client.queue._ledger.lanes[model].work is not None)
+        until(lambda: client.queue.lanes[model].work is not None)
         drain = threading.Thread(target=client.queue.close, kwargs={"drain": 0.0})
         drain.start()
         until(lambda: client.queue.is_draining)

@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -30,14 +29,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.errors import RequestError, VlmpackError
-from vlmpack.service.queue.checkpoints import StateFolder, check_name, describe, final_name, size_of
+from vlmpack.service.queue.checkpoints import check_name, describe, final_name, size_of
 from vlmpack.service.queue.journal import CheckpointRow, JournalError, Kind, ModelRow, RequestRow, SamplingRow, State
-from vlmpack.service.queue.ledger import Entry, Lane, Ledger
 from vlmpack.service.wire import codec, messages
 from vlmpack.service.wire.messages import Failure, Outcome, Reply
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.engine import Engine
+    from vlmpack.service.queue.queue import RequestQueue
+    from vlmpack.service.queue.waiting import Entry, Lane
 
 SAVES: Mapping[type[messages.Save], tuple[Kind, str]] = {
     messages.SaveWeights: ("weights", "save_weights"),
@@ -69,24 +69,18 @@ class EngineThread:
     Args:
         engine: the engine, which belongs to this thread from `start` on.
         sampler: the sampler, too.
-        ledger: all accepted requests.
-        state: the state folder.
-        tidy: called about twice a second.
+        queue: all accepted requests, and the folder of the models' states. The thread calls its `tidy` about twice a
+            second.
     """
 
-    def __init__(
-        self, engine: Engine, sampler: Any, ledger: Ledger, state: StateFolder, *, tidy: Callable[[], None]
-    ) -> None:
-        self._engine, self._sampler, self._ledger, self._state, self._tidy = engine, sampler, ledger, state, tidy
-        self._journal, self._limits = ledger.journal, ledger.limits
-        self._pool = ThreadPoolExecutor(self._limits.encode_threads, "vlmpack-encode")
+    def __init__(self, engine: Engine, sampler: Any, queue: RequestQueue) -> None:
+        self._engine, self._sampler, self._queue = engine, sampler, queue
+        self._journal, self._state, self._limits = queue.journal, queue.state, queue.limits
         self._sampling: dict[str, tuple[Path | None, Entry]] = {}
         """Snapshot and request, by the name in the sampling engine; None: the base model."""
         self._thread = threading.Thread(target=self._main, name="vlmpack-engine", daemon=True)
         self._turn = 0
         self._tidied = 0.0
-        self._is_short = False
-        """Whether a model waits for room to encode. Models behind it must not take the room."""
         self._stop = False
         self._drain_until: float | None = None
         self.fault: str | None = None
@@ -110,15 +104,14 @@ class EngineThread:
         Args:
             drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
         """
-        with self._ledger.lock:
+        with self._queue.lock:
             if drain is None:
                 self._stop = True
             else:
                 self._drain_until = time.monotonic() + drain
-            self._ledger.changed.notify_all()
+            self._queue.changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------------ the loop
 
@@ -144,16 +137,16 @@ class EngineThread:
         self._free_closed()
         if (now := time.monotonic()) - self._tidied >= TIDY_SECONDS:
             self._tidied = now
-            self._tidy()
+            self._queue.tidy()
             self._sweep()
-        with self._ledger.lock:
-            self.encode_samples()
+        with self._queue.lock:
+            self._queue.encode_samples()
             lane, unit = self._next_unit()
-            samples = bool(self._sampling) or any(entry.is_encoded for entry in self._ledger.new_samples)
+            samples = bool(self._sampling) or any(entry.is_encoded for entry in self._queue.new_samples)
             samples = samples and self._drain_until is None
             if unit is None and not samples:
                 if not self._stop and not self._is_drained():  # a stop may have come since the loop checked
-                    self._ledger.changed.wait(TIDY_SECONDS)
+                    self._queue.changed.wait(TIDY_SECONDS)
                 return
         if unit is not None and lane is not None:
             self._guarded(lane, unit)
@@ -175,12 +168,12 @@ class EngineThread:
             lane.failure = f"{message}; the state of {lane.id} comes back when the server is started anew"
 
     def _lanes(self) -> list[Lane]:
-        with self._ledger.lock:
-            return [*self._ledger.lanes.values()]
+        with self._queue.lock:
+            return [*self._queue.lanes.values()]
 
     def _next_unit(self) -> tuple[Lane | None, Callable[[], None] | None]:
-        self._is_short = False
-        for lane in sorted(self._ledger.lanes.values(), key=lambda lane: lane.turn):
+        self._queue.is_short = False
+        for lane in sorted(self._queue.lanes.values(), key=lambda lane: lane.turn):
             if (lane.entries or lane.work) and (unit := self._unit_of(lane)) is not None:
                 self._turn += 1
                 lane.turn = self._turn
@@ -200,12 +193,12 @@ class EngineThread:
             return lambda: self.finish([(head, Failure(message=message, category="server"))])
         if not head.is_forward_backward:
             return lambda: self._operate(lane, head)
-        group = self.encode_ahead(lane)
+        group = self._queue.encode_ahead(lane)
         return (lambda: self._begin_group(lane, group)) if all(entry.is_encoded for entry in group) else None
 
     def _free_closed(self) -> None:
-        with self._ledger.lock:
-            closed, self._ledger.closed = self._ledger.closed, []
+        with self._queue.lock:
+            closed, self._queue.closed = self._queue.closed, []
         for lane in closed:
             try:
                 if lane.work is not None:
@@ -225,65 +218,13 @@ class EngineThread:
         except Exception:
             log.exception("folders that nothing refers to could not be removed")
 
-    # ------------------------------------------------------------------ encoding
-
-    def encode_ahead(self, lane: Lane) -> list[Entry]:
-        """Start to encode the forward_backwards of the next group, and return them. Called under the lock."""
-        group = lane.next_group(self._limits)
-        if new := [entry for entry in group if entry.encoded is None]:
-            has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
-            if has_begun or (not self._is_short and self._ledger.has_room_for(new)):
-                for entry in new:
-                    self._submit(entry)
-            else:
-                self._is_short = True
-        return group
-
-    def encode_samples(self) -> None:
-        """Start to encode prompts as far as there is room. Called under the lock."""
-        for entry in self._ledger.new_samples:
-            if entry.encoded is None:
-                if not self._ledger.has_room_for([entry]):
-                    break
-                self._submit(entry)
-
-    def _submit(self, entry: Entry) -> None:
-        with suppress(RuntimeError):  # the pool is closed: it is encoded after the next start
-            future = self._pool.submit(self._encode, entry)
-            self._ledger.note_encoded(entry, future)
-            future.add_done_callback(self._notify)
-
-    def _notify(self, encoded: Future[Any]) -> None:
-        with self._ledger.lock:
-            self._ledger.changed.notify_all()
-
-    def _encode(self, entry: Entry) -> Any:
-        request = self._request(entry)
-        if isinstance(request, messages.Sample):
-            return self._engine.encode_prompt(request)
-        assert isinstance(request, messages.ForwardBackward), "other operations are not encoded"
-        entry.forward_only = request.forward_only
-        encoded = self._engine.encode(request)
-        entry.request = None
-        return encoded
-
-    def _request(self, entry: Entry) -> messages.Request:
-        """Return the parsed request of an entry."""
-        if entry.request is None:
-            entry.request = self._parse(entry.row)
-        return entry.request
-
-    def _parse(self, row: RequestRow) -> messages.Request:
-        """Parse a request from the journal, with the seed that was drawn for it."""
-        return with_seed(codec.decode(row.kind, self._journal.body(row.owner, row.seq)), row.seed)
-
     # ------------------------------------------------------------------ samples
 
     def _sample(self) -> None:
         """Pass encoded samples to the sampling engine, and do one slice of work."""
-        with self._ledger.lock:
-            ready = {id(entry): entry for entry in self._ledger.new_samples if entry.is_encoded}
-            self._ledger.new_samples = [entry for entry in self._ledger.new_samples if id(entry) not in ready]
+        with self._queue.lock:
+            ready = {id(entry): entry for entry in self._queue.new_samples if entry.is_encoded}
+            self._queue.new_samples = [entry for entry in self._queue.new_samples if id(entry) not in ready]
         for entry in ready.values():
             self._begin_sample(entry)
         if not self._sampling:
@@ -303,7 +244,7 @@ class EngineThread:
                 return  # its session has ended
             folder = self._journal.sampler(entry.row.owner).folder
             snapshot = None if folder is None else self._state.folder(folder)
-            self._sampler.add(name, snapshot, encoded.result(), self._request(entry))
+            self._sampler.add(name, snapshot, encoded.result(), self._queue.request(entry))
         except Exception as error:
             if not isinstance(error, RequestError):
                 log.exception("a sample could not be begun")
@@ -405,13 +346,13 @@ class EngineThread:
 
     def _make_room(self, lane: Lane) -> None:
         """End silent sessions, the longest silent first, until there is room for a new model."""
-        for session in self._ledger.silent(self._limits.silent_seconds):
+        for session in self._queue.silent(self._limits.silent_seconds):
             if len(self._engine.models()) < self._limits.models:
                 return
             holders = {one.session for one in self._lanes() if one.id in self._engine.models()}
             if session in holders - {lane.session}:
                 log.info("the session %s ended: its client fell silent, and a new model needs its place", session)
-                self._ledger.end_session(session)
+                self._queue.finish(session)
                 self._free_closed()
 
     def _clean_up(self, lane: Lane, entry: Entry, error: Exception) -> None:
@@ -429,7 +370,7 @@ class EngineThread:
             RequestError: the operation cannot be run; the model is unchanged.
             Exception: the engine or the disk failed.
         """
-        match request := self._request(entry):
+        match request := self._queue.request(entry):
             case messages.CreateModel():
                 return self._create(lane, request)
             case messages.CreateFromCheckpoint():
@@ -601,7 +542,7 @@ class EngineThread:
             lane.failure = f"the state of {lane.id} could not be restored ({error}): create a model from a checkpoint"
 
     def _replay(self, lane: Lane, rows: list[RequestRow]) -> None:
-        requests = [self._parse(row) for row in rows]
+        requests = [self._queue.parse(row) for row in rows]
         lane.replayed_bytes += sum(row.size for row in rows)
         match requests[0]:
             case messages.OptimStep(adam=adam):
@@ -646,7 +587,7 @@ class EngineThread:
         self._commit(write_all)
         for entry, state, _ in replies:
             self.counts[state][entry.row.kind] += 1
-            self._ledger.done(entry, state)
+            self._queue.done(entry, state)
 
     def _encoded(self, entry: Entry, outcome: Outcome) -> tuple[Entry, State, Reply]:
         try:
@@ -668,18 +609,7 @@ class EngineThread:
                     write()
                 return
             except JournalError as error:
-                with self._ledger.lock:
+                with self._queue.lock:
                     if self._stop or self._drain_until is not None:
                         raise Stopped from error
-                    self._ledger.changed.wait(TIDY_SECONDS)
-
-
-def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
-    """Return a request with the seed that was drawn for it, unless it has its own or needs none."""
-    match request:
-        case messages.CreateModel(lora=messages.LoraConfig(seed=None) as lora):
-            return replace(request, lora=replace(lora, seed=seed))
-        case messages.Sample(params=messages.SamplingParams(seed=None) as params):
-            return replace(request, params=replace(params, seed=seed))
-        case _:
-            return request
+                    self._queue.changed.wait(TIDY_SECONDS)

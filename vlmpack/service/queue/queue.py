@@ -2,14 +2,17 @@
 
 POST requests only enqueue. The engine thread runs the requests, and long polls wait for the replies.
 
-    submit ──▶ journal ──▶ ledger ──▶ engine thread ──▶ journal ──▶ reply
-    (any thread)                       (owns the engine)             (asyncio)
+    submit ──▶ journal ──▶ lane or samples ──▶ engine thread ──▶ journal ──▶ reply
+    (any thread)                                (owns the engine)             (asyncio)
 
     numbers   1 2 3 . 5 6     4 is missing for `gap_seconds`: 5 and 6 fail, 4 is used up, 7 is next. Time in which a
                               request of the model is being received does not count, up to `MOST_GAPS` times as long
 
 A number that was accepted once never runs twice: a repetition gets the same id, and other content under the number is
 rejected. An unreadable request with a readable number fails in its future, so that its number is used up.
+
+The journal is always written first. Only what waits is in memory: sessions, models, checkpoints and replies are in the
+journal alone. On start, what waits is read from there.
 """
 
 from __future__ import annotations
@@ -20,16 +23,17 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, final
 
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
-from vlmpack.service.queue.engine_thread import EngineThread, with_seed
-from vlmpack.service.queue.journal import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow
-from vlmpack.service.queue.ledger import Entry, Lane, Ledger, content_digest, no_session
+from vlmpack.service.queue.engine_thread import EngineThread
+from vlmpack.service.queue.journal import CheckpointRow, ModelRow, RequestRow, SamplingRow, SessionRow, State
+from vlmpack.service.queue.waiting import Entry, Lane, content_digest
 from vlmpack.service.wire import codec, messages
 from vlmpack.service.wire.messages import Rejected
 
@@ -76,16 +80,51 @@ class RequestQueue:
         *,
         limits: ServiceLimits = ServiceLimits(),  # noqa: B008 (frozen)
     ) -> None:
-        self.journal, self.state = state.journal, state
-        """Everything that does not wait can be read there."""
-        self._ledger = Ledger(state.journal, limits)
-        self._base_name = engine.base.name
+        self.journal, self.state, self.limits = state.journal, state, limits
+        self._engine = engine
+        self._pool = ThreadPoolExecutor(limits.encode_threads, "vlmpack-encode")
         self._accepting = threading.Lock()
         """Held while a request is accepted or a sampling session opened, including the journal's commit."""
+        self.lock = threading.RLock()
+        """Guards what follows. The event loop takes it too, so nobody may wait for the disk while holding it."""
+        self.changed = threading.Condition(self.lock)
+        self.heard: dict[str, float] = {}
+        """Open sessions, the oldest first, and the monotonic time at which the client was last heard from."""
+        self.entries: dict[tuple[str, int], Entry] = {}
+        """Requests that wait or run, by model or sampling session and number."""
+        self.lanes: dict[str, Lane] = {}
+        """Those of each model, in the order of their numbers."""
+        self.new_samples: list[Entry] = []
+        """Accepted samples that are not yet in the sampling engine."""
+        self.closed: list[Lane] = []
+        """Lanes of ended sessions, not yet freed in the engine."""
+        self.encoded_bytes = {False: 0, True: 0}
+        """Bytes of the bodies that are encoded, by whether they are samples."""
+        self.is_short = False
+        """Whether a model waits for room to encode. Models behind it must not take the room."""
+        self.waiting_bytes = self.waiting_samples = 0
+        """Bytes of the bodies of `entries`, and number of samples among them."""
+        self.fetched: dict[tuple[str, int], float] = {}
+        """Monotonic time at which each reply was first fetched; after a restart, a reply counts as not yet fetched."""
         self.is_draining = False
         """Whether the queue is being closed, and takes no more requests."""
         self._began = self._looked = time.monotonic()
-        self._thread = EngineThread(engine, sampler, self._ledger, state, tidy=self._tidy)
+        with self.lock:
+            self._read()
+        self._thread = EngineThread(engine, sampler, self)
+
+    def _read(self) -> None:
+        """Read from the journal what waits."""
+        self.journal.forget_ended()
+        self.heard = {row.id: time.monotonic() for row in self.journal.rows(SessionRow, ended=None)}
+        samplers = {row.id for row in self.journal.rows(SamplingRow)}
+        for row in self.journal.rows(RequestRow):
+            if row.owner not in samplers:
+                lane = self.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
+                if row.state != "queued":
+                    lane.finish(row.seq, row.state)
+            if row.state == "queued":
+                self.add(Entry(row=row))
 
     def start(self) -> None:
         """Start the engine thread, which first restores the models of the journal. Requests are accepted meanwhile."""
@@ -99,11 +138,12 @@ class RequestQueue:
         Args:
             drain: seconds for running groups to finish; then snapshots are written. None: stop at once.
         """
-        with self._ledger.lock:
+        with self.lock:
             self.is_draining = True
-            for entry in self._ledger.entries():
+            for entry in self.entries.values():
                 entry.end_polls()
         self._thread.stop(drain=drain)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self.state.close()
 
     def check_running(self) -> None:
@@ -125,27 +165,29 @@ class RequestQueue:
         """
         self.check_running()
         row = SessionRow(id=f"s{secrets.token_hex(6)}", created=time.time(), **vars(session))
-        limits, ledger = self._ledger.limits, self._ledger
-        if len(ledger.sessions) >= limits.sessions:
-            for silent in ledger.silent(limits.silent_seconds)[:1]:
+        if len(self.heard) >= self.limits.sessions:
+            for silent in self.silent(self.limits.silent_seconds)[:1]:
                 log.info("the session %s ended: its client fell silent, and a new one needs its place", silent)
                 self.finish(silent)
-        with ledger.lock:
-            if len(ledger.sessions) >= limits.sessions:
-                message = f"{len(ledger.sessions)} sessions are open: finish one, or try again later"
+        with self.lock:
+            if len(self.heard) >= self.limits.sessions:
+                message = f"{len(self.heard)} sessions are open: finish one, or try again later"
                 raise Rejected(message, status=429)
         self.journal.put(row)
-        with ledger.lock:
-            ledger.sessions[row.id] = time.monotonic()
+        with self.lock:
+            self.heard[row.id] = time.monotonic()
         return row.id
 
     def heartbeat(self, session_id: str) -> None:
-        """Keep a session open.
+        """Note a sign of life of a session's client.
 
         Raises:
             Rejected: status 410: the session has ended or never existed.
         """
-        self._ledger.hear(session_id)
+        with self.lock:
+            if session_id not in self.heard:
+                raise _no_session(session_id)
+            self.heard[session_id] = time.monotonic()
 
     def finish(self, session_id: str) -> None:
         """End a session.
@@ -155,13 +197,24 @@ class RequestQueue:
         Raises:
             Rejected: status 429: the disk is full.
         """
-        if session_id in self._ledger.sessions:
-            self._ledger.end_session(session_id)
+        if session_id not in self.heard:
+            return
+        self.journal.end_session(session_id, now=time.time())
+        with self.lock:
+            self.heard.pop(session_id, None)
+            for entry in [entry for entry in self.entries.values() if entry.row.session == session_id]:
+                if entry.encoded is not None:
+                    entry.encoded.cancel()
+                self._remove(entry)
+            self.new_samples = [entry for entry in self.new_samples if not entry.is_done]
+            for lane in [lane for lane in self.lanes.values() if lane.session == session_id]:
+                self.closed.append(self.lanes.pop(lane.id))
+            self.changed.notify_all()
 
     def sessions(self) -> list[str]:
         """Return the ids of the open sessions, newest first."""
-        with self._ledger.lock:
-            return [*reversed(self._ledger.sessions)]
+        with self.lock:
+            return [*reversed(self.heard)]
 
     def session(self, session_id: str) -> SessionRow:
         """Return an open session.
@@ -170,8 +223,15 @@ class RequestQueue:
             Rejected: status 410: the session has ended or never existed.
         """
         if (row := self.journal.row(SessionRow, id=session_id, ended=None)) is None:
-            raise no_session(session_id)
+            raise _no_session(session_id)
         return row
+
+    def silent(self, seconds: float) -> list[str]:
+        """Return sessions without a sign of the client for this many seconds, the longest silent first."""
+        late = time.monotonic() - seconds
+        with self.lock:
+            silent = [session for session, seen in self.heard.items() if seen < late]
+            return sorted(silent, key=self.heard.__getitem__)
 
     # ------------------------------------------------------------------ sampling sessions
 
@@ -188,36 +248,34 @@ class RequestQueue:
                 being stopped.
         """
         self.check_running()
-        name, ledger = f"{session_id}:sample:{sampling_session_seq_id}", self._ledger
-        if base_model != self._base_name and (path is None or base_model is not None):
-            message = (
-                f"base_model {base_model!r}: this service has only {self._base_name!r}; send that, or a model_path"
-            )
+        name, served = f"{session_id}:sample:{sampling_session_seq_id}", self._engine.base.name
+        if base_model != served and (path is None or base_model is not None):
+            message = f"base_model {base_model!r}: this service has only {served!r}; send that, or a model_path"
             raise Rejected(message, status=400)
         with self._accepting:
-            ledger.hear(session_id)
+            self.heartbeat(session_id)
             if (known := self.journal.row(SamplingRow, id=name)) is not None:
                 if known.path != path or known.model is not None:
                     raise Rejected(f"the sampling session {name} was created for another model", status=400)
                 return name
             with self.journal.transaction():  # not under the lock, because the disk may be slow
                 folder = None if path is None else self.journal.checkpoint(path).folder
-                self.journal.drop_idle_samplers(kept=ledger.limits.samplers_kept - 1, session=session_id)
+                self.journal.drop_idle_samplers(kept=self.limits.samplers_kept - 1, session=session_id)
                 now = time.time()
                 self.journal.put(SamplingRow(id=name, session=session_id, created=now, path=path, folder=folder))
-            ledger.hear(session_id)
+            self.heartbeat(session_id)
         return name
 
     # ------------------------------------------------------------------ models and checkpoints
 
     def models(self) -> list[ModelRow]:
         """Return the models of open sessions and the models with checkpoints, newest first."""
-        kept, saved = self._ledger.sessions, {row.model for row in self.journal.rows(CheckpointRow)}
+        kept, saved = self.heard, {row.model for row in self.journal.rows(CheckpointRow)}
         return [row for row in reversed(self.journal.rows(ModelRow)) if row.session in kept or row.id in saved]
 
     def is_corrupted(self, model_id: str) -> bool:
         """Return whether a model cannot be used, e.g. because its state could not be restored."""
-        lane = self._ledger.lanes.get(model_id)
+        lane = self.lanes.get(model_id)
         return lane is not None and lane.failure is not None
 
     # ------------------------------------------------------------------ POSTs
@@ -225,13 +283,13 @@ class RequestQueue:
     @contextmanager
     def receiving(self, model_id: str) -> Iterator[None]:
         """Pause the gap timeout of a model while one of its requests is being received; see the module's docstring."""
-        with self._ledger.lock:
-            lane = self._ledger.lanes.get(model_id, Lane(id=model_id, session=""))  # a new one for an unknown model
+        with self.lock:
+            lane = self.lanes.get(model_id, Lane(id=model_id, session=""))  # a new one for an unknown model
             lane.receiving += 1
         try:
             yield
         finally:
-            with self._ledger.lock:
+            with self.lock:
                 lane.receiving -= 1
 
     def submit(self, request: messages.Request, body: bytes) -> str:
@@ -255,76 +313,168 @@ class RequestQueue:
         self._accept(entry, body, is_creation=isinstance(request, messages.Creation))
         return f"{owner}:{seq}"
 
-    def refuse(self, owner: str, seq: int, message: str, *, is_creation: bool = False) -> str:
-        """Use up the number of an unreadable request, and return the id of its future, which fails.
+    def refuse(self, owner: str, seq: int, message: str, *, kind: str = REFUSED, is_creation: bool = False) -> str:
+        """Use up the number of an unreadable or missing request, and return the id of its future, which fails.
 
         Args:
             owner: id of the model or sampling session.
             seq: number of the request; 0 for a creation.
             message: what was wrong, and what to do.
+            kind: `REFUSED` or `MISSING`.
             is_creation: whether the request would have created the model.
 
         Raises:
             Rejected: as in `submit`; status 400 also if a readable request already has this number.
         """
-        self._use_up(owner, seq, message, kind=REFUSED, is_creation=is_creation)
-        return f"{owner}:{seq}"
-
-    def _use_up(self, owner: str, seq: int, message: str, *, kind: str, is_creation: bool = False) -> None:
         row = RequestRow(owner=owner, seq=seq, session=_session_of(owner), kind=kind, digest=b"", state="failed")
         self._accept(Entry(row=row), None, is_creation=is_creation, failure=message)
+        return f"{owner}:{seq}"
 
     def _accept(self, entry: Entry, body: bytes | None, *, is_creation: bool, failure: str | None = None) -> None:
         """Write a request to the journal, and let it wait; with `failure`, it fails at once."""
         self.check_running()
-        row, ledger, journal = entry.row, self._ledger, self.journal
+        row, journal = entry.row, self.journal
         with self._accepting:
-            with ledger.lock:
-                ledger.hear(row.session)
-                waiting = ledger.find(row.owner, row.seq)
+            with self.lock:
+                self.heartbeat(row.session)
+                waiting = self.entries.get((row.owner, row.seq))
             known = waiting.row if waiting else journal.row(RequestRow, owner=row.owner, seq=row.seq)
             if known is not None:
-                _check_same(known, row)
+                if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
+                    seen = f"number {row.seq} of {row.owner} was another {known.kind}"
+                    raise Rejected(f"{seen}: use a number once", status=400)
                 return
-            with ledger.lock:  # only for a new request: a repeated one gets its reply, however full the queue is
+            with self.lock:  # only for a new request: a repeated one gets its reply, however full the queue is
                 self._check_room(row)
             with journal.transaction():
-                is_model = is_creation or row.owner in ledger.lanes
+                is_model = is_creation or row.owner in self.lanes
                 if not is_model and journal.row(SamplingRow, id=row.owner) is None:
                     raise Rejected(
                         f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed "
-                        f"save and {ledger.limits.unnamed_saves} later ones took its place (save under a name)",
+                        f"save and {self.limits.unnamed_saves} later ones took its place (save under a name)",
                         status=404,
                     )
                 journal.add_request(row, body=body, now=time.time())
                 if failure is not None:
                     reply = codec.encode(messages.Failure(message=failure, category="user"))
                     journal.finish_request(row.owner, row.seq, state="failed", reply=reply, keep_body=False)
-            with ledger.lock:
-                ledger.hear(row.session)
+            with self.lock:
+                self.heartbeat(row.session)
                 if is_creation:
-                    ledger.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
-                ledger.add(entry)
+                    self.lanes.setdefault(row.owner, Lane(id=row.owner, session=row.session))
+                self.add(entry)
                 if failure is not None:
-                    ledger.done(entry, "failed")
+                    self.done(entry, "failed")
                 elif entry.is_sample:
-                    self._thread.encode_samples()
+                    self.encode_samples()
                 else:
-                    self._thread.encode_ahead(ledger.lanes[row.owner])
+                    self.encode_ahead(self.lanes[row.owner])
 
     def _check_room(self, row: RequestRow) -> None:
         """Raise `Rejected` if there is no room for a new request."""
-        ledger, limits, lane = self._ledger, self._ledger.limits, self._ledger.lanes.get(row.owner)
+        limits, lane = self.limits, self.lanes.get(row.owner)
         if lane is not None and row.seq == lane.missing:
             return  # later requests wait for it, so rejecting it could block them forever
         if lane is not None and row.seq > lane.missing + limits.numbers_ahead:
             message = f"request {row.seq} of {row.owner} is too far ahead of {lane.missing}, the next number"
             raise Rejected(message, status=400)
-        full = ledger.waiting >= limits.queued_requests or ledger.waiting_bytes + row.size > limits.queued_bytes
-        full |= row.kind == messages.Sample.__name__ and ledger.waiting_samples >= limits.queued_samples
+        full = len(self.entries) >= limits.queued_requests or self.waiting_bytes + row.size > limits.queued_bytes
+        full |= row.kind == messages.Sample.__name__ and self.waiting_samples >= limits.queued_samples
         if full and row.kind not in (REFUSED, MISSING):
-            message = f"{ledger.waiting} requests wait ({ledger.waiting_bytes >> 20} MiB): try again later"
+            message = f"{len(self.entries)} requests wait ({self.waiting_bytes >> 20} MiB): try again later"
             raise Rejected(message, status=429)
+
+    # ------------------------------------------------------------------ what waits, under the lock
+
+    def add(self, entry: Entry) -> None:
+        """Add a request that is in the journal."""
+        row = entry.row
+        self.entries[row.owner, row.seq] = entry
+        self.waiting_bytes += row.size
+        if row.owner in self.lanes:
+            self.lanes[row.owner].entries[row.seq] = entry
+        elif entry.is_sample:
+            self.waiting_samples += 1
+            self.new_samples.append(entry)
+        self.changed.notify_all()
+
+    def done(self, entry: Entry, state: State) -> None:
+        """Remove a request that is done. The journal must have its reply."""
+        with self.lock:
+            if not entry.is_done:
+                self._remove(entry)
+            if (lane := self.lanes.get(entry.row.owner)) is not None:
+                lane.finish(entry.row.seq, state)
+
+    def _remove(self, entry: Entry) -> None:
+        row = entry.row
+        del self.entries[row.owner, row.seq]
+        self.waiting_bytes -= row.size
+        self.waiting_samples -= entry.is_sample
+        if row.owner in self.lanes:
+            del self.lanes[row.owner].entries[row.seq]
+        if entry.encoded is not None:
+            self.encoded_bytes[entry.is_sample] -= entry.row.size
+        entry.request = entry.encoded = None
+        entry.is_done = True
+        entry.end_polls()
+
+    # ------------------------------------------------------------------ encoding, ahead of the engine, under the lock
+
+    def encode_ahead(self, lane: Lane) -> list[Entry]:
+        """Start to encode the forward_backwards of the next group, and return them."""
+        group = lane.next_group(self.limits)
+        new = [entry for entry in group if entry.encoded is None]
+        has_begun = any(entry.encoded is not None for entry in group if entry not in lane.group)
+        if new and (has_begun or (not self.is_short and self._has_room_for(new))):
+            for entry in new:
+                self._encode(entry)
+        elif new:
+            self.is_short = True
+        return group
+
+    def encode_samples(self) -> None:
+        """Start to encode prompts as far as there is room."""
+        for entry in self.new_samples:
+            if entry.encoded is None:
+                if not self._has_room_for([entry]):
+                    break
+                self._encode(entry)
+
+    def _has_room_for(self, entries: list[Entry]) -> bool:
+        """Return whether these requests, all samples or none, may be encoded now."""
+        used = self.encoded_bytes[entries[0].is_sample]
+        return used == 0 or used + sum(entry.row.size for entry in entries) <= self.limits.encoded_bytes
+
+    def _encode(self, entry: Entry) -> None:
+        with suppress(RuntimeError):  # the pool is closed: it is encoded after the next start
+            entry.encoded = self._pool.submit(self._encoded, entry)
+            self.encoded_bytes[entry.is_sample] += entry.row.size
+            entry.encoded.add_done_callback(self._notify)
+
+    def _notify(self, encoded: Future[Any]) -> None:
+        with self.lock:
+            self.changed.notify_all()
+
+    def _encoded(self, entry: Entry) -> Any:
+        request = self.request(entry)
+        if isinstance(request, messages.Sample):
+            return self._engine.encode_prompt(request)
+        assert isinstance(request, messages.ForwardBackward), "other operations are not encoded"
+        entry.forward_only = request.forward_only
+        encoded = self._engine.encode(request)
+        entry.request = None
+        return encoded
+
+    def request(self, entry: Entry) -> messages.Request:
+        """Return the parsed request of an entry. Needs no lock."""
+        if entry.request is None:
+            entry.request = self.parse(entry.row)
+        return entry.request
+
+    def parse(self, row: RequestRow) -> messages.Request:
+        """Parse a request from the journal, with the seed that was drawn for it. Needs no lock."""
+        return with_seed(codec.decode(row.kind, self.journal.body(row.owner, row.seq)), row.seed)
 
     # ------------------------------------------------------------------ futures
 
@@ -342,10 +492,10 @@ class RequestQueue:
         owner, _, number = request_id.rpartition(":")
         if not number.isdecimal() or not (key := (owner, int(number)))[1] < 2**63:
             return None
-        with self._ledger.lock:
+        with self.lock:
             with suppress(Rejected):
-                self._ledger.hear(_session_of(owner))
-            entry = self._ledger.find(*key)
+                self.heartbeat(_session_of(owner))
+            entry = self.entries.get(key)
         if entry is not None:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(asyncio.wrap_future(entry.polls_end), timeout)
@@ -353,8 +503,8 @@ class RequestQueue:
                 return Pending(reason=self.fault)
         reply = await asyncio.to_thread(self.journal.reply, *key)
         if reply is not None:
-            with self._ledger.lock:
-                self._ledger.fetched.setdefault(key, time.monotonic())
+            with self.lock:
+                self.fetched.setdefault(key, time.monotonic())
         return reply
 
     @property
@@ -364,15 +514,15 @@ class RequestQueue:
 
     def stats(self) -> dict[str, Any]:
         """Return the queue's metrics by name (see `status.METRICS`)."""
-        ledger, thread, numbers = self._ledger, self._thread, self.journal.counts()
-        with ledger.lock:
+        thread, numbers = self._thread, self.journal.counts()
+        with self.lock:
             return {
                 **numbers,
                 "uptime_seconds": time.monotonic() - self._began,
-                "sessions": len(ledger.sessions),
-                "queued_requests": ledger.waiting,
-                "queued_bytes": ledger.waiting_bytes,
-                "queued_samples": ledger.waiting_samples,
+                "sessions": len(self.heard),
+                "queued_requests": len(self.entries),
+                "queued_bytes": self.waiting_bytes,
+                "queued_samples": self.waiting_samples,
                 "requests_total": dict(thread.counts["done"]),
                 "requests_failed_total": dict(thread.counts["failed"]),
                 "engine_seconds_total": dict(thread.seconds),
@@ -381,7 +531,7 @@ class RequestQueue:
 
     # ------------------------------------------------------------------ what runs out, in the engine thread
 
-    def _tidy(self) -> None:
+    def tidy(self) -> None:
         """Clear what has timed out: gaps, silent sessions, fetched replies and expired checkpoints.
 
         The engine thread calls it about twice a second.
@@ -389,7 +539,7 @@ class RequestQueue:
         with suppress(Rejected):  # the journal has logged its fault once; the next call tries again
             self.journal.try_again()
             self._fail_gaps()
-            for session in self._ledger.silent(self._ledger.limits.idle_seconds):
+            for session in self.silent(self.limits.idle_seconds):
                 log.info("the session %s ended: its client fell silent", session)
                 self.finish(session)
             self._drop_replies()
@@ -397,17 +547,17 @@ class RequestQueue:
 
     def _fail_gaps(self) -> None:
         gaps = []
-        with self._ledger.lock:
+        with self.lock:
             now = time.monotonic()
             elapsed, self._looked = now - self._looked, now
-            for lane in self._ledger.lanes.values():
+            for lane in self.lanes.values():
                 early = lane.early() if lane.entries else []
                 missing = lane.missing if early else None
                 if missing != lane.gap:
                     lane.gap, lane.gap_seconds, lane.gap_since = missing, 0.0, now
                 elif missing is not None and not lane.receiving:  # a call in chunks sends the first one last
                     lane.gap_seconds += elapsed
-                most = self._ledger.limits.gap_seconds
+                most = self.limits.gap_seconds
                 if missing is not None and (lane.gap_seconds >= most or now - lane.gap_since >= MOST_GAPS * most):
                     gaps.append((lane, missing, early))
         for lane, missing, early in gaps:
@@ -422,38 +572,47 @@ class RequestQueue:
         late = f"this request of {lane.id} came too late: those after it have already failed"
         self._thread.finish([(entry, messages.Failure(message=message, category="user")) for entry in early])
         for number in range(missing, early[-1].row.seq):
-            with self._ledger.lock:
+            with self.lock:
                 is_absent = lane.is_absent(number)
             if is_absent:
-                self._use_up(lane.id, number, late, kind=MISSING)
+                self.refuse(lane.id, number, late, kind=MISSING)
 
     def _drop_replies(self) -> None:
         """Delete replies some time after they were fetched."""
-        ledger, late = self._ledger, time.monotonic() - self._ledger.limits.result_seconds
-        with ledger.lock:
-            keys = list(takewhile(lambda key: ledger.fetched[key] <= late, ledger.fetched))
+        late = time.monotonic() - self.limits.result_seconds
+        with self.lock:
+            keys = list(takewhile(lambda key: self.fetched[key] <= late, self.fetched))
         if keys:
             self.journal.drop_replies(keys)
-            with ledger.lock:
+            with self.lock:
                 for key in keys:
-                    del ledger.fetched[key]
+                    del self.fetched[key]
 
     def _drop_expired(self) -> None:
         """Delete expired checkpoints, unless a load is waiting, which may need one of them.
 
         Weights that a sampling session uses are kept.
         """
-        with self._ledger.lock:
-            kinds = {entry.row.kind for entry in self._ledger.entries()}
+        with self.lock:
+            kinds = {entry.row.kind for entry in self.entries.values()}
         if not kinds & {"LoadWeights", "CreateFromCheckpoint"}:
             self.journal.drop_expired(now=time.time())
 
 
-def _check_same(known: RequestRow, row: RequestRow) -> None:
-    """Check that a repeated request is the one that has its number."""
-    if known.kind != MISSING and (known.kind, known.digest) != (row.kind, row.digest):
-        raise Rejected(f"number {row.seq} of {row.owner} was another {known.kind}: use a number once", status=400)
+def _no_session(session_id: str) -> Rejected:
+    return Rejected(f"there is no session {session_id}, or it has ended: create another", status=410)
 
 
 def _session_of(owner: str) -> str:
     return owner.rsplit(":", 2)[0]
+
+
+def with_seed(request: messages.Request, seed: int | None) -> messages.Request:
+    """Return a request with the seed that was drawn for it, unless it has its own or needs none."""
+    match request:
+        case messages.CreateModel(lora=messages.LoraConfig(seed=None) as lora):
+            return replace(request, lora=replace(lora, seed=seed))
+        case messages.Sample(params=messages.SamplingParams(seed=None) as params):
+            return replace(request, params=replace(params, seed=seed))
+        case _:
+            return request
