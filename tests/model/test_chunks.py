@@ -41,7 +41,7 @@ def test_chunks_of_any_length_are_measured_without_a_mask(chunk: int) -> None:
     model = fresh(layers=3)
     assert layer_masks(parts_of(model)) == {0: LayerMask(chunk=CHUNK), 1: LayerMask(), 2: LayerMask(chunk=CHUNK)}
     model.config.attention_chunk_size = chunk
-    assert layer_masks(parts_of(model), again=True)[0] == LayerMask(chunk=chunk)
+    assert layer_masks(parts_of(model))[0] == LayerMask(chunk=chunk)
 
 
 def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,8 +52,13 @@ def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.M
         attention_class, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more)
     )
     with pytest.raises(FamilyError, match="scales queries by their place and did not read it"):
-        llama4.placed_class.__wrapped__(attention_class).forward(
-            model.model.layers[1].self_attn, torch.zeros(1, 3, 64), None, None, **row_of_layer()
+        llama4.placed_class.__wrapped__(
+            attention_class.forward,
+            model.model.layers[1].self_attn,
+            torch.zeros(1, 3, 64),
+            None,
+            None,
+            **row_of_layer(),
         )
 
 

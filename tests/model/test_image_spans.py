@@ -16,7 +16,7 @@ from vlmpack.families.spans import ImageSpans, Prefix, media_runs
 from vlmpack.layout import PackedRow, Segments, SlotRule, pack
 from vlmpack.layout.media import MediaTable, Medium
 from vlmpack.model import PackedStep, enable_packing
-from vlmpack.model.mechanisms.attention import bidirectional_spans, layer_masks
+from vlmpack.model.mechanisms.attention import layer_masks
 from vlmpack.model.mechanisms.upstream import check_spans
 from vlmpack.testing import mixed_samples, padded, tiny_model
 from vlmpack.testing.samples import sample_like
@@ -61,7 +61,7 @@ def test_layers_that_share_keys_and_values_and_checkpointing() -> None:
 def test_a_gemma_4_without_spans_has_none() -> None:
     model = fresh("gemma4")
     model.config.text_config.use_bidirectional_attention = None
-    assert bidirectional_spans(parts_of(model)) is None
+    assert parts_of(model).family.bidirectional_tokens(model.config) is None
     own = alone_through(model, truth("gemma4").samples)
     again = fresh("gemma4")
     again.config.text_config.use_bidirectional_attention = None
@@ -83,7 +83,7 @@ WRONG = {
 def test_a_descriptor_with_other_spans_than_the_models_own_masks_is_refused(family: str, wrong: Any) -> None:
     parts = parts_of(fresh(family))
     windows = layer_masks(parts)
-    check_spans(parts, windows, bidirectional_spans(parts))
+    check_spans(parts, windows, parts.family.bidirectional_tokens(parts.core.config))
     with pytest.raises(
         FamilyError, match=rf"layer \d: as {family} is described, token \d of a sample with (images|a pre)"
     ):

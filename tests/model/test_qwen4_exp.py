@@ -51,7 +51,9 @@ def choices(model, run):
             length = int(is_other.nonzero()[-1]) + 2
             found.append(mask[0, :length, :length])
 
-    hooks = [layer.indexer.register_forward_hook(record) for layer in per_sample.attention_layers(parts_of(model))]
+    hooks = [
+        layer.indexer.register_forward_hook(record) for layer in parts_of(model).layer_parts("per_sample", "attention")
+    ]
     run()
     for hook in hooks:
         hook.remove()
@@ -74,7 +76,7 @@ def test_a_sample_chooses_the_same_tokens_in_a_row_as_alone():
 def test_work_is_the_pairs_that_were_chosen_and_few_tokens_are_padding(multiple):
     model = tiny()
     tokens, results = Counter(), []
-    layers = per_sample.ngram_layers(parts_of(model))
+    layers = parts_of(model).layer_parts("per_sample", "ngram")
     hooks = [
         layer.key_proj.register_forward_hook(lambda m, args, out: tokens.update({id(m): out.shape[:-1].numel()}))
         for layer in layers
@@ -93,7 +95,7 @@ def test_work_is_the_pairs_that_were_chosen_and_few_tokens_are_padding(multiple)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_all_tokens_are_selected_for_at_once_as_one_by_one(device):
     """Scores that are equal, too: a score is 0 if all of its heads' products are negative. Padding changes nothing."""
-    plain, left_out = type(per_sample.attention_layers(parts_of(tiny()))[0].indexer), 0
+    plain, left_out = type(parts_of(tiny()).layer_parts("per_sample", "attention")[0].indexer), 0
     for seed in range(12):
         torch.manual_seed(seed)
         config = copy.copy(tiny().config.text_config)

@@ -17,7 +17,7 @@ from vlmpack.families.family import plain_logits
 from vlmpack.families.registry import FAMILIES
 from vlmpack.families.text import capped_logits, divided_logits, multiplied_logits
 from vlmpack.layout import pack
-from vlmpack.model import PackedStep, enable_packing
+from vlmpack.model import PackedStep, disable_packing, enable_packing
 from vlmpack.model.mechanisms.attention import layer_masks, with_chunk
 from vlmpack.model.mechanisms.upstream import SAMPLE, check_logits
 from vlmpack.testing import mixed_samples, padded, tiny_model
@@ -45,7 +45,7 @@ def test_the_window_of_every_attention_layer_is_measured_and_compared(name: str,
 def test_layers_whose_place_has_another_mask_than_their_number_are_refused() -> None:
     model = tiny_model("gemma3_text", layers=2)
     model.model.layers = model.model.layers[::-1]
-    with pytest.raises(FamilyError, match="layer 0 has the layer_idx 1"):
+    with pytest.raises(FamilyError, match=r"layer 1 calls attention .*=None, .*its layers were reordered"):
         PackedStep(model)({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.ones(1, 3)})
 
 
@@ -53,7 +53,7 @@ def test_layers_whose_place_has_another_mask_than_their_number_are_refused() -> 
 def test_windows_of_any_length_are_known(window: int) -> None:
     model = tiny_model("mistral", layers=1)
     model.config.sliding_window = window
-    assert layer_masks(parts_of(model), again=True) == {0: LayerMask(window=window)}
+    assert layer_masks(parts_of(model)) == {0: LayerMask(window=window)}
 
 
 OTHER_MASKS: dict[str, Callable[[Any, Any], Any]] = {
@@ -139,19 +139,29 @@ def test_a_model_that_transformers_itself_cannot_run_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("family", "setting", "value"),
+    ("family", "setting", "value", "seen"),
     [
-        ("gemma2", "sliding_window", 3),
-        ("llama4_text", "attention_chunk_size", 3),
-        ("gemma3_text", "use_bidirectional_attention", True),
+        ("gemma2", "sliding_window", 3, "sliding_window=5, but .* has 3"),
+        ("gemma3_text", "use_bidirectional_attention", True, "attends to other tokens"),
     ],
 )
-def test_masks_that_are_changed_after_packing_was_enabled_are_seen(family: str, setting: str, value: Any) -> None:
-    """Gemma's layers pass the window that they were made with, and Llama 4's pass no chunk: neither shows it."""
+def test_masks_that_are_changed_after_packing_was_enabled_are_seen(
+    family: str, setting: str, value: Any, seen: str
+) -> None:
+    """Gemma's layers pass the window that they were made with, which does not show it."""
     model = enable_packing(tiny_model(family))
     step, batch = PackedStep(model), padded(mixed_samples(model.config))
     step(batch)
     setattr(model.config, setting, value)
-    changed = rf"{setting} was (\d+|False) and is {value}: .* Call enable_packing\(model\) again"
-    with pytest.raises(FamilyError, match=changed):
+    with pytest.raises(FamilyError, match=seen):
         step(batch)
+
+
+def test_chunks_that_are_changed_after_packing_was_enabled_are_those_of_the_model() -> None:
+    model = enable_packing(tiny_model("llama4_text"))
+    step, batch = PackedStep(model), padded(mixed_samples(model.config))
+    before = step(batch).loss
+    model.config.attention_chunk_size = 3
+    after = step(batch).loss
+    assert after != before
+    assert after.item() == pytest.approx(disable_packing(model)(**batch.to_hf()).loss.item(), rel=1e-5)

@@ -65,7 +65,7 @@ class ModelParts:
         """The language model."""
         return self.family.language_model(self.core)
 
-    def layer_parts(self, mechanism: str, part: str = "layer") -> list[nn.Module]:
+    def layer_parts(self, mechanism: str, part: str = "layer") -> list[Any]:
         """Return this part of every decoder layer that has one; an empty list if the family lacks the mechanism."""
         if not self.family.has(mechanism):
             return []
@@ -239,14 +239,35 @@ def subclass(base: type[nn.Module], body: dict[str, Any], maker: Maker) -> type[
     return derived
 
 
+def replaces(method: str = "forward", *, in_graph: bool = False) -> Callable[[Callable[..., Any]], Maker]:
+    """Make a function the maker of subclasses, one per base class, in which it takes the place of a method.
+
+    The function gets the method of the base class, then the module, then the arguments of the call.
+
+    Args:
+        method: name of the method.
+        in_graph: whether compiled graphs may contain the function itself; otherwise, only what it calls.
+    """
+
+    def maker_of(function: Callable[..., Any]) -> Maker:
+        @functools.cache
+        def maker(base: type[nn.Module]) -> type[nn.Module]:
+            plain = getattr(base, method)
+
+            @functools.wraps(plain)
+            def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                return function(plain, self, *args, **kwargs)
+
+            return subclass(base, {method: replaced if in_graph else around_graph(replaced)}, maker)
+
+        return functools.update_wrapper(maker, function)  # pickle finds it under the function's name
+
+    return maker_of
+
+
 def is_subclassed(module: nn.Module) -> bool:
     """Return whether the module's class or one of its bases is ours (FSDP2 makes subclasses of classes)."""
     return any(_BASE in vars(klass) for klass in type(module).__mro__)
-
-
-def plain_class(module: nn.Module) -> Any:
-    """Return the class that a module had before ours, even if FSDP2 has made a subclass of ours since."""
-    return next(vars(klass)[_BASE] for klass in type(module).__mro__ if _BASE in vars(klass))
 
 
 def base_of(module: nn.Module) -> Any:
@@ -299,25 +320,16 @@ def handed_on(row: RowContext | None) -> Iterator[None]:
         _ROW.reset(token)
 
 
-@functools.cache
-def handing_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a module's class that hands its row to the modules inside. There is one per base class."""
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with handed_on(kwargs.get(CONTEXT)):
-            return base.forward(self, *args, **kwargs)
-
-    return subclass(base, {"forward": around_graph(forward)}, handing_class)
+@replaces()
+def handing_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a module's class that hands its row to the modules inside."""
+    with handed_on(kwargs.get(CONTEXT)):
+        return plain(module, *args, **kwargs)
 
 
-@functools.cache
-def taking_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a module's class that takes the row handed to it. There is one per base class."""
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (row := handed_row()) is not None:
-            kwargs[CONTEXT] = row
-        return base.__call__(self, *args, **kwargs)
-
-    return subclass(base, {"__call__": around_graph(call)}, taking_class)
+@replaces("__call__")
+def taking_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a module's class that takes the row handed to it."""
+    if (row := handed_row()) is not None:
+        kwargs[CONTEXT] = row
+    return plain(module, *args, **kwargs)

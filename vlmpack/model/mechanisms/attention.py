@@ -21,7 +21,6 @@ from itertools import chain, islice
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, ClassVar, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -37,7 +36,7 @@ from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
-from vlmpack.model.mechanisms.upstream import check_spans, measure_layer_masks
+from vlmpack.model.mechanisms.upstream import check_spans, layer_numbers, measure_layer_masks
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -57,10 +56,8 @@ class RowAttention:
     """The mask of each layer in the model's own code, by layer number; None: do not compare."""
     spans: Spans | None = None
     """The bidirectional spans of this rank's part of the row; None: the family has none."""
-    in_window: Callable[[int | None], bool] = lambda window: True
-    """Returns whether layers with this window have bidirectional spans."""
-    always_masked: bool = False
-    """Whether the model's own code always passes a mask to layers. If so, their `is_causal` does not matter."""
+    bidirectional: Bidirectional | None = None
+    """The family's rule for these; None: it has none."""
     calls: int = 0
     """Calls of packed attention in the text model so far."""
     masks: set[LayerMask] = field(default_factory=set)
@@ -68,7 +65,7 @@ class RowAttention:
 
     def spans_of(self, window: int | None) -> Spans | None:
         """Return the bidirectional spans of layers with this window."""
-        return self.spans if self.in_window(window) else None
+        return self.spans if self.bidirectional is not None and self.bidirectional.is_in(window) else None
 
 
 @final
@@ -93,7 +90,7 @@ class Attention(Mechanism):
                 key = name, id(config)
                 module.config = proxies[key] = proxies.get(key) or config_proxy(config, name)
         if not _has_own_masks(model):
-            check_spans(model, layer_masks(model, again=True), bidirectional_spans(model))
+            layer_masks(model)
 
     def detach(self, model: ModelParts, *, kept: Set[int] = frozenset()) -> None:
         """Restore the configurations."""
@@ -114,17 +111,14 @@ class Attention(Mechanism):
 
     def prepare(self, setup: RowSetup) -> RowAttention:
         """Collect the name of the back-end, the masks of layers and the bidirectional spans of the row."""
-        masks = None if _has_own_masks(setup.model) else _masks_as_enabled(setup.model)
-        if (bidirectional := bidirectional_spans(setup.model)) is None:
+        masks = None if _has_own_masks(setup.model) else layer_masks(setup.model)
+        if (bidirectional := setup.model.family.bidirectional_tokens(setup.config)) is None:
             return RowAttention(setup.backend, masks)
         runs = bidirectional.of_row(setup.row, setup.media)
         for name in setup.model.family.token_columns:
             setup.part.check_shared(setup.row.extras[name], name)
         spans = Spans(runs=setup.part.spans(runs), beyond_window=bidirectional.beyond_window)
-        always_masked = isinstance(bidirectional, Prefix)
-        return RowAttention(
-            setup.backend, masks, spans=spans, in_window=bidirectional.is_in, always_masked=always_masked
-        )
+        return RowAttention(setup.backend, masks, spans=spans, bidirectional=bidirectional)
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Count the pairs of layers with a window or chunks, and of layers without."""
@@ -153,11 +147,6 @@ class Attention(Mechanism):
             )
 
 
-def bidirectional_spans(model: ModelParts) -> Bidirectional | None:
-    """Return the bidirectional spans of a model's family, if the model's configuration enables them."""
-    return model.family.bidirectional_tokens(model.core.config)
-
-
 # ---------------------------------------------------------------------- masks in the model's own code
 
 _MASK_SETTINGS = (
@@ -165,56 +154,33 @@ _MASK_SETTINGS = (
     "use_bidirectional_attention",
 )
 """Configuration settings from which models make masks."""
-_LAYER_MASKS: WeakKeyDictionary[nn.Module, tuple[dict[str, Any], dict[int, LayerMask]]] = WeakKeyDictionary()
 
 
-def layer_masks(model: ModelParts, *, again: bool = False) -> dict[int, LayerMask]:
-    """Return the mask of each decoder layer with attention, by layer number, as the model's own code masks it.
+def layer_masks(model: ModelParts) -> dict[int, LayerMask]:
+    """Return the mask of each decoder layer with attention, by its `layer_idx`, as the model's own code masks it.
 
-    Args:
-        model: the model. The masks are cached for as long as its text model lives.
-        again: measure them again with the current configuration.
+    The masks are measured, and those of a sample with images or a prefix compared with the descriptor's, at the first
+    call, and again when settings or the order of the layers have changed.
 
     Raises:
-        FamilyError: a layer's mask is not causal, optionally within a window or chunk.
+        FamilyError: a layer's mask is not causal, optionally within a window or chunk, or not as described.
     """
-    text = model.text
-    if again or text not in _LAYER_MASKS:
-        _LAYER_MASKS[text] = _mask_settings(text), measure_layer_masks(text)
-    return _LAYER_MASKS[text][1]
+    settings, known = _mask_settings(model.text), model.memo.get(_LAYER_MASKS)
+    if known is None or known[0] != settings:
+        masks = measure_layer_masks(model.text)
+        check_spans(model, masks, model.family.bidirectional_tokens(model.core.config))
+        known = model.memo[_LAYER_MASKS] = settings, masks
+    return known[1]
 
 
-def _masks_as_enabled(model: ModelParts) -> dict[int, LayerMask]:
-    """Return the masks that were compared when packing was enabled.
-
-    Raises:
-        FamilyError: the mask settings have changed since, or the layers are not in the order of their numbers: the
-            model masks a layer by its place, and packed attention by its number.
-    """
-    masks = layer_masks(model)
-    before, now = _LAYER_MASKS[model.text][0], _mask_settings(model.text)
-    if changed := [name for name in _MASK_SETTINGS if before[name] != now[name]]:
-        was = ", ".join(f"{name} was {before[name]} and is {now[name]}" for name in changed)
-        raise FamilyError(
-            f"{was}: the model's configuration was changed after packing was enabled. Call enable_packing(model) "
-            "again, or train this model without packing"
-        )
-    for place, layer in enumerate(islice(model.text.layers, model.text.config.num_hidden_layers)):
-        number = getattr(getattr(layer, "self_attn", None), "layer_idx", place)
-        if number != place and masks.get(number) != masks.get(place):
-            raise FamilyError(
-                f"layer {place} has the layer_idx {number}: layers were removed, reordered or shared, so that its mask "
-                "is that of another layer. Set layer_idx of its self_attn to its place, or train this model without "
-                "packing"
-            )
-    return masks
+_LAYER_MASKS = "layer masks"
 
 
-def _mask_settings(text: Any) -> dict[str, Any]:
-    """Return the mask settings. Lists are copied, because they may be changed in place."""
+def _mask_settings(text: Any) -> list[Any]:
+    """Return what masks of layers depend on. Lists are copied, because they may be changed in place."""
     config = vars(text.config)
-    settings = {name: config.get(name) for name in _MASK_SETTINGS}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    settings = (config.get(name) for name in _MASK_SETTINGS)
+    return [*(tuple(value) if isinstance(value, list) else value for value in settings), *layer_numbers(text)]
 
 
 def with_chunk(masks: Mapping[int, LayerMask], pattern: Pattern, layer: int) -> Pattern:
@@ -235,8 +201,8 @@ def with_chunk(masks: Mapping[int, LayerMask], pattern: Pattern, layer: int) -> 
     if mask.window != pattern.window:
         raise FamilyError(
             f"layer {layer} calls attention with sliding_window={pattern.window}, but in the model's own code its mask "
-            f"has {mask.window}: its configuration was changed after packing was enabled, or the family is not as "
-            "described. Call enable_packing(model) again, or train this model without packing"
+            f"has {mask.window}: its configuration was changed after the model was made, its layers were reordered, or "
+            "the family is not as described. Undo that, or train this model without packing"
         )
     return pattern if mask.chunk is None else replace(pattern, chunk=mask.chunk)
 
@@ -418,7 +384,7 @@ def _text_attention(
         if module.training and not is_subclassed(module):  # sparse attention gets a mask from its indexer
             warn_past_the_forward(args[0] if args else kwargs.get("attention_mask"))
         return _call_original(module, query, key, value, *args, **kwargs)
-    always_masked = row.entries[Attention.name].always_masked
+    always_masked = isinstance(row.entries[Attention.name].bidirectional, Prefix)  # whatever the layer's is_causal is
     settings = _settings(module, kwargs, causal=True, always_masked=always_masked)
     return packed_attention(query, key, value, row, module=module, **settings), None
 

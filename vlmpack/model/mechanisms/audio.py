@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from vlmpack.families.family import Family
-from vlmpack.layout.device import around_graph, to_device
+from vlmpack.layout.device import to_device
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, handed_on, subclass, taking_class
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, handed_on, replaces, taking_class
 from vlmpack.model.row import CONTEXT, RowContext
 
 
@@ -95,21 +95,15 @@ def _groups(setup: RowSetup) -> list[list[int]]:
 # ---------------------------------------------------------------------- towers that read padding
 
 
-@functools.cache
-def grouped_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of an audio tower's class that computes groups of audios and hands its row on. One per base
-    class."""
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, input_features: Any = None, feature_lens: Any = None, **kwargs: Any) -> Any:
-        row: RowContext | None = kwargs.get(CONTEXT)
-        if row is None:
-            return base.forward(self, input_features, feature_lens=feature_lens, **kwargs)
-        with handed_on(row):
-            call = functools.partial(base.forward, self, **kwargs)
-            return _by_group(call, input_features, feature_lens, row.entries[Audio.name])
-
-    return subclass(base, {"forward": around_graph(forward)}, grouped_class)
+@replaces()
+def grouped_class(plain: Any, module: Any, input_features: Any = None, feature_lens: Any = None, **kwargs: Any) -> Any:
+    """Make a subclass of an audio tower's class that computes groups of audios and hands its row on."""
+    row: RowContext | None = kwargs.get(CONTEXT)
+    if row is None:
+        return plain(module, input_features, feature_lens=feature_lens, **kwargs)
+    with handed_on(row):
+        call = functools.partial(plain, module, **kwargs)
+        return _by_group(call, input_features, feature_lens, row.entries[Audio.name])
 
 
 def _by_group(call: Any, features: torch.Tensor, frames: torch.Tensor, entry: AudioRow) -> Any:

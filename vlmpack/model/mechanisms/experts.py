@@ -27,7 +27,7 @@ from torch import nn
 from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
-from vlmpack.layout.device import around_graph, outside_graph, to_device
+from vlmpack.layout.device import outside_graph, to_device
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -35,7 +35,7 @@ from vlmpack.model.mechanisms import (
     RowSetup,
     handed_row,
     handing_class,
-    subclass,
+    replaces,
 )
 from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.row import RowPart
@@ -81,22 +81,18 @@ def num_dispatched(part: RowPart) -> int:
     return max(segments.num_tokens, 1) if segments.total > segments.num_tokens else segments.total
 
 
-@functools.cache
-def real_tokens_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a block's class that leaves out the padding after a row's samples. One per base class."""
-
-    def call(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        row, t = handed_row(), hidden_states.shape[1]
-        real = t if row is None or row.part.segments.total != t else num_dispatched(row.part)
-        if real == t:
-            return base.__call__(self, hidden_states, *args, **kwargs)
-        others = [x[:, :real] if torch.is_tensor(x) else x for x in args]  # types of tokens, [1, t]
-        output = base.__call__(self, hidden_states[:, :real], *others, **kwargs)
-        is_pair = isinstance(output, tuple)  # with router logits
-        padded = F.pad(output[0] if is_pair else output, (0, 0, 0, t - real))
-        return (padded, *output[1:]) if is_pair else padded
-
-    return subclass(base, {"__call__": around_graph(call)}, real_tokens_class)
+@replaces("__call__")
+def real_tokens_class(plain: Any, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a block's class that leaves out the padding after a row's samples."""
+    row, t = handed_row(), hidden_states.shape[1]
+    real = t if row is None or row.part.segments.total != t else num_dispatched(row.part)
+    if real == t:
+        return plain(module, hidden_states, *args, **kwargs)
+    others = [x[:, :real] if torch.is_tensor(x) else x for x in args]  # types of tokens, [1, t]
+    output = plain(module, hidden_states[:, :real], *others, **kwargs)
+    is_pair = isinstance(output, tuple)  # with router logits
+    padded = F.pad(output[0] if is_pair else output, (0, 0, 0, t - real))
+    return (padded, *output[1:]) if is_pair else padded
 
 
 # ---------------------------------------------------------------------- the load-balancing loss

@@ -24,7 +24,6 @@ heads:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -35,9 +34,9 @@ import torch
 from torch import nn
 
 from vlmpack.errors import ConfigError
-from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, replaces
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls, tail_of, with_tail
 from vlmpack.model.plain import cache_name, check_not_bypassed
@@ -74,19 +73,14 @@ class GatedDelta(ClassMechanism):
         return {"delta_tokens": entry.tokens}
 
 
-@functools.cache
-def gated_delta_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a gated delta layer's class that keeps a row's samples apart. One per base class."""
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        row: RowContext | None = kwargs.pop(CONTEXT, None)
-        if row is None:
-            check_not_bypassed(kwargs)
-            return base.forward(self, hidden_states, *args, **kwargs)
-        return packed_gated_delta(base.forward, self, hidden_states, row, kwargs)
-
-    return subclass(base, {"forward": around_graph(forward)}, gated_delta_class)
+@replaces()
+def gated_delta_class(plain: Any, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a gated delta layer's class that keeps a row's samples apart."""
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is None:
+        check_not_bypassed(kwargs)
+        return plain(module, hidden_states, *args, **kwargs)
+    return packed_gated_delta(plain, module, hidden_states, row, kwargs)
 
 
 @outside_graph

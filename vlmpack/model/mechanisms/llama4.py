@@ -29,7 +29,7 @@ from torch import nn
 
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, replaces
 from vlmpack.model.plain import cache_name
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -42,8 +42,7 @@ class QueryScale(ClassMechanism):
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return the attention of every layer without rotary positions."""
-        layers: list[Any] = model.layer_parts(self.name)
-        return [(layer, placed_class) for layer in layers if not layer.use_rope]
+        return [(layer, placed_class) for layer in model.layer_parts(self.name) if not layer.use_rope]
 
     def prepare(self, setup: RowSetup) -> torch.Tensor:
         """Subtract the positions that a layer counts from the positions in the samples."""
@@ -71,28 +70,24 @@ class Offsets:
         return key, value
 
 
-@functools.cache
-def placed_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of an attention class that scales queries by the position in the sample. One per base class."""
+_cache_name = functools.cache(cache_name)
 
-    cache = cache_name(base.forward)
 
-    @functools.wraps(base.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        row: RowContext | None = kwargs.get(CONTEXT)
-        if row is None:
-            return base.forward(self, *args, **kwargs)
-        offsets = Offsets(row.entries[QueryScale.name])
-        output = base.forward(self, *args, **{**kwargs, cache: offsets})
-        if self.attn_temperature_tuning and not offsets.was_read:
-            raise FamilyError(
-                f"a {base.__name__} scales queries by their place and did not read it where transformers 5.23 does, so "
-                "that samples of a row would have others than alone; use a transformers of the supported range, or "
-                "attn_temperature_tuning=False"
-            )
-        return output
-
-    return subclass(base, {"forward": forward}, placed_class)
+@replaces(in_graph=True)
+def placed_class(plain: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of an attention class that scales queries by the position in the sample."""
+    row: RowContext | None = kwargs.get(CONTEXT)
+    if row is None:
+        return plain(module, *args, **kwargs)
+    offsets = Offsets(row.entries[QueryScale.name])
+    output = plain(module, *args, **{**kwargs, _cache_name(plain): offsets})
+    if module.attn_temperature_tuning and not offsets.was_read:
+        raise FamilyError(
+            f"a {type(module).__name__} scales queries by their place and did not read it where transformers 5.23 "
+            "does, so that samples of a row would have others than alone; use a transformers of the supported range, "
+            "or attn_temperature_tuning=False"
+        )
+    return output
 
 
 # ---------------------------------------------------------------------- inner head
@@ -127,27 +122,16 @@ class InnerHead(ClassMechanism):
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return the module that holds the head and the text part."""
         holder, _, _ = model.family.head_path.rpartition(".")
-        _, _, text = model.family.text_path.rpartition(".")
-        return [(model.core.get_submodule(holder), functools.partial(headless_class, text=text))]
+        return [(model.core.get_submodule(holder), headless_class)]
 
 
-@functools.cache
-def headless_class(base: Any, *, text: str) -> type[nn.Module]:
-    """Return a subclass of the class of a text part with a head. It skips the head for rows. One per base class.
-
-    Args:
-        base: the class.
-        text: name of the text part inside it.
-    """
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get(CONTEXT) is None:
-            return base.forward(self, *args, **kwargs)
-        # The first output is hidden states, in the place where the caller expects logits.
-        inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
-        if not inputs.get(_SWITCHED_OFF):
-            inputs.pop(_SWITCHED_OFF, None)
-        return self.get_submodule(text)(*args, **inputs)
-
-    return subclass(base, {"forward": forward}, functools.partial(headless_class, text=text))
+@replaces(in_graph=True)
+def headless_class(plain: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of the class of a text part with a head. It skips the head for rows."""
+    if kwargs.get(CONTEXT) is None:
+        return plain(module, *args, **kwargs)
+    # The first output is hidden states, in the place where the caller expects logits.
+    inputs = {name: value for name, value in kwargs.items() if name not in _OF_THE_HEAD}
+    if not inputs.get(_SWITCHED_OFF):
+        inputs.pop(_SWITCHED_OFF, None)
+    return module.model(*args, **inputs)

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from transformers.masking_utils import create_causal_mask
 
-from vlmpack.layout.device import around_graph, outside_graph
+from vlmpack.layout.device import outside_graph
 from vlmpack.model.mechanisms import (
     ClassMechanism,
     Maker,
@@ -41,7 +41,7 @@ from vlmpack.model.mechanisms import (
     handed_on,
     handed_row,
     handing_class,
-    subclass,
+    replaces,
 )
 from vlmpack.model.mechanisms.attention import plain_config
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, Path
@@ -58,8 +58,8 @@ class PerSample(ClassMechanism):
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
         """Return every sparse attention layer, its indexer, every n-gram layer (there may be none), and the layers that
         hand their row on to one."""
-        attention, ngram = attention_layers(model), ngram_layers(model)
-        indexers = [layer.get_submodule("indexer") for layer in attention]
+        attention, ngram = (model.layer_parts(self.name, part) for part in ("attention", "ngram"))
+        indexers = [layer.indexer for layer in attention]
         holders = [layer for layer in model.text.layers.children() if {*layer.children()} & {*ngram}]
         made = (
             *((attention, attention_class), (indexers, indexer_class)),
@@ -81,17 +81,6 @@ class PerSample(ClassMechanism):
         return {"attended_pairs": selected_pairs(keys, text_config) - before}
 
 
-def attention_layers(model: ModelParts) -> list[nn.Module]:
-    """Return every sparse attention layer. It takes hidden states [B, S, D], (cosines, sines) [B, S, H] and a causal
-    mask [B, 1, S, S], and returns (hidden states, weights). An indexer chooses the tokens that a query attends to."""
-    return model.layer_parts(PerSample.name, "attention")
-
-
-def ngram_layers(model: ModelParts) -> list[nn.Module]:
-    """Return every n-gram layer. It maps hidden states [B, S, D] and token ids [B, S] to an update of the former."""
-    return model.layer_parts(PerSample.name, "ngram")
-
-
 def selected_pairs(lengths: Sequence[int] | np.ndarray, text_config: Any) -> int:
     """Return the number of query-key pairs that the indexer selects in samples of these lengths. It does not depend on
     the scores.
@@ -106,77 +95,64 @@ def selected_pairs(lengths: Sequence[int] | np.ndarray, text_config: Any) -> int
     return int(pairs[[*lengths]].sum())
 
 
-@functools.cache
-def attention_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a sparse attention class that runs on each sample of a row. One per base class."""
+@replaces()
+def attention_class(
+    plain: Any,
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """Make a subclass of a sparse attention class that runs on each sample of a row."""
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is None:
+        if module.training:
+            warn_past_the_forward(attention_mask)
+        return plain(module, hidden_states, position_embeddings, attention_mask, **kwargs)
 
-    @functools.wraps(base.forward)
-    def forward(
-        self: nn.Module,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, Any]:
-        row: RowContext | None = kwargs.pop(CONTEXT, None)
-        if row is None:
-            if self.training:
-                warn_past_the_forward(attention_mask)
-            return base.forward(self, hidden_states, position_embeddings, attention_mask, **kwargs)
+    others = {name: value for name, value in kwargs.items() if name not in CACHES}
 
-        others = {name: value for name, value in kwargs.items() if name not in CACHES}
+    def attend(path: KeysOfPath | None, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if path is not None:
+            cos, sin = path.join("cos", cos), path.join("sin", sin)
+        mask = _causal_mask(module, hidden, cos.shape[1])
+        with handed_on(row):
+            out, _ = plain(module, hidden, (cos, sin), mask, path, **others)
+        return out
 
-        def attend(path: KeysOfPath | None, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            if path is not None:
-                cos, sin = path.join("cos", cos), path.join("sin", sin)
-            mask = _causal_mask(self, hidden, cos.shape[1])
-            with handed_on(row):
-                out, _ = base.forward(self, hidden, (cos, sin), mask, path, **others)
-            return out
-
-        return run_per_sample(attend, row, self, KeysOfPath, hidden_states, *position_embeddings), None
-
-    return subclass(base, {"forward": around_graph(forward)}, attention_class)
+    return run_per_sample(attend, row, module, KeysOfPath, hidden_states, *position_embeddings), None
 
 
-@functools.cache
-def indexer_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of an indexer's class that selects for all tokens at once in a row. One per base class."""
-
-    @functools.wraps(base.forward)
-    def forward(
-        self: nn.Module,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor,
-        cache: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if handed_row() is None or attention_mask.dtype != torch.bool:  # additive: versions of transformers differ
-            return base.forward(self, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
-        return select_blocks(self, hidden_states, *position_embeddings, path=cache) & attention_mask
-
-    return subclass(base, {"forward": around_graph(forward)}, indexer_class)
+@replaces()
+def indexer_class(
+    plain: Any,
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor,
+    cache: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Make a subclass of an indexer's class that selects for all tokens at once in a row."""
+    if handed_row() is None or attention_mask.dtype != torch.bool:  # additive: versions of transformers differ
+        return plain(module, hidden_states, position_embeddings, attention_mask, cache, **kwargs)
+    return select_blocks(module, hidden_states, *position_embeddings, path=cache) & attention_mask
 
 
-@functools.cache
-def ngram_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of an n-gram layer's class that runs on each sample of a row. One per base class."""
+@replaces()
+def ngram_class(
+    plain: Any, module: nn.Module, hidden_states: torch.Tensor, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Make a subclass of an n-gram layer's class that runs on each sample of a row."""
+    if (row := handed_row()) is None:
+        return plain(module, hidden_states, input_ids, *args, **kwargs)
 
-    @functools.wraps(base.forward)
-    def forward(
-        self: nn.Module, hidden_states: torch.Tensor, input_ids: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        if (row := handed_row()) is None:
-            return base.forward(self, hidden_states, input_ids, *args, **kwargs)
+    def look_up(path: TailOfPath | None, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return plain(module, hidden, ids, path, *args[1:], **others)
 
-        def look_up(path: TailOfPath | None, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            return base.forward(self, hidden, ids, path, *args[1:], **others)
-
-        others = {name: value for name, value in kwargs.items() if name not in CACHES}
-        return run_per_sample(look_up, row, self, functools.partial(TailOfPath, self), hidden_states, input_ids)
-
-    return subclass(base, {"forward": around_graph(forward)}, ngram_class)
+    others = {name: value for name, value in kwargs.items() if name not in CACHES}
+    return run_per_sample(look_up, row, module, functools.partial(TailOfPath, module), hidden_states, input_ids)
 
 
 @final

@@ -21,15 +21,14 @@ A projection with a bias would not keep zeros zero. Such layers run on right-pad
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
 
-from vlmpack.layout.device import around_graph, outside_graph
-from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, subclass
+from vlmpack.layout.device import outside_graph
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, replaces
 from vlmpack.model.mechanisms.recurrent_rows import Buckets, ConvLayout, call_cost, tail_of, with_tail
 from vlmpack.model.plain import check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
@@ -72,19 +71,14 @@ def has_bias(layer: Any) -> bool:
     return any(name.rpartition(".")[2] == "bias" for name, _ in layer.in_proj.named_parameters())
 
 
-@functools.cache
-def short_conv_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a short convolution's class that keeps a row's samples apart. One per base class."""
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        row: RowContext | None = kwargs.pop(CONTEXT, None)
-        if row is None:
-            check_not_bypassed(kwargs)
-            return base.forward(self, hidden_states, *args, **kwargs)
-        return packed_short_conv(lambda hidden: base.forward(self, hidden, *args, **kwargs), hidden_states, row, self)
-
-    return subclass(base, {"forward": around_graph(forward)}, short_conv_class)
+@replaces()
+def short_conv_class(plain: Any, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a short convolution's class that keeps a row's samples apart."""
+    row: RowContext | None = kwargs.pop(CONTEXT, None)
+    if row is None:
+        check_not_bypassed(kwargs)
+        return plain(module, hidden_states, *args, **kwargs)
+    return packed_short_conv(lambda hidden: plain(module, hidden, *args, **kwargs), hidden_states, row, module)
 
 
 @outside_graph

@@ -10,7 +10,6 @@ are ranks. Here a gradient is summed before it is accumulated.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Set
 from typing import Any, ClassVar, final
 
@@ -23,8 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from vlmpack.context_parallel.mesh import tensor_group
 from vlmpack.context_parallel.plans import SUMMED, pattern_of
 from vlmpack.families.registry import has_lm_head
-from vlmpack.layout.device import around_graph
-from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, subclass
+from vlmpack.model.mechanisms import Mechanism, ModelParts, base_of, replaces
 
 
 @final
@@ -102,15 +100,11 @@ def sum_over(norm: Any, group: Any) -> None:
     vars(norm)[_SUMS].hook(norm)
 
 
-@functools.cache
-def summed_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a norm's class that sums the gradients of its weights. There is one per base class."""
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        vars(self)[_SUMS].hook(self)
-        return base.__call__(self, *args, **kwargs)
-
-    return subclass(base, {"__call__": around_graph(call)}, summed_class)
+@replaces("__call__")
+def summed_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a norm's class that sums the gradients of its weights."""
+    vars(module)[_SUMS].hook(module)
+    return plain(module, *args, **kwargs)
 
 
 @final

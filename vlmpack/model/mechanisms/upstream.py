@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, cast, final
 
 import torch
@@ -60,10 +61,11 @@ AttentionMaskInterface.register(_NAME, _dense_mask)
 
 
 def measure_layer_masks(text: Any) -> dict[int, LayerMask]:
-    """Find the mask of each decoder layer with attention, by layer number, as the model's own code masks it.
+    """Find the mask of each decoder layer with attention, by its `layer_idx`, as the model's own code masks it.
 
     Raises:
-        FamilyError: a layer's mask is not causal, optionally within a window or chunk.
+        FamilyError: a layer's mask is not causal, optionally within a window or chunk; or a layer is in two places with
+            different masks.
     """
     copied, masks = _RecordingText(text), dict[int, LayerMask]()
     kinds = [
@@ -71,15 +73,25 @@ def measure_layer_masks(text: Any) -> dict[int, LayerMask]:
         LayerMask(window=getattr(text.config, "sliding_window", None)),
         LayerMask(chunk=getattr(text.config, "attention_chunk_size", None)),
     ]
-    for layer, mask in copied.run(functools.partial(type(text).forward, copied.module)).items():
+    for layer, mask in copied.run(functools.partial(type(text).forward, copied.module)):
         alike = (kind for kind in kinds if torch.equal(mask[0, 0], _visible(kind)))
         if (kind := next(alike, None)) is None:
             raise FamilyError(
                 f"layer {layer} attends to other tokens than those before them, or a window or chunk of those, in the "
                 "model's own code, which packed rows cannot do; train this model without packing"
             )
-        masks[layer] = kind
+        if masks.setdefault(layer, kind) != kind:
+            raise FamilyError(
+                f"layers with the layer_idx {layer} have different masks, {masks[layer]} and {kind}: layers were "
+                "removed or shared. Give each the number of its place, or train this model without packing"
+            )
     return masks
+
+
+def layer_numbers(text: Any) -> list[int]:
+    """Return the `layer_idx` of each decoder layer in use, by which layers call attention; its place if it has none."""
+    layers = islice(text.layers, text.config.num_hidden_layers)
+    return [getattr(getattr(layer, "self_attn", None), "layer_idx", place) for place, layer in enumerate(layers)]
 
 
 def _visible(mask: LayerMask, spans: Spans | None = None) -> torch.Tensor:
@@ -124,7 +136,8 @@ class _RecordingText:
     def __init__(self, text: Any) -> None:
         self.masks: dict[int, Any] = {}
         """What each layer got as its mask."""
-        self.count = min(len(text.layers), text.config.num_hidden_layers)
+        self.numbers = layer_numbers(text)
+        self.count = len(self.numbers)
         self.config = copy.copy(text.config)
         self.config._attn_implementation_internal = _NAME
         for name, value in {**SIZES, "hidden_size_per_layer_input": 0}.items():
@@ -139,13 +152,15 @@ class _RecordingText:
         self.module = _shallow_copy(text, parts, config=self.config, **without)
 
     @torch.no_grad()
-    def run(self, forward: Callable[..., Any], **inputs: Any) -> dict[int, torch.Tensor]:
-        """Call a forward with embeddings of the sample, and return the mask of each layer with attention."""
+    def run(self, forward: Callable[..., Any], **inputs: Any) -> list[tuple[int, torch.Tensor]]:
+        """Call a forward with embeddings of the sample, and return the `layer_idx` and mask of each layer with
+        attention."""
         try:
             with torch.device("cpu"):
                 forward(inputs_embeds=self.zeros.expand(1, SAMPLE.total, -1), use_cache=False, **inputs)
         except _AllCalledError:
-            return {at: x for at, x in self.masks.items() if isinstance(x, torch.Tensor) and x.ndim == 4}
+            found = [(self.numbers[at], x) for at, x in self.masks.items() if isinstance(x, torch.Tensor)]
+            return [(number, mask) for number, mask in found if mask.ndim == 4]
         name = type(self.module).__name__
         raise FamilyError(f"a {name} called {len(self.masks)} of its {self.count} layers; is its forward its own?")
 
@@ -189,7 +204,7 @@ def check_spans(model: ModelParts, layer_masks: Mapping[int, LayerMask], bidirec
         columns = {column: types[0]} if isinstance(bidirectional, Prefix) else {}
         runs = bidirectional.of_sample(columns, types[0])
         spans = Spans(runs=runs, beyond_window=bidirectional.beyond_window)
-    for layer, mask in copied.run(functools.partial(type(backbone).forward, whole), **inputs).items():
+    for layer, mask in copied.run(functools.partial(type(backbone).forward, whole), **inputs):
         in_layer = bidirectional is not None and bidirectional.is_in(layer_masks[layer].window)
         expected = _visible(layer_masks[layer], spans if in_layer else None)
         if differs := (mask[0, 0] != expected).nonzero().tolist():

@@ -41,6 +41,7 @@ from vlmpack.model.mechanisms import (
     handed_on,
     handed_row,
     handing_class,
+    replaces,
     subclass,
     taking_class,
 )
@@ -48,6 +49,8 @@ from vlmpack.model.mechanisms.attention import Attention, RowAttention
 from vlmpack.model.mechanisms.audio import Audio, AudioRow, audio_windows
 from vlmpack.model.row import CONTEXT, RowContext, RowOverRanks
 from vlmpack.plan.balance import CostModel
+
+Names = tuple[FromGrids, ...]
 
 
 @final
@@ -59,9 +62,13 @@ class VisionRow:
     batches; the tensor is read then.
     """
 
-    def __init__(self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None, from_grids: Names = ()
+    ) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
+        self.from_grids = from_grids
+        """What the host computes from grids for the tower; see `tower_inputs`."""
         self._by_shape: dict[tuple[int, int], Segments | None] = {}
         for segments in self.layouts:
             shape = (len(segments.lengths) + 1, segments.total)
@@ -97,7 +104,7 @@ class Vision(ClassMechanism):
         if family.tile_boundaries is not None:
             changed += [*([] if together else [(backbone, handing_class)]), (tower, bounded_class)]
         if family.from_grids:
-            changed.append((tower, functools.partial(informed_class, names=family.from_grids)))
+            changed.append((tower, informed_class))
         for path, name in family.keeps_row.items():
             holder = tower.get_submodule(path)
             part = holder.get_submodule(name)
@@ -119,7 +126,8 @@ class Vision(ClassMechanism):
         grids_of = [_grids(call) for call in calls]
         layouts = [segments for grids in grids_of if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
-        return VisionRow(layouts, inputs=media.to_hf() | _host_grids(family, grids_of) | _known_ids(setup))
+        inputs = media.to_hf() | _host_grids(family, grids_of) | _known_ids(setup)
+        return VisionRow(layouts, inputs=inputs, from_grids=family.from_grids)
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Return pixels and grids, or features."""
@@ -154,26 +162,21 @@ def _grids(media: Sequence[Medium]) -> list[Grid]:
     return [medium.grid for medium in media if medium.grid is not None]
 
 
-@functools.cache
-def informed_class(base: Any, *, names: tuple[FromGrids, ...]) -> type[nn.Module]:
-    """Return a subclass of a tower's class that gets what it would compute from grids, and hands its row on. One per
-    base class."""
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get(CONTEXT) is None:
-            return base.forward(self, *args, **kwargs)
-        named = ("hidden_states", "pixel_values", "grid_thw")  # families name pixels in either way
-        pixels, grids = (*args, *(kwargs.pop(name) for name in named if name in kwargs))
-        inputs = {**kwargs, **_inputs_on(pixels.device, self, grids, names)}
-        with handed_on(kwargs[CONTEXT]):
-            return base.forward(self, pixels, **inputs)
-
-    return subclass(base, {"forward": around_graph(forward)}, functools.partial(informed_class, names=names))
+@replaces()
+def informed_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a tower's class that gets what it would compute from grids, and hands its row on."""
+    row: RowContext | None = kwargs.get(CONTEXT)
+    if row is None:
+        return plain(module, *args, **kwargs)
+    named = ("hidden_states", "pixel_values", "grid_thw")  # families name pixels in either way
+    pixels, grids = (*args, *(kwargs.pop(name) for name in named if name in kwargs))
+    known = _inputs_on(pixels.device, module, grids, row.entries[Vision.name].from_grids)
+    with handed_on(row):
+        return plain(module, pixels, **kwargs, **known)
 
 
 @outside_graph
-def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, names: Sequence[FromGrids]) -> dict[str, Any]:
+def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, names: Names) -> dict[str, Any]:
     """Return the grids and what the tower would compute from them, on its device."""
     with host_values():
         inputs = {"grid_thw": grids, **tower_inputs(tower, grids, names)}
@@ -197,7 +200,7 @@ def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
     return {"input_ids": ids}
 
 
-def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Sequence[FromGrids]) -> dict[str, Any]:
+def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Names) -> dict[str, Any]:
     """Compute a tower's keyword arguments on the host, with transformers' own functions: numbers, and tensors.
 
     On a GPU, each of these functions would cost the tower one to four host-device syncs.
@@ -371,28 +374,23 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
 # ---------------------------------------------------------------------- towers that get no row keyword
 
 
-@functools.cache
-def bounded_class(base: Any) -> type[nn.Module]:
-    """Return a subclass of a tower's class that adds the row, and boundaries if images have sizes. One per base class.
+@replaces()
+def bounded_class(plain: Any, module: Any, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Make a subclass of a tower's class that adds the row, and boundaries if images have sizes.
 
     transformers 5.17 gives the blocks of Pixtral's tower no boundaries.
     """
-
-    @functools.wraps(base.forward)
-    def forward(self: Any, pixel_values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sizes, row = kwargs.get("image_sizes"), handed_row()
-        if sizes is not None:
-            if row is None:
-                patches = torch.as_tensor(sizes) // self.patch_size
-                segments = Segments.from_lengths(patches.prod(-1).tolist())
-            else:
-                (segments,) = row.entries[Vision.name].layouts
-            kwargs |= _keywords_of(segments, pixel_values.device)
-        if row is not None:
-            kwargs[CONTEXT] = row
-        return base.forward(self, pixel_values, *args, **kwargs)
-
-    return subclass(base, {"forward": around_graph(forward)}, bounded_class)
+    sizes, row = kwargs.get("image_sizes"), handed_row()
+    if sizes is not None:
+        if row is None:
+            patches = torch.as_tensor(sizes) // module.patch_size
+            segments = Segments.from_lengths(patches.prod(-1).tolist())
+        else:
+            (segments,) = row.entries[Vision.name].layouts
+        kwargs |= _keywords_of(segments, pixel_values.device)
+    if row is not None:
+        kwargs[CONTEXT] = row
+    return plain(module, pixel_values, *args, **kwargs)
 
 
 def _keywords_of(segments: Segments, device: torch.device) -> dict[str, Any]:
@@ -646,7 +644,7 @@ def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told
     for name, x in inputs.items():
         if x.device != device and name not in on_host and not family.media[name].counts_images:
             inputs[name] = to_device(x.numpy(), device)
-    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts)})
+    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts, from_grids=family.from_grids)})
 
 
 def _audio_features(
