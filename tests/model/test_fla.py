@@ -16,8 +16,8 @@ from vlmpack.errors import BackendError, ConfigError
 from vlmpack.families import family_named
 from vlmpack.families.registry import FAMILIES
 from vlmpack.layout import Segments
-from vlmpack.model.mechanisms.gated_delta import check_zeros
 from vlmpack.model.mechanisms.gated_delta_fla import FlaCall, check_fla, fla_boundaries, uses_fla
+from vlmpack.model.mechanisms.recurrent_rows import check_zeros
 from vlmpack.testing import tiny_model
 
 GATED = [name for name, family in FAMILIES.items() if family.has("gated_delta")]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from layout.naive import naive_cheapest
 
 from vlmpack.layout import Segments, SlotRule
-from vlmpack.model.mechanisms.recurrent_rows import MAX_OVERHEAD, Buckets, ConvLayout
+from vlmpack.model.mechanisms.recurrent_rows import MAX_OVERHEAD, Buckets, VarlenCalls
 
 WIDTH = 3
 FREE, DEAR = 0.0, 1e9
@@ -30,7 +30,7 @@ def random_row(segments, *, channels=WIDTH):
     segments=rows,
     lay_out=st.one_of(
         call_costs.map(lambda cost: lambda segments: Buckets.cheapest(segments, call_cost=cost)),
-        tap_counts.map(lambda taps: lambda segments: ConvLayout.every(segments, taps)),
+        tap_counts.map(lambda taps: lambda segments: VarlenCalls.of(segments, taps).levels[0]),
     ),
 )
 def test_join_undoes_split_and_gradients_go_the_same_way_back(segments, lay_out):

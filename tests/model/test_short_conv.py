@@ -1,6 +1,5 @@
 """Short convolutions see one sample at a time: their taps end where a sample of a row begins."""
 
-import copy
 import functools
 from typing import Any
 
@@ -11,6 +10,7 @@ from parts import parts_of
 from peft import LoraConfig, get_peft_model
 from trees import STRANGER, Piece, samples_of, shared
 
+from vlmpack.errors import ConfigError
 from vlmpack.layout import SlotRule, pack
 from vlmpack.model import PackedStep
 from vlmpack.testing import build_sample, padded, tiny_model
@@ -23,19 +23,8 @@ TREE = Piece(text=6, children=(Piece(text=4), Piece(text=1, children=(Piece(text
 """A parent of one token, which does not follow its own parent in the tree: taps reach past it."""
 
 
-def fresh(*, bias: bool = False, **settings: Any) -> Any:
-    """A tiny model; `bias`: its convolutions and their projections have biases, none of them zero."""
-    model = tiny_model(FAMILY, seed=7, layers=3, **settings)
-    if bias:
-        config = copy.deepcopy(model.config)
-        config.conv_bias = True
-        weights = model.state_dict()
-        model = type(model)(config).to(model.dtype).train()
-        model.load_state_dict(weights, strict=False)
-        for layer in conv_layers(model):
-            for part in (layer.in_proj, layer.conv, layer.out_proj):
-                torch.nn.init.constant_(part.bias, 0.5)
-    return model
+def fresh(**settings: Any) -> Any:
+    return tiny_model(FAMILY, seed=7, layers=3, **settings)
 
 
 def conv_layers(model: Any) -> list[Any]:
@@ -43,15 +32,9 @@ def conv_layers(model: Any) -> list[Any]:
 
 
 @functools.cache
-def truth(*, bias: bool = False) -> Alone:
-    model = fresh(bias=bias)
+def truth() -> Alone:
+    model = fresh()
     return alone_through(model, [build_sample(model.config, stretches=[n], seed=i) for i, n in enumerate(LENGTHS)])
-
-
-@functools.cache
-def truth_of_tree(*, bias: bool) -> Alone:
-    model = fresh(bias=bias)
-    return alone_through(model, samples_of(model.config, TREE, STRANGER))
 
 
 def test_samples_shorter_than_the_taps_are_what_they_are_alone() -> None:
@@ -60,21 +43,20 @@ def test_samples_shorter_than_the_taps_are_what_they_are_alone() -> None:
     assert work.conv_tokens == sum(LENGTHS) + (TAPS - 1) * (len(LENGTHS) - 1)
 
 
-def test_biases_that_would_fill_the_zeros_are_computed_sample_by_sample() -> None:
-    check_packed(truth(bias=True), fresh(bias=True))
-    work = check_packed(truth(bias=True), fresh(bias=True), given="row").work
-    assert sum(LENGTHS) <= work.conv_tokens <= 1.25 * sum(LENGTHS)
+def adapted(**settings: Any) -> Any:
+    settings |= {"r": 4, "target_modules": ["in_proj", "out_proj"], "init_lora_weights": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return get_peft_model(fresh(), LoraConfig(**settings)).get_base_model()
 
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed but the targeted layer")
-@pytest.mark.parametrize("lora_bias", [False, True])
-def test_adapters_of_projections_learn_what_they_learn_alone(lora_bias: bool) -> None:
-    def adapted() -> Any:
-        settings = LoraConfig(r=4, target_modules=["in_proj", "out_proj"], lora_bias=lora_bias, init_lora_weights=False)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return get_peft_model(fresh(), settings).get_base_model()
+def test_biases_that_would_fill_the_zeros_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a projection before the convolution.*lora_bias=False"):
+        PackedStep(adapted(lora_bias=True))(padded(truth().samples))
 
+
+def test_adapters_of_projections_learn_what_they_learn_alone() -> None:
     own = alone_through(adapted(), truth().samples)
     model = adapted()
     result = PackedStep(model)(pack(padded(own.samples), rule=SlotRule(multiple=4)), logits=True)
@@ -82,9 +64,9 @@ def test_adapters_of_projections_learn_what_they_learn_alone(lora_bias: bool) ->
     assert any("conv.in_proj.lora_A" in name for name in own.gradients)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_each_node_of_a_tree_reads_the_last_tokens_of_its_path(bias: bool) -> None:
-    alone, model = truth_of_tree(bias=bias), fresh(bias=bias)
+def test_each_node_of_a_tree_reads_the_last_tokens_of_its_path() -> None:
+    model = fresh()
+    alone = alone_through(model, samples_of(model.config, TREE, STRANGER))
     row = shared(alone.samples)
     result = PackedStep(model)(row, logits=True)
     check_step(alone, model, result, limits_of(FAMILY))
@@ -92,7 +74,4 @@ def test_each_node_of_a_tree_reads_the_last_tokens_of_its_path(bias: bool) -> No
     assert tree is not None
     assert min(tree.lengths[parent] for parent in tree.parents if parent >= 0) < TAPS - 1
     repeated = (TAPS - 1) * len(tree.lengths)
-    if bias:
-        assert work.conv_tokens >= row.segments.num_tokens
-    else:
-        assert work.conv_tokens == tree.num_tokens + repeated < row.segments.num_tokens
+    assert work.conv_tokens == tree.num_tokens + repeated < row.segments.num_tokens

@@ -32,7 +32,7 @@ from vlmpack.errors import ConfigError, SampleError, SkippedWarning, UnpackedWar
 from vlmpack.lengths import measure_lengths
 from vlmpack.loading import PackedStream, RowSettings
 from vlmpack.model import disable_packing, enable_packing
-from vlmpack.model.mechanisms import Mechanism
+from vlmpack.model.engine import PackingState
 from vlmpack.plan import LengthTable, PrefixGroups, plan_bins
 from vlmpack.plan.plan import split_groups
 from vlmpack.rows import PackedDataset, StoreSettings, write_rows
@@ -110,7 +110,7 @@ def test_a_plan_of_a_table_leaves_out_what_cannot_be_used_and_nothing_else(tmp_p
 def test_a_group_that_does_not_fit_is_one_row_in_pieces(family, in_pieces, tmp_path, caplog, monkeypatch):
     """Where layers cannot start from a kept prefix, the group is split and its prefix computed again."""
     if not in_pieces:
-        monkeypatch.setattr(Mechanism, "problem_of_groups", lambda self, model: "they start from nothing")
+        monkeypatch.setattr(PackingState, "problem_of_pieces", lambda state, model: "layers start from nothing")
     processor = processor_of(family)
     collate = VLMCollator(processor, layout="packed", share_prefixes=SharePrefixes(min_shared=4))
     plain, model = (tiny_model(family, layers=2, vision_depth=1, processor=processor) for _ in range(2))

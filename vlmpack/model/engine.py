@@ -39,7 +39,6 @@ from vlmpack.model.mechanisms.experts import Balance, RouterStatistics, router_s
 from vlmpack.model.mechanisms.tensor_parallel import DividedHead
 from vlmpack.model.mechanisms.vision import for_compiler
 from vlmpack.model.pieces import Outputs, PieceOfGroup, RowInPieces, RunPiece
-from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult, Work, target_sums
 from vlmpack.model.row import CONTEXT, LAST_HIDDEN, RowContext, RowOverRanks, RowPart
 
@@ -172,9 +171,7 @@ class PackingState:
             )
         if self.rows_of_routers is not None:
             return 'routers count the tokens of all ranks in each pass: set aux_loss="row" or "sample"'
-        parts = self.parts_of(find_model(model))
-        problems = (mechanism.problem_of_groups(parts) for mechanism in self.mechanisms)
-        return next((problem for problem in problems if problem is not None), None)
+        return None
 
     def check(self, core: Any, *, attached: bool) -> None:
         """Check the model again, because parts of it may have been replaced.

@@ -144,10 +144,6 @@ class Mechanism(ABC):
             attached: whether the modules should have been changed already.
         """
 
-    def problem_of_groups(self, model: ModelParts) -> str | None:
-        """Return why a group cannot go through these layers piece by piece, and the remedy; None: it can."""
-        return None
-
     def prepare(self, setup: RowSetup) -> Any:
         """Derive the data that the layers need from a row, once per row: its entry in `RowContext.entries`."""
         return None

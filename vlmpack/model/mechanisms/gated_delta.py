@@ -33,12 +33,11 @@ from typing import Any, ClassVar, final
 import torch
 from torch import nn
 
-from vlmpack.errors import ConfigError
 from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, replaces
 from vlmpack.model.mechanisms.gated_delta_fla import check_fla, fla_boundaries, uses_fla
-from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls, tail_of, with_tail
+from vlmpack.model.mechanisms.recurrent_rows import Buckets, LayerState, VarlenCalls
 from vlmpack.model.plain import cache_name, check_not_bypassed
 from vlmpack.model.row import CONTEXT, RowContext
 
@@ -62,11 +61,7 @@ class GatedDelta(ClassMechanism):
         if not uses_fla(setup.model.family):
             return Buckets.of_row(setup)
         check_fla(setup.row.input_ids.device, training=torch.is_grad_enabled())
-        tree, kept, taps = setup.row.tree, setup.part.kept, conv_taps(setup.text_config)
-        if tree is None:
-            return VarlenCalls.of(setup.row.segments, taps=taps)
-        tree = with_tail(tree, kept, taps) if kept else tree
-        return VarlenCalls.of(tree.nodes, taps=taps, tree=tree, first=int(kept > 0))
+        return VarlenCalls.of_row(setup, conv_taps(setup.text_config), is_recurrent=True)
 
     def work(self, setup: RowSetup, entry: Any) -> Mapping[str, int]:
         """Count the tokens that each layer computes."""
@@ -94,19 +89,12 @@ def packed_gated_delta(
     """Run [1, t, D] through the layer, sample by sample. This stays outside compiled graphs: it would be recompiled for
     nearly every row, and torch 2.13's aot_eager fails in its backward pass on any batch of two."""
     delta: Buckets | VarlenCalls = row.entries[GatedDelta.name]
-    if isinstance(delta, VarlenCalls):
-        check_zeros(layer)
 
     def on_samples(rank_layer: nn.Module, row_1TD: torch.Tensor) -> torch.Tensor:
-        run, piece = with_state(partial(plain_forward, rank_layer, **kwargs)), row.part.piece
+        run = with_state(partial(plain_forward, rank_layer, **kwargs))
         if isinstance(delta, Buckets):
             return delta.run(run, layer, LayerState.behind, row.part, row_1TD)
-        if piece is None:
-            return delta.run(run, row_1TD)
-        tail, state = piece.read_last(layer) or (None, None)
-        kept, taps = LayerState(state_nHDD=state), delta.levels[0].taps
-        row_1TD = row_1TD if tail is None else torch.cat([tail, row_1TD], 1)
-        return piece.keep(layer, delta.run(run, row_1TD, kept), tail_of(row_1TD, taps), kept.state)
+        return delta.run(run, layer, row.part, row_1TD)
 
     if row.part.is_whole or delta.tree is not None:
         return on_samples(layer, hidden_1tD)
@@ -123,21 +111,6 @@ def packed_gated_delta(
 def conv_taps(text_config: Any) -> int:
     """Return how many tokens before its own the convolution reads."""
     return text_config.linear_conv_kernel_dim - 1
-
-
-def check_zeros(layer: nn.Module) -> None:
-    """Check that zero hidden states are still zero at a gated delta layer's convolution.
-
-    Raises:
-        ConfigError: a projection before the convolution has a bias.
-    """
-    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
-    names = [name for projection in projections for name, _ in projection.named_parameters()]
-    if any(name.rpartition(".")[2] == "bias" for name in names):
-        raise ConfigError(
-            f"a projection before the convolution of a {type(layer).__name__} has a bias, which would turn the zeros "
-            "that keep samples apart into something else: train without it (LoRA: lora_bias=False), or without fla"
-        )
 
 
 # ---------------------------------------------------------------------- splitting the heads

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vlmpack.errors import ConfigError
 from vlmpack.layout.device import to_device
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.segments import Segments, ranges
@@ -43,11 +44,6 @@ MAX_OVERHEAD = 1.25
 
 Path = list[tuple[torch.Tensor, ...]]
 """What each node of a path left for the nodes after it, from the root on."""
-
-
-def call_cost(device: torch.device) -> float:
-    """Return the cost of one more call of a layer on this device, in tokens."""
-    return CALL_COST.get(device.type, CALL_COST["cuda"])
 
 
 def with_tail(tree: PrefixTree, kept: int, taps: int) -> PrefixTree:
@@ -69,18 +65,11 @@ class LayerState:
     record_past = True
     """Makes calls of one token use the ordinary convolution and change nothing in place (transformers up to 5.19)."""
 
-    def __init__(
-        self,
-        tail_nCK: torch.Tensor | None = None,
-        state_nHDD: torch.Tensor | None = None,
-        *,
-        reads_row: bool = False,
-    ) -> None:
-        """Start from another call's final state; None: from nothing.
+    reads_row = False
+    """Whether the call's own tokens include the ones before the first."""
 
-        `reads_row`: the call's own tokens include the ones before the first.
-        """
-        self.reads_row = reads_row
+    def __init__(self, tail_nCK: torch.Tensor | None = None, state_nHDD: torch.Tensor | None = None) -> None:
+        """Start from another call's final state; None: from nothing."""
         self.tail = tail_nCK
         """[n, C, K]: projected tokens before the first ones; after the call, the last K tokens."""
         self.state = state_nHDD
@@ -183,7 +172,8 @@ class Buckets:
         tree, piece, segments = setup.row.tree, setup.part.piece, setup.row.segments
         if tree is not None:
             segments = Segments.from_lengths([0, *tree.lengths[1:]]) if setup.part.kept else tree.nodes
-        cost, keeps_last = call_cost(setup.row.input_ids.device), piece is not None and piece.own is not None
+        cost = CALL_COST.get(setup.row.input_ids.device.type, CALL_COST["cuda"])
+        keeps_last = piece is not None and piece.own is not None
         return cls.cheapest(segments, call_cost=cost, tree=tree, keeps_last=keeps_last, by_parent=by_parent)
 
     @classmethod
@@ -372,12 +362,6 @@ class ConvLayout:
     tree: PrefixTree | None = None
     """The tree; None: all segments are roots, and all of them are in the call."""
 
-    @classmethod
-    def every(cls, segments: Segments, taps: int, tree: PrefixTree | None = None) -> ConvLayout:
-        """Lay out all non-empty segments, in the order of the row."""
-        nodes = tuple(i for i, n in enumerate(segments.lengths) if n)
-        return cls(segments=segments, taps=taps, nodes=nodes, tree=tree)
-
     @property
     def lengths(self) -> list[int]:
         """Number of tokens of each segment."""
@@ -443,67 +427,117 @@ class ConvLayout:
 @final
 @dataclass(frozen=True, kw_only=True)
 class VarlenCalls:
-    """Calls for a row or a tree with kernels that restart at given boundaries: one call per level."""
+    """Calls for a row or a tree, whose segments are kept apart by zeros: one call, or with a recurrence along a tree
+    one per level, for kernels that restart at given boundaries."""
 
     segments: Segments
     """The row, or the nodes of the tree."""
     levels: tuple[ConvLayout, ...]
-    """The call of each level, roots first."""
+    """The calls, parents first."""
     tree: PrefixTree | None = None
-    """The tree; None: all segments are roots."""
-    first: int = 0
-    """The first level that is computed: 1 behind a kept prefix, of which level 0 has the tail (`with_tail`)."""
+    """The tree; None: all segments are roots. Behind a kept prefix, its first node is the prefix's tail (`with_tail`)
+    and in no call."""
+    is_recurrent: bool = False
+    """Whether the layers have a recurrence beside the convolution."""
 
     @classmethod
-    def of(cls, segments: Segments, *, taps: int, tree: PrefixTree | None = None, first: int = 0) -> VarlenCalls:
-        """Lay out a row, or `tree.nodes`, for a convolution that reads `taps` tokens before each token."""
+    def of_row(cls, setup: RowSetup, taps: int, *, is_recurrent: bool = False) -> VarlenCalls:
+        """Lay out a row, or its tree, for a convolution that reads `taps` tokens before each token."""
+        tree, kept = setup.row.tree, setup.part.kept
         if tree is None:
-            return cls(segments=segments, levels=(ConvLayout.every(segments, taps),))
-        levels: list[list[int]] = [[] for _ in range(max(tree.depths) + 1)]
-        for node, depth in enumerate(tree.depths):
-            levels[depth].append(node)
-        calls = [ConvLayout(segments=segments, taps=taps, nodes=tuple(level), tree=tree) for level in levels]
-        return cls(segments=segments, levels=tuple(calls), tree=tree, first=first)
+            return cls.of(setup.row.segments, taps, is_recurrent=is_recurrent)
+        tree = with_tail(tree, kept, taps) if kept else tree
+        return cls.of(tree.nodes, taps, tree=tree, first=int(kept > 0), is_recurrent=is_recurrent)
+
+    @classmethod
+    def of(
+        cls,
+        segments: Segments,
+        taps: int,
+        *,
+        tree: PrefixTree | None = None,
+        first: int = 0,
+        is_recurrent: bool = False,
+    ) -> VarlenCalls:
+        """Lay out the segments of a row, or `tree.nodes`, from number `first` on."""
+        levels: dict[int, list[int]] = {}
+        for node, length in enumerate(segments.lengths[first:], first):
+            if length:
+                depth = tree.depths[node] if tree is not None and is_recurrent else 0
+                levels.setdefault(depth, []).append(node)
+        calls = [ConvLayout(segments=segments, taps=taps, nodes=tuple(levels[at]), tree=tree) for at in sorted(levels)]
+        return cls(segments=segments, levels=tuple(calls), tree=tree, is_recurrent=is_recurrent)
 
     @property
     def tokens(self) -> int:
         """Number of tokens that all calls compute, including the tokens before each segment."""
-        return sum(level.tokens for level in self.levels[self.first :])
+        return sum(level.tokens for level in self.levels)
 
     def run(
-        self, layer: Callable[..., torch.Tensor], row_1TD: torch.Tensor, kept: LayerState | None = None
+        self, layer: Callable[..., torch.Tensor], module: nn.Module, part: RowPart, row_1TD: torch.Tensor
     ) -> torch.Tensor:
-        """Run [1, T, D] through a layer, level by level. The layer is a function of a `LayerState` (None if no state is
-        passed), [1, W, D] and the pieces of the call. `kept`: the state of the kept prefix, and afterwards of the last
-        node."""
-        if self.tree is None:
-            (level,) = self.levels
-            return level.join([layer(None, *level.split(row_1TD), level.pieces)])
-        outputs: list[torch.Tensor] = []
-        ended, last = None if kept is None else kept.state, len(self.tree.lengths) - 1
-        for depth, level in enumerate(self.levels[self.first :], self.first):
-            state = LayerState(state_nHDD=None if ended is None else self._starts(depth, ended), reads_row=True)
-            outputs.append(level.join([layer(state, *level.split(row_1TD), level.pieces)]))
-            assert state.state is not None
-            ended = state.state[1::2]
-            if kept is not None and last in level.nodes:
-                kept.state = ended[level.nodes.index(last), None]
-        return torch.cat(outputs, 1).index_select(1, self._derived("order", row_1TD.device, self._order))
+        """Run [1, T, D], a row or a part of it, through a layer.
 
-    def _starts(self, depth: int, ended_mHDD: torch.Tensor) -> torch.Tensor:
+        Args:
+            layer: maps a `LayerState` (None: no state is passed), [1, W, D] and the pieces of the call to [1, W, D].
+            module: the layer's module, under which pieces of a group keep what their last node leaves.
+            part: the part of the row.
+            row_1TD: hidden states.
+
+        Raises:
+            ConfigError: zeros would not keep the segments apart; see `check_zeros`.
+        """
+        check_zeros(module)
+        outputs, left = list[torch.Tensor](), list[torch.Tensor]()
+        kept = () if part.piece is None else part.piece.read_last(module) or ()
+        row_1TD = torch.cat([kept[0], row_1TD], 1) if kept else row_1TD
+        ended, nodes = (kept[1], (0,)) if len(kept) > 1 else (None, ())
+        for level in self.levels:
+            state = None
+            if self.tree is not None and self.is_recurrent:
+                state = LayerState(state_nHDD=None if ended is None else self._starts(level, nodes, ended))
+                state.reads_row = True
+            outputs.append(level.join([layer(state, *level.split(row_1TD), level.pieces)]))
+            if state is not None and state.state is not None:
+                ended, nodes = state.state[1::2], level.nodes
+                if (last := len(self.segments.lengths) - 1) in nodes:
+                    left = [ended[nodes.index(last), None]]
+        out_1TD = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+        if len(outputs) > 1:
+            out_1TD = out_1TD.index_select(1, self._derived("order", row_1TD.device, self._order))
+        if part.piece is None:
+            return out_1TD
+        return part.piece.keep(module, out_1TD, tail_of(row_1TD, self.levels[0].taps), *left)
+
+    def _starts(self, level: ConvLayout, ended: Sequence[int], ended_mHDD: torch.Tensor) -> torch.Tensor:
         """Return [2 n, H, D, D']: the initial state of each piece of a level. Nodes start from the final states of the
-        level above, and the tokens before them from zeros."""
+        level above (nodes `ended`), and the tokens before them from zeros."""
         assert self.tree is not None
-        numbers = {node: number for number, node in enumerate(self.levels[depth - 1].nodes)}
-        parents = [numbers[self.tree.parents[node]] for node in self.levels[depth].nodes]
-        index_n = self._derived(("parents", depth), ended_mHDD.device, lambda: np.asarray(parents))
+        parents = [ended.index(self.tree.parents[node]) for node in level.nodes]
+        index_n = self._derived(("parents", level.nodes), ended_mHDD.device, lambda: np.asarray(parents))
         starts_nHDD = ended_mHDD.index_select(0, index_n)
         return torch.stack([torch.zeros_like(starts_nHDD), starts_nHDD], 1).flatten(0, 1)
 
     def _order(self) -> np.ndarray:
         """Return int64 [t]: the position of each token of the tree among the outputs of all levels."""
-        spans = [self.segments.spans[node] for level in self.levels[self.first :] for node in level.nodes]
+        spans = [self.segments.spans[node] for level in self.levels for node in level.nodes]
         return np.argsort(np.concatenate([np.arange(*span) for span in spans]))
 
     def _derived(self, what: Hashable, device: torch.device, make: Callable[[], np.ndarray]) -> torch.Tensor:
         return self.segments.derived(("varlen calls", what), device, make)
+
+
+def check_zeros(layer: nn.Module) -> None:
+    """Check that zero hidden states are still zero at the convolution of a gated delta or short convolution layer.
+
+    Raises:
+        ConfigError: a projection before the convolution has a bias, either its own or an adapter's.
+    """
+    projections = [child for name, child in layer.named_children() if name.startswith("in_proj")]
+    names = [name for projection in projections for name, _ in projection.named_parameters()]
+    if any(name.rpartition(".")[2] == "bias" for name in names):
+        raise ConfigError(
+            f"a projection before the convolution of a {type(layer).__name__} has a bias, which would turn the zeros "
+            "that keep samples apart into something else: train without it (LoRA: lora_bias=False), or gated delta "
+            "layers without fla"
+        )
