@@ -3,6 +3,7 @@
 Chunks by themselves are in `tests/attention/test_patterns.py`."""
 
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -52,14 +53,8 @@ def test_a_layer_that_does_not_read_its_places_is_an_error(monkeypatch: pytest.M
         attention_class, "forward", lambda self, *args, past_key_values=None, **more: plain(self, *args, **more)
     )
     with pytest.raises(FamilyError, match="scales queries by their place and did not read it"):
-        llama4.placed_class.__wrapped__(
-            attention_class.forward,
-            model.model.layers[1].self_attn,
-            torch.zeros(1, 3, 64),
-            None,
-            None,
-            **row_of_layer(),
-        )
+        layer, hidden = model.model.layers[1].self_attn, torch.zeros(1, 3, 64)
+        inspect.unwrap(llama4.placed_class)(attention_class.forward, layer, hidden, None, None, **row_of_layer())
 
 
 def row_of_layer() -> dict[str, Any]:
