@@ -74,9 +74,10 @@ def demo(setup: DemoOptions) -> None:
     with quiet_transformers(), progress_lines(quiet=setup.quiet) as progress:
         progress("loading processor and samples")
         trainings = Trainings(setup)
-        samples = trainings.samples[: setup.batch_size]
+        samples = trainings.samples(0)
         batch = VLMCollator(trainings.processor, layout="padded").collate(samples)
-        print_text(console, escape(f"{trainings.title}, on {setup.data}, {setup.device}"))
+        title = setup.model or "a small random model with 4 layers of width 128"
+        print_text(console, escape(f"{title}, {setup.dtype}, on {setup.data}, {setup.device}"))
         runs: dict[str, Run] = {}
         trained: Any = None
         layouts: tuple[BatchLayout, ...] = ("padded", "packed")

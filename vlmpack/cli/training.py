@@ -18,21 +18,16 @@ from vlmpack.cli.demo import DemoOptions
 from vlmpack.cli.inputs import open_samples
 from vlmpack.cli.models import named_processor, open_model
 from vlmpack.collate.collator import BatchLayout, VLMCollator
-from vlmpack.data.open import OpenDataset
 from vlmpack.families.registry import family_of
 from vlmpack.layout.batch import METADATA_KEY
 from vlmpack.machine import peak_bytes
 from vlmpack.model.enable import disable_packing, enable_packing
-from vlmpack.testing.comparison import GradientCosine, run_alone, run_packed, smallest_cosine
+from vlmpack.testing.comparison import GradientCosine, smallest_cosine, take_gradients
 from vlmpack.testing.models import tiny_model
-from vlmpack.testing.samples import Sample
 
 TINY_RATE, PRETRAINED_RATE = 1e-3, 1e-5
 """Learning rates of AdamW."""
 TINY_SIZES: dict[str, Any] = {"hidden": 128, "layers": 4, "vision_hidden": 64, "vision_heads": 4}
-TOKENS = ("input_ids", "labels", "mm_token_type_ids")
-"""Tensors of a batch with one entry per token."""
-NOT_OF_SAMPLES = ("attention_mask", METADATA_KEY)
 
 
 @final
@@ -82,14 +77,16 @@ class Trainings:
         self._options = options
         self._dtype: torch.dtype = getattr(torch, str(options.dtype))
         self.processor: Any = named_processor(options.model or "tiny")
-        num = options.steps * options.batch_size
-        self.samples: OpenDataset = open_samples(options.data, num=num, seed=options.seed, small=options.model is None)
-        """As many conversations as a training needs."""
-        size, measure = options.batch_size, VLMCollator(self.processor).measure
-        lengths = [measure(sample).num_tokens for sample in self.samples]
-        self.lengths = tuple(tuple(lengths[at : at + size]) for at in range(0, num, size))
+        num, small = options.steps * options.batch_size, options.model is None
+        self._data = open_samples(options.data, num=num, seed=options.seed, small=small)
+        measure, steps = VLMCollator(self.processor).measure, range(options.steps)
+        self.lengths = tuple(tuple(measure(sample).num_tokens for sample in self.samples(step)) for step in steps)
         """Real tokens of each sample, by step."""
-        self.title = f"{options.model or 'a small random model with 4 layers of width 128'}, {options.dtype}"
+
+    def samples(self, step: int) -> list[Mapping[str, Any]]:
+        """Return the conversations of a step."""
+        size = self._options.batch_size
+        return [self._data[at] for at in range(step * size, (step + 1) * size)]
 
     def make_model(self) -> Any:
         """Make the model, with the same initial weights in each call.
@@ -118,52 +115,50 @@ class Trainings:
         if layout == "packed":
             enable_packing(model)
         collator = VLMCollator(self.processor, layout=layout, pixel_dtype=self._dtype)
+        device = self._options.device
         rate = TINY_RATE if self._options.model is None else PRETRAINED_RATE
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0)
         physical, seconds, losses = [], [], []
         for step in range(self._options.steps):
-            batch = self._batch(collator, step)
-            start = self._now()
+            batch = _inputs(collator, self.samples(step), device)
+            start = _now(device)
             loss = model(**batch).loss
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            seconds.append(self._now() - start)
+            seconds.append(_now(device) - start)
             physical.append(batch["input_ids"].numel())
             losses.append(float(loss))
             report(step + 1)
         del optimizer  # frees its memory
         largest = max(range(len(losses)), key=lambda step: max(self.lengths[step]))  # if padded
+        batch = _inputs(collator, self.samples(largest), device)
+        held = [*model.parameters(), *(value for value in batch.values() if isinstance(value, torch.Tensor))]
+        peak = peak_bytes(lambda: model(**batch).loss.backward(), held=held, device=device)
+        model.zero_grad()
         return Run(
             layout=layout,
             lengths=self.lengths,
             physical=tuple(physical),
             seconds=tuple(seconds),
             losses=tuple(losses),
-            peak_bytes=self._peak_of_step(model, self._batch(collator, largest)),
+            peak_bytes=peak,
         )
 
-    def _batch(self, collator: VLMCollator, step: int) -> dict[str, Any]:
-        """Make the batch of a step, on the device."""
-        size = self._options.batch_size
-        batch = collator([self.samples[at] for at in range(step * size, (step + 1) * size)])
-        if collator.layout == "padded":
-            del batch[METADATA_KEY]  # an unmodified model does not accept it
-        device = self._options.device
-        return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
-    def _now(self) -> float:
-        if self._options.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+def _inputs(collator: VLMCollator, samples: Sequence[Mapping[str, Any]], device: Any) -> dict[str, Any]:
+    """Return a batch on the device. A padded one has no metadata, which an unmodified model does not accept."""
+    batch = collator(samples)
+    if collator.layout == "padded":
+        del batch[METADATA_KEY]
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
-    def _peak_of_step(self, model: nn.Module, batch: Mapping[str, Any]) -> int:
-        tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-        held = [*model.parameters(), *tensors]
-        peak = peak_bytes(lambda: model(**batch).loss.backward(), held=held, device=self._options.device)
-        model.zero_grad(set_to_none=True)
-        return peak
+
+def _now(device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def packed_against_alone(
@@ -171,17 +166,15 @@ def packed_against_alone(
 ) -> GradientCosine:
     """Compare the gradients of a packed row with those of its samples alone in the unmodified model.
 
-    Converts the model to float32 and disables packing; the weights stay the same.
+    Converts the model to float32; the weights stay the same.
     """
-    model.float().eval()
-    collate = VLMCollator(processor, pixel_dtype=torch.float32)
-    pack = VLMCollator(processor, layout="packed", pixel_dtype=torch.float32)
-    batches = [collate([conversation]) for conversation in conversations]
-    samples = [
-        Sample(
-            {name: batch[name][0] if name in TOKENS else batch[name] for name in batch if name not in NOT_OF_SAMPLES}
-        )
-        for batch in batches
-    ]
-    alone = run_alone(disable_packing(model), samples)
-    return smallest_cosine(run_packed(model, pack.collate(conversations), samples).gradients, alone.gradients)
+    disable_packing(model.float().eval())
+    device = next(model.parameters()).device
+    one, row = (VLMCollator(processor, layout=layout, pixel_dtype=torch.float32) for layout in ("padded", "packed"))
+    samples = [_inputs(one, [conversation], device) for conversation in conversations]
+    targets = [int((sample["labels"][:, 1:] >= 0).sum()) for sample in samples]
+    for sample, count in zip(samples, targets, strict=True):
+        (model(**sample).loss * count / sum(targets)).backward()
+    alone = take_gradients(model)
+    enable_packing(model)(**_inputs(row, conversations, device)).loss.backward()
+    return smallest_cosine(take_gradients(model), alone)
