@@ -22,13 +22,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from vlmpack.cli.options import ModelOptions
 from vlmpack.collate.processor_metadata import parts_of
+from vlmpack.context_parallel.mesh import gathered
 from vlmpack.context_parallel.plans import plan_for
 from vlmpack.data.processor import WHOLE, is_saved_alone, load_processor
 from vlmpack.errors import ConfigError, check_extra
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named, family_of
 from vlmpack.terminal import quiet_transformers
-from vlmpack.testing.comparison import of_all_ranks
 from vlmpack.testing.models import DEFAULT_FAMILY, tiny_model
 from vlmpack.testing.processors import CHAT_TEMPLATE, processor_families, tiny_processor
 
@@ -251,7 +251,7 @@ def load(
     family = family_named(config.model_type)
     reason = "as asked" if tiny else _why_not(name, config, family, device, mesh)
     if mesh:  # memory may differ between ranks
-        reason = max(of_all_ranks(reason))
+        reason = max(gathered(reason))
     if reason:
         model = placed(tiny_model(family.model_type, dtype=dtype, like=config), device, mesh)
         return Loaded(model=model, processor=None, weights=f"a tiny copy with random weights{over}: {reason}")
@@ -269,7 +269,7 @@ def placed(model: Any, device: torch.device, mesh: Mesh) -> Any:
         return model.to(device)
     auto = auto_class(family_named(model.config.model_type))
     with TemporaryDirectory() as own:
-        folder = of_all_ranks(own)[0]  # on one machine; rank 0 alone writes
+        folder = gathered(own)[0]  # on one machine; rank 0 alone writes
         model.save_pretrained(folder)
         dist.barrier()
         model = auto.from_pretrained(folder, dtype=model.dtype, distributed_config=_on_mesh(model.config, mesh))

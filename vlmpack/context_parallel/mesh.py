@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 from torch import distributed as dist
@@ -18,6 +18,7 @@ from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.device import on_host, require
 from vlmpack.layout.row import PackedRow
 
+T = TypeVar("T")
 NAMES = {
     "replicate": ("replicate", "dp_replicate"),
     "data": ("data", "dp", "fsdp", "dp_shard"),
@@ -364,3 +365,20 @@ def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         numbers += grad.numel()
     if bucket:
         yield bucket
+
+
+# ---------------------------------------------------------------------- values of all ranks of the job
+
+
+def is_distributed() -> bool:
+    """Return whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def gathered(value: T) -> list[T]:
+    """Return the value of every rank of the job, rank after rank; each must call this. One process has its own."""
+    if not is_distributed():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vlmpack.context_parallel.mesh import Parallel, mesh_of
+from vlmpack.context_parallel.mesh import Parallel, gathered, mesh_of
 from vlmpack.errors import FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row, media_reader
@@ -40,7 +40,7 @@ from vlmpack.model.engine import StepConfig, stored_state
 from vlmpack.model.plain import find_model
 from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
-from vlmpack.testing.comparison import Outcome, backward, local, of_all_ranks, outcome_of, plain_output, take_gradients
+from vlmpack.testing.comparison import Outcome, backward, local, outcome_of, plain_output, take_gradients
 from vlmpack.testing.samples import Sample, grids_of, num_targets, padded, sample_like, word_ids
 
 NO_GAPS = SlotRule()
@@ -94,7 +94,7 @@ class ProbedModel:
     def worst_of_ranks(self, errors: Mapping[str, float]) -> dict[str, float]:
         """Return the largest error of any rank by name, so that all of them decide alike what to run next."""
         worst: dict[str, float] = {}
-        for each in of_all_ranks(errors) if self.needs_all_ranks else [errors]:
+        for each in gathered(errors) if self.needs_all_ranks else [errors]:
             worst |= {name: max(error, worst.get(name, error)) for name, error in each.items()}
         return worst
 

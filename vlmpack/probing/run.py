@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.attention.backends import AUTO, BACKENDS, AttentionCall, choose, recorded_calls
+from vlmpack.context_parallel.mesh import gathered
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.media import media_reader
 from vlmpack.layout.row import pack
@@ -43,7 +44,7 @@ from vlmpack.probing.forward_passes import (
 from vlmpack.probing.reference import OPEN, ProbeSetup, Reference, References, held_to, record_references
 from vlmpack.probing.report import BAD, Baseline, Cause, Check, CheckPart, Report, causes_of, one_line
 from vlmpack.probing.work import WORK_CHECKS, count_pairs
-from vlmpack.testing.comparison import FLOOR, compare, distance, of_all_ranks, relative, rms_distance, to_host
+from vlmpack.testing.comparison import FLOOR, compare, distance, relative, rms_distance, to_host
 from vlmpack.testing.samples import Sample, build_sample, kind_of, media_of, padded, perturbed, probe_samples
 
 Progress = Callable[[str], None]
@@ -232,7 +233,7 @@ def caught(
         checks = [Check.raised(part, name, error)]
     if not setup.probed.needs_all_ranks:
         return checks
-    return min(of_all_ranks(checks), key=lambda each: min([check.rank for check in each], default=len(BAD)))
+    return min(gathered(checks), key=lambda each: min([check.rank for check in each], default=len(BAD)))
 
 
 def worst_of_each(checks: Sequence[Check]) -> list[Check]:

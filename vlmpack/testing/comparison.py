@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
-from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vlmpack.context_parallel.mesh import gathered
 from vlmpack.errors import ConfigError
 from vlmpack.families.registry import family_of
 from vlmpack.layout.batch import PaddedBatch
@@ -33,7 +33,6 @@ from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
 from vlmpack.testing.samples import Sample, alone, num_targets
 
-T = TypeVar("T")
 Gradients = Mapping[str, torch.Tensor]
 """Gradients by name of the parameter; parameters without a gradient are left out."""
 
@@ -409,7 +408,7 @@ def gradient_errors(
         zero = torch.zeros_like(local(like))
         sizes[name] = _size(local(actual.get(name, zero)), local(truth.get(name, zero)))
     if any(isinstance(gradient, DTensor) for gradient in truth.values()):
-        of_ranks = of_all_ranks(sizes)
+        of_ranks = gathered(sizes)
         sizes = {name: _together(of_rank[name] for of_rank in of_ranks) for name in sizes}
     expected = {name: float(size[1]) for name, size in sizes.items()}
     largest = max(expected.values(), default=0.0)
@@ -437,13 +436,6 @@ def _weight_of(name: str) -> str | None:
 def local(x: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor that is divided over ranks; of others, the tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def of_all_ranks(value: T) -> list[T]:
-    """Return the values that all ranks of the job give; each must call this."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def group_of(parameter: str) -> str:

@@ -180,10 +180,8 @@ def generate_answer(model: Any, collator: VLMCollator, sample: Any, *, max_new_t
 class EvaluationRows:
     """The rows of an evaluation set."""
 
-    rows: tuple[tuple[int, ...], ...]
-    """Data set indices of the samples of each row."""
-    tokens: np.ndarray
-    """int64 [G]: tokens of each row."""
+    plan: Plan
+    """The samples of each row, by their indices in the data set."""
     refused: tuple[SampleError, ...]
     """Samples in no row, and why."""
 
@@ -205,15 +203,14 @@ class EvaluationRows:
             raise ConfigError("give capacity=, the tokens of a row, or plan=, the rows themselves")
         if plan is not None:
             check_plan(plan, dataset, collator)
-            return cls(rows=plan.bins, tokens=plan.tree_tokens, refused=_dropped(plan))
+            return cls(plan=plan, refused=_dropped(plan))
         assert capacity is not None
         if not isinstance(collator, VLMCollator):
             raise ConfigError(f"a {type(collator).__name__} cannot measure lengths, as VLMCollator can; give plan=")
         with skipped_are_reported():  # by an error, or in `Evaluation.refused`
             table = measure_lengths(dataset, collator, workers=workers)
         check_refused(table, collator, of="the evaluation set")
-        planned = plan_bins(table, capacity, overlength="own_row")
-        return cls(rows=planned.bins, tokens=planned.tokens, refused=table.refused)
+        return cls(plan=plan_bins(table, capacity, overlength="own_row"), refused=table.refused)
 
 
 def check_plan(plan: Plan, dataset: Any, collator: object) -> None:
@@ -310,14 +307,15 @@ class EvaluationLoader(DataLoader[Any]):
     def __init__(
         self, dataset: MapStyle, collator: Collator, rows: EvaluationRows, *, rank: int, ranks: int, **settings: Any
     ) -> None:
-        dealt = balance_rows(rows.tokens.astype(np.float64), ranks=ranks).rows[:, rank].reshape(-1).tolist()
+        costs, bins = rows.plan.tree_tokens.astype(np.float64), rows.plan.bins
+        dealt = balance_rows(costs, ranks=ranks).rows[:, rank].reshape(-1).tolist()
         counted = [at for at in dealt if at != EMPTY]
         repeated = (counted[:1] or [0]) * (len(dealt) - len(counted))
         settings |= {"collate_fn": NumberedCollator(dataset, collator, as_ids=True), "generator": torch.Generator()}
         places: Any = range(len(dataset))  # a data set of indices
-        super().__init__(places, batch_sampler=[list(rows.rows[at]) for at in counted + repeated], **settings)
+        super().__init__(places, batch_sampler=[list(bins[at]) for at in counted + repeated], **settings)
         self.rows, self.rank = rows, rank
-        self.counted = [rows.rows[at] for at in counted]
+        self.counted = [bins[at] for at in counted]
         """Rows whose losses count (the first ones of the loader); losses of repeated rows are dropped."""
         self.names_samples = isinstance(collator, VLMCollator)
         """Whether batches name their samples; if so, a batch without sample ids has no samples."""
@@ -385,7 +383,7 @@ class RowLosses:
             sample_losses=np.concatenate(losses)[order],
             sample_targets=np.concatenate(targets)[order].astype(np.int64),
             refused=tuple(sorted(chain(rows.refused, *refused), key=lambda sample: sample.index or 0)),
-            rows=len(rows.rows),
+            rows=len(rows.plan),
             work=Work(**{kind.name: sum(counts[kind.name] for counts in work) for kind in fields(Work)}),
         )
 
@@ -465,30 +463,29 @@ class LossMetrics:
         Args:
             prediction: what Trainer makes of an enabled model's `PackedOutput`: `predictions` ends with (sample_losses
                 [B], sample_targets [B]) of the whole set, or is a list of such pairs, one per batch. If
-                `Seq2SeqTrainer` generated, predictions are ids [B, S], and the losses are those that the model stored.
+                `Seq2SeqTrainer` generated, predictions are ids [B, S].
             compute_result: Trainer passes it only with `batch_eval_metrics=True`, which is refused.
 
         Raises:
             ConfigError: the predictions do not come from a model with packing enabled, come one batch at a time, or
                 have fewer samples than losses were computed.
         """
-        unread = self._loss_count.take()
+        computed = [(losses.cpu().numpy(), targets.cpu().numpy()) for losses, targets in self._loss_count.take()]
         if compute_result is not None:
             raise ConfigError(
                 "batch_eval_metrics=True hands over one batch at a time, but loss_metrics needs the whole set: set it "
                 "to False"
             )
-        computed = [(losses.cpu().numpy(), targets.cpu().numpy()) for losses, targets in unread]
         batches = prediction.predictions if isinstance(prediction.predictions, list) else [prediction.predictions]
-        generated = bool(computed) and all(_is_generated(batch) for batch in batches)
-        pairs = computed if generated else [_pair(batch) for batch in batches]
-        num_computed = sum(len(losses) for losses, _ in computed)
-        num_given = sum(len(batch) for batch in (batches if generated else [losses for losses, _ in pairs]))
-        if num_computed not in (0, num_given):  # 0: PackedTrainer's evaluation, which is exact by itself
-            raise ConfigError(
-                f"HF Trainer computed {num_computed} losses and handed over {num_given} samples: of packed rows "
-                "accelerate cuts the last batch (use PackedTrainer), or an evaluation was interrupted (evaluate again)"
-            )
+        if computed:
+            num_given = sum(len(batch[-1] if isinstance(batch, tuple) else batch) for batch in batches)
+            if (num_computed := sum(len(losses) for losses, _ in computed)) != num_given:
+                raise ConfigError(
+                    f"HF Trainer computed {num_computed} losses and handed over {num_given} samples: of packed rows "
+                    "accelerate cuts the last batch (use PackedTrainer), or an evaluation was interrupted (evaluate "
+                    "again)"
+                )
+        pairs = computed or [_pair(batch) for batch in batches]  # PackedTrainer's are exact, and the model keeps none
         losses, targets = (np.concatenate(parts).astype(np.float64) for parts in zip(*pairs, strict=True))
         metrics = losses_of_set(losses, targets)
         return {"loss": metrics["token_loss"], **metrics}
@@ -525,22 +522,17 @@ def losses_of_set(losses: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         losses: float64 [B]: mean loss of each sample.
         targets: [B]: number of targets of each sample.
     """
-    num_targets, has_targets = float(targets.sum()), targets > 0
-    token_loss = (losses * targets).sum() / max(num_targets, 1.0)
+    sums = losses * targets
+    token_loss = mean_loss(sums, targets, "token")
     with np.errstate(over="ignore"):
         perplexity = float(np.exp(token_loss))
     return {
-        "token_loss": float(token_loss),
-        "sample_loss": float(losses[has_targets].mean()) if has_targets.any() else 0.0,
+        "token_loss": token_loss,
+        "sample_loss": mean_loss(sums, targets, "sample"),
         "perplexity": perplexity,
-        "num_targets": num_targets,
-        "num_samples": float(has_targets.sum()),
+        "num_targets": float(targets.sum()),
+        "num_samples": float((targets > 0).sum()),
     }
-
-
-def _is_generated(batch: Any) -> bool:
-    """Return whether a batch's predictions are generated ids [B, S], for which Seq2SeqTrainer returns no losses."""
-    return isinstance(batch, np.ndarray) and batch.ndim == 2 and np.issubdtype(batch.dtype, np.integer)
 
 
 def _pair(batch: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -27,11 +27,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from vlmpack.context_parallel.mesh import Parallel, gathered, is_distributed
 from vlmpack.layout.batch import METADATA_KEY, HostMetadata
 from vlmpack.layout.row import IGNORE, PackedRow
 from vlmpack.layout.segments import Segments
-from vlmpack.model.enable import is_packing
-from vlmpack.model.engine import packing_state
+from vlmpack.model.engine import stored_state
 from vlmpack.model.forward import is_row_input
 from vlmpack.model.plain import find_model
 
@@ -155,23 +155,15 @@ class ChannelLosses:
         return {channel: float(total / items) for channel, (total, items) in sorted(of_all.items()) if items}
 
 
-def is_distributed() -> bool:
-    """Return whether this process is one of several ranks."""
-    return dist.is_available() and dist.is_initialized()
+def parallel_of(model: nn.Module) -> Parallel | None:
+    """Return the ranks that packing was enabled for; None: none were given, or packing is not enabled."""
+    state = stored_state(find_model(model))
+    return None if state is None else state.parallel
 
 
 def data_place(model: nn.Module) -> tuple[int, int]:
     """Return (index, number) of the ranks with rows of their own; ranks that share rows have one index."""
-    parallel = packing_state(find_model(model)).parallel if is_packing(model) else None
+    parallel = parallel_of(model)
     if parallel is not None and parallel.mesh is not None:
         return parallel.data_rank, parallel.data_ranks
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
-
-
-def gathered(value: Any) -> list[Any]:
-    """Return the value of every rank, rank after rank."""
-    if not is_distributed():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

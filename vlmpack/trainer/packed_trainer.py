@@ -48,7 +48,7 @@ from vlmpack.trainer.evaluation import (
     RowLosses,
     check_plan,
 )
-from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, data_place, mean_loss, weighed
+from vlmpack.trainer.loss import ChannelLosses, Loss, channels_of, data_place, mean_loss, parallel_of, weighed
 
 _LOG = logging.getLogger(__name__)
 
@@ -322,8 +322,7 @@ class PackedTrainer(RenamedWeights):
 
     @property
     def _context_ranks(self) -> int:
-        model: Any = self.model
-        parallel = packing_state(find_model(model)).parallel if is_packing(model) else None
+        parallel = parallel_of(cast(nn.Module, self.model))
         return 1 if parallel is None else parallel.ranks
 
     def _check_own_batches(self, sharing: int) -> None:
