@@ -19,10 +19,9 @@ from vlmpack.plan import plan_bins
 from vlmpack.trainer import PackedTrainer
 from vlmpack.trainer.checkpoints import (
     PLAN_FILE,
-    check_complete,
+    checkpoint_to_resume,
     load_divided_optimizer,
     load_stream,
-    newest_complete,
     save_stream,
     stream_file,
 )
@@ -169,7 +168,7 @@ def killed_states(checkpoint):
 def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, runs, tmp_path):
     source, _ = runs(last_file)
     assert in_order_of_writing(source / "checkpoint-6")[-1].name == last_file
-    assert newest_complete(source, last_file).name == "checkpoint-6"
+    assert checkpoint_to_resume(True, source, last_file) == str(source / "checkpoint-6")
     shutil.copytree(source / "checkpoint-3", tmp_path / "checkpoint-3")
     seen = 0
     for how, files in killed_states(source / "checkpoint-6"):
@@ -180,9 +179,9 @@ def test_wherever_a_save_was_stopped_the_checkpoint_before_is_taken(last_file, r
         with pytest.warns(
             UserWarning, match=r"resuming from checkpoint-3, since in checkpoint-6 .* is missing|too early"
         ):
-            assert newest_complete(tmp_path, last_file).name == "checkpoint-3", how
+            assert checkpoint_to_resume(True, tmp_path, last_file) == str(tmp_path / "checkpoint-3"), how
         with pytest.raises(ConfigError, match=r"the run was stopped while .* Instead, resume from .*checkpoint-3$"):
-            check_complete(stopped, last_file)
+            checkpoint_to_resume(str(stopped), tmp_path, last_file)
         shutil.rmtree(stopped)
         seen += 1
     assert seen == 18
@@ -210,7 +209,7 @@ def test_a_folder_that_is_written_again_does_not_look_whole_meanwhile(runs, tmp_
     with pytest.raises(ZeroDivisionError):
         run.train()
     with pytest.raises(ConfigError, match=f"{PLAN_FILE} is missing"):
-        check_complete(tmp_path / "checkpoint-3", PLAN_FILE)
+        checkpoint_to_resume(str(tmp_path / "checkpoint-3"), tmp_path, PLAN_FILE)
 
 
 # ---------------------------------------------------------------------- the state of a stream

@@ -17,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.packed_runs import fingerprint, fresh, plan_of, planned, scene, streamed
 from training import LAYOUTS, Samples, arguments, collator, lengths_of, logged, receipts, trainer
 
+from vlmpack.context_parallel.mesh import gathered
 from vlmpack.errors import ConfigError
 from vlmpack.model import PackedStep, StepConfig, enable_packing
 from vlmpack.plan import plan_bins
 from vlmpack.testing import tiny_model
 from vlmpack.trainer import PackedTrainer, evaluate, loss_metrics
-from vlmpack.trainer.checkpoints import newest_complete
+from vlmpack.trainer.checkpoints import checkpoint_to_resume
 
 
 def main(folder: Path) -> None:
@@ -98,14 +99,7 @@ def resumed_from(folder):
         if (step, rank()) != (6, 1):
             (here / f"place{rank()}").touch()
     torch.distributed.barrier()
-    return [path.name for path in gathered(newest_complete(folder, f"place{rank()}"))]
-
-
-def gathered(mine):
-    """What every rank gives, rank after rank."""
-    everybody = [None, None]
-    torch.distributed.all_gather_object(everybody, mine)
-    return everybody
+    return [Path(path).name for path in gathered(checkpoint_to_resume(True, folder, f"place{rank()}"))]
 
 
 def on_a_plan(folder):

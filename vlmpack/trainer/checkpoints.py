@@ -55,59 +55,61 @@ _STATE_FILE = "trainer_state.json"
 """The last file that Trainer itself writes."""
 _NEW_RUN = "begin a new run, from its weights (from_pretrained(checkpoint)) if they are there"
 
+OTHERWISE = "of another model or training: train as before"
+_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError, SafetensorError)
+"""Errors of json, torch, safetensors and PEFT for files that are truncated, or of another format or shape."""
+
+
+@contextmanager
+def _reading(path: str | Path | None, otherwise: str) -> Iterator[None]:
+    """Turn errors of reading a checkpoint into a ConfigError that names it, and what else it may be than damaged."""
+    try:
+        yield
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except _UNREADABLE as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise ConfigError(
+            f"{path} is damaged, or {otherwise} ({reason}); resume from another checkpoint, or {_NEW_RUN}"
+        ) from error
+
+
 # ---------------------------------------------------------------------- complete checkpoints
 
 
 def checkpoint_to_resume(given: str | bool | None, output_dir: str | Path | None, last_file: str | None) -> str | None:
     """Return the checkpoint that `resume_from_checkpoint` means: None, one that is named, or the newest complete one.
 
-    Raises:
-        ConfigError: it is incomplete, or there is none.
-    """
-    if given is True:
-        return str(newest_complete(output_dir or ".", last_file))
-    if not given:
-        return None
-    check_complete(given, last_file)
-    return given
-
-
-def check_complete(checkpoint: str | Path, last_file: str | None) -> None:
-    """Check that a checkpoint is complete.
+    Of several ranks, the newest that is complete on all of them. Warns of newer, incomplete ones.
 
     Args:
-        checkpoint: the folder.
+        given: the setting.
+        output_dir: folder of the run.
         last_file: name of the file that vlmpack writes last; None: Trainer's own last file.
 
     Raises:
-        ConfigError: a file is missing or incomplete; names it, and the checkpoint to resume from instead.
+        ConfigError: a file is missing or incomplete, or there is no checkpoint; names what to resume from instead.
     """
-    folder = Path(checkpoint)
-    if lack := _lack(folder, last_file):
-        complete = [step for step, missing in _lacks(folder.parent, last_file).items() if not missing]
-        instead = f"resume from {folder.with_name(f'checkpoint-{max(complete)}')}" if complete else _NEW_RUN
-        raise ConfigError(f"{folder} cannot be resumed from: {lack}. Instead, {instead}")
-
-
-def newest_complete(output_dir: str | Path, last_file: str | None) -> Path:
-    """Find the newest checkpoint that is complete on all ranks; warn of newer, incomplete ones.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    folder = Path(output_dir)
+    if not given:
+        return None
+    folder = Path(output_dir or ".") if given is True else Path(given).parent
     lacks = _lacks(folder, last_file)
-    complete = set.intersection(*gathered({step for step, lack in lacks.items() if not lack}))
-    newest = max(complete, default=-1)
+    complete = {step for step, lack in lacks.items() if not lack}
+    if given is not True:
+        if lack := _lack(Path(given), last_file):
+            instead = f"resume from {folder / f'checkpoint-{max(complete)}'}" if complete else _NEW_RUN
+            raise ConfigError(f"{given} cannot be resumed from: {lack}. Instead, {instead}")
+        return given
+    newest = max(set.intersection(*gathered(complete)), default=-1)
     newer = "; ".join(
         f"in checkpoint-{step} {lacks[step] or 'another rank lacks a file'}" for step in sorted(lacks) if step > newest
     )
-    if not complete:
+    if newest < 0:
         reason = newer or "there is none at all"
         raise ConfigError(f"{folder} has no checkpoint to resume from ({reason}). Instead, {_NEW_RUN}")
     if newer:
-        warnings.warn(f"resuming from checkpoint-{newest}, since {newer}", stacklevel=4)
-    return folder / f"checkpoint-{newest}"
+        warnings.warn(f"resuming from checkpoint-{newest}, since {newer}", stacklevel=3)
+    return str(folder / f"checkpoint-{newest}")
 
 
 def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str]:
@@ -213,8 +215,8 @@ def check_described(checkpoint: str | Path, was: Mapping[str, Any], now: Mapping
 
 def save_plan(file: Path, sampler: PackedBatchSampler, run: Mapping[str, Any]) -> None:
     """Write the plan of a checkpoint's steps, how its rows are distributed over them, and the result of `described`."""
-    state = {name: value for name, value in sampler.state_dict().items() if name not in _DONE}
-    write_text(file, json.dumps({**state, "run": run}))
+    state = sampler.state_dict()
+    write_text(file, json.dumps({"of": state["of"], "dealt": state["dealt"], "run": run}))
 
 
 def load_plan(checkpoint: str | Path, sampler: PackedBatchSampler, run: Mapping[str, Any]) -> None:
@@ -229,20 +231,14 @@ def load_plan(checkpoint: str | Path, sampler: PackedBatchSampler, run: Mapping[
         ConfigError: the steps belong to another plan, have another number of rows, or were trained in another way.
     """
     file = Path(checkpoint) / PLAN_FILE
-    try:
+    with _reading(file, "was not written by vlmpack"):
         saved = json.loads(file.read_text(encoding="utf-8"))
-        state, was = {**_DONE, **{name: saved[name] for name in ("of", "dealt")}}, dict(saved["run"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged ({type(error).__name__}: {error}); resume from another one") from error
+        state, was = {"epoch": 0, "rows": 0, "of": saved["of"], "dealt": saved["dealt"]}, dict(saved["run"])
     try:
         sampler.load_state_dict(state)
     except ConfigError as error:
         raise ConfigError(f"{checkpoint} cannot be continued: {error}; or {_NEW_RUN}") from error
     check_described(checkpoint, was, run)
-
-
-_DONE = {"epoch": 0, "rows": 0}
-"""The part of a sampler's state that Trainer counts itself."""
 
 
 # ---------------------------------------------------------------------- the state of a stream
@@ -298,15 +294,10 @@ def load_stream(checkpoint: Path, loader: StreamLoader, run: Mapping[str, Any], 
     files = next((files for files in complete if own in files), here)
     states, before, was = [], accumulation, run
     for file in files:
-        try:
+        with _reading(file, "was not written by vlmpack"):
             content = torch.load(file, weights_only=True)
             before, was = int(content["accumulation"]), dict(content["run"])
             states.append(content["stream"])
-        except (UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{file} is damaged, or was not written by vlmpack ({type(error).__name__}: {error!s:.200}); resume "
-                f"from another checkpoint, or {_NEW_RUN}"
-            ) from error
     check_described(checkpoint, was, run)
     loader.load_state_dict(states)
     rows, ranks = before * states[0]["ranks"], loader.stream.ranks
@@ -388,25 +379,6 @@ def _innermost(optimizer: Any) -> Any:
 # ---------------------------------------------------------------------- weights under other names
 
 
-_UNREADABLE = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, UnpicklingError, SafetensorError)
-"""Errors of torch, safetensors and PEFT for files that are truncated, or of another format or shape."""
-
-
-@contextmanager
-def _loading(checkpoint: str | Path | None) -> Iterator[None]:
-    """Turn errors of loading a checkpoint into a ConfigError that names it."""
-    try:
-        yield
-    except (ConfigError, torch.OutOfMemoryError):
-        raise
-    except _UNREADABLE as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
-        raise ConfigError(
-            f"{checkpoint} is damaged, or of another model or training ({reason}); train as before, resume from "
-            f"another checkpoint, or {_NEW_RUN}"
-        ) from error
-
-
 class RenamedWeights(Trainer):
     """A Trainer that loads checkpoints like `from_pretrained` if weight names differ between model and file."""
 
@@ -429,7 +401,7 @@ class RenamedWeights(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not is_divided(checkpoint):
-            with _loading(checkpoint):
+            with _reading(checkpoint, OTHERWISE):
                 super()._load_optimizer_and_scheduler(checkpoint)
             return
         load_divided_optimizer(self.model, self.optimizer, Path(checkpoint))
@@ -440,12 +412,12 @@ class RenamedWeights(Trainer):
         scheduler.load_state_dict(stored | {name: own[name] for name in of_groups})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with _loading(resume_from_checkpoint):
+        with _reading(resume_from_checkpoint, OTHERWISE):
             if not self._loads(self.model if model is None else model, resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with _loading(checkpoint):
+        with _reading(checkpoint, OTHERWISE):
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
