@@ -280,10 +280,10 @@ def _first_turns(dataset: OpenDataset, branches: Branches) -> np.ndarray:
     """
     counts = []
     for rows in dataset.files:
-        each = _each(rows)
         if isinstance(rows, StoredRows):
-            each = rows.batches([name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA])
-        for row in each:
+            names = [name for name in rows.columns if dataset.columns.names.get(name, name) not in MEDIA]
+            rows = StoredRows(table=rows.table.select_columns(names))
+        for row in _each(rows):
             try:
                 counts.append(num_branches(dataset.columns.apply(row), branches))
             except ValueError:  # the row is refused when it is indexed

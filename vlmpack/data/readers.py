@@ -18,8 +18,8 @@ import os
 import re
 import tarfile
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -224,55 +224,32 @@ class StoredRows:
         """
         row = self.table[index].to_pylist()[0]
         try:
-            return self._decoded(row)
+            return {**row, **self._features.decode_example(row)}
         except ValueError as error:
             detail = f"a column of the feature Json cannot be decoded: {error}; write the dataset again"
             raise SampleError(detail, "row_unreadable") from error
 
-    def batches(self, columns: Sequence[str], size: int = 1024) -> Iterator[dict[str, Any]]:
-        """Yield these columns of all rows in order, reading `size` rows at a time. An undecodable row is empty."""
-        part = StoredRows(table=self.table.select_columns(list(columns)))
-        for start in range(0, len(self), size):
-            for row in part.table[start : start + size].to_pylist():
-                try:
-                    yield part._decoded(row)
-                except ValueError:
-                    yield {}
-
-    def _decoded(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {**row, **{name: _from_json(row[name], feature) for name, feature in self._json_columns.items()}}
-
     @cached_property
-    def _json_columns(self) -> dict[str, Any]:
-        """Columns that hold JSON, with their features. A receipt's `ground_truth` is meant to stay JSON text."""
-        features = {name: self.table.features[name] for name in self.columns if name not in ("image", "ground_truth")}
-        return {name: feature for name, feature in features.items() if _holds_json(feature)}
+    def _features(self) -> Any:
+        """Features that decode JSON and nothing else. A receipt's `ground_truth` is meant to stay JSON text."""
+        import datasets
+
+        features = {name: _undecoded(feature) for name, feature in self.table.features.items()}
+        if "ground_truth" in features:
+            features["ground_truth"] = datasets.Value("string")
+        return datasets.Features(features)
 
 
-def _is_json(feature: Any) -> bool:
-    """Return whether a feature is a decoding `datasets.Json`. Releases before 4.7 do not have this feature."""
-    import datasets
-
-    return isinstance(feature, getattr(datasets, "Json", ())) and feature.decode
-
-
-def _holds_json(feature: Any) -> bool:
+def _undecoded(feature: Any) -> Any:
+    """Copy a feature so that images, videos and audio in it stay encoded."""
     if isinstance(feature, Mapping):
-        return any(map(_holds_json, feature.values()))
-    return _is_json(feature) or (hasattr(feature, "feature") and _holds_json(feature.feature))
-
-
-def _from_json(value: Any, feature: Any) -> Any:
-    """Decode the JSON inside an Arrow value, as `datasets` does. Images and audio stay unchanged."""
-    if value is None:
-        return None
-    if isinstance(feature, Mapping):
-        return {name: _from_json(value[name], inner) for name, inner in feature.items()}
-    if _is_json(feature):
-        return feature.decode_example(value)
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    if isinstance(feature, list):
+        return [*map(_undecoded, feature)]
     if hasattr(feature, "feature"):
-        return [_from_json(item, feature.feature) for item in value]
-    return value
+        return replace(feature, feature=_undecoded(feature.feature))
+    is_media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
+    return replace(feature, decode=False) if is_media else feature
 
 
 def _table(source: str, read: Any, fault: str) -> Any:
