@@ -42,7 +42,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -177,7 +177,8 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in row.items() if name not in (*shape, "input", "history")}
     answer = _answer(row[shape[-1]], shape[-1])
     if len(shape) == 1:
-        return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": answer}]}
+        shown = [{"role": "user", "content": []}] if any(row.get(name) is not None for name in MEDIA) else []
+        return {**rest, "messages": [*shown, {"role": "assistant", "content": answer}]}
     question = _text(row[shape[0]], shape[0])
     if choices := next((name for name in ("choices", "options") if row.get(name)), None):
         raise bad_row(f"it has {choices}, which its question does not show; write them, and the answer, as texts")
@@ -186,14 +187,11 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
     history = row.get("history") or []
     if not _is_list(history) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
         raise bad_row(f"it has a history that is no list of [question, answer]: {history!r:.60}")
-    return {**rest, "messages": _turns_of([*map(tuple, history), (question, answer)])}
+    pairs = ((role, text) for pair in (*history, (question, answer)) for role, text in zip(_ROLES, pair, strict=True))
+    return {**rest, "messages": [{"role": role, "content": _text(text, role)} for role, text in pairs]}
 
 
 _ROLES = ("user", "assistant")
-
-
-def _turns_of(pairs: Sequence[tuple[Any, Any]]) -> list[dict[str, Any]]:
-    return [{"role": r, "content": _text(text, r)} for pair in pairs for r, text in zip(_ROLES, pair, strict=True)]
 
 
 def _receipts(row: dict[str, Any]) -> dict[str, Any]:
@@ -201,16 +199,6 @@ def _receipts(row: dict[str, Any]) -> dict[str, Any]:
     if not {"image", "ground_truth"} <= row.keys() or any(row.get(name) is not None for name in CHAT):
         return row
     return {**{name: row[name] for name in ("id", "sample_id") if name in row}, **to_conversation(row)}
-
-
-def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a user turn that shows the row's media without any text, or no turn if the row has no media."""
-    parts = []
-    for kind in KINDS:
-        media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
-        is_list = _is_list(media) and not (media and isinstance(media[0], float))  # floats: the samples of one audio
-        parts += [{"type": kind}] * (len(media) if is_list else 1)
-    return [{"role": "user", "content": parts}] if parts else []
 
 
 def _text(value: Any, name: str) -> str:
@@ -421,9 +409,7 @@ def _beside(row: dict[str, Any]) -> dict[str, Any]:
     if _is_list(system) and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in system):
         row = {**row, "system": "\n".join(part["text"] for part in system)}
     tools = row.get("tools")
-    if _is_list(tools) and any(isinstance(tool, Mapping) and tool.get("input_schema") is not None for tool in tools):
-        row = {**row, "tools": [_tool(tool) for tool in tools]}
-    return row
+    return {**row, "tools": [*map(_tool, tools)]} if _is_list(tools) else row
 
 
 def _tool(tool: Any) -> Any:
@@ -455,12 +441,11 @@ def from_folder(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _placed_in(turn: Any, folder: Path) -> Any:
+    def placed(part: Any) -> Any:
+        return _placed(part, folder) if isinstance(part, Mapping) and part.get("type") != "text" else part
+
     parts = _parts_of(turn)
-    return {**turn, "content": [_placed_part(part, folder) for part in parts]} if parts else turn
-
-
-def _placed_part(part: Any, folder: Path) -> Any:
-    return _placed(part, folder) if isinstance(part, Mapping) and part.get("type") != "text" else part
+    return {**turn, "content": [*map(placed, parts)]} if parts else turn
 
 
 def _placed(media: Any, folder: Path) -> Any:
@@ -575,7 +560,7 @@ def _from_file(path: Path, source: Any) -> ColumnMap:
     matches = {name: entry for name, entry in described.items() if _describes(entry, source, path.parent)}
     if not matches:
         raise ConfigError(f"{path} describes {', '.join(described) or 'nothing'}, and none of them is {source}")
-    maps = [replace(_described(name, entry), folder=path.parent) for name, entry in matches.items()]
+    maps = [_described(name, entry, path.parent) for name, entry in matches.items()]
     if any(other != maps[0] for other in maps[1:]):
         raise ConfigError(f"{path} describes {source} as {', '.join(matches)}, in different ways; keep one of them")
     return maps[0]
@@ -631,10 +616,8 @@ def described_in(source: Any) -> Described | None:
     file = path.parent / str(entry.get("file_name"))
     if not file.exists() and not isinstance(entry.get("hf_hub_url"), str):
         raise ConfigError(f"dataset {name!r} of {path} is at {file}, which does not exist; download it")
-    columns = replace(_described(name, entry), folder=path.parent)
-    return Described(
-        source=str(file) if file.exists() else entry["hf_hub_url"], columns=columns, split=entry.get("split")
-    )
+    at = str(file) if file.exists() else entry["hf_hub_url"]
+    return Described(source=at, columns=_described(name, entry, path.parent), split=entry.get("split"))
 
 
 def _describes(entry: Mapping[str, Any], source: Any, folder: Path) -> bool:
@@ -656,7 +639,7 @@ _TAGS = {
 """Tag -> its default value, and the role it stands for."""
 
 
-def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
+def _described(name: str, entry: Mapping[str, Any], folder: Path) -> ColumnMap:
     """Read one entry, following LLaMA-Factory's data/README.md."""
     columns, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
     formatting = entry.get("formatting", "alpaca")
@@ -677,12 +660,12 @@ def _described(name: str, entry: Mapping[str, Any]) -> ColumnMap:
         raise ConfigError(f"dataset {name!r} has {fault}")
     if formatting == "alpaca":
         names = {theirs: _ALPACA.get(ours, ours) for ours, theirs in (columns or _ALPACA).items() if theirs}
-        return ColumnMap(names=names, required=tuple(names) if columns else ())
+        return ColumnMap(names=names, required=tuple(names) if columns else (), folder=folder)
     columns = columns or {"messages": "conversations"}
     roles = {tags.get(tag, default): role for tag, (default, role) in _TAGS.items()}
     names = {theirs: ours for ours, theirs in columns.items() if theirs}
     keys = {"role_key": tags.get("role_tag", "from"), "content_key": tags.get("content_tag", "value")}
-    return ColumnMap(names=names, required=tuple(names), roles=roles, **keys)
+    return ColumnMap(names=names, required=tuple(names), folder=folder, roles=roles, **keys)
 
 
 # ---------------------------------------------------------------------- tools and calls as JSON text
