@@ -23,14 +23,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from math import gcd
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 from warnings import warn
-from weakref import finalize
 
 import torch
 from torch import distributed
@@ -90,7 +89,7 @@ class PackedStream(IterableDataset[list[Any]]):
         repeat: bool = False,
     ) -> None:
         check_samples(source)
-        if isinstance(source, Iterator) and not isinstance(source, Resumable):
+        if isinstance(source, Iterator):
             raise ConfigError(
                 f"a {type(source).__name__} gives its samples once, and every further pass would have none; give "
                 "something that can be iterated over again (a list, an IterableDataset), or pack it call by call: "
@@ -111,15 +110,12 @@ class PackedStream(IterableDataset[list[Any]]):
         self.repeat = repeat
         self.agrees = False
         """Whether a `StreamLoader` makes all ranks end together."""
-        self._place = Place(source) if isinstance(source, Resumable) and not _is_of_datasets(source) else None
         self._packing: dict[str, Any] = {"length": length, "costs": costs, "prefix": prefix}
         self._packer: StreamPacker[Any] = StreamPacker(settings, **self._packing)
         self._loaded: Mapping[str, Any] | None = None
         self._last_part: SourcePart | None = None
         self._last: tuple[int, Any] | None = None
         """Position and sample read last."""
-        self._next: Mark | None = None
-        """Where the next pass begins, set when the loaded state belongs to a finished pass."""
         self._iteration: object = None
         self._fixed: tuple[int, int] | None = None
         self.dealt: list[PackedStream] = []
@@ -139,10 +135,7 @@ class PackedStream(IterableDataset[list[Any]]):
     def of_part(self, index: int, parts: int) -> PackedStream:
         """Return a stream of this part of the source, whichever process packs it."""
         part = copy(self)
-        if self._place is not None:  # a source can be at one position at a time
-            part._place = deepcopy(self._place)
-            part.source = part._place.source
-        part._fixed, part._last_part, part._loaded, part._next, part.dealt = (index, parts), None, None, None, []
+        part._fixed, part._last_part, part._loaded, part.dealt = (index, parts), None, None, []
         part._begin(part._part)
         return part
 
@@ -172,19 +165,15 @@ class PackedStream(IterableDataset[list[Any]]):
 
     def _pass(self) -> Iterator[list[Any]]:
         """Yield the rows of a pass, or the remaining ones after a state was loaded."""
-        if self._loaded is None:
-            since, self._next = self._next, None
-            samples = self._begin(self._part, since).samples(since)
-        else:
-            samples = self._resume(self._loaded)
-        self._loaded = None
+        loaded, self._loaded = self._loaded, None
+        samples = self._begin(self._part).samples() if loaded is None else self._resume(loaded)
         yield from self._packer.rows()
         for at, sample in samples:
             self._last = at, sample
             self._packer.add(sample, number=at)
             buffered = len(self._packer)
             yield from self._packer.rows()
-            if len(self._packer) < buffered or not self._marks:
+            if len(self._packer) < buffered or len(self._marks) == 1:
                 self._mark()
         self._ended = True
         yield from self._packer.rest()
@@ -198,16 +187,15 @@ class PackedStream(IterableDataset[list[Any]]):
         part = self._last_part
         if part is None or (part.index, part.parts) != (index, parts):
             key = self._packing["prefix"] and self._key
-            self._last_part = part = SourcePart(self.source, index, parts, place=self._place, key=key)
+            self._last_part = part = SourcePart(self.source, index, parts, key=key)
             self._begin(part)
         return part
 
-    def _begin(self, part: SourcePart, since: Mark | None = None) -> SourcePart:
-        """Go to the start of a pass. `since` is the position of the source; None: the source is already there."""
+    def _begin(self, part: SourcePart) -> SourcePart:
+        """Go to the start of a pass."""
         part.mark = Mark(0)
         self._packer = StreamPacker(self.settings, **self._packing)
-        self._start, self._marks, self._ended = since or part.marked() or part.mark, list[Mark](), False
-        self._last = None
+        self._marks, self._ended, self._last = [part.mark], False, None
         return part
 
     def _key(self, sample: Any) -> str | None:
@@ -225,29 +213,27 @@ class PackedStream(IterableDataset[list[Any]]):
         if (mark := self._part.marked()) is not None:
             needed = self._needed
             passed = [mark for mark in self._marks if mark.position <= needed]
-            self._marks = [*passed[-1:], *self._marks[len(passed) :], mark]
+            self._marks = [passed[-1], *self._marks[len(passed) :], mark]
 
     # ------------------------------------------------------------------ save and resume
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to continue bit for bit, as plain data.
 
-        The state holds positions in the source and digests of the buffered samples, which are read again to continue,
-        and the source's own states, if it has any.
+        The state holds positions in the source, those of a data set of `datasets` in its own form, and digests of the
+        buffered samples, which are read again to continue.
         """
         if self._loaded is not None:
             return dict(self._loaded)
         part, needed = self._part, self._needed
-        near = [mark for mark in (self._start, *self._marks) if mark.position <= needed][-1]
-        if self._ended and not self._packer.buffered:  # no sample has to be read again
-            near = self._next or Mark(0, source=(part.marked() or near).source)
+        near = [mark for mark in self._marks if mark.position <= needed][-1]
         fields = {
             "part": [part.index, part.parts],
             "size": part.size,
             "read": part.mark.position,
             "last": None if self._last is None else [self._last[0], content_digest(self._last[1])],
             "ended": self._ended,
-            "marks": [list(astuple(mark)) for mark in (self._start, near)],
+            "mark": list(astuple(near)),
             "packer": self._packer.state_dict(),
         }
         return sealed(fields, of="PackedStream")
@@ -273,24 +259,24 @@ class PackedStream(IterableDataset[list[Any]]):
 
     def _resume(self, state: Mapping[str, Any]) -> Iterator[Any]:
         """Restore the buffer, and return an iterator over the samples that follow."""
-        start, near = (Mark(*mark) for mark in state["marks"])
-        if state["ended"] and not state["packer"]["samples"]:
-            self._begin(self._part, start).mark = Mark(state["read"])
+        if state["ended"] and not state["packer"]["samples"]:  # no sample has to be read again
+            self._begin(self._part).mark = Mark(state["read"])
             self._packer.load_state_dict(state["packer"], {})
-            self._ended, self._next = True, near if near.source is not None else None
+            self._ended = True
             return iter(())
+        near = Mark(*state["mark"])
         try:
             samples = self._read_again(state, near)
         except ConfigError as error:
-            if start.source is None or near.position == start.position:
+            if near.source is None:
                 raise
             warn(
                 f"the source does not continue where its state was taken, for example after a shuffle buffer, which "
                 f"the state does not include: the pass is read again from its start ({error})",
                 stacklevel=2,
             )
-            samples = self._read_again(state, start)
-        self._start, self._marks, self._ended = start, [near], state["ended"]
+            samples = self._read_again(state, Mark(0))
+        self._marks, self._ended = [near], state["ended"]
         if state["ended"] and next(samples, END) is not END:
             raise other_data(f"it continues after {state['read']} samples, but it ended there before")
         return samples
@@ -317,14 +303,6 @@ class PackedStream(IterableDataset[list[Any]]):
 # ---------------------------------------------------------------------- a part of a source
 
 
-@runtime_checkable
-class Resumable(Protocol):
-    """A source with a state: an iterable data set of `datasets`, or a custom one."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
-
-
 @dataclass(frozen=True)
 class Mark:
     """A position in a source from which reading can continue."""
@@ -336,7 +314,7 @@ class Mark:
     key: str | None = None
     """Key of the last sample before it."""
     source: dict[str, Any] | None = None
-    """State of the source, if it has one."""
+    """State of the source, if it is a streaming data set of `datasets`."""
 
 
 @final
@@ -351,35 +329,31 @@ class SourcePart:
         source: all samples, the same in every process.
         index: index of the part.
         parts: number of parts.
-        place: the reader of a source with a state; None: the source has none, or is of `datasets`.
         key: function that returns the key of a sample's group; None: samples are distributed one by one.
     """
 
-    def __init__(
-        self, source: Any, index: int, parts: int, *, place: Place | None, key: Callable[[Any], str | None] | None
-    ) -> None:
-        self.index, self.parts, self._whole, self._source = index, parts, source, source
-        if _is_of_datasets(source):
-            from datasets.distributed import split_dataset_by_node
-
-            # Whole or split, this is a data set of our own: others may load positions into the one that was given.
-            is_split = source.num_shards % parts == 0
-            rank, world_size = (index, parts) if is_split else (0, 1)
-            self._source = split_dataset_by_node(source, rank=rank, world_size=world_size)
-            place, (index, parts) = Place(self._source), (0, 1) if is_split else (index, parts)
+    def __init__(self, source: Any, index: int, parts: int, key: Callable[[Any], str | None] | None) -> None:
+        self.index, self.parts, self._source = index, parts, source
+        hub: Any = sys.modules.get("datasets")
+        self._is_of_datasets = hub is not None and isinstance(source, hub.IterableDataset)
+        self._split = (0, 1)
+        """(index, number) of the split of a data set of `datasets` that this part reads from."""
+        if self._is_of_datasets and source.num_shards % parts == 0:
+            self._split, (index, parts) = (index, parts), (0, 1)
         self._index, self._parts = index, parts
         self._key = None if parts == 1 else key
-        self._place = place
-        is_indexed = isinstance(source, MapStyle) and not isinstance(source, IterableDataset | Resumable)
+        is_indexed = isinstance(source, MapStyle) and not isinstance(source, IterableDataset)
         self.size = len(source) if is_indexed else None  # pyright: ignore
         """Number of samples of a source that can be read by index; None: it cannot."""
         self.mark = Mark(0)
         """Position after the last sample read, without the state of the source."""
+        self._reader: Any = None
+        """The split of a data set of `datasets` that is read."""
 
     def marked(self) -> Mark | None:
         """Return the position where reading can continue; None: the source can only be read from its start."""
-        if self._place is not None:
-            return replace(self.mark, source=self._place.state_dict())
+        if self._is_of_datasets:
+            return replace(self.mark, source=self._reader.state_dict())
         return self.mark if self.size is not None or not self.mark.position else None
 
     def samples(self, since: Mark | None = None, *, wanted: Collection[int] = (), read: int = 0) -> Iterator[Any]:
@@ -409,13 +383,18 @@ class SourcePart:
 
     def _from(self, since: Mark | None) -> Iterator[Any]:
         """Return all samples of the source from a mark on."""
-        if self._place is not None:
-            if self._whole is not self._source:
-                self._source.set_epoch(self._whole.epoch)
-            return self._place.samples(since and since.source, is_new_pass=not self.mark.position)
+        if self._is_of_datasets:
+            from datasets.distributed import split_dataset_by_node
+
+            # A new object for each pass, even of the whole: a position that is loaded into one stays there.
+            self._reader = split_dataset_by_node(self._source, *self._split)
+            self._reader.set_epoch(self._source.epoch)
+            if since is not None and since.source is not None:
+                self._reader.load_state_dict(since.source)
+            return _whole(self._reader)
         if self.size is not None:
             return (sample_at(self._source, at) for at in range(self.mark.position, self.size))
-        return _whole(self._source)
+        return _alone(self._source) if hasattr(self._source, "state_dict") else _whole(self._source)
 
     def _is_mine(self, sample: Any) -> bool:
         """Count a sample that was read, and return whether it belongs to this part."""
@@ -425,88 +404,28 @@ class SourcePart:
         return (groups - 1) % self._parts == self._index
 
 
-def _is_of_datasets(source: Any) -> bool:
-    hub: Any = sys.modules.get("datasets")
-    return hub is not None and isinstance(source, hub.IterableDataset)
+_readers: dict[int, object] = {}
+"""Who reads a source with a state, by the source's `id`."""
 
 
-@dataclass
-class _Position:
-    """What streams did to the position of a source, which is in the source and so the same for all streams."""
+def _alone(source: Iterable[Any]) -> Iterator[Any]:
+    """Yield all samples of a source whose position is in the object, so that two who read it would share them out.
 
-    begin: dict[str, Any]
-    """State of the source before any stream read it."""
-    after_first: dict[str, Any] | None = None
-    """State of the source after the first sample of a pass from a loaded position, until the next pass begins."""
-    reader: object = None
-    """The pass that reads the source."""
-
-
-_positions: dict[int, _Position] = {}
-"""The position of each source that streams of this process read, by the source's `id`, for as long as it lives."""
-
-
-@final
-class Place:
-    """Reads pass after pass of a source, the first one possibly from a loaded position.
-
-    The source may count its passes, so each pass begins by iterating over the source again. After a pass that began at
-    a loaded position, whoever loaded it, the next pass shows which of three ways the source behaves in:
-
-        yields the next pass                          nothing to do
-        was sent to its own end, so it yields         iterate once more, and it yields the next pass
-        nothing
-        restarts at the loaded position every time,   send it to the position it had before it was first read
-        as data sets of `datasets` do (recognized
-        by the state after the first sample)
+    Raises:
+        ConfigError: somebody else has begun to read it.
     """
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        if id(source) not in _positions:
-            _positions[id(source)] = _Position(self.state_dict())
-            finalize(source, _positions.pop, id(source))
-        self._position = _positions[id(source)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the source's state: the position of the next sample."""
-        return deepcopy(self.source.state_dict())
-
-    def samples(self, state: dict[str, Any] | None, *, is_new_pass: bool) -> Iterator[Any]:
-        """Yield the remaining samples of a pass from a state of the source; None: a new pass.
-
-        Raises:
-            ConfigError: another stream has begun to read the source.
-        """
-        self._position.reader = reader = object()
-        for sample in self._pass(state, is_new_pass=is_new_pass):
+    reader = _readers[id(source)] = object()
+    try:
+        for sample in _whole(source):
             yield sample
-            if self._position.reader is not reader:
-                raise ConfigError(
-                    f"another stream has begun to read this {type(self.source).__name__}, whose position is in the "
-                    "object; give each stream a source of its own"
+            if _readers.get(id(source)) is not reader:
+                fault = (
+                    f"another stream has begun to read this {type(source).__name__}, whose position is in the object"
                 )
-
-    def _pass(self, state: dict[str, Any] | None, *, is_new_pass: bool) -> Iterator[Any]:
-        if state is None:
-            return _whole(self.source) if self._position.after_first is None else self._anew()
-        self.source.load_state_dict(deepcopy(state))
-        samples = _whole(self.source)
-        first = next(samples, END)
-        self._position.after_first = self.state_dict()
-        if first is END:
-            return self._anew() if is_new_pass else samples
-        return chain([first], samples)
-
-    def _anew(self) -> Iterator[Any]:
-        """Return the samples of a new pass after one that began at a loaded position."""
-        previous, self._position.after_first = self._position.after_first, None
-        samples = _whole(self.source)
-        first = next(samples, END)
-        if first is END or content_digest(self.source.state_dict()) == content_digest(previous):
-            self.source.load_state_dict(deepcopy(self._position.begin))
-            return _whole(self.source)
-        return chain([first], samples)
+                raise ConfigError(f"{fault}; give each its own, and continue with as many ranks and workers as before")
+    finally:
+        if _readers.get(id(source)) is reader:
+            del _readers[id(source)]
 
 
 def _whole(source: Iterable[Any]) -> Iterator[Any]:
