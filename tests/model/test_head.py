@@ -103,7 +103,7 @@ def test_entropies_are_of_logits_that_a_cross_entropy_overwrites(monkeypatch):
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan"), "hot", None])
 def test_a_temperature_is_a_positive_number(temperature):
     with pytest.raises(ConfigError, match="it is a positive number"):
         Scoring(temperature=temperature)

@@ -254,6 +254,18 @@ def test_the_module_is_named_whose_output_differs_first(name: str, monkeypatch: 
     assert [check.detail.split()[0] for check in checks if check.part == "mechanism"] == [name]
 
 
+@pytest.mark.parametrize(("name", "causes"), [("mlp", ("unknown",)), ("self_attn.o_proj", ("mask",))])
+def test_where_samples_share_a_prefix_no_module_behind_a_leak_is_blamed(
+    name: str, causes: Any, monkeypatch: Patch
+) -> None:
+    model = tiny_model("qwen3")
+    mixing(f"model.layers.0.{name}")(model, monkeypatch)
+    report = probe(model, plain=False)
+    assert report.causes == causes, report
+    details = [check.detail for check in report.checks if check.is_bad and check.part == "mechanism"]
+    assert all(f"model.layers.0.{name} gives" in detail for detail in details), details
+
+
 def test_the_module_of_a_broken_mask_is_named(monkeypatch: Patch) -> None:
     breakages.no_windows("mistral", monkeypatch)
     (mask,) = [check for check in probed(tiny_model("mistral")).checks if check.name == "mask"]

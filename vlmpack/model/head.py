@@ -42,7 +42,7 @@ class Scoring:
     """Also compute the log-probability of all ids together that are not among the candidates."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < inf:
+        if not isinstance(self.temperature, int | float) or not 0 < self.temperature < inf:
             raise ConfigError(
                 f"temperature is {self.temperature!r}; it is a positive number, and 1 leaves logits alone"
             )

@@ -304,7 +304,9 @@ def _real(x: torch.Tensor) -> torch.Tensor:
 # ---------------------------------------------------------------------- checks of modules
 
 
-def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: bool) -> list[Check]:
+def module_checks(
+    found: Difference, probed: ProbedModel, *, low: bool, leaks: bool, shares: bool = False
+) -> list[Check]:
     """Make one check for each cause from the errors of its modules.
 
     Args:
@@ -312,21 +314,28 @@ def module_checks(found: Difference, probed: ProbedModel, *, low: bool, leaks: b
         probed: the model.
         low: whether the pass is in low precision.
         leaks: whether a sample's logits move when only other samples change.
+        shares: whether tokens are shared. Then only the first error counts: samples that share a token may give it
+            different values behind a module that leaks, so that the inputs of the next modules are not right for all.
     """
     roles, checks = roles_of(probed), [check_cache(found)]
     limits = {role: LEAK if role == "positions" else LIMITS[low] for role in roles.values()}
     wrong: dict[str, Role] = {
         name: roles[name] for name, error in found.errors.items() if not error <= limits[roles[name]]
     }
+    errors = found.errors
+    if shares and wrong:
+        until_first = [*errors][: [*errors].index(next(iter(wrong))) + 1]
+        errors = {name: errors[name] for name in until_first}
+        wrong = {name: role for name, role in wrong.items() if name in errors}
     # if other attention layers are wrong too, the mask is at fault, not the scale of queries
     scaled = "mask" if "mask" in wrong.values() else "positions"
     wrong = {name: scaled if role == "query scale" else role for name, role in wrong.items()}
     for cause in CAUSES:
         first = next((name for name in wrong if wrong[name] == cause), None)
-        of_cause = [error for name, error in found.errors.items() if roles[name] == cause]
+        of_cause = [error for name, error in errors.items() if roles[name] == cause]
         limit = LEAK if cause == "positions" else LIMITS[low]
         if first is not None:
-            error = found.errors[first]
+            error = errors[first]
             detail = f"{first} gives other numbers of a sample than alone, given the same inputs: off by {error:.1e}"
             check = Check.wrong(cause, detail, value=error, allowed=limit)
             check = replace(check, finding="leaks" if leaks else "differs")

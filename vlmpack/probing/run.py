@@ -5,7 +5,7 @@ Every circumstance has its checks. An error that a check raises becomes a findin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -211,16 +211,17 @@ def packed_checks(setup: ProbeSetup, references: References, *, progress: Progre
     if any(check.is_bad and check.name == "packing" for check in checks):
         return checks
     progress("work")
+    return checks + caught(setup, "work", "work", work_checks)
+
+
+def work_checks(setup: ProbeSetup) -> list[Check]:
+    """Count the work of the row with gaps, or of the tree."""
     circumstance, prefix = (GAPS, "") if setup.branches is None else (TREE, "tree: ")
-    for name, check_work in WORK_CHECKS.items():
-        found = caught(setup, "work", name, _work_checks, circumstance, check_work)
-        checks += [replace(check, name=f"{prefix}{check.name}") for check in found]
-    return checks
-
-
-def _work_checks(setup: ProbeSetup, circumstance: Circumstance, check_work: Callable[..., list[Check]]) -> list[Check]:
+    checks: list[Check] = []
     with packing(setup, circumstance) as packed:
-        return check_work(setup, packed)
+        for name, check_work in WORK_CHECKS.items():
+            checks += caught(setup, "work", name, check_work, packed)
+    return [replace(check, name=f"{prefix}{check.name}") for check in checks]
 
 
 def caught(
@@ -264,10 +265,11 @@ def packing(setup: ProbeSetup, circumstance: Circumstance) -> Iterator[PackedPas
 def _circumstance_checks(setup: ProbeSetup, references: References, circumstance: Circumstance) -> list[Check]:
     """Run the checks of one circumstance."""
     reference, name, always = references.of(circumstance), circumstance.name, circumstance in ALWAYS
-    checks = caught(setup, "equality", name, check_equality, circumstance, reference)
-    is_bad = any(check.is_bad for check in checks)
-    if (always or is_bad or setup.is_low(circumstance)) and all(check.finding != "fails" for check in checks):
-        checks += caught(setup, "isolation", f"{name}: isolation", isolation_checks, circumstance, reference)
+    with packing(setup, circumstance) as packed:
+        checks = caught(setup, "equality", name, check_equality, packed, reference)
+        is_bad = any(check.is_bad for check in checks)
+        if (always or is_bad or setup.is_low(circumstance)) and all(check.finding != "fails" for check in checks):
+            checks += caught(setup, "isolation", f"{name}: isolation", isolation_checks, packed, reference)
     if always or any(check.is_bad for check in checks):
         leaks = any(check.finding == "leaks" for check in checks)
         found = caught(setup, "mechanism", "mechanisms", mechanism_checks, circumstance, reference, leaks=leaks)
@@ -280,45 +282,46 @@ def _circumstance_checks(setup: ProbeSetup, references: References, circumstance
     return checks
 
 
-def check_equality(setup: ProbeSetup, circumstance: Circumstance, reference: Reference) -> list[Check]:
+def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
     """Compare logits, losses and gradients of packed samples with those of the samples alone.
 
     Where only rounding decides which experts a token gets, the choice is held to that of the sample alone, and counted.
     """
-    low = setup.is_low(circumstance)
-    with packing(setup, circumstance) as packed:
-        held = held_to(reference.choices, packed, setup.samples, share=OPEN[low])
-        with setup.computing(circumstance), torch.enable_grad(), held as routed:
-            result = packed(setup.samples)
-        outcome = result.outcome(setup.probed.model, setup.samples, backward=packed.backward)
-    errors = compare(outcome, reference.outcome, low=low)
+    name, low = packed.circumstance.name, setup.is_low(packed.circumstance)
+    held = held_to(reference.choices, packed, setup.samples, share=OPEN[low])
+    with setup.computing(packed.circumstance), torch.enable_grad(), held as routed:
+        result = packed(setup.samples)
+    outcome = result.outcome(setup.probed.model, setup.samples, backward=packed.backward)
     checks = [
-        Check.measured("equality", f"{circumstance.name}: {each.name}", each.error, each.allowed, str(each))
-        for each in errors.measured(reference.limits)
+        Check.measured("equality", f"{name}: {each.name}", each.error, each.allowed, str(each))
+        for each in compare(outcome, reference.outcome, low=low).measured(reference.limits)
     ]
     if routed.held:
         detail = f"choices that rounding alone decides, held to those of the samples alone: {routed.held}"
-        name = f"{circumstance.name}: choice of experts"
+        name = f"{name}: choice of experts"
         checks.append(Check(part="equality", name=name, finding="ok", value=routed.held, detail=detail))
     return checks
 
 
 # ---------------------------------------------------------------------- isolation
 
-Exchanges = dict[str, tuple[Sequence[Sample], Sequence[int]]]
-"""By name: the samples after an exchange, and for each the number of tokens at its start whose logits must not move."""
+Exchange = tuple[Sequence[Sample], Sequence[int]]
+"""The samples after an exchange, and for each the number of tokens at its start whose logits must not move."""
+Exchanges = dict[str, Exchange]
+"""Exchanges by name."""
 
 
-def isolation_checks(setup: ProbeSetup, circumstance: Circumstance, reference: Reference) -> list[Check]:
+def isolation_checks(setup: ProbeSetup, packed: PackedPass, reference: Reference) -> list[Check]:
     """Exchange samples (in a tree: pieces of samples), and check that no other token's logits move."""
     samples = setup.samples
-    with packing(setup, circumstance) as packed, setup.computing(circumstance):
 
-        def logits(samples: Sequence[Sample]) -> list[torch.Tensor]:
-            with held_to(reference.choices, packed, samples):
-                return sample_logits(packed, samples)
+    def logits(samples: Sequence[Sample]) -> list[torch.Tensor]:
+        with held_to(reference.choices, packed, samples):
+            return sample_logits(packed, samples)
 
-        moves = setup.probed.worst_of_ranks(moved_logits(logits, samples, _exchanges(setup, circumstance)))
+    with setup.computing(packed.circumstance):
+        exchanges = _exchanges(setup, packed.circumstance)
+        moves = setup.probed.worst_of_ranks(moved_logits(logits, samples, exchanges))
         noise = 0.0
         if max(moves.values()) > LEAK:
             (noise,) = moved_logits(logits, samples, {"": (samples, [len(x["input_ids"]) for x in samples])}).values()
@@ -335,25 +338,20 @@ def _exchanges(setup: ProbeSetup, circumstance: Circumstance) -> Exchanges:
     if branches is not None:
         return {f"tree: exchange {name}": branches.exchanged(at, config) for at, name in enumerate(branches.names)}
     if circumstance is GAPS:
-        groups = {f"change sample {i} ({kind_of(sample)})": [i] for i, sample in enumerate(samples)}
-        return _changed(samples, config, groups)
+        groups = {f"change sample {i} ({kind_of(sample)})": {i} for i, sample in enumerate(samples)}
+        return {name: _changed(samples, config, group) for name, group in groups.items()}
     return {f"{circumstance.name}: {name}": exchange for name, exchange in _halves(samples, config).items()}
 
 
 def _halves(samples: Sequence[Sample], config: object) -> Exchanges:
-    every = range(len(samples))
-    return _changed(samples, config, {"change every other": every[::2], "change the rest": every[1::2]})
+    even, odd = {*range(0, len(samples), 2)}, {*range(1, len(samples), 2)}
+    return {"change every other": _changed(samples, config, even), "change the rest": _changed(samples, config, odd)}
 
 
-def _changed(samples: Sequence[Sample], config: object, groups: Mapping[str, Sequence[int]]) -> Exchanges:
-    """Change the contents of each group of samples; only the logits of the other samples must not move."""
-    return {
-        name: (
-            [perturbed(sample, config) if i in group else sample for i, sample in enumerate(samples)],
-            [0 if i in group else len(sample["input_ids"]) for i, sample in enumerate(samples)],
-        )
-        for name, group in groups.items()
-    }
+def _changed(samples: Sequence[Sample], config: object, group: Collection[int]) -> Exchange:
+    """Change the contents of some samples; only the logits of the others must not move."""
+    changed = [perturbed(sample, config) if i in group else sample for i, sample in enumerate(samples)]
+    return changed, [0 if i in group else len(sample["input_ids"]) for i, sample in enumerate(samples)]
 
 
 def sample_logits(forward: ForwardPass, samples: Sequence[Sample]) -> list[torch.Tensor]:
@@ -381,7 +379,7 @@ def mechanism_checks(
 ) -> list[Check]:
     """Compare the model's inputs, every module's outputs, and the results with those of the samples alone.
 
-    If the input tokens are not those of the samples, or results go to the wrong sample, only that is reported.
+    If the input tokens are not those of the samples, only that is reported.
 
     Args:
         setup: the model, its samples and settings.
@@ -406,13 +404,14 @@ def mechanism_checks(
             raise
         if (inputs := _check_model_inputs(setup, packed, found, token_indices)).is_bad:
             return [inputs]
+        modules = difference.module_checks(found, probed, low=low, leaks=leaks, shares=circumstance.shares)
+        if circumstance.shares and any(check.is_bad for check in modules):
+            return [inputs, *modules]  # tokens that samples share cannot have the values of each of them alone
         assert found.result is not None
         with torch.no_grad():
             results = difference.result_checks(found.result, samples, [each.logits for each in references], low=low)
-    if any(check.is_bad and check.name == "sample results" for check in results):
-        return [inputs, *results]
     of_audio = caught(setup, "mechanism", "audio", _check_short_audio, circumstance)
-    return [inputs, *difference.module_checks(found, probed, low=low, leaks=leaks), *results, *of_audio]
+    return [inputs, *modules, *results, *of_audio]
 
 
 def check_packed_row(setup: ProbeSetup, packed: PackedPass) -> Check:
