@@ -326,9 +326,9 @@ def test_media_that_the_model_does_not_take_are_refused(reference: Any, samples:
 
 def test_rows_that_the_ranks_cannot_share_are_refused() -> None:
     step = ThdStep(Everything(), slots=SlotRule(multiple=4))
-    with pytest.raises(LayoutError, match="sample 0 has a slot of 3 tokens, which is no multiple of 4"):
+    with pytest.raises(LayoutError, match=r"segment 0 has a slot of 3 tokens.*pack it with SlotRule\(multiple=4\)"):
         step(pack(texts(3, 5)))
-    with pytest.raises(LayoutError, match="the row is 8 tokens wide"):
+    with pytest.raises(LayoutError, match=r"it is 8 tokens wide: pack it with SlotRule\(row_multiple=16\)"):
         ThdStep(Everything(), slots=SlotRule(row_multiple=16))(pack(texts(3, 5)))
 
 

@@ -26,7 +26,7 @@ from vlmpack.errors import ConfigError, LayoutError, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row
 from vlmpack.families.registry import family_named
-from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard
+from vlmpack.interop.megatron import Halo, LocalRow, packed_seq_fields, packed_seq_params, shard, validate
 from vlmpack.layout.batch import MEDIA_KEYS, METADATA_KEY, TEACHER, Media, PaddedBatch, check_is_batch, check_is_tensor
 from vlmpack.layout.device import copied, require
 from vlmpack.layout.row import IGNORE, PackedRow, pack
@@ -410,17 +410,9 @@ class ThdStep:
         check_unshared(row, "a model that takes boundaries")
         if odd := sorted(row.extras.keys() & {*TEACHER}):
             raise ConfigError(f"the row has {odd[0]}, which a model that takes boundaries would ignore: use PackedStep")
-        segments, rule = row.segments, self.slots
-        if segments.has_padding:
-            self._check_padding(f"the row has {segments.total - segments.num_tokens} tokens of padding")
-        for sample, slot in enumerate(segments.slots):
-            if slot % rule.multiple:
-                raise LayoutError(
-                    f"sample {sample} has a slot of {slot} tokens, which is no multiple of {rule.multiple} as this "
-                    f"step's slots are: pack the batch with rule={rule}"
-                )
-        if segments.total % rule.row_multiple or (rule.pad_to is not None and segments.total != rule.pad_to):
-            raise LayoutError(f"the row is {segments.total} tokens wide: pack the batch with rule={rule}")
+        if row.segments.has_padding:
+            self._check_padding(f"the row has {row.segments.total - row.segments.num_tokens} tokens of padding")
+        validate(row, self.slots)
         if row.media.to_hf() and self.context_ranks > 1 and not self.model_cuts:
             raise ConfigError(
                 "a part of a row with media cannot be computed by itself, because an image's features belong to tokens "
