@@ -487,7 +487,7 @@ class StreamLoader(DataLoader[Any]):
         self._first = self._turns = 0
         """The number of the first row of the pass on these ranks, and how often workers have had their turn since."""
         self._goes_on = False
-        """Whether the next iteration begins from stored states: after loading a state, and after an epoch."""
+        """Whether the next iteration continues an epoch whose state was loaded."""
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -500,11 +500,11 @@ class StreamLoader(DataLoader[Any]):
             self._states, self._turns, self._ended = [None] * self._workers, 0, False
         worker: Any = self.dataset
         worker.start = self.state_dict()
-        self._goes_on = self._ended = False
+        self._goes_on = False
         batches = self._own_batches()
         together = not self.stream.repeat and self.stream.ranks > 1 and distributed.is_initialized()
         yield from self._in_step(batches) if together else batches
-        self._turns, self._ended, self._goes_on = 0, True, True
+        self._turns, self._ended = 0, True
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield the batches of this rank's rows. Workers take turns, even those that have run out of rows."""
@@ -565,7 +565,7 @@ class StreamLoader(DataLoader[Any]):
         known = own[0] if own else _dealt_anew(states, self.stream, self._workers)
         self._states, self._parts, self._ended = known["states"], known["parts"], known["ended"]
         self._first, self._turns = known["first"], known["turns"]
-        self._goes_on, self._iterator = True, None  # restart persistent workers
+        self._goes_on, self._iterator = not self._ended, None  # restart persistent workers
 
 
 def _process(state: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -632,14 +632,18 @@ class _Worker(IterableDataset[Any]):
             self._count, self._first, turns = start["parts"], start["first"], start["turns"]
             states = dict(start["states"][at] or {})
             parts = _hosted(process, processes, self._count, self._first)
-            self._open(parts, states, is_own=(self._count, parts) == (processes, [process]), has_ended=start["ended"])
+            is_own = (self._count, parts) == (processes, [process])
+            self._parts = {part: self.stream if is_own else self.stream.of_part(part, self._count) for part in parts}
+            self.stream.dealt = [] if is_own else list(self._parts.values())
+            for part, (known, state) in states.items():
+                if known is not None:
+                    self._parts[part].load_state_dict(state)
             number = (turns - at + workers - 1) // workers
             if at < turns % workers:
                 yield None, dict(states), False  # this worker had its turn before the state was saved
         first = self._first
         following = {part: first + (part - first) % self._count for part in self._parts}
-        if start is not None and not start["ended"]:
-            following |= {part: known for part, (known, _) in states.items()}
+        following |= {part: known for part, (known, _) in states.items()}
         rows = {part: iter(stream) for part, stream in self._parts.items()}
         while any(known is not None for known in following.values()):
             row_number = first + process + number * processes
@@ -653,15 +657,6 @@ class _Worker(IterableDataset[Any]):
                 yield row, dict(states), False
         while True:
             yield None, dict(states), True
-
-    def _open(self, parts: list[int], states: Mapping[int, Any], *, is_own: bool, has_ended: bool) -> None:
-        """Open the stream of each part, and load its state. `has_ended`: the states are of the end of a pass."""
-        self._parts = {part: self.stream if is_own else self.stream.of_part(part, self._count) for part in parts}
-        self.stream.dealt = [] if is_own else list(self._parts.values())
-        for part, (_, state) in states.items():
-            self._parts[part].load_state_dict(state)
-            if has_ended:
-                list(self._parts[part])  # no rows are left; this moves on to the next pass
 
 
 def _collated(collate: Callable[[list[Any]], Any], item: tuple[list[Any] | None, Any, bool]) -> tuple[Any, Any, bool]:
