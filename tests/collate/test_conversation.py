@@ -11,7 +11,7 @@ from chats import gpt, human, learnt, picture, processor_of, says, text, user
 from PIL import Image
 
 from vlmpack.collate import VLMCollator
-from vlmpack.data.messages import ALIASES, read_conversation
+from vlmpack.data.messages import ROLES, read_conversation
 from vlmpack.errors import SampleError
 
 A, B, C = (picture(20 + i, 30, seed=i) for i in range(3))
@@ -165,7 +165,7 @@ def test_the_frames_of_one_video_or_the_paths_of_several(value: Any, videos: lis
     assert sources(read_conversation({"video": value, "messages": [user("?")]}).media["video"]) == videos
 
 
-@pytest.mark.parametrize(("alias", "role"), ALIASES.items())
+@pytest.mark.parametrize(("alias", "role"), ROLES.items())
 def test_other_names_of_roles_are_understood_in_either_shape(alias: str, role: str) -> None:
     assert read_conversation({"messages": [{"role": alias, "content": "x"}]}).messages[0]["role"] == role
     assert read_conversation({"conversations": [{"from": alias, "value": "x"}]}).messages[0]["role"] == role

@@ -177,8 +177,7 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in row.items() if name not in (*shape, "input", "history")}
     answer = _answer(row[shape[-1]], shape[-1])
     if len(shape) == 1:
-        shown = [{"role": "user", "content": []}] if any(row.get(name) is not None for name in MEDIA) else []
-        return {**rest, "messages": [*shown, {"role": "assistant", "content": answer}]}
+        return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": answer}]}
     question = _text(row[shape[0]], shape[0])
     if choices := next((name for name in ("choices", "options") if row.get(name)), None):
         raise bad_row(f"it has {choices}, which its question does not show; write them, and the answer, as texts")
@@ -199,6 +198,20 @@ def _receipts(row: dict[str, Any]) -> dict[str, Any]:
     if not {"image", "ground_truth"} <= row.keys() or any(row.get(name) is not None for name in CHAT):
         return row
     return {**{name: row[name] for name in ("id", "sample_id") if name in row}, **to_conversation(row)}
+
+
+def _media_turn(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a user turn that shows the row's media without any text, or no turn if the row has no media."""
+    parts = []
+    for kind in KINDS:
+        media = next((row[name] for name in (kind, f"{kind}s") if row.get(name) is not None), [])
+        parts += [{"type": kind}] * (len(media) if _is_many(media) else 1)
+    return [{"role": "user", "content": parts}] if parts else []
+
+
+def _is_many(media: Any) -> bool:
+    """Return whether a value is a list of media, rather than one medium, such as an audio as a list of floats."""
+    return _is_list(media) and not (media and isinstance(media[0], float))
 
 
 def _text(value: Any, name: str) -> str:
@@ -456,8 +469,7 @@ def _placed(media: Any, folder: Path) -> Any:
         return str(folder / (Path(media).expanduser() if media.startswith("~/") else media))
     if isinstance(media, Mapping):
         return {key: _placed(value, folder) if key in SOURCES else value for key, value in media.items()}
-    is_many = _is_list(media) and not (media and isinstance(media[0], float))
-    return [_placed(item, folder) for item in media] if is_many else media
+    return [_placed(item, folder) for item in media] if _is_many(media) else media
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:

@@ -53,15 +53,16 @@ from vlmpack.data.formats import (
 from vlmpack.errors import SampleError
 from vlmpack.layout.batch import TEACHER
 
-ROLES = ("system", "user", "assistant", "tool")
-"""Roles of messages in a chat template."""
-ALIASES = {
+ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
     "human": "user",
     "gpt": "assistant",
     "developer": "system",
     **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
+    **dict.fromkeys(CALLING, "assistant"),
 }
-"""Other names of these roles. Qwen's templates have no developer role, and some templates leave such a turn out."""
+"""Roles of turns -> their roles in a chat template. Qwen's templates have no developer role, and some templates leave
+such a turn out."""
 RANGES = "train_detail"
 """Key of the ranges of characters of an answer that are trained on, in axolotl's format."""
 _UNWRITTEN = (*FLAGS, RANGES)
@@ -264,10 +265,8 @@ def read_conversation(
         for name, value in ref.options.items()
         if name not in (*KNOWN_KEYS, *TIMES, "sampling_rate") and not is_empty(value)
     ]
-    warned = [kind for kind in lost if reads_media and markers == "auto"]
-    return replace(
-        conversation, unread=(*unread, *(pair if len(pair) == 1 else ()), *beside), unplaced=next(iter(warned), None)
-    )
+    unplaced = next(iter(lost), None) if reads_media and markers == "auto" else None
+    return replace(conversation, unread=(*unread, *(pair if len(pair) == 1 else ()), *beside), unplaced=unplaced)
 
 
 def _without(turns: Any, keys: Collection[str]) -> Any:
@@ -395,26 +394,21 @@ def _turns(value: Any, column: str, marked: Collection[Kind], *, has_audio: bool
         else:
             hint = ", of lists, as datasets.Sequence stores turns; zip them" if isinstance(value, Mapping) else ""
         raise bad_row(f"{column} must be a non-empty list of messages, got {short(value)}{hint}")
-    turns = []
+    turns: list[dict[str, Any]] = []
     for at, item in enumerate(value):
         where = f"{column}[{at}]"
         item = _from_value(item, where, marked) if isinstance(item, Mapping) and "from" in item else item
-        turns.append(_turn(item, where, ("text", *KINDS)[: 4 if has_audio else 3]))
-    roles, usable = list(dict.fromkeys(turn["role"] for turn in turns)), (*ROLES, *ALIASES, *CALLING)
-    if unknown := next((role for role in roles if role not in usable), None):
-        near = get_close_matches(unknown.lower(), (*ROLES, *ALIASES), n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise bad_row(f"{column} has the unknown role {unknown!r}{hint}; known are {', '.join(usable)}")
-    read: list[dict[str, Any]] = []
-    for turn in turns:
-        message = {**turn, "role": _canonical(turn["role"])}
-        is_call = turn["role"] in CALLING and is_empty(message.get("tool_calls"))
-        read = _with_call(read, message) if is_call else [*read, message]
-    return read
-
-
-def _canonical(role: str) -> str:
-    return "assistant" if role in CALLING else ALIASES.get(role, role)
+        turn = _turn(item, where, ("text", *KINDS)[: 4 if has_audio else 3])
+        if (given := turn["role"]) not in ROLES:
+            near = get_close_matches(given.lower(), ROLES, n=1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise bad_row(f"{column} has the unknown role {given!r}{hint}; known are {', '.join(ROLES)}")
+        turn["role"] = ROLES[given]
+        if given in CALLING and is_empty(turn.get("tool_calls")):
+            turns = _with_call(turns, turn)
+        else:
+            turns.append(turn)
+    return turns
 
 
 def _parts_in(message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -429,9 +423,9 @@ def _from_value(turn: Mapping[str, Any], where: str, marked: Collection[Kind]) -
         raise bad_row(f"{where} must have a from and a value that are texts, got {short(role)} and {short(text)}")
     if unread := [key for key in ("content", *SPEAKING) if not is_empty(turn.get(key))]:
         raise bad_row(f"{where} has {unread[0]!r} beside its value, which nothing reads; keep one of them")
-    if marked and _canonical(role) == "user":
+    if marked and ROLES.get(role) == "user":
         _check_inline_media([text])
-    content = text if _canonical(role) == "assistant" else _split_at_markers(text, marked, strip=True)
+    content = text if ROLES.get(role) == "assistant" else _split_at_markers(text, marked, strip=True)
     if not isinstance(content, str) and all(part["type"] == "text" for part in content):
         content = text.strip()
     rest = {key: value for key, value in turn.items() if key not in ("from", "value") and not is_empty(value)}
@@ -468,7 +462,7 @@ def _trained_in(content: Any, ranges: Any, role: str, where: str, weight: float)
             if not (0 <= first <= last and isinstance(is_on, bool | int)):
                 raise ValueError
             is_trained[first : last + 1] |= bool(is_on)
-        if not isinstance(content, str) or _canonical(role) != "assistant":
+        if not isinstance(content, str) or ROLES.get(role) != "assistant":
             raise TypeError
     except (TypeError, ValueError, KeyError) as error:
         usual = "a list of begin_offset, end_offset (of the last character) and train, beside the text of an answer"
@@ -533,7 +527,7 @@ def _with_system(turns: list[dict[str, Any]], system: Any) -> list[dict[str, Any
 def _weight(holder: Mapping[str, Any], role: str, where: str) -> float:
     """Read the weight of an answer, or of a text in it (default 1). Other turns must not have weights."""
     flags = {name: holder[name] for name in FLAGS if holder.get(name) is not None}
-    is_answer = _canonical(role) == "assistant"
+    is_answer = ROLES.get(role) == "assistant"
     for name, value in flags.items():
         is_factor = name in FACTORS and is_answer
         if not isinstance(value, int | float) or not (0 <= value <= _LARGEST if is_factor else value in (0, 1)):
