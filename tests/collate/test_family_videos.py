@@ -198,6 +198,20 @@ def test_videos_beside_images_and_in_later_turns_are_packed_as_alone(family: str
 
 
 @needs
+def test_a_video_longer_than_the_others_of_its_batch_is_refused_or_skipped_where_the_model_takes_one_length() -> None:
+    processor, features = processor_with_videos("llava_onevision"), [asked(frames(count)) for count in (4, 6, 4)]
+    with pytest.raises(
+        SampleError, match=r"sample 1: its video 0 makes .*\[1, 6, .* before it \[1, 4, .*nframes"
+    ) as caught:
+        VLMCollator(processor).collate(features)
+    assert (caught.value.index, caught.value.reason) == (1, "media_shape")
+    skipping = VLMCollator(processor, layout="packed", on_bad="skip")
+    for batch in (skipping.collate(features), skipping.decode([*map(skipping.measure, features)])):
+        assert batch.metadata.sample_ids == (0, 2)
+    assert skipping.skip_log.reasons == {"media_shape": 2}
+
+
+@needs
 def test_keys_that_a_video_processor_does_not_read_are_refused(clip: str) -> None:
     collator = VLMCollator(processor_with_videos("glm4v"))
     assert len(collator.measure(asked(clip, fps=1)).media["video"][0].runs) == 1

@@ -60,13 +60,16 @@ class Join:
         if self.pad:
             sizes = np.max([tensor.shape for tensor in tensors], axis=0)
             tensors = [_padded(tensor, sizes, self.axis) for tensor in tensors]
-        shapes = {(*tensor.shape[: self.axis], *tensor.shape[self.axis :][1:]) for tensor in tensors}
-        if len(shapes) > 1:
+        if len({self.fixed_sizes(tensor.shape) for tensor in tensors}) > 1:
             raise LayoutError(
                 f"media of the samples are {', '.join(str(list(tensor.shape)) for tensor in tensors[:9])}, which "
                 f"cannot follow each other along axis {self.axis}; let one processor make them all, with one nframes"
             )
         return torch.cat([*tensors], self.axis)
+
+    def fixed_sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the sizes in a tensor's shape that all joined tensors must share; (): padding makes them equal."""
+        return () if self.pad else (*shape[: self.axis], *shape[self.axis + 1 :])
 
 
 def _padded(tensor: torch.Tensor, sizes: np.ndarray, axis: int) -> torch.Tensor:
