@@ -189,7 +189,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         "second_per_grid_ts has 2 entries for 1 videos",
     ),
     **{
-        f"the column {name}": (without(**{name: [1]}), "bad_row", f"it has {name}, which nothing reads; labels and m")
+        f"the column {name}": (without(**{name: [1]}), "bad_row", f"input_ids and {name}: nothing reads that; labels")
         for name in ("shift_labels", "assistant_mask", "loss_masks")
     },
     **{
@@ -206,7 +206,7 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         for value in (2, -1)
     },
     "weights of other tokens": (without(loss_weights=[1.0]), "bad_shape", "loss_weights covers 1 tokens but input_ids"),
-    "a teacher's ids alone": (without(topk_ids=[[1]]), "bad_row", "it has no topk_logprobs; a teacher's entries"),
+    "a teacher's ids alone": (without(topk_ids=[[1]]), "bad_row", "it has topk_ids alone; a teacher's entries"),
     "a teacher's entries for other tokens": (
         teacher(ids=lambda x: x[1:]),
         "bad_shape",

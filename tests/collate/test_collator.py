@@ -154,7 +154,9 @@ def test_rows_that_are_packed_already_stop_the_run_instead_of_becoming_one_sampl
     bare = {column: row[column] for column in ("input_ids", "labels", "pixel_values", "image_grid_thw")}
     collator = VLMCollator(processor_of(), layout="packed")
     assert collator([bare])[METADATA_KEY].sample_ids == (0,)  # nothing says that these are two
-    with pytest.raises(SampleError, match=rf"bring {name}.*packed rows already.*data_collator=dataset.collate"):
+    with pytest.raises(
+        SampleError, match=rf"has input_ids and {name}: .*packed row already.*data_collator=dataset.collate"
+    ):
         collator([{**bare, name: row["cu_seqlens_q"]}])
 
 

@@ -62,7 +62,7 @@ def test_a_processor_that_leaves_out_a_step_is_followed(flags):
     processor = image_processor(**flags)
     frame = noise_frames(1)[0]
     pixels = torch.from_numpy(np.array(frame)).permute(2, 0, 1)[None]
-    patches, _ = patchify(pixels, processor)
+    patches = patchify(pixels, processor)
     assert torch.equal(patches, processor([frame], return_tensors="pt")["pixel_values"].float())
 
 
@@ -81,7 +81,7 @@ def test_pixels_rates_and_times_are_those_of_qwen_vl_utils(tmp_path):
     for case, answer in zip(cases, qwen_videos(cases, tmp_path), strict=True):
         part, count = image_processor(patch_size=case["patch_size"]), len(case["element"]["video"])
         video = reader_of(part).load(case["element"])
-        patches, _ = patchify(torch.from_numpy(answer["video"][:count]).byte(), part)
+        patches = patchify(torch.from_numpy(answer["video"][:count]).byte(), part)
         assert torch.equal(video.pixels, patches)
         metadata = VideoMetadata(**answer["metadata"])
         assert video.grid[0] * 2 == len(answer["video"])

@@ -35,11 +35,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jinja2 import Environment, TemplateError
-from jinja2.ext import Extension
-from jinja2.meta import find_undeclared_variables
-from jinja2.nodes import Node
-from jinja2.parser import Parser
+from jinja2 import TemplateError
 
 from vlmpack.collate.processor_metadata import ProcessorMetadata, parts_of
 from vlmpack.data.formats import is_empty
@@ -68,17 +64,6 @@ _OPENED = re.compile(r"(?:\s|</?think>)*")
 _NOTHING = re.compile("")
 _LAYOUTS_KEPT = 1024
 """Number of cached layouts. Each holds everything that a template writes around texts, including tools."""
-
-
-class _Generation(Extension):
-    """The grammar of `{% generation %}`, with which templates mark the assistant's text, as in transformers."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own annotation is a set)
-
-    def parse(self, parser: Parser) -> list[Node]:
-        """Parse the statements inside the block."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +172,12 @@ class ChatTemplate:
         template = self.processor.chat_template
         return template["default"] if isinstance(template, Mapping) else template
 
+    @property
+    def _sources(self) -> list[str]:
+        """The template, or all templates of a processor with several."""
+        template = self.processor.chat_template
+        return [*template.values()] if isinstance(template, Mapping) else [template]
+
     @cached_property
     def marks_answers(self) -> bool:
         """Whether the template marks its assistant's text itself (`{% generation %}`); not read in ChatML."""
@@ -290,14 +281,12 @@ class ChatTemplate:
     @cached_property
     def tokens(self) -> tuple[str, ...]:
         """Special tokens that the template writes in trials with each role, or has in its source, in this order."""
-        template = self.processor.chat_template
-        if template is None:
+        if self.processor.chat_template is None:
             return ()
-        sources = [*template.values()] if isinstance(template, Mapping) else [template]
         tried = [text for texts in self._trials.values() for text in texts.values()]
         named = self._tokenizer.special_tokens_map
         read = [str(token) for name, token in named.items() if name in self._variables]
-        written = "\n".join((*tried, *sources, *read))
+        written = "\n".join((*tried, *self._sources, *read))
         return tuple(sorted((token for token in self.metadata.special_tokens if token in written), key=written.index))
 
     # ------------------------------------------------------------------ the template's forms and options
@@ -373,15 +362,14 @@ class ChatTemplate:
         Raises:
             ConfigError: the template is not valid Jinja.
         """
-        template = self.processor.chat_template
-        sources = template.values() if isinstance(template, Mapping) else [template]
-        grammar = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+        from transformers.utils.chat_template_utils import _get_template_variables
+
         try:
-            read = {name for source in sources for name in find_undeclared_variables(grammar.parse(source))}
+            read = frozenset().union(*map(_get_template_variables, self._sources))
         except TemplateError as error:
             fault = f"the processor's chat template cannot be read ({type(error).__name__}: {error})"
             raise ConfigError(f"{fault}; repair it") from error
-        return frozenset(read - _NOT_OPTIONS)
+        return read - _NOT_OPTIONS
 
     def _write(self, messages: Messages, **options: Any) -> str:
         return self.processor.apply_chat_template(messages, tokenize=False, **options)

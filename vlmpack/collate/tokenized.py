@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from struct import error as StructError
 from struct import pack
@@ -37,18 +37,11 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     Raises:
         SampleError: columns contradict each other, or the sample is already a packed row.
     """
-    if named := [name for name in BOUNDARY_COLUMNS if feature.get(name) is not None]:
-        fault = f"samples bring {', '.join(named)}: they are packed rows already, and would be read as one sample each"
-        raise SampleError(f"{fault}; collate them with data_collator=dataset.collate (PackedDataset)", "bad_row")
-    _check_read(feature)
-    if feature.get("position_ids") is not None:
-        raise SampleError(
-            "it has position_ids, but positions are computed here; remove the column", "unexpected_positions"
-        )
+    _check_columns(feature)
     all_ids = _tokens(feature, "input_ids")
 
-    def column(name: str) -> np.ndarray:
-        values = _tokens(feature, name)
+    def column(name: str, read: Callable[..., np.ndarray] = _tokens) -> np.ndarray:
+        values = read(feature, name)
         if len(values) != len(all_ids):
             raise SampleError(f"{name} covers {len(values)} tokens but input_ids has {len(all_ids)}", "bad_shape")
         return values
@@ -88,15 +81,7 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
     else:
         answers = assistant_spans(ids, metadata)[-1 if train_on == "last" else 0 :]
         labels = make_labels(ids, metadata, spans=None if train_on == "all" else answers)
-    weights = None
-    if feature.get(WEIGHT_COLUMN) is not None:
-        weights = _array(feature[WEIGHT_COLUMN], WEIGHT_COLUMN).reshape(-1).astype(np.float32)
-        if len(weights) != len(all_ids):
-            fault = f"{WEIGHT_COLUMN} covers {len(weights)} tokens but input_ids has {len(all_ids)}"
-            raise SampleError(fault, "bad_shape")
-        if not (np.isfinite(weights) & (weights >= 0)).all():
-            raise SampleError(f"{WEIGHT_COLUMN} holds {weights.min()}; weights are numbers from 0", "bad_mask")
-        weights = weights[keep]
+    weights = None if feature.get(WEIGHT_COLUMN) is None else column(WEIGHT_COLUMN, _weights)[keep]
     sample = Encoded(
         input_ids=ids,
         labels=labels,
@@ -120,15 +105,13 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
     Raises:
         SampleError: a column is missing, or does not have K numbers for each target.
     """
-    missing = [name for name in TEACHER if feature.get(name) is None]
-    if len(missing) == len(TEACHER):
-        return sample
+    given = [name for name in TEACHER if feature.get(name) is not None]
     targets, read = 1 + np.flatnonzero(sample.labels[1:] != IGNORE), {}
-    if not len(targets):  # `check_sample` refuses it
+    if not given or not len(targets):  # `check_sample` refuses a sample without targets
         return sample
+    if len(given) < len(TEACHER):
+        raise SampleError(f"it has {given[0]} alone; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
     for name, kinds, dtype in zip(TEACHER, ("iu", "f"), (np.int64, np.float32), strict=True):
-        if missing:
-            raise SampleError(f"it has no {missing[0]}; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
         entries = feature[name]
         try:
             num_entries, counts = len(entries), np.array([0 if each is None else len(each) for each in entries])
@@ -168,23 +151,32 @@ def _check_not_shifted(labels: np.ndarray, ids: np.ndarray) -> None:
         raise SampleError(f"{fault}; give labels as transformers takes them, not shifted", "labels_shifted")
 
 
-def _check_read(feature: Mapping[str, Any]) -> None:
-    """Refuse a column about tokens or pixels that would not be read."""
-    given = {name for name, value in feature.items() if not is_empty(value)}
-    fault = ""
-    if named := next((name for name in MISSPELT_COLUMNS if feature.get(name) is not None), None):
-        fault = f"{named}, which nothing reads; labels and masks are {', '.join(LABEL_COLUMNS)}: rename it"
-    elif named := next((name for name in (BRANCH_COLUMN, ANSWER_COLUMN) if feature.get(name) is not None), None):
-        fault = f"input_ids and {named}, which takes one answer of messages; leave one out"
-    for pixels, columns in (
-        ("pixel_values", ("image", "images")),
-        ("pixel_values_videos", ("video", "videos")),
-        ("input_features", ("audio", "audios")),
-    ):
-        if not fault and pixels not in given and (named := next((name for name in columns if name in given), None)):
-            fault = f"input_ids and {named}, but no {pixels}; give what the processor made, or leave input_ids out"
-    if fault:
-        raise SampleError(f"it has {fault}", "bad_row")
+_REFUSED = {
+    BOUNDARY_COLUMNS: "it is a packed row already; use data_collator=dataset.collate (PackedDataset)",
+    MISSPELT_COLUMNS: f"nothing reads that; labels and masks are {', '.join(LABEL_COLUMNS)}: rename it",
+    (BRANCH_COLUMN, ANSWER_COLUMN): "that takes one answer of messages; leave one out",
+    ("position_ids",): "positions are computed here; remove the column",
+}
+"""Columns that no tokenized sample may have, and what is wrong with them."""
+_MADE_OF = {
+    "pixel_values": ("image", "images"),
+    "pixel_values_videos": ("video", "videos"),
+    "input_features": ("audio", "audios"),
+}
+"""Tensors that the processor makes, and the columns that it makes them of."""
+
+
+def _check_columns(feature: Mapping[str, Any]) -> None:
+    """Refuse a column that would not be read, or whose tokens would be read wrongly."""
+    for names, fault in _REFUSED.items():
+        if named := [name for name in names if feature.get(name) is not None]:
+            reason = "unexpected_positions" if "position_ids" in named else "bad_row"
+            raise SampleError(f"it has input_ids and {', '.join(named)}: {fault}", reason)
+    for made, names in _MADE_OF.items():
+        named = next((name for name in names if not is_empty(feature.get(name))), None)
+        if named and is_empty(feature.get(made)):
+            fault = f"it has input_ids and {named}, but no {made}; give what the processor made, or leave input_ids out"
+            raise SampleError(fault, "bad_row")
 
 
 def token_types(input_ids: np.ndarray, metadata: ProcessorMetadata) -> np.ndarray:
@@ -214,6 +206,14 @@ def _tokens(feature: Mapping[str, Any], name: str) -> np.ndarray:
     if name in LABEL_COLUMNS[1:] and ((values != 0) & (values != 1)).any():
         raise SampleError(f"{name} holds other values than 0 and 1; weights belong in {WEIGHT_COLUMN}", "bad_mask")
     return values.astype(np.int64)
+
+
+def _weights(feature: Mapping[str, Any], name: str) -> np.ndarray:
+    """Read the weights of labels, float32 [n]."""
+    weights = _array(feature[name], name).reshape(-1).astype(np.float32)
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise SampleError(f"{name} holds {weights.min()}; weights are numbers from 0", "bad_mask")
+    return weights
 
 
 def _array(value: Any, name: str) -> np.ndarray:

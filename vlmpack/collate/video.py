@@ -93,7 +93,6 @@ from vlmpack.data.images import DEFAULT_LIMITS, ImageLimits, load_image, read_si
 from vlmpack.data.messages import FILE_KEYS, FRAME_KEYS, RATES, TIMES, VIDEO_KEYS
 from vlmpack.data.videos import DEFAULT_VIDEO_LIMITS, VideoHeader, VideoLimits, decode_frames, read_video_header
 from vlmpack.errors import ConfigError, SampleError, check_whole_number
-from vlmpack.layout.media import Grid
 
 Size = tuple[int, int]
 """Height and width, in this order."""
@@ -137,24 +136,6 @@ class FrameSampling:
                 raise ConfigError(f"fps={self.fps} and num_frames={self.num_frames}: only one can hold; set fps=None")
         check_whole_number("min_frames", self.min_frames, at_least=1)
         check_whole_number("max_frames", self.max_frames, at_least=max(self.min_frames, MIN_FRAMES))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frames:
-    """The chosen frames of a Qwen video, not decoded yet."""
-
-    count: int
-    """Number of frames."""
-    size: Size
-    """Height and width to which they are resized."""
-    indices: Sequence[float]
-    """Index of each frame in a video of `fps` frames per second."""
-    fps: float
-    """Frame rate to which the indices refer."""
-    seconds: float
-    """Seconds from one temporal patch to the next."""
-    decode: Callable[[], torch.Tensor]
-    """Returns the resized frames, uint8 [F, C, H, W]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +184,9 @@ class VideoReader:
                 a key cannot be used.
             ConfigError: the video is a file, and PyAV is not installed.
         """
-        frames = self._of_file(element) if isinstance(element.get("video"), FILE_TYPES) else self._of_list(element)
-        pixels, side, depth = None, self.part.patch_size, self.part.temporal_patch_size
-        grid = -(-frames.count // depth), frames.size[0] // side, frames.size[1] // side
-        if not is_measured:
-            pixels, grid = patchify(frames.decode(), self.part)
-        timestamps = frame_timestamps(frames.indices, fps=frames.fps, depth=depth)
-        return Visual(pixels=pixels, grid=grid, seconds=frames.seconds, timestamps=tuple(timestamps))
+        is_file = isinstance(element.get("video"), FILE_TYPES)
+        visual, decode = self._of_file(element) if is_file else self._of_list(element)
+        return visual if is_measured else replace(visual, pixels=patchify(decode(), self.part))
 
     def clip(self, element: Mapping[str, Any]) -> Clip:
         """Choose the frames of an element by its video processor's `sample_frames`. All frames of a list are taken.
@@ -249,10 +226,23 @@ class VideoReader:
         """Side of a token in pixels."""
         return self.part.patch_size * self.part.merge_size
 
-    def _of_list(self, element: Mapping[str, Any]) -> Frames:
-        video, depth = element.get("video"), self.part.temporal_patch_size
+    def _visual(self, count: int, size: Size, indices: Sequence[float], *, fps: float, seconds: float) -> Visual:
+        """Return a measured video of `count` frames, resized to `size`; `indices` are those of `frame_timestamps`."""
+        side, depth = self.part.patch_size, self.part.temporal_patch_size
+        grid = -(-count // depth), size[0] // side, size[1] // side
+        timestamps = frame_timestamps(indices, fps=fps, depth=depth)
+        return Visual(pixels=None, grid=grid, seconds=seconds, timestamps=tuple(timestamps))
+
+    def _of_list(self, element: Mapping[str, Any]) -> tuple[Visual, Callable[[], torch.Tensor]]:
+        """Return a list of frames as measured, and a function that makes its resized frames, uint8 [F, C, H, W]."""
+        video, depth, factor = element.get("video"), self.part.temporal_patch_size, self._factor
         sizes = read_frames(video, read_size, limits=self.limits)
-        first, final = _frame_sizes(sizes, element, factor=self._factor)
+        first = [image_size(element, size, factor=FRAME_FACTOR * factor) for size in sizes]  # as in `video_frame_size`
+        final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
+        for index, size in enumerate(first):
+            _check_size_of_frame(index, size, first[0])
+        for size in (first[0], final):
+            check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
         if (times := _times(element, len(sizes))) is not None:
             indices, fps = times, 1.0
             seconds = depth * (times[-1] - times[0]) / max(len(times) - 1, 1) or depth / FPS
@@ -262,21 +252,24 @@ class VideoReader:
             seconds = depth / sample_fps
 
         def decode() -> torch.Tensor:
-            return resize_frames(read_frames(video, load_image, limits=self.limits), first, final)
+            arrays = [
+                np.asarray(resize(frame, first[0])) for frame in read_frames(video, load_image, limits=self.limits)
+            ]
+            frames_FCHW = torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous()
+            return torch.stack([interpolated(frame, final, as_floats=True) for frame in frames_FCHW])
 
-        return Frames(count=len(sizes), size=final, indices=indices, fps=fps, seconds=seconds, decode=decode)
+        return self._visual(len(sizes), final, indices, fps=fps, seconds=seconds), decode
 
-    def _of_file(self, element: Mapping[str, Any]) -> Frames:
+    def _of_file(self, element: Mapping[str, Any]) -> tuple[Visual, Callable[[], torch.Tensor]]:
+        """Return a file as measured, and a function that makes its resized frames, uint8 [F, C, H, W]."""
         header, depth = read_video_header(element["video"], limits=self.file_limits), self.part.temporal_patch_size
         assert self.rule is not None, "a Qwen processor"
         spacing = "linspace" if self.metadata.frame_timestamps else "arange"
         first, last = _range(header, element)
         sampling, total = _keyed(element, self.rule), last - first + 1
-        indices = [
-            first + at for at in sample_frames(total, header.fps, sampling=sampling, spacing=spacing, depth=depth)
-        ]
-        self._check_count(len(indices))
-        size, count = (header.height, header.width), len(indices)
+        taken = sample_frames(total, header.fps, sampling=sampling, spacing=spacing, depth=depth)
+        indices, size, count = [first + at for at in taken], (header.height, header.width), len(taken)
+        self._check_count(count)
         is_own = self.part is parts_of(self.processor).video_processor and not has_keys(element, VIDEO_KEYS)
         if is_own:
             final = self._own_size(size, count)
@@ -288,16 +281,13 @@ class VideoReader:
             """Decode and resize frames one at a time, so that only final pixels stay in memory."""
             frames = []
             for index, frame in self._decoded(element["video"], indices):
-                if frame.shape[:2] != size:
-                    seen = f"frame {index} is {frame.shape[1]} x {frame.shape[0]} and frame 0 {size[1]} x {size[0]}"
-                    fault = f"{seen}; all frames of a video must have one size: encode it again"
-                    raise SampleError(fault, "video_frames")
+                _check_size_of_frame(index, frame.shape[:2], size)
                 frame_CHW = torch.from_numpy(frame).permute(2, 0, 1)
                 frames.append(interpolated(frame_CHW, final, as_floats=not is_own))
             return torch.stack(frames)
 
         seconds = depth / (count / total * header.fps)
-        return Frames(count=count, size=final, indices=indices, fps=header.fps, seconds=seconds, decode=decode)
+        return self._visual(count, final, indices, fps=header.fps, seconds=seconds), decode
 
     def _own_size(self, size: Size, num_frames: int) -> Size:
         """Apply the rule of `Qwen2VLVideoProcessor.resize` (bounds for each frame) or of `Qwen3VLVideoProcessor.resize`
@@ -322,8 +312,8 @@ class VideoReader:
     def _clip_of_list(self, element: Mapping[str, Any]) -> Clip:
         video = element.get("video")
         sizes = read_frames(video, read_size, limits=self.limits)
-        if len({*sizes}) > 1:
-            raise SampleError(f"its frames have the sizes {sorted({*sizes})}; all must have one size", "video_frames")
+        for index, size in enumerate(sizes):
+            _check_size_of_frame(index, size, sizes[0])
         times = _times(element, len(sizes)) or [at / _rate(element, "sample_fps", FPS) for at in range(len(sizes))]
         metadata = {"total_num_frames": len(sizes), "fps": 1.0, "duration": times[-1], "frames_indices": tuple(times)}
         return Clip(
@@ -401,11 +391,10 @@ def read_frames(video: Any, read: Callable[..., Result], *, limits: ImageLimits 
     return results
 
 
-def resize_frames(frames: Sequence[Image.Image], first: Size, final: Size) -> torch.Tensor:
-    """Resize each frame to `first` with Pillow, then to `final` as in qwen-vl-utils. Return uint8 `[F, C, H, W]`."""
-    arrays = np.stack([np.asarray(resize(frame, first)) for frame in frames])
-    frames_FCHW = torch.from_numpy(arrays).permute(0, 3, 1, 2).contiguous()
-    return torch.stack([interpolated(frame, final, as_floats=True) for frame in frames_FCHW])
+def _check_size_of_frame(index: int, size: Size, first: Size) -> None:
+    if size != first:
+        seen = f"frame {index} is {size[1]} x {size[0]} pixels (width x height) and frame 0 {first[1]} x {first[0]}"
+        raise SampleError(f"{seen}; all frames of a video must have one size", "video_frames")
 
 
 def interpolated(frame: torch.Tensor, size: Size, *, as_floats: bool) -> torch.Tensor:
@@ -424,24 +413,7 @@ def interpolated(frame: torch.Tensor, size: Size, *, as_floats: bool) -> torch.T
     return resized.clamp(0, 255).round().to(torch.uint8) if as_floats else resized
 
 
-def _frame_sizes(sizes: Sequence[Size], element: Mapping[str, Any], *, factor: int) -> tuple[Size, Size]:
-    """Compute (the size to which each frame is resized first, the final size of all frames).
-
-    Raises:
-        SampleError: frames differ in size after the first step; see also `video_frame_size`.
-    """
-    first = [first_frame_size(element, size, factor=factor) for size in sizes]
-    final = video_frame_size(element, sizes[0], num_frames=len(sizes), factor=factor)
-    for index, (height, width) in enumerate(first):
-        if (height, width) != first[0]:
-            seen = f"frame {index} is {width} x {height} and frame 0 is {first[0][1]} x {first[0][0]} (after resizing)"
-            raise SampleError(f"{seen}; all frames of a video must have one size", "video_frames")
-    for size in (first[0], final):
-        check_enlarged(size, source=sizes[0], factor=factor, num_frames=len(sizes))
-    return first[0], final
-
-
-def patchify(frames_FCHW: torch.Tensor, part: Any) -> tuple[torch.Tensor, Grid]:
+def patchify(frames_FCHW: torch.Tensor, part: Any) -> torch.Tensor:
     """Split frames into the patches of Qwen's vision tower.
 
     Follows `Qwen2VLVideoProcessor.patchify` (Qwen3-VL's is equal). The last frame is repeated up to a multiple of the
@@ -455,7 +427,7 @@ def patchify(frames_FCHW: torch.Tensor, part: Any) -> tuple[torch.Tensor, Grid]:
         part: the processor's video or image part, for the sizes of patches and the normalization.
 
     Returns:
-        Patches `[P, D]` float32 and the grid (t, h, w).
+        Patches `[P, D]` float32.
     """
     depth, side, merge = part.temporal_patch_size, part.patch_size, part.merge_size
     missing = -len(frames_FCHW) % depth
@@ -468,7 +440,7 @@ def patchify(frames_FCHW: torch.Tensor, part: Any) -> tuple[torch.Tensor, Grid]:
     levels = blocks.reshape(grid[0] * grid[1] * grid[2], channels, depth * side * side).numpy()
     table = _value_table(part)
     patches = np.stack([table[c][levels[:, c]] for c in range(channels)], axis=1)
-    return torch.from_numpy(patches.reshape(len(patches), -1)), grid
+    return torch.from_numpy(patches.reshape(len(patches), -1))
 
 
 def _times(element: Mapping[str, Any], count: int) -> list[float] | None:
@@ -747,20 +719,14 @@ def resize(image: Image.Image, size: Size) -> Image.Image:
     return image.resize((size[1], size[0]), Image.Resampling.BICUBIC)
 
 
-def first_frame_size(element: Mapping[str, Any], size: Size, *, factor: int) -> Size:
-    """Compute the size to which `fetch_video` first resizes each frame.
-
-    `fetch_video` passes the *token* size to `fetch_image` in place of the patch size. This first size is therefore a
-    multiple of two tokens, and its default bounds are four times those of an image. Kept, because it affects the final
-    size.
-    """
-    return image_size(element, size, factor=2 * factor)
-
-
 def video_frame_size(
     element: Mapping[str, Any], size: Size, *, num_frames: int, factor: int, is_file: bool = False
 ) -> Size:
     """Compute the final size of a video's frames in pixels (`vision_process.fetch_video`).
+
+    `fetch_video` first resizes the frames of a list one by one, and passes the *token* size to `fetch_image` in place
+    of the patch size. This first size is therefore a multiple of two tokens, and its default bounds are four times
+    those of an image. Kept, because it affects the final size.
 
     Args:
         element: the keys of images, and `total_pixels`, which the frames share.
@@ -773,17 +739,15 @@ def video_frame_size(
         SampleError: see `smart_resize`.
     """
     if not is_file:
-        size, num_frames = first_frame_size(element, size, factor=factor), num_frames + num_frames % FRAME_FACTOR
-    low, high = _frame_bounds(element, num_frames, factor)
-    return image_size({**element, "min_pixels": low, "max_pixels": high}, size, factor=factor)
-
-
-def _frame_bounds(element: Mapping[str, Any], num_frames: int, factor: int) -> tuple[float, float]:
-    """Return `min_pixels` and `max_pixels` of each frame, from its own bounds and its share of the video's pixels."""
+        size, num_frames = (
+            image_size(element, size, factor=FRAME_FACTOR * factor),
+            num_frames + num_frames % FRAME_FACTOR,
+        )
     low = number(element, "min_pixels", FRAME_TOKENS[0] * factor**2)
     total = number(element, "total_pixels", MODEL_TOKENS * factor * factor * 0.9)
     share = max(min(FRAME_TOKENS[1] * factor**2, total / num_frames * FRAME_FACTOR), int(low * 1.05))
-    return low, min(number(element, "max_pixels", share), share)
+    high = min(number(element, "max_pixels", share), share)
+    return image_size({**element, "min_pixels": low, "max_pixels": high}, size, factor=factor)
 
 
 def _check_size(height: float, width: float, min_pixels: float, max_pixels: float) -> None:
