@@ -482,13 +482,12 @@ class StreamLoader(DataLoader[Any]):
         super().__init__(_Worker(stream), batch_size=None, collate_fn=collate, **settings)
         self._workers = max(1, self.num_workers)
         self._parts = self._workers * stream.ranks
-        self._states: list[Any] = [None] * self._workers
+        self._states = [dict[int, Any]() for _ in range(self._workers)]
         """For each worker, the states of its parts, see `_Worker`."""
         self._first = self._turns = 0
         """The number of the first row of the pass on these ranks, and how often workers have had their turn since."""
-        self._goes_on = False
-        """Whether the next iteration continues an epoch whose state was loaded."""
-        self._ended = False
+        self._goes_on = self._ended = False
+        """Whether the next iteration continues an epoch whose state was loaded, and whether the last one has ended."""
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield this rank's batches, from the loaded state on, or those of the next epoch.
@@ -497,9 +496,9 @@ class StreamLoader(DataLoader[Any]):
             ConfigError: a stream that repeats has no sample for this rank.
         """
         if not self._goes_on:
-            self._states, self._turns, self._ended = [None] * self._workers, 0, False
+            self._states, self._turns, self._ended = [{} for _ in self._states], 0, False
         worker: Any = self.dataset
-        worker.start = self.state_dict()
+        worker.start = {"parts": self._parts, "first": self._first, "states": [*self._states]}
         self._goes_on = False
         batches = self._own_batches()
         together = not self.stream.repeat and self.stream.ranks > 1 and distributed.is_initialized()
@@ -508,10 +507,10 @@ class StreamLoader(DataLoader[Any]):
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield the batches of this rank's rows. Workers take turns, even those that have run out of rows."""
-        ended, before = set[int](), self._turns // self._workers * self._workers
+        ended = set[int]()
         for at, (batch, state, has_ended) in enumerate(super().__iter__()):
             worker = at % self._workers
-            self._states[worker], self._turns = state, max(self._turns, before + at + 1)
+            self._states[worker], self._turns = state, at + 1
             if has_ended:
                 ended.add(worker)
             elif batch is not None:
@@ -539,8 +538,8 @@ class StreamLoader(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Return everything needed to continue this rank after its last batch, as plain data."""
         process = {"rank": self.stream.rank, "ranks": self.stream.ranks, "workers": self._workers}
-        rows = {"parts": self._parts, "first": self._first, "turns": self._turns, "ended": self._ended}
-        return {**process, **rows, "states": list(self._states)}
+        rows = {"parts": self._parts, "next": self._first + self._turns * self.stream.ranks, "ended": self._ended}
+        return {**process, **rows, "states": _most_advanced(self._states)}
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state at the next iteration.
@@ -560,48 +559,53 @@ class StreamLoader(DataLoader[Any]):
             not isinstance(each, Mapping) or each.keys() != self.state_dict().keys() for each in states
         ):
             raise ConfigError(f"this is not the state of a StreamLoader; {LOAD_ANOTHER}")
-        states = [{**each, "states": [*map(_of_parts, each["states"])]} for each in states]
-        own = [each for each in states if _process(each) == _process(self.state_dict())]
-        known = own[0] if own else _dealt_anew(states, self.stream, self._workers)
-        self._states, self._parts, self._ended = known["states"], known["parts"], known["ended"]
-        self._first, self._turns = known["first"], known["turns"]
+        of_rank = [each for each in states if _process(each) == _process(self.state_dict())]
+        states = of_rank[:1] or states
+        before, known = states[0], _most_advanced([each["states"] for each in states])
+        if not of_rank:
+            self._check_others(states, known)
+        self._parts, self._first, self._turns, self._ended = before["parts"], before["next"], 0, before["ended"]
+        for at in range(self._workers):
+            parts = _hosted(*_place(self.stream, at, self._workers), self._parts, self._first)
+            self._states[at] = {part: known[part] for part in parts if part in known}
         self._goes_on, self._iterator = not self._ended, None  # restart persistent workers
+
+    def _check_others(self, states: Sequence[Mapping[str, Any]], known: Mapping[int, Any]) -> None:
+        """Check that this loader can continue with the states of other ranks."""
+        before = states[0]
+        ranks, workers = before["ranks"], before["workers"]
+        is_whole = sorted(each["rank"] for each in states) == list(range(ranks))
+        shared = [name for name in before if name not in ("rank", "states")]
+        if not is_whole or any(each[name] != before[name] for each in states for name in shared):
+            raise ConfigError(
+                f"the state is of rank {before['rank']} of {ranks} with {workers} workers each, and this is rank "
+                f"{self.stream.rank} of {self.stream.ranks} with {self._workers}: give the states of all ranks, taken "
+                "after the same step, load_state_dict([state_of_rank_0, ...])"
+            )
+        gone = [part for part, (following, _) in known.items() if following is None]
+        if gone and not before["ended"]:
+            raise ConfigError(
+                f"part {gone[0]} of the source in {before['parts']} has no rows left: continue with {ranks} ranks and "
+                f"{workers} workers to the end of the epoch"
+            )
 
 
 def _process(state: Mapping[str, Any]) -> tuple[int, int, int]:
     return state["rank"], state["ranks"], state["workers"]
 
 
-def _of_parts(states: Mapping[Any, Any] | None) -> dict[int, Any] | None:
-    """Return the states of a worker's parts, whose numbers are texts after a way through JSON."""
-    return None if states is None else {int(part): known for part, known in states.items()}
-
-
-def _dealt_anew(states: Sequence[Mapping[str, Any]], stream: PackedStream, workers: int) -> dict[str, Any]:
-    """Return the state of a loader of this stream, from those of all ranks that trained before."""
-    before, parts = states[0], states[0]["parts"]
-    shared = [name for name in before if name not in ("rank", "states")]
-    is_whole = sorted(each["rank"] for each in states) == list(range(before["ranks"]))
-    if not is_whole or any(each[name] != before[name] for each in states for name in shared):
-        raise ConfigError(
-            f"the state is of rank {before['rank']} of {before['ranks']} with {before['workers']} workers each, and "
-            f"this is rank {stream.rank} of {stream.ranks} with {workers}: give the states of all ranks, taken after "
-            "the same step, load_state_dict([state_of_rank_0, ...])"
-        )
-    first = before["first"] + before["turns"] * before["ranks"]
+def _most_advanced(states: Iterable[Mapping[Any, Any]]) -> dict[int, Any]:
+    """Return the most advanced state of each part, whose numbers are texts after a way through JSON."""
     known: dict[int, Any] = {}
-    for of_parts in (of_parts for each in states for of_parts in each["states"] if of_parts is not None):
-        for part, (following, state) in of_parts.items():
-            if following is None and not before["ended"]:
-                raise ConfigError(
-                    f"part {part} of the source in {parts} has no rows left: continue with {before['ranks']} ranks and "
-                    f"{before['workers']} workers to the end of the epoch"
-                )
-            if part not in known or (known[part][0] or 0) < (following or 0):
-                known[part] = following, state
-    processes = [(stream.rank + at * stream.ranks, workers * stream.ranks) for at in range(workers)]
-    of_workers = [{part: known[part] for part in _hosted(*at, parts, first) if part in known} for at in processes]
-    return {"states": of_workers, "parts": parts, "first": first, "turns": 0, "ended": before["ended"]}
+    for part, (following, state) in (item for of_parts in states for item in of_parts.items()):
+        if int(part) not in known or (known[int(part)][0] or 0) < (following or 0):
+            known[int(part)] = following, state
+    return known
+
+
+def _place(stream: PackedStream, worker: int, workers: int) -> tuple[int, int]:
+    """Return (number, count) of the processes of all ranks for a worker."""
+    return stream.rank + worker * stream.ranks, workers * stream.ranks
 
 
 def _hosted(process: int, processes: int, parts: int, first: int) -> list[int]:
@@ -618,7 +622,7 @@ class _Worker(IterableDataset[Any]):
     def __init__(self, stream: PackedStream) -> None:
         self.stream = stream
         self.start: dict[str, Any] | None = None
-        """State of the loader; None: the worker persists, and its streams go on to their next pass."""
+        """Where to begin; None: the worker persists, and its streams go on to their next pass."""
         self._parts: dict[int, PackedStream] = {}
         self._count = self._first = 0
 
@@ -626,11 +630,10 @@ class _Worker(IterableDataset[Any]):
         start, self.start = self.start, None
         worker = get_worker_info()
         at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        process, processes = self.stream.rank + at * self.stream.ranks, workers * self.stream.ranks
-        number, states = 0, dict[int, Any]()
+        process, processes = _place(self.stream, at, workers)
+        states = dict[int, Any]()
         if start is not None:
-            self._count, self._first, turns = start["parts"], start["first"], start["turns"]
-            states = dict(start["states"][at] or {})
+            self._count, self._first, states = start["parts"], start["first"], dict(start["states"][at])
             parts = _hosted(process, processes, self._count, self._first)
             is_own = (self._count, parts) == (processes, [process])
             self._parts = {part: self.stream if is_own else self.stream.of_part(part, self._count) for part in parts}
@@ -638,23 +641,19 @@ class _Worker(IterableDataset[Any]):
             for part, (known, state) in states.items():
                 if known is not None:
                     self._parts[part].load_state_dict(state)
-            number = (turns - at + workers - 1) // workers
-            if at < turns % workers:
-                yield None, dict(states), False  # this worker had its turn before the state was saved
-        first = self._first
-        following = {part: first + (part - first) % self._count for part in self._parts}
+        following = {part: self._first + (part - self._first) % self._count for part in self._parts}
         following |= {part: known for part, (known, _) in states.items()}
         rows = {part: iter(stream) for part, stream in self._parts.items()}
+        number = self._first + process
         while any(known is not None for known in following.values()):
-            row_number = first + process + number * processes
-            number, part = number + 1, row_number % self._count
-            row = None
-            while (known := following[part]) is not None and known <= row_number:  # the last one is this process's
+            row, part = None, number % self._count
+            while (known := following[part]) is not None and known <= number:  # the last one is this process's
                 row = next(rows[part], None)
                 following[part] = None if row is None else known + self._count
             states[part] = following[part], self._parts[part].state_dict()
             if row is not None:
                 yield row, dict(states), False
+            number += processes
         while True:
             yield None, dict(states), True
 
