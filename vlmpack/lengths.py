@@ -58,8 +58,6 @@ WRITE_EVERY = 2.0
 """Seconds between writes of new entries to the cache; a killed process loses at most this much."""
 BUSY_SECONDS = 60.0
 """Seconds to wait while another process writes to the cache, before an access fails."""
-NO_COLUMNS = "no_columns"
-"""Reason of a row without known columns. It is a bad sample, unless all rows have this reason."""
 
 
 def measure_lengths(
@@ -200,7 +198,7 @@ def _check_columns(table: LengthTable, collator: VLMCollator) -> None:
         ConfigError: no row has known columns, and `on_bad` is "raise"; names the first row.
     """
     read = [refused for refused in table.refused if refused.reason != "row_unreadable"]
-    if collator.on_bad == "raise" and not len(table) and read and {refused.reason for refused in read} == {NO_COLUMNS}:
+    if collator.on_bad == "raise" and not len(table) and read and all(each.reason == "no_columns" for each in read):
         raise ConfigError(str(read[0]))
 
 

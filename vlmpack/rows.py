@@ -270,12 +270,12 @@ class Manifest:
         Raises:
             ConfigError: a file is missing or differs; names the file.
         """
-        for name in (*others, *(shard.file for shard in self.shards)):
-            if not (folder / name).is_file():
-                raise _damaged(folder / name, "it is not there")
-        for shard in self.shards:
-            if (size := (folder / shard.file).stat().st_size) != shard.bytes:
-                raise _damaged(folder / shard.file, f"it has {size} bytes, not {shard.bytes}")
+        for name, size in [*((name, None) for name in others), *((shard.file, shard.bytes) for shard in self.shards)]:
+            path = folder / name
+            if not path.is_file():
+                raise _damaged(path, "it is not there")
+            if size is not None and (found := path.stat().st_size) != size:
+                raise _damaged(path, f"it has {found} bytes, not {size}")
 
 
 def _damaged(path: object, what: str) -> ConfigError:

@@ -110,7 +110,7 @@ def test_a_saved_data_set_has_its_own_splits(datasets: Any, tmp_path: Path) -> N
         open_dataset(tmp_path / "both", split="validation")
     assert places(open_dataset(tmp_path / "both", split="eval")) == [1]
     datasets.Dataset.from_list([{"input_ids": [7]}], split="test").save_to_disk(tmp_path / "one")
-    with pytest.raises(ConfigError, match="holds split 'test', not 'train'; pass split='test'"):
+    with pytest.raises(ConfigError, match=r"no split 'train' in .*one; it holds test"):
         open_dataset(tmp_path / "one")
     tables["train"].save_to_disk(tmp_path / "none")
     assert places(open_dataset(tmp_path / "none")) == [0]

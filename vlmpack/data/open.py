@@ -225,24 +225,21 @@ def _check_first_rows(dataset: OpenDataset) -> None:
     """
     if not len(dataset):
         raise ConfigError(f"{dataset.name} holds no samples")
+    names = dataset.columns.names
     for rows, at in zip(dataset.files, dataset._starts, strict=False):
         name = str(rows.path) if isinstance(rows, JsonRows) else dataset.name
-        _check_required(rows, dataset.columns, name)
+        known = _columns(rows) if dataset.columns.required else ()
+        if absent := [column for column in dataset.columns.required if column not in known]:
+            raise ConfigError(
+                f"{name} has no column {' and '.join(map(repr, absent))}, which columns= reads as "
+                f"{' and '.join(map(names.__getitem__, absent))}; it has {', '.join(map(str, known))}"
+            )
         try:
             first = dataset.row(at)
         except SampleError as error:
             raise ConfigError(f"the first sample of {name} cannot be read: {error.detail}{_hint(rows)}") from error
         if set(first).isdisjoint(CHAT):
             raise ConfigError(f"of {name}, {no_columns(first).detail}{_hint(rows) if len(rows) == 1 else ''}")
-
-
-def _check_required(rows: MapStyle, columns: ColumnMap, name: str) -> None:
-    known = _names(rows) if columns.required else ()
-    if absent := [column for column in columns.required if column not in known]:
-        raise ConfigError(
-            f"{name} has no column {' and '.join(map(repr, absent))}, which columns= reads as "
-            f"{' and '.join(columns.names[column] for column in absent)}; it has {', '.join(map(str, known))}"
-        )
 
 
 def _hint(rows: MapStyle) -> str:
@@ -256,7 +253,7 @@ def _hint(rows: MapStyle) -> str:
     return f". If the samples are the list under its key {key[1].decode(errors='replace')!r}, write that list alone"
 
 
-def _names(rows: MapStyle) -> Collection[str]:
+def _columns(rows: MapStyle) -> Collection[str]:
     """Return the columns of a table, or the columns of the first rows of any other source."""
     if isinstance(rows, StoredRows):
         return rows.columns

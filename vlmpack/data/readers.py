@@ -18,7 +18,7 @@ import os
 import re
 import tarfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -252,13 +252,15 @@ def _undecoded(feature: Any) -> Any:
     return replace(feature, decode=False) if is_media else feature
 
 
-def _table(source: str, read: Any, fault: str) -> Any:
-    """Call `read` with the `datasets` library, and turn its errors into a ConfigError."""
+def _stored(source: str, read: Callable[[Any], Any], fault: str) -> StoredRows:
+    """Return the table that `read` makes with the `datasets` library, and turn its errors into a ConfigError."""
     check_extra("data", "datasets", needed_by=f"reading {source}")
     import datasets
 
     try:
-        return read(datasets)
+        return StoredRows(table=read(datasets).with_format("arrow"))
+    except ConfigError:
+        raise
     except Exception as error:  # datasets and pyarrow raise many kinds for a broken file, and more for the network
         remedy = "; HF_DATASETS_CACHE names another folder for its cache" if isinstance(error, OSError) else ""
         raise ConfigError(f"{fault}: {error}{remedy}") from error
@@ -267,36 +269,29 @@ def _table(source: str, read: Any, fault: str) -> Any:
 def _parquet_rows(paths: Sequence[Path]) -> StoredRows:
     fault = f"{paths[0]} cannot be read as parquet, or not be copied into the cache of datasets"
     names = [str(path) for path in paths]
-    table = _table(f"parquet file {paths[0]}", lambda datasets: datasets.Dataset.from_parquet(names), fault)
-    return StoredRows(table=table.with_format("arrow"))
+    return _stored(f"parquet file {paths[0]}", lambda datasets: datasets.Dataset.from_parquet(names), fault)
 
 
 def _saved_rows(folder: Path, split: str) -> StoredRows:
-    fault = f"{folder} cannot be read as a saved dataset; save it again"
-    saved = _table(f"folder {folder}", lambda datasets: datasets.load_from_disk(str(folder)), fault)
-    if isinstance(saved, dict):  # a DatasetDict
-        meant = {ALIASES.get(name, name): name for name in saved} | {name: name for name in saved}
-        name = meant.get(split) or meant.get(ALIASES.get(split, split))
-        if name is None:
-            raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(saved)}")
-        saved = saved[name]
-    elif saved.split is not None and ALIASES.get(str(saved.split), str(saved.split)) != ALIASES.get(split, split):
-        raise ConfigError(f"{folder} holds split {str(saved.split)!r}, not {split!r}; pass split={str(saved.split)!r}")
-    return StoredRows(table=saved.with_format("arrow"))
+    wanted = ALIASES.get(split, split)
+
+    def read(datasets: Any) -> Any:
+        saved = datasets.load_from_disk(str(folder))
+        splits = saved if isinstance(saved, dict) else {} if saved.split is None else {str(saved.split): saved}
+        meant = {ALIASES.get(name, name): table for name, table in splits.items()} | splits
+        if splits and not {split, wanted} & meant.keys():
+            raise ConfigError(f"no split {split!r} in {folder}; it holds {', '.join(splits)}")
+        return meant.get(split, meant.get(wanted, saved))
+
+    return _stored(f"folder {folder}", read, f"{folder} cannot be read as a saved dataset; save it again")
 
 
 def _hub_rows(source: str, split: str) -> StoredRows:
-    """Return the rows of a dataset on the hub.
-
-    Raises:
-        ConfigError: the hub does not provide them.
-    """
     fault = (
         f"{source!r} is no local folder, and the hub did not give its split {split!r} (check the id, the split and the "
         "network, or give a local copy)"
     )
-    table = _table(f"hub id {source!r}", lambda datasets: datasets.load_dataset(source, split=split), fault)
-    return StoredRows(table=table.with_format("arrow"))
+    return _stored(f"hub id {source!r}", lambda datasets: datasets.load_dataset(source, split=split), fault)
 
 
 # ---------------------------------------------------------------------- tar shards
