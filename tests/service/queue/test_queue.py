@@ -357,7 +357,7 @@ def test_a_poll_returns_as_soon_as_there_is_a_reply(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 1))
         polls = [pool.submit(client.reply, name, 30.0) for _ in range(4)]
-        until(lambda: len(client.queue.lanes[model].entries[1].polls_end._done_callbacks) == 4)
+        until(lambda: len(client.queue.lanes[model].entries[1].polls_end._done_callbacks) == 4)  # pyright: ignore
         gate.release()
         assert len({poll.result() for poll in polls}) == 1
 
@@ -385,7 +385,7 @@ def test_polls_return_when_the_server_drains(tmp_path: Path) -> None:
         model = client.model()
         name = client.post(forward_backward(model, 2))
         poll = pool.submit(client.reply, name, 60.0)
-        until(lambda: client.queue.lanes[model].entries[2].polls_end._done_callbacks)
+        until(lambda: client.queue.lanes[model].entries[2].polls_end._done_callbacks)  # pyright: ignore
         client.queue.close(drain=5.0)
         assert isinstance(poll.result(5.0), Pending)
         assert QueueEngine.all
