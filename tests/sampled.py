@@ -13,7 +13,7 @@ from step_service import plain_inputs
 
 from vlmpack.collate.encoded import Visual
 from vlmpack.families import family_named
-from vlmpack.service.engine.datums import EncodedSequence
+from vlmpack.service.engine.datums import EncodedSequence, image_token_of
 from vlmpack.service.engine.engine import Engine
 from vlmpack.service.sampling.batched import BatchedSampling, Finished, SamplingSettings
 from vlmpack.service.wire.messages import Failure, Sample, SampledSequence, SampleResult, SamplingParams
@@ -47,7 +47,10 @@ def prompt_of(
         pictures.append(Visual(pixels=torch.from_numpy(pixels), grid=(1, rows, columns)))
     patches = tuple(rows * columns for rows, columns in images[: len(pictures)])
     return EncodedSequence(
-        input_ids=np.concatenate(ids).astype(np.int64), images=tuple(pictures), patches_of_images=patches
+        input_ids=np.concatenate(ids).astype(np.int64),
+        images=tuple(pictures),
+        patches_of_images=patches,
+        image_token=image_token_of(family, model.config),
     )
 
 

@@ -146,20 +146,19 @@ def run_one(engine: Engine, data: Sequence[Datum], **fields: Any) -> ForwardBack
 def gradients(engine: Engine, model_id: str = "a") -> dict[str, torch.Tensor]:
     """The accumulated gradient by the names of parameters; empty: there is none."""
     client = engine.client(model_id)
-    pairs = zip(client.names, client.gradients or [], strict=False)
+    pairs = zip(client.named, client.gradients or [], strict=False)
     return {name: gradient.clone() for name, gradient in pairs if gradient is not None}
 
 
 def weights(engine: Engine, model_id: str = "a") -> dict[str, torch.Tensor]:
-    client = engine.client(model_id)
-    return {name: p.detach().clone() for name, p in zip(client.names, client.parameters, strict=True)}
+    return {name: parameter.detach().clone() for name, parameter in engine.client(model_id).named.items()}
 
 
 def set_adapter(engine: Engine, model_id: str = "a", *, seed: int = 7) -> None:
     """B away from zero, so that the adapter and the gradient of A count."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in zip(engine.client(model_id).names, engine.client(model_id).parameters, strict=True):
+        for name, parameter in engine.client(model_id).named.items():
             if "lora_B" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 20)
 
@@ -182,7 +181,7 @@ def plain_inputs(sequence: EncodedSequence, config: Any, *, more: Sequence[int] 
     if family.has_vision:
         inputs |= {family.token_types: (ids == config.image_token_id).long()} if family.token_types else {}
         inputs |= family.expert_types_of(ids, config)
-        inputs |= join_media([sequence.sample(config.image_token_id)], family).to_hf()
+        inputs |= join_media([sequence.sample], family).to_hf()
     return inputs
 
 

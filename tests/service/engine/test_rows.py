@@ -27,7 +27,7 @@ from step_service import (
 
 from vlmpack.service.engine.datums import EncodedSequence
 from vlmpack.service.engine.engine import Engine
-from vlmpack.service.engine.rows import RowSettings, plan_rows
+from vlmpack.service.engine.rows import plan_rows
 from vlmpack.service.wire.messages import Datum
 
 
@@ -42,7 +42,7 @@ def sizes(rows: list[list[int]], lengths: tuple[int, ...]) -> list[int]:
 
 def test_rows_are_as_few_as_the_budget_allows_and_of_like_size() -> None:
     lengths = (60, 60, 8, 7, 9, 8, 10)
-    rows = plan_rows(texts_of(*lengths), RowSettings(tokens=130, patches=1))
+    rows = plan_rows(texts_of(*lengths), tokens=130, patches=1)
     assert sorted(at for row in rows for at in row) == list(range(7))
     assert len(rows) == 2
     assert max(sizes(rows, lengths)) <= 90
@@ -51,13 +51,13 @@ def test_rows_are_as_few_as_the_budget_allows_and_of_like_size() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_rank_has_rows(ranks: int) -> None:
     lengths = (20, 21, 22, 20, 21, 22)
-    rows = plan_rows(texts_of(*lengths), RowSettings(tokens=200, patches=1), ranks=ranks)
+    rows = plan_rows(texts_of(*lengths), tokens=200, patches=1, ranks=ranks)
     assert len(rows) == ranks
     assert max(sizes(rows, lengths)) <= 1.05 * sum(lengths) / ranks
 
 
 def test_a_text_beyond_the_budget_has_a_row_of_its_own() -> None:
-    assert plan_rows(texts_of(10, 50, 10), RowSettings(tokens=30, patches=1)) in ([[0, 2], [1]], [[1], [0, 2]])
+    assert plan_rows(texts_of(10, 50, 10), tokens=30, patches=1) in ([[0, 2], [1]], [[1], [0, 2]])
 
 
 # ---------------------------------------------------------------------- prefixes
@@ -74,8 +74,8 @@ def sequences(*lengths: int, prefix: int) -> list[EncodedSequence]:
 
 def test_a_row_is_full_of_computed_tokens() -> None:
     texts = sequences(*[30] * 6, prefix=20)  # 20 + 6 * 10 computed tokens
-    assert plan_rows(texts, RowSettings(tokens=80, patches=1, min_shared=8)) == [[0, 1, 2, 3, 4, 5]]
-    assert len(plan_rows(texts, RowSettings(tokens=80, patches=1))) == 3
+    assert plan_rows(texts, tokens=80, patches=1, min_shared=8) == [[0, 1, 2, 3, 4, 5]]
+    assert len(plan_rows(texts, tokens=80, patches=1)) == 3
 
 
 def test_prefixes_lie_in_prefixes() -> None:
@@ -85,8 +85,8 @@ def test_prefixes_lie_in_prefixes() -> None:
         EncodedSequence(input_ids=np.concatenate([system, prompts[at % 2], np.arange(10) + 1000 * at]))
         for at in range(1, 5)
     ]
-    assert len(plan_rows(texts, RowSettings(tokens=150, patches=1, min_shared=8))) == 1  # 30 + 2 * 40 + 4 * 10
-    assert plan_rows(texts, RowSettings(tokens=149, patches=1, min_shared=8)) == [[0, 2], [1, 3]]
+    assert len(plan_rows(texts, tokens=150, patches=1, min_shared=8)) == 1  # 30 + 2 * 40 + 4 * 10
+    assert plan_rows(texts, tokens=149, patches=1, min_shared=8) == [[0, 2], [1, 3]]
 
 
 def test_patches_of_a_shared_image_count_once() -> None:
@@ -94,15 +94,14 @@ def test_patches_of_a_shared_image_count_once() -> None:
     prompt = chunks_with_images(np.random.default_rng(0), processor_for("qwen3_vl"), length=20, images=[(64, 96)])
     texts = [engine.encode_chunks((*prompt, text(*answer))) for answer in ((31,), (32, 33), (34,))]
     patches = texts[0].patches
-    settings = RowSettings(tokens=1000, patches=patches, min_shared=8, image_token=engine.model.config.image_token_id)
-    assert len(plan_rows(texts, settings)) == 1
-    assert len(plan_rows(texts, replace(settings, min_shared=None))) == 3
+    assert len(plan_rows(texts, tokens=1000, patches=patches, min_shared=8, family=engine.family)) == 1
+    assert len(plan_rows(texts, tokens=1000, patches=patches)) == 3
 
 
 def test_a_group_larger_than_a_row_shares_its_prefix_in_pieces() -> None:
     texts = sequences(*[30] * 12, prefix=20)
-    settings = RowSettings(tokens=60, patches=1, min_shared=8)
-    assert [len(plan_rows(texts, replace(settings, has_pieces=has))) for has in (True, False)] == [1, 3]
+    rows = [plan_rows(texts, tokens=60, patches=1, min_shared=8, has_pieces=has) for has in (True, False)]
+    assert [len(each) for each in rows] == [1, 3]
 
 
 MIN_SHARED = 8

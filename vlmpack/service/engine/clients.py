@@ -190,8 +190,7 @@ class Adapter:
 
     def save(self, folder: Path, *, base_name: str) -> None:
         """Write the adapter in PEFT's format."""
-        tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters().items()}
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(folder / WEIGHTS, self.named_parameters())
         linear = sorted(self.weights.keys() - self.experts.keys())
         config = {
             "peft_type": "LORA",
@@ -209,14 +208,6 @@ class Adapter:
             ranks = dict.fromkeys(map(re.escape, linear), self.lora.rank)
             config |= {"r": rank, "rank_pattern": ranks, "target_parameters": list(self.experts)}
         (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-    def load(self, folder: Path) -> None:
-        """Read weights of the same rank and targets.
-
-        Raises:
-            RequestError: the weights are missing or damaged, or they have another rank or other targets.
-        """
-        copy_into(self.named_parameters(), read_tensors(folder / WEIGHTS), what="the checkpoint's adapter")
 
 
 def new_adapter(lora: LoraConfig, targets: Targets, model: nn.Module) -> Adapter:
@@ -311,6 +302,12 @@ class Adapters:
 # ---------------------------------------------------------------------- files of tensors
 
 
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file."""
+    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(on_host, path, metadata={"format": "pt"})
+
+
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read a safetensors file, which cannot contain code.
 
@@ -323,19 +320,19 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise RequestError(f"the checkpoint's {path.name} cannot be read: {error}; save it again") from error
 
 
-def copy_into(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], *, what: str) -> None:
-    """Copy tensors into parameters of the same names and shapes: all of them, or none.
+def copy_into(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy a checkpoint's tensors into parameters of the same names and shapes: all of them, or none.
 
     Raises:
         RequestError: names or shapes differ.
     """
     if different := sorted(parameters.keys() ^ tensors.keys()):
         remedy = "create the model with the checkpoint's train_attn, train_mlp and train_unembed"
-        raise RequestError(f"{what} has other targets than this model (such as {different[0]}); {remedy}")
+        raise RequestError(f"the checkpoint has other targets than this model (such as {different[0]}); {remedy}")
     for name, parameter in parameters.items():
         if parameter.shape != tensors[name].shape:
             shapes = f"{list(tensors[name].shape)}, but this model has {list(parameter.shape)}"
-            raise RequestError(f"{what} has {name} of shape {shapes}; create the model with the checkpoint's rank")
+            raise RequestError(f"the checkpoint has {name} of shape {shapes}; create the model with its rank")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[name])
@@ -345,7 +342,6 @@ def copy_into(parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torc
 
 
 MODEL, OPTIMIZER, SETTINGS = "model.safetensors", "optimizer.safetensors", "engine.json"
-_STEP, _MOMENTS = "step", ("exp_avg", "exp_avg_sq")
 
 
 @final
@@ -357,11 +353,10 @@ class ClientModel:
         """The module to call: the base model, or a copy of it that is trained as a whole."""
         self.adapter = adapter
         """The adapter; None: all weights are trained."""
-        named = dict(model.named_parameters()) if adapter is None else adapter.named_parameters()
-        self.names: tuple[str, ...] = tuple(named)
-        """Names of the trained parameters."""
-        self.parameters: tuple[nn.Parameter, ...] = tuple(named.values())
-        """The trained parameters, in the order of `names`."""
+        self.named = dict(model.named_parameters()) if adapter is None else adapter.named_parameters()
+        """The trained parameters by name."""
+        self.parameters: tuple[nn.Parameter, ...] = tuple(self.named.values())
+        """The trained parameters."""
         self.gradients: Gradients | None = None
         """The accumulated gradient; None: there is none."""
         self.optimizer = self._new_optimizer()
@@ -377,6 +372,17 @@ class ClientModel:
         return torch.optim.AdamW(self.parameters, foreach=False, fused=self.parameters[0].is_cuda)
 
     # ------------------------------------------------------------------ gradients and steps
+
+    @contextmanager
+    def with_grad(self, gradients: Gradients | None) -> Iterator[None]:
+        """Set `.grad` of the parameters inside the block; None: they have none."""
+        for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters), strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
 
     def add(self, gradients: Gradients) -> None:
         """Add to the accumulated gradient. The tensors may be kept and changed in place."""
@@ -408,38 +414,27 @@ class ClientModel:
                 "the accumulated gradient is not finite: it was dropped, and no step taken; look at the weights, "
                 "advantages and log-probabilities sent, and at the learning rate of earlier steps"
             )
-        if adam.grad_clip_norm > 0:
-            factor = (adam.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient *= factor
-        self._apply(gradients, adam)
-        return {"grad_norm:mean": norm.item()}
-
-    def _apply(self, gradients: Gradients, adam: AdamParams) -> None:
         self.optimizer.param_groups[0].update(
             lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
         )
-        try:
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.grad = gradient
+        with self.with_grad(gradients):
+            if adam.grad_clip_norm > 0:
+                nn.utils.clip_grads_with_norm_(self.parameters, adam.grad_clip_norm, norm)
             self.optimizer.step()
-        finally:
-            for parameter in self.parameters:
-                parameter.grad = None
+        return {"grad_norm:mean": norm.item()}
 
     # ------------------------------------------------------------------ files
 
     def save(self, folder: Path, *, optimizer: bool, base_name: str, model_type: str) -> None:
         """Write the weights, and the optimizer's moments if requested, into an empty folder."""
         if self.adapter is None:
-            weights = zip(self.names, self.parameters, strict=True)
-            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in weights}
-            save_file(tensors, folder / MODEL, metadata={"format": "pt"})
+            write_tensors(folder / MODEL, self.named)
         else:
             self.adapter.save(folder, base_name=base_name)
         if optimizer:
-            save_file(self._state(), folder / OPTIMIZER)
+            states = {name: self.optimizer.state.get(parameter, {}) for name, parameter in self.named.items()}
+            flat = {f"{key}.{name}": value for name, state in states.items() for key, value in state.items()}
+            write_tensors(folder / OPTIMIZER, flat)
         settings = {"model_type": model_type, "lora": None if self.lora is None else asdict(self.lora)}
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
@@ -450,35 +445,13 @@ class ClientModel:
             RequestError: the checkpoint has another rank or other targets, or its files are missing or damaged. The
                 model then stays unchanged.
         """
-        state = self._checked_state(read_tensors(folder / OPTIMIZER)) if optimizer else {}
-        if self.adapter is None:
-            copy_into(dict(zip(self.names, self.parameters, strict=True)), read_tensors(folder / MODEL), what="it")
-        else:
-            self.adapter.load(folder)
-        self.gradients = None
-        self.optimizer = self._new_optimizer()
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if f"{_STEP}.{name}" in state:
-                moments = {key: state[f"{key}.{name}"].to(parameter) for key in _MOMENTS}
-                step = state[f"{_STEP}.{name}"]
-                on = parameter.device if parameter.is_cuda else step.device
-                self.optimizer.state[parameter] = {_STEP: step.to(on), **moments}
-
-    def _state(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
-        return tensors
-
-    def _checked_state(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        shapes = dict(zip(self.names, (parameter.shape for parameter in self.parameters), strict=True))
-        for key, tensor in tensors.items():
+        state = read_tensors(folder / OPTIMIZER) if optimizer else {}
+        copy_into(self.named, read_tensors(folder / (MODEL if self.adapter is None else WEIGHTS)))
+        self.gradients, self.optimizer = None, self._new_optimizer()
+        for key, value in state.items():
             kind, _, name = key.partition(".")
-            if name not in shapes or (kind in _MOMENTS and tensor.shape != shapes[name]):
-                remedy = "create the model with the checkpoint's, or load without the optimizer"
-                raise RequestError(f"the optimizer state has {key}, of another rank or other targets; {remedy}")
-        return tensors
+            parameter = self.named[name]
+            self.optimizer.state[parameter][kind] = value.to(parameter.device)
 
 
 def read_settings(folder: Path, *, model_type: str) -> LoraConfig | None:

@@ -67,6 +67,8 @@ class EncodedSequence:
     """Images, in order."""
     patches_of_images: tuple[int, ...] = ()
     """Number of patches of each image."""
+    image_token: int | None = None
+    """Image placeholder id; None: the family takes no images."""
 
     @property
     def length(self) -> int:
@@ -89,12 +91,13 @@ class EncodedSequence:
         """Number of patches of all images."""
         return sum(self.patches_of_images)
 
-    def sample(self, image_token: int | None) -> Encoded:
-        """Return the sequence as a sample without targets; `image_token` is the image placeholder."""
+    @cached_property
+    def sample(self) -> Encoded:
+        """The sequence as a sample without targets."""
         return Encoded(
             input_ids=self.input_ids,
             labels=np.full_like(self.input_ids, IGNORE),
-            types=np.where(self.input_ids == image_token, IMAGE, TEXT),
+            types=np.where(self.input_ids == self.image_token, IMAGE, TEXT),
             images=self.images,
         )
 
@@ -312,6 +315,7 @@ class Encoder:
             input_ids=np.concatenate(ids),
             images=tuple(visual for visual, _ in images),
             patches_of_images=tuple(self._patches(visual) for visual, _ in images),
+            image_token=image_token_of(self.family, self.config),
         )
         if sequence.length != size.tokens:
             seen = f"{sequence.length} tokens with the text, but their headers say {size.tokens}"

@@ -27,8 +27,8 @@ from vlmpack.model.enable import enable_packing
 from vlmpack.model.engine import StepConfig, packing_state
 from vlmpack.service.engine.batch_invariant import BatchInvariant, check
 from vlmpack.service.engine.clients import Adapter, Adapters, ClientModel, new_adapter, read_settings
-from vlmpack.service.engine.datums import EncodedRequest, Encoder, image_token_of, not_served
-from vlmpack.service.engine.rows import RowSettings, RowWork
+from vlmpack.service.engine.datums import EncodedRequest, Encoder, not_served
+from vlmpack.service.engine.rows import RowWork
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.ranks import Ranks, Sharding
 from vlmpack.service.wire.messages import AdamParams, LoraConfig
@@ -147,23 +147,17 @@ class Engine:
         """Sharding of the base model; None: this rank holds the full model."""
         if ranks is not None and self.config.shard_on is not None:
             self.sharding = Sharding(self.model, self.family, ranks, device=self.config.shard_on)
-        has_pieces = ranks is None and packing_state(self.model).problem_of_pieces(self.model) is None
-        if has_pieces:
+        self.min_shared = self.config.min_shared if self.sharding is None else None
+        """Minimum number of tokens of a prefix that is computed only once; None: prefixes are not shared."""
+        self.has_pieces = ranks is None and packing_state(self.model).problem_of_pieces(self.model) is None
+        """Whether the model computes a row above the token budget in pieces."""
+        if self.has_pieces:
             enable_packing(self.model, StepConfig(capacity=self.config.limits.row_tokens))
         self._processor = processor
         names = ("rows_total", "trained_tokens_total", "computed_tokens_total", "patches_total")
         self.counts: Counter[str] = Counter(dict.fromkeys(names, 0))
         """Counts of the rows computed since the engine started, see `status.METRICS`."""
         self._clients: dict[str, ClientModel] = {}
-        self.rows = RowSettings(
-            tokens=self.config.limits.row_tokens,
-            patches=self.config.limits.patches,
-            min_shared=self.config.min_shared if self.sharding is None else None,
-            image_token=image_token_of(self.family, self.model.config),
-            family=self.family,
-            has_pieces=has_pieces,
-        )
-        """Budgets of a row."""
         text, limits = self.family.text_config(self.model.config), self.config.limits
         context = min(limits.context or text.max_position_embeddings, text.max_position_embeddings)
         tokenizer = parts_of(processor).tokenizer

@@ -42,7 +42,7 @@ from vlmpack.plan.lengths import Budget
 from vlmpack.plan.plan import plan_bins
 from vlmpack.plan.prefix_groups import ALONE, PrefixGroups
 from vlmpack.service.engine.clients import ClientModel
-from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence, image_token_of
+from vlmpack.service.engine.datums import EncodedDatum, EncodedRequest, EncodedSequence
 from vlmpack.service.engine.losses import LENGTHS, TARGETS, BoundLoss, LossInputs, bind_loss
 from vlmpack.service.ranks import Gradients, Ranks, Sharding
 from vlmpack.service.wire.messages import Failure, ForwardBackwardResult
@@ -56,95 +56,78 @@ SLACK = (1.01, 1.03, 1.1, 1.2, 1.4)
 """Token budgets to try for rows of similar size, as multiples of their mean."""
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class RowSettings:
-    """Budgets of a row, and what its samples share. A datum beyond a budget gets its own row."""
-
-    tokens: int
-    """Maximum number of computed tokens."""
-    patches: int
-    """Maximum number of image patches."""
-    min_shared: int | None = None
-    """Minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not shared."""
-    image_token: int | None = None
-    """Image placeholder id; None: the model takes no images."""
-    family: Family | None = None
-    """Family of the model; needed if it takes images."""
-    has_pieces: bool = False
-    """Whether the model computes a larger row in pieces. Large groups that share a long prefix then get one row."""
-
-
 # ---------------------------------------------------------------------- which datums share a row
 
 
-def plan_rows(sequences: Sequence[EncodedSequence], settings: RowSettings, *, ranks: int = 1) -> list[list[int]]:
+def plan_rows(
+    sequences: Sequence[EncodedSequence],
+    *,
+    tokens: int,
+    patches: int,
+    min_shared: int | None = None,
+    family: Family | None = None,
+    has_pieces: bool = False,
+    ranks: int = 1,
+) -> list[list[int]]:
     """Return the indices of the sequences in each row, in the order of the rows. Within a row, indices increase.
 
     There are as few rows as the budgets allow, rounded up to a multiple of the ranks. Rows have similar sizes, because
     ranks wait for the largest row, and a nearly empty row costs more than its share.
 
     Args:
-        sequences: sequences of one model.
-        settings: the budgets.
+        sequences: sequences of one model. One beyond a budget gets its own row.
+        tokens: maximum number of computed tokens of a row.
+        patches: maximum number of image patches of a row.
+        min_shared: minimum number of tokens of a shared prefix that is computed only once; None: prefixes are not
+            shared.
+        family: family of the model; needed if it takes images.
+        has_pieces: whether the model computes a larger row in pieces. Large groups that share a long prefix then get
+            one row.
         ranks: number of ranks that compute rows at the same time.
     """
     lengths = np.array([sequence.length for sequence in sequences])
-    patches = np.array([sequence.patches for sequence in sequences])
+    costs = np.array([sequence.patches for sequence in sequences])
     tree = None
-    if settings.min_shared is not None:  # of all sequences, as if they were one row
-        samples = [sequence.sample(settings.image_token) for sequence in sequences]
-        tree = prefix_tree(samples, sharing=SharePrefixes(min_shared=settings.min_shared), family=settings.family)
-    groups = None if tree is None else _groups_of(tree)
-    shared = None if groups is None else _patches_of(sequences, groups, settings.image_token)
-    limits = [Budget(name="patches", costs=patches, limit=settings.patches, shared=shared)] if patches.any() else []
+    if min_shared is not None:  # of all sequences, as if they were one row
+        samples = [sequence.sample for sequence in sequences]
+        tree = prefix_tree(samples, sharing=SharePrefixes(min_shared=min_shared), family=family)
+    groups = None if tree is None else _groups_of(tree, sequences)
+    shared = None if groups is None else groups.patches
+    limits = [Budget(name="patches", costs=costs, limit=patches, shared=shared)] if costs.any() else []
 
     def bins(tokens: int) -> list[list[int]]:
-        plan = plan_bins(
-            lengths, tokens, budgets=limits, overlength="own_row", groups=groups, whole_groups=settings.has_pieces
-        )
+        plan = plan_bins(lengths, tokens, budgets=limits, overlength="own_row", groups=groups, whole_groups=has_pieces)
         return [sorted(int(at) for at in row) for row in plan]
 
-    rows = bins(settings.tokens)
+    rows = bins(tokens)
     count = ranks * math.ceil(len(rows) / ranks)
     if count == 1:
         return rows
     total = lengths.sum() if tree is None else tree.num_tokens
     for slack in SLACK:
-        tokens = max(int(lengths.max()), math.ceil(slack * total / count))
-        if tokens < settings.tokens and len(even := bins(tokens)) <= count:
+        even_tokens = max(int(lengths.max()), math.ceil(slack * total / count))
+        if even_tokens < tokens and len(even := bins(even_tokens)) <= count:
             return even
     return rows
 
 
-def _groups_of(tree: PrefixTree) -> PrefixGroups:
-    """Convert the nodes of a tree that several samples share to groups of samples."""
-    samples_of = np.zeros(len(tree.parents), np.int64)
-    for leaf in tree.leaves:
-        samples_of[list(tree.path(leaf))] += 1
-    number_of = np.where(samples_of > 1, np.cumsum(samples_of > 1) - 1, ALONE)
-    shared = np.flatnonzero(samples_of > 1)
-    inner = [max((node for node in tree.path(leaf) if samples_of[node] > 1), default=ALONE) for leaf in tree.leaves]
-    parents = np.array(tree.parents)[shared]
-    return PrefixGroups(
-        of_samples=np.array([ALONE if node == ALONE else number_of[node] for node in inner]),
-        parents=np.where(parents == ALONE, ALONE, number_of[parents]),
-        tokens=np.array([sum(tree.lengths[on] for on in tree.path(int(node))) for node in shared], np.int64),
-    )
-
-
-def _patches_of(sequences: Sequence[EncodedSequence], groups: PrefixGroups, image_token: int | None) -> np.ndarray:
-    """Return the number of image patches in each shared prefix, int64 [K]. A prefix holds whole images only."""
-    found = np.zeros(len(groups), np.int64)
-    for sequence, innermost in zip(sequences, groups.of_samples, strict=True):
-        if sequence.images:
-            ends = [image.runs[-1][1] for image in media_table([sequence.sample(image_token)]).images]
-            group = int(innermost)
-            while group != ALONE:
-                whole = zip(ends, sequence.patches_of_images, strict=True)
-                found[group] = sum(patches for end, patches in whole if end <= groups.tokens[group])
-                group = int(groups.parents[group])
-    return found
+def _groups_of(tree: PrefixTree, sequences: Sequence[EncodedSequence]) -> PrefixGroups:
+    """Return the nodes of a tree that several sequences share as groups, with the patches of the images in each."""
+    paths = [tree.path(leaf) for leaf in tree.leaves]
+    nodes = np.flatnonzero(np.bincount(np.concatenate(paths)) > 1).tolist()
+    number = {node: group for group, node in enumerate(nodes)}
+    tokens = np.array(tree.keys.lengths, np.int64)[nodes]
+    patches = np.zeros(len(nodes), np.int64)
+    of_samples = []
+    for sequence, path in zip(sequences, paths, strict=True):
+        groups = [number[node] for node in path if node in number]
+        of_samples.append(groups[-1] if groups else ALONE)
+        ends = [image.runs[-1][1] for image in media_table([sequence.sample]).images]
+        for group in groups:  # a prefix holds whole images only
+            whole = zip(ends, sequence.patches_of_images, strict=True)
+            patches[group] = sum(each for end, each in whole if end <= tokens[group])
+    parents = np.array([number.get(tree.parents[node], ALONE) for node in nodes], np.int64)
+    return PrefixGroups(of_samples=np.array(of_samples), parents=parents, tokens=tokens, patches=patches)
 
 
 # ---------------------------------------------------------------------- one row
@@ -156,7 +139,7 @@ def row_of(sequences: Sequence[EncodedSequence], model: Any, *, min_shared: int 
     With `min_shared`, the row is a tree of shared prefixes of at least so many tokens.
     """
     family = packing_state(model).family
-    samples = [sequence.sample(image_token_of(family, model.config)) for sequence in sequences]
+    samples = [sequence.sample for sequence in sequences]
     sharing = None if min_shared is None else SharePrefixes(min_shared=min_shared)
     return to_packed(samples, rule=SlotRule(), pad_token_id=0, pixel_dtype=model.dtype, family=family, sharing=sharing)
 
@@ -195,9 +178,12 @@ class DatumResult:
     logprobs: np.ndarray
     """float32 [N] or [N, K]."""
     loss: float
-    """Sum over the tokens; NaN if a loss or derivative is not finite."""
-    is_finite: bool
-    """Whether log-probabilities, losses and derivatives are all finite."""
+    """Sum over the tokens; NaN if a log-probability, loss or derivative is not finite."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Return whether log-probabilities, losses and derivatives are all finite."""
+        return math.isfinite(self.loss)
 
 
 @final
@@ -224,7 +210,7 @@ def compute_row(row: Row, client: ClientModel, engine: Engine, *, agree: Callabl
             model, all ranks have to agree.
     """
     model, items = client.model, row.items
-    packed = row_of([item.datum.sequence for item in items], model, min_shared=engine.rows.min_shared)
+    packed = row_of([item.datum.sequence for item in items], model, min_shared=engine.min_shared)
     recomputing = _recomputing(model) if engine.config.gradient_checkpointing and row.backward else nullcontext()
     with recomputing, torch.set_grad_enabled(row.backward), engine.adapters.applied(client.adapter):
         logprobs = _logprobs(model, _hidden_of(model, packed), items, packed.tree)
@@ -336,11 +322,8 @@ def _split(
     columns = torch.stack([logprobs.detach(), losses.detach(), slopes]).cpu().numpy()
     results = []
     for item, part in zip(items, np.split(columns, bounds, axis=1), strict=True):
-        is_finite = bool(np.isfinite(part).all())
-        loss = float(part[1].sum(dtype=np.float64)) if is_finite else math.nan
-        results.append(
-            DatumResult(logprobs=item.datum.inputs.unflatten(part[0].copy()), loss=loss, is_finite=is_finite)
-        )
+        loss = float(part[1].sum(dtype=np.float64)) if np.isfinite(part).all() else math.nan
+        results.append(DatumResult(logprobs=item.datum.inputs.unflatten(part[0].copy()), loss=loss))
     return results
 
 
@@ -390,7 +373,8 @@ class RowWork:
     # ------------------------------------------------------------------ rows
 
     def _plan(self) -> None:
-        ranks = 1 if self._engine.ranks is None else self._engine.ranks.size
+        engine = self._engine
+        limits = engine.config.limits
         for backward in (True, False):
             group = [
                 RowItem(request=at, number=number, datum=datum, loss=request.loss)
@@ -398,13 +382,26 @@ class RowWork:
                 if at not in self._failures and request.forward_only != backward
                 for number, datum in enumerate(request.data)
             ]
-            if group:
-                for numbers in plan_rows([item.datum.sequence for item in group], self._engine.rows, ranks=ranks):
-                    self._rows.append(Row(items=tuple(group[number] for number in numbers), backward=backward))
+            if not group:
+                continue
+            rows = plan_rows(
+                [item.datum.sequence for item in group],
+                tokens=limits.row_tokens,
+                patches=limits.patches,
+                min_shared=engine.min_shared,
+                family=engine.family,
+                has_pieces=engine.has_pieces,
+                ranks=1 if engine.ranks is None else engine.ranks.size,
+            )
+            self._rows += [Row(items=tuple(group[at] for at in row), backward=backward) for row in rows]
 
     def _compute(self, row: Row, *, agree: Callable[[bool], bool] = bool) -> ComputedRow:
-        with self._lent() if row.backward else nullcontext():
+        if not row.backward:
             return compute_row(row, self._client, self._engine, agree=agree)
+        with self._client.with_grad(self._gradients):  # the backward pass adds to it
+            computed = compute_row(row, self._client, self._engine, agree=agree)
+            self._gradients = [parameter.grad for parameter in self._client.parameters]
+        return computed
 
     def _run_on(self, ranks: Ranks, sharding: Sharding | None) -> None:
         """Compute one row per rank. Every rank gets all results, so that ranks differ only in their gradients.
@@ -467,19 +464,6 @@ class RowWork:
             gradients = self._engine.ranks.sum(gradients, self._client.parameters)
         if gradients is not None:
             self._client.add(gradients)
-
-    @contextmanager
-    def _lent(self) -> Iterator[None]:
-        """Put the work's accumulated gradients into `.grad` for a backward pass to add to, then take them back."""
-        parameters = self._client.parameters
-        for parameter, gradient in zip(parameters, self._gradients or [None] * len(parameters), strict=True):
-            parameter.grad = gradient
-        try:
-            yield
-            self._gradients = [parameter.grad for parameter in parameters]
-        finally:
-            for parameter in parameters:
-                parameter.grad = None
 
     def _result(self, at: int, request: EncodedRequest) -> ForwardBackwardResult:
         results = [self._results[at, number] for number in range(len(request.data))]

@@ -37,11 +37,11 @@ from torch import nn
 from vlmpack.collate.assemble import join_media, media_table
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of
-from vlmpack.layout.media import IMAGE, TEXT
+from vlmpack.layout.media import TEXT
 from vlmpack.layout.segments import Segments
 from vlmpack.model.head import target_logprobs
 from vlmpack.model.plain import cache_name, find_model
-from vlmpack.service.engine.datums import EncodedSequence, image_token_of, placeholders_of
+from vlmpack.service.engine.datums import EncodedSequence, placeholders_of
 from vlmpack.service.engine.rows import last_hidden
 from vlmpack.service.sampling import caches
 from vlmpack.service.sampling.choice import Choice, Draw, choose
@@ -266,7 +266,6 @@ class Reader:
         self.placeholders = tuple(placeholders_of(self.family, self.core.config))
         """Ids of image and video placeholders, which are never sampled."""
         self._fill = next(id_ for id_ in range(3) if id_ not in self.placeholders)  # pads ids
-        self._image_token = image_token_of(self.family, self.core.config)
         self._agree = agree
         self._cache_name = cache_name(self.core.forward)
 
@@ -277,7 +276,7 @@ class Reader:
 
     def positions(self, prompt: EncodedSequence) -> torch.Tensor:
         """Return the rotary positions of a prompt, [3, 1, N] or [1, N], on the host."""
-        table, segments = media_table([prompt.sample(self._image_token)]), Segments.from_lengths([prompt.length])
+        table, segments = media_table([prompt.sample]), Segments.from_lengths([prompt.length])
         return self.family.rotary_ids(self.family.positions(table, segments, config=self.core.config))
 
     def prefill(self, prompts: Sequence[EncodedSequence]) -> tuple[torch.Tensor, Any]:
@@ -387,16 +386,17 @@ class Reader:
 
     def _padded(self, prompts: Sequence[EncodedSequence]) -> dict[str, torch.Tensor]:
         """Return prompts as a batch [B, S], padded on the left, on the model's device."""
-        width = max(prompt.length for prompt in prompts)
-        rows = [torch.from_numpy(prompt.input_ids) for prompt in prompts]
-        ids = torch.stack([F.pad(row, (width - len(row), 0), value=self._fill) for row in rows])
-        mask = torch.stack([F.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
-        tensors = {"input_ids": ids, "attention_mask": mask}
+        width, samples = max(prompt.length for prompt in prompts), [prompt.sample for prompt in prompts]
+
+        def padded(rows: Sequence[np.ndarray], fill: int) -> torch.Tensor:
+            return torch.stack([F.pad(torch.from_numpy(row), (width - len(row), 0), value=fill) for row in rows])
+
+        ids = padded([sample.input_ids for sample in samples], self._fill)
+        tensors = {"input_ids": ids, "attention_mask": padded([np.ones_like(s.input_ids) for s in samples], 0)}
         if self.family.has_vision:
             if self.family.token_types is not None:
-                tensors[self.family.token_types] = torch.where(ids == self._image_token, IMAGE, TEXT)
+                tensors[self.family.token_types] = padded([sample.types for sample in samples], TEXT)
             tensors |= self.family.expert_types_of(ids, self.core.config)
-            samples = [prompt.sample(self._image_token) for prompt in prompts]
             tensors |= join_media(samples, self.family, self.core.dtype).to_hf()
         return {name: tensor.to(self.device) for name, tensor in tensors.items()}
 
