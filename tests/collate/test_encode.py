@@ -134,8 +134,8 @@ VIDEO = [[picture(64, 64)] * 2]
 @pytest.mark.parametrize(
     ("prompt", "media", "reason", "seen"),
     [
-        ("a", {"image": picture()}, "media_count_mismatch", "its prompt holds '<image>' 0 time(s) for 1 image(s)"),
-        ("<image><image>", {"image": picture()}, "media_count_mismatch", "2 time(s) for 1 image(s); write one for"),
+        ("a", {"image": picture()}, "placeholder_mismatch", "has 0 image placeholder(s) '<|image_pad|>' for 1"),
+        ("<image><image>", {"image": picture()}, "placeholder_mismatch", "for 1 image(s); write <image> for each image"),
         ("<|image_pad|>" * 2, {"image": picture()}, "placeholder_mismatch", "has 2 image placeholder(s)"),
         ("<|image_pad|>", {}, "placeholder_mismatch", "its text has 1 image placeholder(s) '<|image_pad|>' for 0"),
         ("<|video_pad|>", {}, "placeholder_mismatch", "has 1 video placeholder(s) '<|video_pad|>' for 0 video(s)"),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
-from vlmpack.collate.encoded import TYPES, Encoded, Visual
+from vlmpack.collate.encoded import PIXELS, TYPES, Encoded, Visual
 from vlmpack.data.formats import KINDS, Kind
 from vlmpack.errors import LayoutError, check_whole_number
 from vlmpack.families.family import Family
@@ -27,8 +27,8 @@ from vlmpack.layout.sharing import MIN_SHARED, find_prefix_tree, with_tree
 NO_BUFFERS = PixelBuffers(0)
 """Allocates new memory for every batch."""
 
-_SECONDS, _MASK = "video_second_per_grid", "feature_attention_mask"
-"""Qwen-Omni's names for the seconds from one grid of each video to the next, and for the audio mask."""
+_SECONDS = "video_second_per_grid"
+"""Qwen-Omni's name for the seconds from one grid of each video to the next."""
 DEFAULT_SECONDS = 1.0
 """Seconds per video grid if a sample gives none, as assumed by Qwen2.5-VL's model."""
 
@@ -290,35 +290,41 @@ def _expected(visual: Visual, kind: Kind, sample: Encoded, seconds: float | None
 
 def _media(row: Visuals, dtype: torch.dtype | None, buffers: PixelBuffers, family: Family | None) -> Media:
     """Join the tensors of media. Log-mel frames stay float32, because the model casts them itself."""
-    joins, images, videos, audios = _joins(family), row["image"], row["video"], row["audio"]
-    seconds = _seconds(videos)
-    parts = {name: [x.tensors[name] for x in (*images, *videos, *audios) if name in x.tensors] for name in joins}
-    tensors = {name: joins[name](_finite(parts[name], dtype)) for name in joins if parts[name]}
+    joins, seconds, parts = _joins(family), _seconds(row["video"]), {}
+    for kind in KINDS:
+        for visual, pixels in zip(row[kind], _pixels(row[kind]), strict=True):
+            for name, tensor in {PIXELS[kind]: pixels, **visual.tensors}.items():
+                parts.setdefault(name, []).append(tensor.detach())
+    tensors = {}
+    for name, each in parts.items():
+        memory = buffers if name.startswith("pixel_values") else NO_BUFFERS
+        tensors[name] = _join(each, joins.get(name, Join()), None if name == PIXELS["audio"] else dtype, memory)
     if seconds and _SECONDS in joins:
         tensors[_SECONDS] = torch.tensor(seconds)
-    if audios:
-        tensors["input_features"] = joins["input_features"](_finite(_pixels(audios), None))
     return Media(
-        pixel_values=_join(images, dtype, buffers, joins.get("pixel_values", Join())),
-        image_grid_thw=_grids(images),
-        pixel_values_videos=_join(videos, dtype, buffers, joins.get("pixel_values_videos", Join())),
-        video_grid_thw=_grids(videos),
+        pixel_values=tensors.pop("pixel_values", None),
+        image_grid_thw=_grids(row["image"]),
+        pixel_values_videos=tensors.pop("pixel_values_videos", None),
+        video_grid_thw=_grids(row["video"]),
         second_per_grid_ts=torch.tensor(seconds) if seconds and _SECONDS not in joins else None,
         tensors=tensors,
     )
 
 
-def _finite(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Cast float tensors (the tiles of images, for example) to the dtype of the pixels.
+def _join(parts: Sequence[torch.Tensor], join: Join, dtype: torch.dtype | None, memory: PixelBuffers) -> torch.Tensor:
+    """Join the tensors of several media. Floats get `dtype`, or the widest dtype among them.
 
     Raises:
         NotFinite: a tensor holds NaN or infinity.
     """
-    if not tensors[0].is_floating_point():
-        return [*tensors]
-    if not all(map(is_finite, tensors)):
+    if not parts[0].is_floating_point():
+        return join(parts)
+    dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
+    if join.axis == 0 and len({part.shape[1:] for part in parts}) == 1:
+        return memory.join(parts, dtype)
+    if not all(map(is_finite, parts)):
         raise NotFinite
-    return [tensor if dtype is None else tensor.to(dtype) for tensor in tensors]
+    return join([part.to(dtype) for part in parts])
 
 
 def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:
@@ -332,19 +338,6 @@ def _seconds(videos: Sequence[Visual]) -> tuple[float, ...]:
 def _grids(visuals: Sequence[Visual]) -> torch.Tensor | None:
     grids = [visual.grid for visual in visuals if visual.grid is not None]
     return torch.tensor(grids, dtype=torch.int64) if grids else None
-
-
-def _join(
-    visuals: Sequence[Visual], dtype: torch.dtype | None, buffers: PixelBuffers, join: Join
-) -> torch.Tensor | None:
-    """Join pixels, in reused memory if along the first axis, as `dtype` or the widest dtype among them."""
-    if not visuals:
-        return None
-    parts = [pixels.detach() for pixels in _pixels(visuals)]
-    dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
-    if join.axis == 0 and len({part.shape[1:] for part in parts}) == 1:
-        return buffers.join(parts, dtype)
-    return join(_finite(parts, dtype))
 
 
 def _pixels(visuals: Sequence[Visual]) -> list[torch.Tensor]:

@@ -462,7 +462,7 @@ class Encoder:
             places = [match.span() for match in re.finditer(re.escape(token), text)]
             if len(places) != len(visuals):
                 counts = f"{len(places)} {kind} placeholder(s) {token!r} for {len(visuals)} {kind}(s)"
-                raise SampleError(f"its text has {counts}; write one for each {kind}", "placeholder_mismatch")
+                raise SampleError(f"its text has {counts}; write <{kind}> for each {kind}", "placeholder_mismatch")
             found += zip(places, self._written(kind, visuals, text), visuals, strict=True)
         found.sort(key=itemgetter(0))
         expanded, spans, end = "", [], 0
@@ -502,14 +502,10 @@ class Encoder:
         metadata = self.metadata
         around = {"audio": (metadata.audio_start, metadata.audio_end)}
         for kind, token in self._placeholders:
-            count, marker = len(media[kind]), f"<{kind}>"
-            if not count or token in prompt or self.markers == "text":
+            if not media[kind] or token in prompt or self.markers == "text":
                 continue
-            if prompt.count(marker) != count:
-                seen = f"its prompt holds {marker!r} {prompt.count(marker)} time(s) for {count} {kind}(s)"
-                raise SampleError(f"{seen}; write one for each", "media_count_mismatch")
             start, end = around.get(kind, (metadata.vision_start, metadata.vision_end))
-            prompt = prompt.replace(marker, f"{start}{token}{end}")
+            prompt = prompt.replace(f"<{kind}>", f"{start}{token}{end}")
         return prompt
 
     def _laid_out(self, text: str, count: int, *, is_chat: bool = False) -> str:

@@ -192,6 +192,8 @@ def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 """Type of the placeholders of each kind of medium."""
+PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
+"""The model's name of each kind of medium's tensor."""
 
 
 def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:

@@ -32,7 +32,7 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
-from vlmpack.collate.encoded import Encoded, Visual, check_pixels, grid_text, tokens_of
+from vlmpack.collate.encoded import PIXELS, Encoded, Visual, check_pixels, grid_text, tokens_of
 from vlmpack.collate.processor_metadata import (
     NO_ID,
     ProcessorMetadata,
@@ -52,7 +52,6 @@ from vlmpack.collate.video import (
     image_size,
     resize,
 )
-from vlmpack.data.formats import Kind
 from vlmpack.data.images import ImageLimits, load_image, read_size
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, SampleError, VlmpackError
@@ -62,8 +61,6 @@ from vlmpack.families.tiles import Join
 from vlmpack.layout.media import Grid
 
 Result = TypeVar("Result")
-PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
-"""The model's name of each kind of medium's tensor."""
 TRIALS: tuple[Size, ...] = ((97, 61), (371, 223), (300, 1200), (1100, 800))
 """Heights and widths of trial images for a processor's count: tall, wide, and large enough for crops."""
 _SHRUNK = (371, 223)
