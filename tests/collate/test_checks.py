@@ -14,7 +14,6 @@ from chats import FAMILIES, picture, processor_of, tokenized
 from torch.nn.functional import pad
 
 from vlmpack.collate.encode import Encoder
-from vlmpack.collate.encoded import run_lengths
 from vlmpack.collate.processor_metadata import read_processor
 from vlmpack.data.images import ImageLimits
 from vlmpack.errors import SampleError
@@ -51,7 +50,7 @@ def test_a_good_sample_passes(family: str) -> None:
     metadata = read_processor(processor_of(family))
     encoder = Encoder(processor=processor_of(family), metadata=metadata, limits=ImageLimits(), train_on="assistant")
     sample = encoder.encode(good(family))
-    assert run_lengths(sample.input_ids, metadata.image_token_id) == [4, 6]
+    assert [stop - start for start, stop in sample.media_runs] == [4, 6]
     assert sample.num_targets == 2
 
 

@@ -135,7 +135,12 @@ VIDEO = [[picture(64, 64)] * 2]
     ("prompt", "media", "reason", "seen"),
     [
         ("a", {"image": picture()}, "placeholder_mismatch", "has 0 image placeholder(s) '<|image_pad|>' for 1"),
-        ("<image><image>", {"image": picture()}, "placeholder_mismatch", "for 1 image(s); write <image> for each image"),
+        (
+            "<image><image>",
+            {"image": picture()},
+            "placeholder_mismatch",
+            "for 1 image(s); write <image> for each image",
+        ),
         ("<|image_pad|>" * 2, {"image": picture()}, "placeholder_mismatch", "has 2 image placeholder(s)"),
         ("<|image_pad|>", {}, "placeholder_mismatch", "its text has 1 image placeholder(s) '<|image_pad|>' for 0"),
         ("<|video_pad|>", {}, "placeholder_mismatch", "has 1 video placeholder(s) '<|video_pad|>' for 0 video(s)"),

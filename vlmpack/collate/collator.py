@@ -35,7 +35,6 @@ from vlmpack.errors import (
     check_kind,
     check_whole_number,
 )
-from vlmpack.families.registry import family_of_processor
 from vlmpack.layout.batch import PaddedBatch
 from vlmpack.layout.row import PackedRow
 from vlmpack.layout.segments import SlotRule, round_up
@@ -147,7 +146,6 @@ class VLMCollator:
             such_as = repr(self.metadata.eos_token)
             raise ConfigError(f"add_stop={add_stop!r} is no special token of the tokenizer, as {such_as} is")
         self.share_prefixes = _sharing(share_prefixes, layout, self.slots)
-        self._family = family_of_processor(processor) if self.metadata.has_vision else None
         self.videos = VideoReader(
             processor=processor,
             metadata=self.metadata,
@@ -278,7 +276,7 @@ class VLMCollator:
         samples = [_with_id(sample, at) for at, sample in usable] or [self.encoder.filler]
         to_row = partial(to_packed, rule=self.slots, sharing=self.share_prefixes)
         to_batch = to_row if self.layout == "packed" else to_padded
-        further = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers, "family": self._family}
+        further = {"pixel_dtype": self.pixel_dtype, "buffers": self.buffers, "family": self.encoder.family}
         try:
             return self._typed(to_batch(samples, pad_token_id=self.metadata.pad_token_id, **further))
         except NotFinite:
@@ -300,15 +298,16 @@ class VLMCollator:
         The processor computes the types by which experts are chosen. A padded batch also gets its token types under the
         argument name of the unmodified model, if that is another one than `mm_token_type_ids`.
         """
-        columns: dict[str, torch.Tensor] = {}
-        if self._family is not None and self._family.expert_types is not None:
+        if (family := self.encoder.family) is None:
+            return batch
+        extras = dict(batch.extras)
+        if family.expert_types is not None:
             types = self.processor.create_moe_mm_token_type_ids(batch.input_ids.numpy())
-            columns[self._family.expert_types] = torch.from_numpy(types)
-        name = None if self._family is None else self._family.token_types
-        if isinstance(batch, PaddedBatch) and name not in (None, "mm_token_type_ids"):
+            extras[family.expert_types] = torch.from_numpy(types)
+        if isinstance(batch, PaddedBatch) and family.token_types not in (None, "mm_token_type_ids"):
             assert batch.mm_token_type_ids is not None
-            columns[name] = batch.mm_token_type_ids
-        return replace(batch, extras={**batch.extras, **columns}) if columns else batch
+            extras[family.token_types] = batch.mm_token_type_ids
+        return replace(batch, extras=extras) if extras != batch.extras else batch
 
     # ------------------------------------------------------------------ one sample
 
@@ -324,7 +323,7 @@ class VLMCollator:
         return self._checked(named, index, lambda: media.joined(decode(self._sharable(sample), media)))
 
     def _batch_media(self) -> BatchMedia:
-        return BatchMedia({} if self._family is None else self._family.media)
+        return BatchMedia({} if self.encoder.family is None else self.encoder.family.media)
 
     def _fitted(self, sample: Encoded) -> Encoded:
         return fit(self._sharable(sample), self.metadata, max_length=self.max_length, overlength=self.overlength)

@@ -243,7 +243,7 @@ class Encoder:
             raise SampleError(f"a sample must be a mapping of columns, got a {type(feature).__name__}", "bad_row")
         if feature.get("input_ids") is not None:
             sample = self._tokenized(feature)
-            made = self._family.expert_types if self._family else None  # token types by which experts are chosen
+            made = self.family.expert_types if self.family else None  # token types by which experts are chosen
             has_media = any(sample.media.values()) or not self.metadata.has_vision
             named = {name: feature[name] for name in feature if name != made}
             self._warn_of_unread(check_unread(named, has_media=has_media, texts=()))
@@ -567,13 +567,14 @@ class Encoder:
     # ------------------------------------------------------------------ the processor as a whole
 
     @cached_property
-    def _family(self) -> Family | None:
+    def family(self) -> Family | None:
+        """The family of the processor; None: a text model's tokenizer."""
         return family_of_processor(self.processor) if self.metadata.has_vision else None
 
     @property
     def _columns(self) -> tuple[str, ...]:
         """Names of the columns that the model needs beside ids: the column that marks the prompt as prefix."""
-        return self._family.token_columns if self._family else ()
+        return self.family.token_columns if self.family else ()
 
     @property
     def _is_of_prefix(self) -> str:
@@ -595,7 +596,7 @@ class Encoder:
         visuals = [visual for group in groups for visual in self.media.process(group)]
         sample = self._sample(self._tokenize(self._laid_out(text, len(pictures)), {"image": visuals}), [])
         of_images = {name: tensor for name, tensor in whole.items() if name not in TOKEN_NAMES}
-        known, made = self._family.media if self._family else {}, join_media([sample], self._family).to_hf()
+        known, made = self.family.media if self.family else {}, join_media([sample], self.family).to_hf()
         problems = [f"{name}, which is not in its family's media" for name in of_images if name not in known]
         if sample.input_ids.tolist() != whole["input_ids"][0].tolist():
             problems.append("other token ids")

@@ -17,7 +17,7 @@ from vlmpack.data.formats import KINDS, Kind
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import SampleError
 from vlmpack.families.spans import media_runs, prefix_length
-from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs
+from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs, runs_of_equal
 from vlmpack.layout.row import IGNORE
 from vlmpack.plan.lengths import OVERLENGTH, TRUNCATING, Overlength
 
@@ -154,9 +154,10 @@ def check_ids(input_ids: np.ndarray, metadata: ProcessorMetadata) -> None:
 
 def check_runs(types: np.ndarray, visuals: Sequence[Visual], metadata: ProcessorMetadata, *, kind: Kind) -> None:
     """Check that each run of placeholders has the length that its image, frame or audio needs, in order."""
-    lengths = run_lengths(types, TYPES[kind])
+    lengths = [stop - start for start, stop in runs_of_equal(np.where(types == TYPES[kind], 0, -1))]
     needed = [n for visual in visuals for n in tokens_of(visual, metadata, kind=kind)]
-    if lengths == needed or (metadata.by_processor and lengths == _joined(needed, lengths)):
+    is_joined = sum(lengths) == sum(needed) and {*accumulate(lengths)} <= {*accumulate(needed)}
+    if lengths == needed or (metadata.by_processor and is_joined):  # runs that touch are one run in the ids
         return
     if not visuals:
         raise SampleError(
@@ -179,28 +180,10 @@ _VALUES: Mapping[Kind, str] = {
 """Tensors of each kind of medium, and the remedy if one is missing."""
 
 
-def _joined(needed: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Join needed runs that are adjacent in the text, so that they match the lengths of the runs found there."""
-    joined, remaining = [], iter(needed)
-    for length in lengths:
-        total = 0
-        while total < length and (run := next(remaining, None)) is not None:
-            total += run
-        joined.append(total)
-    return [*joined, *remaining]
-
-
 TYPES: Mapping[Kind, int] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 """Type of the placeholders of each kind of medium."""
 PIXELS: Mapping[Kind, str] = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 """The model's name of each kind of medium's tensor."""
-
-
-def run_lengths(types: np.ndarray, of_kind: int) -> list[int]:
-    """Return the lengths of the unbroken runs of tokens of a type, in order."""
-    hit = np.concatenate(([False], types == of_kind, [False]))
-    edges = np.flatnonzero(hit[1:] != hit[:-1])
-    return (edges[1::2] - edges[::2]).tolist()
 
 
 def tokens_of(visual: Visual, metadata: ProcessorMetadata, *, kind: Kind) -> list[int]:

@@ -38,6 +38,9 @@ TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", 
 NO_ID = -1
 """Used in place of an id if there is no such token."""
 
+NAMED = ("image_token", "video_token", "vision_start", "vision_end", "audio_token", "audio_start", "audio_end")
+"""Names of texts that are single tokens in most families, and then have an id."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorMetadata:
@@ -205,6 +208,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
     if tokenizer.eos_token is None:
         raise ConfigError("the tokenizer has no eos_token, with which a text ends; set tokenizer.eos_token")
     vocab = tokenizer.get_vocab()
+    ids = {f"{name}_id": vocab[settings[name]] for name in NAMED if settings.get(name) in vocab}
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return ProcessorMetadata(
         turn_start_id=vocab.get("<|im_start|>"),
@@ -216,7 +220,7 @@ def read_processor(processor: Any, *, vocab_size: int | None = None) -> Processo
         pad_token_id=tokenizer.pad_token_id or 0,
         vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
         special_tokens=tuple(dict.fromkeys((*special, *tokenizer.all_special_tokens))),
-        **settings,
+        **{**ids, **settings},
     )
 
 
@@ -229,9 +233,11 @@ def _qwen_settings(processor: Any) -> dict[str, Any]:
         tokens |= {"audio_token": processor.audio_token, "audio_start": processor.audio_bos_token}
         tokens |= {"audio_end": processor.audio_eos_token}
     vocab = parts.tokenizer.get_vocab()
+    if missing := [token for token in tokens.values() if token not in vocab]:
+        fault = f"the processor's tokenizer has no token {missing[0]!r}"
+        raise ConfigError(f"{fault}; use the tokenizer of a Qwen-VL model")
     return {
         **tokens,
-        **{f"{name}_id": _id(vocab, token) for name, token in tokens.items()},
         "media_tokens": tuple(tokens.values()),
         "patch_size": parts.image_processor.patch_size,
         "merge_size": parts.image_processor.merge_size,
@@ -239,13 +245,6 @@ def _qwen_settings(processor: Any) -> dict[str, Any]:
         "frame_timestamps": videos is run_per_frame,
         "seconds_per_grid": videos is timed_run or bool(class_in(processor, OMNI)),
     }
-
-
-def _id(vocab: dict[str, int], token: str) -> int:
-    """Return a token's id. (`convert_tokens_to_ids` would return the unknown token's id for a missing one.)"""
-    if token not in vocab:
-        raise ConfigError(f"the processor's tokenizer has no token {token!r}; use the tokenizer of a Qwen-VL model")
-    return vocab[token]
 
 
 # ---------------------------------------------------------------------- encoding by the processor itself
@@ -278,8 +277,6 @@ def processor_settings(processor: Any) -> dict[str, Any]:
         "border_ids": tuple(image_ids[1:]),
         "vision_start": start,
         "vision_end": end,
-        "vision_start_id": vocab.get(start, NO_ID),
-        "vision_end_id": vocab.get(end, NO_ID),
         "merge_size": parts_of(processor).image_processor.merge_size if family.has_grids else 1,
         "has_grids": family.has_grids,
         **_video_settings(processor, family, vocab),
@@ -292,11 +289,11 @@ def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) ->
     if not (family.has_videos or as_tiles):
         return {}
     named = {"video_token": processor.video_token}
+    if not as_tiles and not family.videos_as_images:
+        return {**named, "frames_per_token": 2 if family.videos is run_of_pairs else 1}
+    named["video_token_id"] = NO_ID  # frames are written with the image's placeholder
     if as_tiles:
         return {**named, "frames_as_tiles": True}
-    if not family.videos_as_images:
-        pairs = {"frames_per_token": 2} if family.videos is run_of_pairs else {}
-        return {**named, "video_token_id": vocab.get(processor.video_token, NO_ID), **pairs}
     ends = tuple(vocab[token] for token in VIDEO_ENDS if token in vocab)
     return {**named, "video_ends": ends if len(ends) == len(VIDEO_ENDS) else (), "frame_timestamps": True}
 

@@ -94,8 +94,6 @@ class SharedDocument:
 
 def _anonymous_file() -> IO[bytes] | None:
     """Open a new unnamed file. None: this system has none, and nothing is shared."""
-    with suppress(OSError, AttributeError):  # in memory, on Linux
-        return os.fdopen(os.memfd_create("vlmpack"), "r+b", buffering=0)
     with suppress(OSError):
         return tempfile.TemporaryFile(buffering=0)
     return None
