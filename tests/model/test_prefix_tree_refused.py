@@ -52,7 +52,7 @@ REFUSED = {
     ),
     "a token changed": (
         another_token,
-        r"input_ids of tokens that the prefix tree says are shared differ.* place \d+ of the row has .*unshare\(row\)",
+        r"place \d+ of the row has .*: input_ids of tokens that the prefix tree says are shared differ.*unshare\(row\)",
     ),
     "a grid changed": (another_grid, "rotary positions of tokens that the prefix tree says are shared differ"),
     "media of every sample": (

@@ -136,11 +136,10 @@ def test_real_and_padded_boundaries_are_apart_under_their_names() -> None:
     assert params.cu_seqlens_kv_padded.tolist() == [0, 4, 12, 16]
 
 
-@pytest.mark.parametrize(("rope", "expected"), [("real", [0, 3, 5, 8, 10]), ("padded", [0, 4, 6, 12, 16])])
-def test_finer_restarts_are_handed_over_as_the_model_counts(rope: Any, expected: list[int]) -> None:
+def test_finer_restarts_are_handed_over_in_real_tokens() -> None:
     model = Everything()
-    ThdStep(model, slots=SlotRule(multiple=4), rope=rope)(texts(3, 5, 2), rope_cu_seqlens=[0, 3, 5, 8, 10])
-    assert model.called["rope_cu_seqlens"].tolist() == expected
+    ThdStep(model, slots=SlotRule(multiple=4))(texts(3, 5, 2), rope_cu_seqlens=[0, 4, 6, 12, 16])
+    assert model.called["rope_cu_seqlens"].tolist() == [0, 3, 5, 8, 10]
     assert model.called["position_ids"][0, 4:9].tolist() == [0, 1, 0, 1, 2]
 
 
@@ -150,12 +149,11 @@ def takes_media(
     return torch.zeros(input_ids.shape, requires_grad=True)
 
 
-@pytest.mark.parametrize("rows", [3, 4])
-def test_positions_have_the_rows_that_the_model_takes(reference: Any, rows: int) -> None:
+def test_positions_are_time_height_and_width(reference: Any) -> None:
     texts_alone = mixed_samples(reference.config, seed=2, kinds=("text", "text"))
-    step = ThdStep(takes_media, config=reference.config, text_positions=rows == 4)
+    step = ThdStep(takes_media, config=reference.config)
     places = torch.cat([torch.arange(len(sample["input_ids"])) for sample in texts_alone])
-    assert torch.equal(step.inputs(padded(texts_alone)).arguments["position_ids"], places.expand(rows, 1, -1))
+    assert torch.equal(step.inputs(padded(texts_alone)).arguments["position_ids"], places.expand(3, 1, -1))
 
 
 def test_an_object_stands_for_packed_seq_params_without_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.layout.batch import NO_ENTRY, TEACHER, check_is_tensor, whole_numbers
-from vlmpack.layout.device import on_host, require
+from vlmpack.layout.device import require
 from vlmpack.layout.row import IGNORE, PackedRow, without_successor
 
 ROUNDED = 1.01
@@ -120,11 +120,10 @@ class Teacher:
         return column_TK.index_select(0, index_l + 1)
 
     def _check(self, is_right_L: torch.Tensor, seen_LK: torch.Tensor, fault: str) -> None:
-        if on_host(is_right_L) and not is_right_L.all():
-            first = int((~is_right_L).int().argmax())
-            at, segments = int(self._index[first]) + 1, self._row.segments
-            sample = int(segments.seq_idx()[at])
-            token, names = at - segments.stride[sample], self._row.known_metadata.sample_ids
+        def where(target: int) -> str:
+            at, segments = int(self._index[target]) + 1, self._row.segments
+            sample, names = int(segments.seq_idx()[at]), self._row.known_metadata.sample_ids
             named = repr(names[sample]) if names else sample
-            raise LayoutError(f"sample {named}, token {token}: {fault}; got {seen_LK[first].tolist()}")
-        require(is_right_L.all(), fault, LayoutError)
+            return f"sample {named}, token {at - segments.stride[sample]}, {seen_LK[target].tolist()}"
+
+        require(is_right_L, fault, LayoutError, where=where)

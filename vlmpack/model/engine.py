@@ -734,22 +734,18 @@ def check_positions(
     real = segments.real_index(positions.device)
     caller_kR = copied(caller_kT, positions.device).index_select(1, real)
     expected_kR = expected_kT.index_select(1, real)
-    differs_R = (caller_kR != expected_kR).any(0)
-    wrong = differs_R.any()
-    where = ""
-    if on_host(wrong) and wrong:
-        first = int(differs_R.int().argmax())
-        sample = bisect_right(segments.real, first) - 1
-        where = (
-            f": sample {sample} has {caller_kR[:, first].tolist()} at its token {first - segments.real[sample]}, where "
-            f"{expected_kR[:, first].tolist()} is right"
-        )
+
+    def where(token: int) -> str:
+        sample, right = bisect_right(segments.real, token) - 1, expected_kR[:, token].tolist()
+        seen = f"sample {sample} has {caller_kR[:, token].tolist()} at its token {token - segments.real[sample]}"
+        return f"{seen}, where {right} is right"
+
     restart = "every sample" if restarts is None else f"every sample and boundary of {ROPE}"
     message = (
-        f"position_ids are not what each sample has alone{where}. They must restart at {restart} and place image "
-        "tokens by their grids; leave position_ids out, they are computed"
+        f"position_ids are not what each sample has alone. They must restart at {restart} and place image tokens by "
+        "their grids; leave position_ids out, they are computed"
     )
-    require(~wrong, message, LayoutError)
+    require((caller_kR == expected_kR).all(0), message, LayoutError, where=where)
 
 
 def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:

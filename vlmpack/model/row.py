@@ -175,16 +175,14 @@ class RowPart:
             return
         source, place = self.tree.source(row_kT.device), self.tree.place(row_kT.device)
         flat_kT = row_kT.reshape(-1, row_kT.shape[-1])
-        differs_T = (flat_kT != flat_kT.index_select(1, source).index_select(1, place)).any(0)
-        wrong, where = differs_T.any(), ""
-        if on_host(wrong) and wrong:
-            at = int(differs_T.int().argmax())
-            other = int(source[place[at]])
-            where = (
-                f": place {at} of the row has {row_kT[..., at].tolist()}, place {other} {row_kT[..., other].tolist()}"
-            )
-        message = f"{name} of tokens that the prefix tree says are shared differ between samples{where}; {_CHANGED}"
-        require(~wrong, message, LayoutError)
+        is_equal_T = (flat_kT == flat_kT.index_select(1, source).index_select(1, place)).all(0)
+
+        def where(at: int) -> str:
+            seen, other = row_kT[..., at].tolist(), int(source[place[at]])
+            return f"place {at} of the row has {seen}, place {other} {row_kT[..., other].tolist()}"
+
+        message = f"{name} of tokens that the prefix tree says are shared differ between samples; {_CHANGED}"
+        require(is_equal_T, message, LayoutError, where=where)
 
     def cut(self, row: torch.Tensor, *, dim: int = -1) -> torch.Tensor:
         """Select the part's entries from T entries of the whole row, along `dim`."""
@@ -286,16 +284,13 @@ def _check_labels(row: PackedRow) -> None:
     if labels is None:
         return
     following = roll_left(row.input_ids, row.segments, fill=IGNORE)
-    foreign_T = ((labels != IGNORE) & (labels != following))[0]
-    wrong, where = foreign_T.any(), ""
-    if on_host(wrong) and wrong:
-        at = int(foreign_T.int().argmax())
-        where = f": place {at} of the row has {int(labels[0, at])}, and {int(following[0, at])} follows"
-    message = (
-        f"a target of a row with a prefix tree is not the next token of its sample{where}; labels are the tokens "
-        "themselves, or -100: give this row without sharing, unshare(row)"
+    require(
+        (labels == IGNORE) | (labels == following),
+        "a target of a row with a prefix tree is not the next token of its sample; labels are the tokens themselves, "
+        "or -100: give this row without sharing, unshare(row)",
+        LayoutError,
+        where=lambda at: f"the label at place {at} of the row is {labels[0, at]}, and {following[0, at]} follows",
     )
-    require(~wrong, message, LayoutError)
 
 
 @final

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +43,6 @@ from vlmpack.model.engine import (
 )
 from vlmpack.model.forward import WEIGHTS
 from vlmpack.model.result import StepResult, Work, target_sums
-
-Boundaries = Literal["real", "padded"]
-"""How boundaries are counted: in real tokens, as `cu_seqlens_q`, or in row positions, as `cu_seqlens_q_padded`."""
 
 REAL = frozenset({"cu_seqlens_q", "cu_seqlens_kv"})
 PADDED = frozenset({"cu_seqlens_q_padded", "cu_seqlens_kv_padded"})
@@ -103,8 +100,8 @@ class ThdStep:
     | `cu_seqlens_q_padded`, `cu_seqlens_kv_padded` | int32 [G + 1]: samples' starts; the same object without gaps |
     | `max_seqlen_q`, `max_seqlen_kv` | int: the largest padded length |
     | `packed_seq_params` | megatron-core's object with these fields, or a plain object if it is not installed |
-    | `rope_cu_seqlens` | int32: where MRoPE positions restart |
-    | `position_ids` | [1, T], or [3, 1, T] time, height, width (`text_positions`: [4, 1, T]) |
+    | `rope_cu_seqlens` | int32: where MRoPE positions restart, counted in real tokens |
+    | `position_ids` | [1, T], or [3, 1, T] time, height, width |
     | `moe_padding_mask` or `padding_mask` | [1, T] bool, True on padding, which routers must not count |
     | `attention_mask` | None: the boundaries replace it |
     | `mm_token_type_ids`, `pixel_values`, `image_grid_thw`, ... | as in the batch |
@@ -120,8 +117,6 @@ class ThdStep:
         *,
         slots: SlotRule | None = None,
         config: Any = None,
-        rope: Boundaries = "real",
-        text_positions: bool = False,
         has_experts: bool | None = None,
         context_ranks: int = 1,
         context_rank: int = 0,
@@ -136,9 +131,6 @@ class ThdStep:
             config: the Hugging Face configuration of the model's family (`AutoConfig.from_pretrained(name)`), from
                 which positions are computed and placeholders checked against grids. None: the samples are text, or the
                 batch contains positions.
-            rope: how `rope_cu_seqlens` is counted. "real" is what Megatron-Bridge's Qwen3-VL step passes.
-            text_positions: for a family with MRoPE, True: `position_ids` are [4, 1, T], the position in the sample
-                first, as transformers takes them; False: [3, 1, T].
             has_experts: whether padding could reach a router; None: look in the model's configuration and modules.
             context_ranks: context-parallel ranks that share a row.
             context_rank: this rank, 0 to `context_ranks` - 1.
@@ -154,8 +146,6 @@ class ThdStep:
         self.model = model
         self.slots = slots or SlotRule()
         self.config = config
-        self.rope = rope
-        self.text_positions = text_positions
         self.layout: Layout = layout
         self.context_ranks, self.context_rank = context_ranks, context_rank
         self.model_cuts = model_cuts
@@ -283,13 +273,12 @@ class ThdStep:
         held = row if part is None or self.model_cuts else part
         segments, device, labels = row.segments, row.input_ids.device, held.shift_labels
         restarts = None if rope_cu_seqlens is None else rope_segments(rope_cu_seqlens, segments)
-        rope = restarts or segments
         fields = packed_seq_fields(segments, device=device)
         values: dict[str, Any] = {
             **{name: fields.get(name) for name in REAL | PADDED | {"max_seqlen_q", "max_seqlen_kv"}},
             **dict.fromkeys(("input_ids", "tokens"), held.input_ids),
             **dict.fromkeys(PADDING_MASKS, held.moe_padding_mask),
-            "rope_cu_seqlens": rope.cu_seqlens(device) if self.rope == "real" else rope.cu_seqlens_padded(device),
+            "rope_cu_seqlens": (restarts or segments).cu_seqlens(device),
             "attention_mask": None,
             **held.extras,
             **row.media.to_hf(),
@@ -314,21 +303,21 @@ class ThdStep:
         return values
 
     def _positions(self, row: PackedRow, restarts: Segments | None) -> torch.Tensor | None:
-        """Return positions [1, T], or [3, 1, T] for a family with MRoPE ([4, 1, T] with `text_positions`).
+        """Return positions [1, T], or [3, 1, T] for a family with MRoPE.
 
         None if they depend on grids and the step has no `config`: the model computes them.
         """
         if self.family is not None:
             table, types = media_of_row(self.family, row, self.config), self.family.types_of_row(row, self.config)
             positions = positions_of_row(row, table, types, self.family, self.config, restarts=restarts)
-            return self._rows(positions) if self.family.positions_rule.axes == 3 else positions[0]
+            return positions[-3:] if self.family.positions_rule.axes == 3 else positions[0]
         if row.position_ids is not None:
             if restarts is not None:
                 raise ConfigError(
                     "position_ids do not restart at the finer rope_cu_seqlens: leave one of the two out, or give the "
                     "step config=, by which they are computed"
                 )
-            return self._rows(row.position_ids)
+            return row.position_ids[-3:] if row.position_ids.ndim == 3 else row.position_ids
         if not row.media.to_hf():
             return (restarts or row.segments).position_in_segment(row.input_ids.device)[None]
         if not self._names & {"rope_cu_seqlens", "packed_seq_params"}:
@@ -337,16 +326,6 @@ class ThdStep:
                 "Hugging Face configuration, or the batch position_ids"
             )
         return None
-
-    def _rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """Select the axes of [3, 1, T] or [4, 1, T] positions that the model takes. [1, T] text positions stay."""
-        if positions.ndim < 3 or (self.text_positions and len(positions) == 4):
-            return positions
-        if self.text_positions:
-            raise LayoutError(
-                "position_ids is [3, 1, T], but text_positions=True needs the place in the sample first: [4, 1, T]"
-            )
-        return positions[-3:]
 
     # ------------------------------------------------------------------ out
 
