@@ -362,7 +362,7 @@ MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
 @pytest.mark.parametrize(
     ("name", "value", "error", "message"),
     [
-        ("padding_mask", MASK == 1, LayoutError, "padding_mask .True on padding. does not fit the batch's mask"),
+        ("padding_mask", MASK == 1, LayoutError, "padding_mask .True on padding. does not fit the attention_mask"),
         ("loss_mask", MASK, ConfigError, "set labels to -100"),
         ("weights", torch.ones(2), ConfigError, "takes no weights"),
         ("weights", torch.ones(2, 5), ConfigError, "takes no weights"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from types import MethodType
@@ -227,7 +227,7 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
     routers = inputs.pop("output_router_logits", None) if state.family.has("experts") else None
     check_keys(inputs, state.family, is_row=is_row)
     inputs = with_token_types(inputs, state.family.token_types)
-    row = row_of(inputs, state, core.config, is_row=is_row)
+    row = row_of(inputs, state, core.config)
     check_expert_types(inputs, state.family, core.config)
     text_config = model.text.config
     if is_row and text_config.output_attentions:
@@ -261,19 +261,66 @@ def packed_forward(core: Any, inputs: dict[str, Any], state: PackingState) -> An
 
 
 @outside_graph
-def row_of(inputs: dict[str, Any], state: PackingState, config: Any, *, is_row: bool) -> PackedRow:
+def row_of(inputs: dict[str, Any], state: PackingState, config: Any) -> PackedRow:
     """Return the row that goes through the model: passed by `PackedStep`, given as inputs, or packed from a batch."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
         return call.row
-    mask, row = inputs["attention_mask"], (_row_in if is_row else _packed_batch)(inputs, state, config)
-    if (given := inputs.get("moe_padding_mask")) is not None:
-        remedy = "attention_mask; leave moe_padding_mask out, it is derived"
-        if is_row:
-            remedy = "boundaries of the row; give a row with gaps both cu_seqlens_q and cu_seqlens_q_padded"
-        fault = f"(True on padding) does not fit the {remedy}"
-        check_column(given, row.moe_padding_mask if is_row else mask == 0, "moe_padding_mask", fault)
-    return row
+    batch = read_batch(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
+    if isinstance(batch, PackedRow):
+        return batch
+    pad = state.family.text_config(config).pad_token_id
+    return pack(batch, rule=state.slots, keep_empty=state.config.keep_empty, pad_token_id=pad or 0)
+
+
+def read_batch(
+    inputs: Mapping[str, Any], *, extras: tuple[str, ...], media: Collection[str]
+) -> PaddedBatch | PackedRow:
+    """Build a padded batch, or a packed row, from a model's keyword arguments. What they say twice must agree.
+
+    Args:
+        inputs: the arguments by name.
+        extras: names of further columns.
+        media: names of the media tensors.
+
+    Raises:
+        LayoutError: the columns do not fit each other.
+        ConfigError: a batch has columns of a row.
+    """
+    mask, is_row = inputs.get("attention_mask"), is_row_input(inputs)
+    if is_row:
+        check_is_tensor(inputs["input_ids"], "input_ids")
+        if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
+            raise LayoutError(
+                f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: "
+                "set dispatch_batches=False)?"
+            )
+        if mask is not None:
+            raise LayoutError(
+                f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries "
+                "tell which tokens are real"
+            )
+        batch = PackedRow.from_hf(inputs, extras=extras, media=media)
+        remedy = "boundaries of the row; give a row with gaps both cu_seqlens_q and cu_seqlens_q_padded"
+    else:
+        if inputs.get("cu_seqlens_q_padded") is not None:
+            raise ConfigError(
+                "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a "
+                "padded batch is packed by its mask: leave cu_seqlens_q_padded out, and set StepConfig(slots=...) for "
+                "gaps"
+            )
+        if inputs.get("shift_labels") is not None:
+            raise ConfigError(
+                "shift_labels belong to a packed row; give a padded batch its labels, not shifted: each sample's "
+                "targets are shifted when its place in the row is known"
+            )
+        batch = PaddedBatch.from_hf(inputs, extras=extras, media=media)
+        remedy = "attention_mask; leave it out, it is derived"
+    for name in PADDING_MASKS:
+        if (given := inputs.get(name)) is not None:
+            padding = batch.moe_padding_mask if isinstance(batch, PackedRow) else batch.attention_mask == 0
+            check_column(given, padding, name, f"(True on padding) does not fit the {remedy}")
+    return batch
 
 
 def requested(inputs: dict[str, Any], name: str, configured: Any) -> Any:
@@ -320,7 +367,7 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
     )
 
 
-def is_row_input(inputs: dict[str, Any]) -> bool:
+def is_row_input(inputs: Mapping[str, Any]) -> bool:
     """Return whether the inputs are a packed row (as opposed to a padded batch)."""
     call: StepCall | None = inputs.get(STEP)
     if call is not None and call.row is not None:
@@ -368,37 +415,6 @@ def _kept_columns(inputs: dict[str, Any]) -> Any:
     return None if isinstance(keep, int) and keep == 0 else keep
 
 
-def _row_in(inputs: dict[str, Any], state: PackingState, config: Any) -> PackedRow:
-    check_is_tensor(inputs["input_ids"], "input_ids")
-    if (shape := list(inputs["input_ids"].shape))[:-1] != [1]:
-        raise LayoutError(
-            f"a packed row is [1, T] but input_ids is {shape}; was the batch concatenated on its way (accelerate: set "
-            "dispatch_batches=False)?"
-        )
-    if (mask := inputs["attention_mask"]) is not None:
-        raise LayoutError(
-            f"a packed row comes without attention_mask, got one of shape {list(mask.shape)}; its boundaries "
-            "tell which tokens are real"
-        )
-    return PackedRow.from_hf(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
-
-
-def _packed_batch(inputs: dict[str, Any], state: PackingState, config: Any) -> PackedRow:
-    if inputs.get("cu_seqlens_q_padded") is not None:
-        raise ConfigError(
-            "cu_seqlens_q_padded belongs to a packed row, which has cu_seqlens_q too and no attention_mask; a padded "
-            "batch is packed by its mask: leave cu_seqlens_q_padded out, and set StepConfig(slots=...) for gaps"
-        )
-    if inputs.get("shift_labels") is not None:
-        raise ConfigError(
-            "shift_labels belong to a packed row; give a padded batch its labels, not shifted: each sample's targets "
-            "are shifted when its place in the row is known"
-        )
-    batch = PaddedBatch.from_hf(inputs, extras=columns_in(inputs, state.family), media=state.family.media)
-    pad = state.family.text_config(config).pad_token_id
-    return pack(batch, rule=state.slots, keep_empty=state.config.keep_empty, pad_token_id=pad or 0)
-
-
 # ---------------------------------------------------------------------- a backbone
 #
 #     trainer ──▶ core.forward, replaced ──▶ backbone(padded batch) ──▶ hidden states [B, S, D] ──▶ the trainer's head
@@ -430,7 +446,7 @@ class _PackedCall:
         types = family.media_types(inputs["input_ids"], core.config) if family.has_vision else None
         inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if is_row else {})}
         check_keys(inputs, family, is_row=is_row)
-        row = row_of(inputs, state, core.config, is_row=is_row)
+        row = row_of(inputs, state, core.config)
         self._offsets = None if is_row else row.known_metadata.offsets  # the first column of each sample
         self.mask = ~row.segments.padding_mask(row.input_ids.device)[None] if is_row else mask != 0
         if not is_row and min_shared is not None:  # on the host, because it compares pixels
@@ -609,6 +625,8 @@ def _is_of_ours(hook: Any, core: nn.Module | None) -> bool:
 STEP = "vlmpack_step"
 """The keyword of a `StepCall`."""
 
+PADDING_MASKS = ("moe_padding_mask", "padding_mask")
+"""Names of a mask that is True on padding."""
 WEIGHTS = ("loss_weights", "shift_weights")
 """Loss weights: of the labels of a batch, and of the targets of a row."""
 _TOKENS = ("input_ids", "attention_mask", "position_ids", "labels", "shift_labels", "mm_token_type_ids", *WEIGHTS)

@@ -34,20 +34,18 @@ from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundari
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.machine import version_of
 from vlmpack.model.engine import (
-    check_column,
     check_targets,
     divisor,
     positions_of_row,
     rope_segments,
     targets_of,
 )
-from vlmpack.model.forward import WEIGHTS
+from vlmpack.model.forward import PADDING_MASKS, WEIGHTS, read_batch
 from vlmpack.model.result import StepResult, Work, target_sums
 
 REAL = frozenset({"cu_seqlens_q", "cu_seqlens_kv"})
 PADDED = frozenset({"cu_seqlens_q_padded", "cu_seqlens_kv_padded"})
 BOUNDARY_PARAMETERS = REAL | PADDED | {"packed_seq_params"}
-PADDING_MASKS = frozenset({"moe_padding_mask", "padding_mask"})
 POSITIONS = frozenset({"position_ids", "rope_cu_seqlens", "packed_seq_params"})
 """Arguments that tell a model where positions restart. Megatron's rotary embedding reads `packed_seq_params`."""
 
@@ -256,17 +254,14 @@ class ThdStep:
         others = {n: x for n, x in batch.items() if isinstance(x, torch.Tensor) and n not in media | _COLUMNS}
         extras = tuple(sorted(name for name, x in others.items() if x.shape[-2:] == shape))
         further = {name: x for name, x in others.items() if name not in extras}
-        metadata = batch.get(METADATA_KEY)
-        if batch.get("cu_seqlens_q") is None and (metadata is None or metadata.segments is None):
-            if batch.get("attention_mask") is not None:
-                _check_masks(batch, batch["attention_mask"] == 0)
-            return PaddedBatch.from_hf(batch, extras=extras, media=media), further
-        row = PackedRow.from_hf(batch, extras=extras, media=media)
-        _check_masks(batch, row.moe_padding_mask)
-        for name, boundaries in (("cu_seqlens_kv", row.segments.real), ("cu_seqlens_kv_padded", row.segments.stride)):
-            if batch.get(name) is not None and checked_boundaries(batch[name], name) != boundaries:
-                raise LayoutError(f"{name} is not {name.replace('kv', 'q')}: keys of other samples are no packed row")
-        return row, further
+        read = read_batch(batch, extras=extras, media=media)
+        if isinstance(read, PackedRow):
+            boundaries = {"cu_seqlens_kv": read.segments.real, "cu_seqlens_kv_padded": read.segments.stride}
+            for name, expected in boundaries.items():
+                if batch.get(name) is not None and checked_boundaries(batch[name], name) != expected:
+                    of_queries = name.replace("kv", "q")
+                    raise LayoutError(f"{name} is not {of_queries}: keys of other samples are no packed row")
+        return read, further
 
     def _available(self, row: PackedRow, part: LocalRow | None, rope_cu_seqlens: Any) -> dict[str, Any]:
         """Return the value of every argument that this row can provide."""
@@ -377,7 +372,7 @@ class ThdStep:
                 f"{seen}, but the model's forward takes neither cu_seqlens_q_padded nor packed_seq_params, so it would "
                 "look for samples in the wrong places: leave slots out, or give it one of these parameters"
             )
-        if self._has_experts and not self._names & PADDING_MASKS:
+        if self._has_experts and not self._names & {*PADDING_MASKS}:
             raise ConfigError(
                 f"{seen}, but the model has experts and its forward takes neither moe_padding_mask nor padding_mask, "
                 "so its routers would count padding: leave slots out, give it one of these parameters, or set "
@@ -418,14 +413,6 @@ _REFUSED = {
     "packed_seq_params": "hand over vlmpack.interop.megatron.from_megatron(batch)",
     "tokens": "call them input_ids, or hand over vlmpack.interop.megatron.from_megatron(batch)",
 }
-
-
-def _check_masks(batch: Mapping[str, Any], padding: torch.Tensor) -> None:
-    """Compare the batch's padding masks with its actual padding."""
-    for name in PADDING_MASKS:
-        if batch.get(name) is not None:
-            fault = "(True on padding) does not fit the batch's mask or boundaries; leave it out"
-            check_column(batch[name], padding, name, fault)
 
 
 def _check_pixels(media: Media) -> None:
