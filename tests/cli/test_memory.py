@@ -68,7 +68,7 @@ def test_the_memory_told_is_that_of_a_packed_pass(
 def proposed(limit: int, *, gpus: int = 4, family: str = "qwen3", capacities: Sequence[int] = (1000, 3000)) -> Proposal:
     model = tiny_model(family, **DENSE)
     sizes = model_sizes(model, size=4)
-    return propose(sizes, model.config, gpus=gpus, limit=limit, capacities=capacities, patches=lambda tokens: 0)
+    return propose(sizes, model.config, gpus=gpus, limit=limit, rows=dict.fromkeys(capacities, 0))
 
 
 def test_the_simplest_mesh_that_fits_is_proposed_with_the_largest_rows_and_why_others_are_not() -> None:

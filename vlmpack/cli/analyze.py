@@ -200,14 +200,12 @@ def _proposal(inputs: Inputs, given: AnalyzeOptions, table: LengthTable, capacit
         model = make_model(named, inputs.collator.processor, only_shapes=True)
     density = float((table.patches / table.tokens).max())
     longest = int(table.tokens.max()) if given.rows_overlength == "own_row" else 0
+    tokens = [max(longest, each) for each in capacities]
+    patches = [min(ceil(each * density), given.max_patches or each * ceil(density)) for each in tokens]
     found = propose(
-        model_sizes(model, size=COMPUTED_IN),
-        find_model(model).config,
-        gpus=given.gpus,
-        limit=int(0.9 * given.memory * 2**30),
-        capacities=[max(longest, each) for each in capacities],
-        patches=lambda tokens: min(ceil(tokens * density), given.max_patches or tokens * ceil(density)),
-    )
+        model_sizes(model, size=COMPUTED_IN), find_model(model).config, gpus=given.gpus,
+        limit=int(0.9 * given.memory * 2**30), rows=dict(zip(tokens, patches, strict=True)),
+    )  # fmt: skip
     asked = {name: getattr(given, name) for name in ("gpus", "memory", "method")}
     return {**asked, "needed": sum(found.parts.values()), **asdict(found)}
 
@@ -231,10 +229,11 @@ def _analyze_store(given: AnalyzeOptions, console: Console) -> None:
     dataset = PackedDataset(folder)
     shown = range(min(given.rows, len(dataset)))
     drawn = [row_numbers(row, dataset.measured(row), dataset.tree(row)) for row in shown]
-    print_store(folder, dataset.manifest, console)
+    numbers = {**store_numbers(folder, dataset.manifest), "rows": drawn}
+    print_store(numbers, console)
     print_rows(drawn, console)
     if given.as_json:
-        typer.echo(json.dumps({**store_numbers(folder, dataset.manifest), "rows": drawn}, indent=2))
+        typer.echo(json.dumps(numbers, indent=2))
 
 
 def _planned_rows(inputs: Inputs, data: DataOptions, table: LengthTable, capacity: int) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,8 @@ scores are never materialized (SDPA, FlashAttention). Per token or patch that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -180,9 +179,7 @@ class Proposal:
     """Simpler ways, and why they do not fit."""
 
 
-def propose(
-    sizes: ModelSizes, config: Any, *, gpus: int, limit: int, capacities: Sequence[int], patches: Callable[[int], int]
-) -> Proposal:
+def propose(sizes: ModelSizes, config: Any, *, gpus: int, limit: int, rows: Mapping[int, int]) -> Proposal:
     """Propose mesh, checkpointing and capacity: data parallel, then FSDP2, checkpointing, and shared rows or layers.
 
     LoRA is not divided over tensor or expert ranks.
@@ -192,13 +189,11 @@ def propose(
         config: configuration of the whole model.
         gpus: number of ranks.
         limit: bytes that may be used on each.
-        capacities: tokens of a row; the largest that fits is proposed, and the smallest has to fit.
-        patches: returns the largest number of patches in a row of that many tokens.
+        rows: tokens of a row, and the largest number of patches in it; the largest row that fits is proposed.
     """
     rejected: dict[str, str] = {}
     tried: list[Proposal] = []
-    parts_of = {c: partial(memory_of, sizes, tokens=c, patches=patches(c)) for c in sorted(capacities)}
-    smallest = min(parts_of)
+    smallest = min(rows)
     for mesh in _meshes(gpus, has_experts=any(each.experts for each in sizes.text), is_full=sizes.trained_share > 0.5):
         if mesh.tensor > 1:
             try:
@@ -206,13 +201,13 @@ def propose(
             except ConfigError as error:
                 rejected[str(mesh)] = str(error)
                 continue
-        fitting = [c for c, parts in parts_of.items() if sum(parts(mesh).values()) <= limit]
-        if fitting:
-            parts = parts_of[fitting[-1]](mesh)
-            return Proposal(fits=True, mesh=mesh, capacity=fitting[-1], parts=parts, rejected=rejected)
-        parts = parts_of[smallest](mesh)
+        needed = {tokens: memory_of(sizes, mesh, tokens=tokens, patches=patches) for tokens, patches in rows.items()}
+        if fitting := [tokens for tokens, parts in needed.items() if sum(parts.values()) <= limit]:
+            capacity = max(fitting)
+            return Proposal(fits=True, mesh=mesh, capacity=capacity, parts=needed[capacity], rejected=rejected)
+        parts = needed[smallest]
         tried.append(Proposal(fits=False, mesh=mesh, capacity=smallest, parts=parts, rejected=rejected))
-        most = max(parts, key=lambda name: parts[name])
+        most = max(parts, key=parts.__getitem__)
         rejected[str(mesh)] = (
             f"rows of {smallest:,} need {format_bytes(sum(parts.values()))}; most is {most}, "
             f"{format_bytes(parts[most])}"

@@ -29,7 +29,7 @@ from vlmpack.errors import ConfigError, check_extra
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_named, family_of
 from vlmpack.terminal import quiet_transformers
-from vlmpack.testing.models import DEFAULT_FAMILY, tiny_model
+from vlmpack.testing.models import DEFAULT_FAMILY, tiny_config, tiny_model
 from vlmpack.testing.processors import CHAT_TEMPLATE, processor_families, tiny_processor
 
 BYTES_A_WEIGHT = 12
@@ -135,11 +135,13 @@ def limit_pixels(processor: Any, max_pixels: int | None) -> Any:
 
 
 def read_config(name: str) -> Any:
-    """Read the configuration of a hub id or folder.
+    """Return the configuration of a hub id, a folder, or a built-in model.
 
     Raises:
-        ConfigError: there is no readable configuration.
+        ConfigError: there is no readable configuration. FamilyError: the built-in model's family is unknown.
     """
+    if (family := tiny_family(name)) is not None:
+        return tiny_config(family)
     with reading("model", name, remedy="give a hub id or a folder with a whole model"):
         return AutoConfig.from_pretrained(name)
 

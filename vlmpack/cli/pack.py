@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -78,10 +79,10 @@ def pack(given: PackOptions) -> None:
             dataset, given.out, collator, settings, workers=given.workers, executor="ray" if given.ray else "local",
             cache=given.cache, progress=lambda stage, done, total: progress(STAGES[stage], done, total),
         )  # fmt: skip
-    mixed = mix_numbers(dataset)
-    print_store(given.out, manifest, Console(quiet=given.as_json), mix=mixed)
+    numbers = {**store_numbers(given.out, manifest), "mix": mix_numbers(dataset)}
+    print_store(numbers, Console(quiet=given.as_json))
     if given.as_json:
-        typer.echo(json.dumps({**store_numbers(given.out, manifest), "mix": mixed}, indent=2))
+        typer.echo(json.dumps(numbers, indent=2))
 
 
 def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
@@ -102,19 +103,18 @@ def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def print_store(out: Path, manifest: Manifest, console: Console, *, mix: dict[str, Any] | None = None) -> None:
+def print_store(numbers: Mapping[str, Any], console: Console) -> None:
     """Print the rows, samples and sizes of a folder of packed rows, its mix, and the samples left out."""
-    console.print(f"[bold]{escape(str(out))}[/]", highlight=False, soft_wrap=not console.is_terminal)
-    numbers = store_numbers(out, manifest)
-    written = f"{format_bytes(manifest.bytes)} in {numbers['files']:,} files"
-    fill = {"capacity": manifest.capacity, "fill_ratio": f"{manifest.fill_ratio:.2%}"}
+    console.print(f"[bold]{escape(numbers['out'])}[/]", highlight=False, soft_wrap=not console.is_terminal)
+    written = f"{format_bytes(numbers['bytes'])} in {numbers['files']:,} files"
+    fill = {"capacity": numbers["capacity"], "fill_ratio": f"{numbers['fill_ratio']:.2%}"}
     print_facts(console, {**numbers["counts"], **fill, "written": written, **numbers["sizes"]})
-    for line in mix_lines(mix):
+    for line in mix_lines(numbers.get("mix")):
         print_text(console, Text(f"mixed: {line}"))
     if (left_out := numbers["left_out"]) is not None:
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in manifest.reasons.items())
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in numbers["reasons"].items())
         console.print(f"[yellow]Left out[/] (all are listed in {escape(left_out)}): {escape(reasons)}")
         with Path(left_out).open(encoding="utf-8") as lines:
-            for line in map(json.loads, islice(lines, LISTED)):
-                error = SampleError(line["detail"], line["reason"], index=line["index"], sample_id=line["sample_id"])
-                print_text(console, Text(str(error)), indent=2)
+            for line in islice(lines, LISTED):
+                error = json.loads(line)
+                print_text(console, Text(str(SampleError(error.pop("detail"), **error))), indent=2)
