@@ -244,20 +244,19 @@ def load(
         FamilyError: the family cannot be packed exactly.
     """
     mesh, processor = mesh or {}, None
+    dividing = {axis: size for axis, size in mesh.items() if axis != "context"}
     over = ", divided over " + ",".join(f"{axis}={size}" for axis, size in mesh.items()) if mesh else ""
     if built_in := tiny_family(name):
         processor = tiny_processor(built_in) if built_in in processor_families() else None
-        model = placed(tiny_model(built_in, dtype=dtype, processor=processor), device, mesh)
+        model = placed(tiny_model(built_in, dtype=dtype, processor=processor), device, dividing)
         return Loaded(model=model, processor=processor, weights=f"random weights{over}")
     config = read_config(name)
     family = family_named(config.model_type)
     reason = "as asked" if tiny else _why_not(name, config, family, device, mesh)
-    if mesh:  # memory may differ between ranks
-        reason = max(gathered(reason))
-    if reason:
-        model = placed(tiny_model(family.model_type, dtype=dtype, like=config), device, mesh)
+    if reason := max(gathered(reason)):  # free memory may differ between ranks
+        model = placed(tiny_model(family.model_type, dtype=dtype, like=config), device, dividing)
         return Loaded(model=model, processor=None, weights=f"a tiny copy with random weights{over}: {reason}")
-    settings = {"distributed_config": _on_mesh(config, mesh)} if _dividing(mesh) else {}
+    settings = {"distributed_config": _on_mesh(config, dividing)} if dividing else {}
     with reading("the weights of", name, remedy="--tiny probes a small copy"):
         model = auto_class(family).from_pretrained(name, dtype=dtype, **settings)
     with suppress(OSError, ValueError):  # without a processor, the probe uses random ids and pixels
@@ -265,29 +264,25 @@ def load(
     return Loaded(model=model if settings else model.to(device), processor=processor, weights=f"its own weights{over}")
 
 
-def placed(model: Any, device: torch.device, mesh: Mesh) -> Any:
-    """Return a small model on a device, or as transformers loads it onto a mesh."""
-    if not _dividing(mesh):
+def placed(model: Any, device: torch.device, dividing: Mesh) -> Any:
+    """Return a small model on a device, or as transformers loads it onto a mesh with these sizes."""
+    if not dividing:
         return model.to(device)
     auto = auto_class(family_named(model.config.model_type))
     with TemporaryDirectory() as own:
         folder = gathered(own)[0]  # on one machine; rank 0 alone writes
         model.save_pretrained(folder)
         dist.barrier()
-        model = auto.from_pretrained(folder, dtype=model.dtype, distributed_config=_on_mesh(model.config, mesh))
+        model = auto.from_pretrained(folder, dtype=model.dtype, distributed_config=_on_mesh(model.config, dividing))
         dist.barrier()
     return model
 
 
-def _dividing(mesh: Mesh) -> dict[str, int]:
-    return {name: size for name, size in mesh.items() if name != "context"}
-
-
-def _on_mesh(config: Any, mesh: Mesh) -> Any:
+def _on_mesh(config: Any, dividing: Mesh) -> Any:
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    plan = plan_for(config, tp_size=mesh["tp"]) if "tp" in mesh else None
-    sizes: Any = {f"{name}_size": size for name, size in _dividing(mesh).items()}
+    plan = plan_for(config, tp_size=dividing["tp"]) if "tp" in dividing else None
+    sizes: Any = {f"{name}_size": size for name, size in dividing.items()}
     return DistributedConfig(**sizes, tp_plan=plan)
 
 
@@ -318,23 +313,17 @@ def count_weights(config: Any, family: Family) -> int:
         return auto_class(family).from_config(config).num_parameters()
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory, in bytes, of a GPU, or of this machine or container; None: it is not reported."""
+def free_bytes(device: torch.device, container: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the free memory, in bytes, of a GPU, or of this machine or container; None: it is not reported.
+
+    `container` is the folder of its limits (cgroup v2).
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min((free for free in (_available(), _left_in_container()) if free is not None), default=None)
-
-
-def _available(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    if not meminfo.exists():
-        return None
-    found = re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(encoding="ascii"), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
-
-
-def _left_in_container(group: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the unused part of the container's memory limit (cgroup v2); None: there is no limit."""
-    limit, used = group / "memory.max", group / "memory.current"
-    if not limit.exists() or not used.exists() or (text := limit.read_text(encoding="ascii").strip()) == "max":
-        return None
-    return int(text) - int(used.read_text(encoding="ascii"))
+    free: list[int] = []
+    meminfo, limit = Path("/proc/meminfo"), container / "memory.max"
+    if meminfo.exists():
+        free += [1024 * int(size) for size in re.findall(r"MemAvailable:\s*(\d+)", meminfo.read_text(encoding="ascii"))]
+    if limit.exists() and (most := limit.read_text(encoding="ascii").strip()) != "max":
+        free.append(int(most) - int((container / "memory.current").read_text(encoding="ascii")))
+    return min(free, default=None)

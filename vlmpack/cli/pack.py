@@ -115,6 +115,6 @@ def print_store(numbers: Mapping[str, Any], console: Console) -> None:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in numbers["reasons"].items())
         console.print(f"[yellow]Left out[/] (all are listed in {escape(left_out)}): {escape(reasons)}")
         with Path(left_out).open(encoding="utf-8") as lines:
-            for line in islice(lines, LISTED):
-                error = json.loads(line)
-                print_text(console, Text(str(SampleError(error.pop("detail"), **error))), indent=2)
+            for line in map(json.loads, islice(lines, LISTED)):
+                error = SampleError(line["detail"], index=line["index"], sample_id=line["sample_id"])
+                print_text(console, Text(str(error)), indent=2)

@@ -241,7 +241,7 @@ def tensor_group(model: Any) -> Any:
 
 def _mesh_of_job() -> DeviceMesh | None:
     """Return a mesh of all ranks, each with rows of its own; None: this process is alone."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return None
     device = "cpu" if dist.get_backend() == "gloo" else str(torch.accelerator.current_accelerator())
     return DeviceMesh(device, torch.arange(dist.get_world_size()), mesh_dim_names=("data",))

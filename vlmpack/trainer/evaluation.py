@@ -10,9 +10,8 @@ every forward pass, so all ranks must compute the same number of rows.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from inspect import signature
 from itertools import chain
 from typing import Any, final
@@ -334,8 +333,7 @@ class RowLosses:
         self._places: list[int] = []
         self._losses: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
-        self._refused: list[SampleError] = []
-        self._work: Counter[str] = Counter()
+        self._works: list[Work] = []
 
     def add(self, batch: Any, result: StepResult) -> None:
         """Store the losses of the next row, unless it is a repeated one.
@@ -353,11 +351,8 @@ class RowLosses:
                 f"of samples {list(row)} there are only {len(result.sample_targets)} in the batch, and it does not "
                 "name them: let the collator do so, in HostMetadata.sample_ids"
             )
-        detail = "the collator left it out of its row; its log of skipped samples has the reason"
-        absent = [place for place in row if place not in present]
-        self._refused += [SampleError(detail, "left_out", index=at) for at in absent]
         self._places += present
-        self._work.update(asdict(result.work))
+        self._works.append(result.work)
         if present:
             self._losses.append(result.sample_losses)
             self._targets.append(result.sample_targets)
@@ -373,18 +368,21 @@ class RowLosses:
                 f"the losses of samples {list(row)} are missing: prediction_step was replaced by one that does not "
                 "call PackedTrainer's; put PackedTrainer first among the bases, or set eval_packing=False"
             )
-        of_rank = (self._places, _to_numpy(self._losses), _to_numpy(self._targets), self._refused, self._work)
+        of_rank = (self._places, _to_numpy(self._losses), _to_numpy(self._targets), self._works)
         computed = dict(gathered((self._loader.rank, of_rank)))  # once, of ranks that share rows
-        places, losses, targets, refused, work = zip(*computed.values(), strict=True)
+        places, losses, targets, works = zip(*computed.values(), strict=True)
         order = np.argsort(sample_ids := np.concatenate(places).astype(np.int64))
-        rows = self._loader.rows
+        rows, all_works = self._loader.rows, [*chain.from_iterable(works)]
+        detail = "the collator left it out of its row; its log of skipped samples has the reason"
+        absent = np.setdiff1d(rows.plan.sample_ids, sample_ids).tolist()
+        left_out = (SampleError(detail, "left_out", index=at) for at in absent)
         return Evaluation(
             sample_ids=sample_ids[order],
             sample_losses=np.concatenate(losses)[order],
             sample_targets=np.concatenate(targets)[order].astype(np.int64),
-            refused=tuple(sorted(chain(rows.refused, *refused), key=lambda sample: sample.index or 0)),
+            refused=tuple(sorted((*rows.refused, *left_out), key=lambda sample: sample.index or 0)),
             rows=len(rows.plan),
-            work=Work(**{kind.name: sum(counts[kind.name] for counts in work) for kind in fields(Work)}),
+            work=Work.total(all_works, sum(work.real_tokens for work in all_works)),
         )
 
 
