@@ -79,7 +79,7 @@ def main(folder: Path) -> None:
 
 
 def probed(family: str, sizes: dict[str, int]) -> Any:
-    of_mesh = {name: size for name, size in sizes.items() if name != "heads"}
+    of_mesh = {name: size for name, size in sizes.items() if name not in ("heads", "context")}
     odd: dict[str, Any] = {"heads": 3, "kv_heads": 1, "hidden": 48} if "heads" in sizes else {}
     model = placed(tiny_model(family, **odd), torch.device("cpu"), of_mesh)
     if "context" in sizes or not sizes:

@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 
 WORDS = {
     "tokens": "tokens",
-    "text_tokens": "text tokens",
-    "image_tokens": "image tokens",
-    "video_tokens": "video tokens",
+    "text": "text tokens",
+    "image": "image tokens",
+    "video": "video tokens",
     "targets": "tokens trained on",
     "patches": "vision patches",
 }
-"""Columns of a length table, and their names in tables."""
+"""What is counted of each sample, and its name in tables."""
+STATISTICS = {"mean": "mean", "median": "median", "95 %": "p95", "99 %": "p99", "max": "max", "sum": "total"}
+"""Titles of what is told of each of them, and their keys in JSON."""
 PADDED = {"to_longest": "padding to the longest in the batch", "to_max": "padding to the longest of all"}
 COUNTED = ("tokens", "media_tokens", "targets")
 """Numbers of each part of a row."""
@@ -153,7 +155,8 @@ def analysis_of(
             "samples": int((table.groups.of_samples >= 0).sum()),
             "packed": [_savings(plain, shared) for plain, shared in zip(packed, trees, strict=False)],
         }
-    columns = {name: getattr(table, name) for name in WORDS}
+    counted = (table.tokens, table.text_tokens, table.image_tokens, table.video_tokens, table.targets, table.patches)
+    columns = dict(zip(WORDS, counted, strict=True))
     paddings = {"to_longest": recipe.padding(table.tokens), "to_max": recipe.padding(table.tokens, to="max")}
     return {
         "samples": len(table),
@@ -165,9 +168,7 @@ def analysis_of(
         "images": int(table.images.sum()),
         "videos": int(table.videos.sum()),
         "columns": {
-            name.removesuffix("_tokens"): asdict(summary(values))
-            for name, values in columns.items()
-            if name == "tokens" or values.any()
+            name: asdict(summary(values)) for name, values in columns.items() if name == "tokens" or values.any()
         },
         "padded": {
             **asdict(recipe),
@@ -313,12 +314,10 @@ def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Cons
     print_refused(table, console)
     if not len(table):
         return
-    statistics = {"mean": "mean", "median": "median", "95 %": "p95", "99 %": "p99", "max": "max", "sum": "total"}
-    of_names = {name.removesuffix("_tokens"): words for name, words in WORDS.items()}
     rows = (
-        (of_names[name], *(f"{of[key]:,.0f}" for key in statistics.values())) for name, of in numbers["columns"].items()
+        (WORDS[name], *(f"{of[key]:,.0f}" for key in STATISTICS.values())) for name, of in numbers["columns"].items()
     )
-    print_table(console, ("per sample", *number_columns(*statistics)), rows)
+    print_table(console, ("per sample", *number_columns(*STATISTICS)), rows)
     console.print()
     _print_layouts(numbers["padded"], numbers["packed"], len(table), console)
     for packed in numbers["packed"]:
