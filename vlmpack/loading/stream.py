@@ -35,7 +35,7 @@ import torch
 from torch import distributed
 from torch.utils.data import DataLoader, IterableDataset, _utils, get_worker_info
 
-from vlmpack.data.digest import LOAD_ANOTHER, check_seal, content_digest, sealed
+from vlmpack.data.digest import check_seal, content_digest, sealed
 from vlmpack.data.readers import MapStyle, check_samples, sample_at
 from vlmpack.errors import ConfigError, SampleError, check_kind
 from vlmpack.loading.sampler import checked_rank
@@ -539,7 +539,8 @@ class StreamLoader(DataLoader[Any]):
         """Return everything needed to continue this rank after its last batch, as plain data."""
         process = {"rank": self.stream.rank, "ranks": self.stream.ranks, "workers": self._workers}
         rows = {"parts": self._parts, "next": self._first + self._turns * self.stream.ranks, "ended": self._ended}
-        return {**process, **rows, "states": _most_advanced(self._states)}
+        states = {str(part): state for part, state in _most_advanced(self._states).items()}
+        return sealed({**process, **rows, "states": states}, of="StreamLoader")
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Continue from a state at the next iteration.
@@ -554,12 +555,11 @@ class StreamLoader(DataLoader[Any]):
             ConfigError: this is not a state of a loader; there are other ranks or workers now, and a state of a rank is
                 missing, or a part of the source has ended. Workers refuse the state of another stream.
         """
-        states = [*state] if isinstance(state, Sequence) else [state]
-        if not states or any(
-            not isinstance(each, Mapping) or each.keys() != self.state_dict().keys() for each in states
-        ):
-            raise ConfigError(f"this is not the state of a StreamLoader; {LOAD_ANOTHER}")
-        of_rank = [each for each in states if _process(each) == _process(self.state_dict())]
+        states: list[Any] = [*state] if isinstance(state, Sequence) and state else [state]
+        for each in states:
+            check_seal(each, of="StreamLoader")
+        own = self.stream.rank, self.stream.ranks, self._workers
+        of_rank = [each for each in states if (each["rank"], each["ranks"], each["workers"]) == own]
         states = of_rank[:1] or states
         before, known = states[0], _most_advanced([each["states"] for each in states])
         if not of_rank:
@@ -575,7 +575,7 @@ class StreamLoader(DataLoader[Any]):
         before = states[0]
         ranks, workers = before["ranks"], before["workers"]
         is_whole = sorted(each["rank"] for each in states) == list(range(ranks))
-        shared = [name for name in before if name not in ("rank", "states")]
+        shared = [name for name in before if name not in ("rank", "states", "seal")]
         if not is_whole or any(each[name] != before[name] for each in states for name in shared):
             raise ConfigError(
                 f"the state is of rank {before['rank']} of {ranks} with {workers} workers each, and this is rank "
@@ -588,10 +588,6 @@ class StreamLoader(DataLoader[Any]):
                 f"part {gone[0]} of the source in {before['parts']} has no rows left: continue with {ranks} ranks and "
                 f"{workers} workers to the end of the epoch"
             )
-
-
-def _process(state: Mapping[str, Any]) -> tuple[int, int, int]:
-    return state["rank"], state["ranks"], state["workers"]
 
 
 def _most_advanced(states: Iterable[Mapping[Any, Any]]) -> dict[int, Any]:

@@ -417,23 +417,21 @@ class StreamPacker(Generic[Sample]):
         again._digests = dict(state["samples"])
         try:
             for numbers in state["items"]:
-                again._buffer(list(numbers), again._group_of(numbers).needs(numbers))
-            again._arriving = again._group_of(state["arriving"])
+                again._join_again(numbers)
+                again._close_group()
+            again._join_again(state["arriving"])
         except SampleError as error:
             raise ConfigError(f"the state is of samples that are measured in another way: {error}") from error
+        if [*again._items.values()] != state["items"]:
+            raise ConfigError("the state is of samples that are measured in another way: they no longer share prefixes")
         again._alone = list(state["alone"])
         again.received, again.dropped, again._carried = state["counts"]
         vars(self).update(vars(again))
 
-    def _group_of(self, numbers: Sequence[int]) -> _Group:
-        group = _Group()
+    def _join_again(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            needs, prefix = self._needs(number, self.buffered[number]), self._prefix_of(number, self.buffered[number])
-            if group.members and (prefix is None or prefix.key != group.key):
-                raise SampleError("has another prefix than before", index=number, reason="bad_group")
-            shared = tuple(0 for _ in needs) if prefix is None else prefix.needs(self.settings.limits)
-            group.add(number, needs, prefix and prefix.key, shared)
-        return group
+            sample = self.buffered[number]
+            self._join(number, self._needs(number, sample), self._prefix_of(number, sample))
 
 
 def other_data(fault: str) -> ConfigError:
