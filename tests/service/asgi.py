@@ -17,7 +17,6 @@ from vlmpack.service.engine.engine import BaseModel
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.checkpoints import StateFolder
 from vlmpack.service.queue.queue import RequestQueue
-from vlmpack.service.web.gate import BodyReader
 from vlmpack.service.web.http import Endpoints, make_app
 
 BASE = FakeBase().name
@@ -100,8 +99,8 @@ def client_of(state: Path, limits: ServiceLimits, gate: threading.Semaphore | No
     engine, folder = FakeEngine(gate), StateFolder(state, base_model=BASE)
     queue = RequestQueue(cast("Any", engine), cast("Any", engine.sampler), folder, limits=limits)
     queue.start()
-    client = Client(app=None, queue=queue, bodies=BodyReader(limits=limits))
-    endpoints = Endpoints(queue=queue, base=MODEL, limits=limits, bodies=client.bodies, key=KEY)
+    endpoints = Endpoints(queue, MODEL, key=KEY)
+    client = Client(app=None, queue=queue, bodies=endpoints.bodies)
     client.app = make_app(endpoints.routes(), endpoints=endpoints)
     try:
         yield client

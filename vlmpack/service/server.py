@@ -38,7 +38,7 @@ from vlmpack.service.queue.queue import RequestQueue
 from vlmpack.service.ranks import Rank, Ranks
 from vlmpack.service.sampling.samplers import open_sampler
 from vlmpack.service.web import status
-from vlmpack.service.web.gate import KEEP_ALIVE, BodyReader, Connection, raise_file_limit
+from vlmpack.service.web.gate import KEEP_ALIVE, Connection, raise_file_limit
 from vlmpack.service.web.http import Endpoints, make_app
 from vlmpack.service.web.openai import OpenAI
 from vlmpack.service.web.status import EVERY, History, ModelLine, Snapshot
@@ -214,14 +214,7 @@ class Service:
 
     def app(self) -> ASGIApp:
         """Make the ASGI app. The app starts the queue when it starts, and drains it when it shuts down."""
-        limits = self.settings.limits
-        endpoints = Endpoints(
-            queue=self.queue,
-            base=self.engine.base,
-            limits=limits,
-            bodies=BodyReader(limits=limits),
-            key=self.settings.key,
-        )
+        endpoints = Endpoints(self.queue, self.engine.base, key=self.settings.key)
         openai = OpenAI(endpoints, self._processor, measure=self.engine.measure)
         routes: list[BaseRoute] = [*endpoints.routes(), *openai.routes(), *status.routes(self._snapshot, self.history)]
         return make_app(routes, endpoints=endpoints, lifespan=self._lifespan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import tinker
@@ -108,8 +109,8 @@ def verdict(path: str) -> str:
     """Whether a path is served; if it is not, the remedy that its refusal names."""
     if not path:
         return IN_CLIENT
-    nothing: Any = None
-    endpoints = Endpoints(queue=nothing, base=nothing, limits=nothing, bodies=nothing, key="")
+    nothing: Any = SimpleNamespace(limits=None)
+    endpoints = Endpoints(nothing, nothing, key="")
     if f"/api/v1/{path}" in {route.path for route in endpoints.routes()}:
         return "served"
     (remedy,) = (NOT_SERVED[part] for part in path.split("/") if part in NOT_SERVED)

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, final
@@ -31,7 +31,6 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Lifespan
 
 from vlmpack.errors import RequestError
-from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.queue.journal import CheckpointRow, ModelRow, SamplingRow
 from vlmpack.service.queue.queue import Pending, RequestQueue
 from vlmpack.service.web.gate import DOWNLOADS, BodyReader, Gate, answer
@@ -97,21 +96,19 @@ def status_of(error: RequestError) -> dict[str, Any]:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """The endpoints that clients call."""
+    """The endpoints that clients call.
 
-    queue: RequestQueue
-    """The queue, which takes every request."""
-    base: BaseModel
-    """The base model."""
-    limits: ServiceLimits
-    """Limits of the service."""
-    bodies: BodyReader
-    """The reader of request bodies."""
-    key: str
-    """The key, which clients send as X-API-Key or as Authorization: Bearer. It also signs the URLs of downloads, which
-    need no key."""
+    Args:
+        queue: the queue, which takes every request.
+        base: the base model.
+        key: the key, which clients send as X-API-Key or as Authorization: Bearer. It also signs the URLs of downloads,
+            which need no key.
+    """
+
+    def __init__(self, queue: RequestQueue, base: BaseModel, *, key: str) -> None:
+        self.queue, self.base, self.limits, self.key = queue, base, queue.limits, key
+        self.bodies = BodyReader(limits=queue.limits)
 
     def routes(self) -> list[Route]:
         """Return the route of each endpoint."""
