@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ SIZES = ((), ((4, 6),), (), ((6, 4), (4, 4)), ())
 
 
 def sampler_of(engine: Engine, *, context: int = 512, **settings: Any) -> BatchedSampling:
-    base = replace(engine.base, max_context=context)
-    return BatchedSampling(engine.open_weights, base, SamplingSettings(**settings))
+    engine = copy(engine)
+    engine.base = replace(engine.base, max_context=context)
+    return BatchedSampling(engine, SamplingSettings(**settings))
 
 
 def prompts_of(engine: Engine, *, count: int = 16, seed: int = 0) -> list[EncodedSequence]:

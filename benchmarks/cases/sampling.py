@@ -21,14 +21,13 @@ from benchmarks.measuring import BenchSettings, Figure, Target, alternate
 from benchmarks.receipts import ReceiptShapes, receipt_model
 from vlmpack.errors import VlmpackError
 from vlmpack.families import family_named
-from vlmpack.service import Engine
+from vlmpack.service import Engine, open_sampler
 from vlmpack.service.engine.datums import EncodedSequence
-from vlmpack.service.sampling.batched import new_sampling
 from vlmpack.service.wire.messages import Sample, SampleResult, SamplingParams
 from vlmpack.testing import tiny_processor
 
 CASE = "sampling"
-ROUNDING = {"exact": None, "fast": 0.0}
+SAMPLERS = ("exact", "fast")
 PAGE, BATCH = 16, 512
 
 
@@ -68,7 +67,7 @@ class Samplers:
 
     def ours(self, sampler: str, temperature: float = 1.0) -> list[list[int]]:
         """Return the tokens that the service samples for each prompt."""
-        sampling = new_sampling(self.engine, rounding=ROUNDING[sampler])
+        sampling = open_sampler(self.engine, sampler)
         params = SamplingParams(max_tokens=self.sampled, stop=(), seed=1, temperature=temperature)
         request = Sample(sampling_session_id=CASE, seq_id=0, prompt=(), num_samples=1, params=params)
         for number, ids in enumerate(self.prompts):
@@ -101,7 +100,7 @@ def measure_sampling(settings: BenchSettings, shapes: SamplingShapes) -> Iterato
     """
     samplers = Samplers(settings, shapes)
     expected = samplers.upstream(temperature=0.0)
-    for sampler in ROUNDING:
+    for sampler in SAMPLERS:
         if samplers.ours(sampler, temperature=0.0) != expected:
             raise VlmpackError(f"the sampler {sampler} and transformers do not choose the same greedy tokens")
     ways = {
@@ -111,6 +110,6 @@ def measure_sampling(settings: BenchSettings, shapes: SamplingShapes) -> Iterato
     count = shapes.requests * shapes.sampled
     for name in ways:
         yield Figure.rate(CASE, name, timings, name, count, "tokens/s", settings.clock)
-    for name in ROUNDING:
+    for name in SAMPLERS:
         target = Target(limit=1.0, better="higher")
         yield Figure.compared(CASE, f"{name}: speed-up", timings, ("upstream", name), settings, target=target)

@@ -24,7 +24,7 @@ from service.clients import until
 from step_service import png
 
 from vlmpack.service import Base, Service, ServiceLimits, ServiceSettings, StateFolder, bind
-from vlmpack.service.server import make_key, read_key
+from vlmpack.service.server import find_key, make_key
 from vlmpack.testing import tiny_model, tiny_processor
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -332,9 +332,9 @@ def test_pages_without_a_key(running: Running) -> None:
 
 
 def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
-    assert read_key(tmp_path / "new" / "key") is None
+    assert find_key(tmp_path / "new" / "key") is None
     key = make_key(tmp_path / "new" / "key")
     assert key.startswith("tml-") and len(key) > 40
-    assert read_key(tmp_path / "new" / "key") == key
+    assert find_key(tmp_path / "new" / "key") == key
     assert (tmp_path / "new" / "key").stat().st_mode & 0o077 == 0
     assert (tmp_path / "new").stat().st_mode & 0o077 == 0

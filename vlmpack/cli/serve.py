@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 DEMO_NAME = "vlmpack/tiny-qwen3-vl"
 DEMO_PIXELS = 256 * 32 * 32
 """Maximum pixels of an image in the demo: 256 tokens."""
-KEY_VARIABLE = "VLMPACK_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +95,7 @@ def serve(given: ServeOptions) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from vlmpack.service.queue.checkpoints import StateFolder
     from vlmpack.service.ranks import Launched, end, join
-    from vlmpack.service.server import Service, bind, check_key, load_base, make_key, model_name, read_key
+    from vlmpack.service.server import KEY_VARIABLE, Service, bind, find_key, load_base, make_key, model_name
 
     served = given.name or (DEMO_NAME if given.model is None else model_name(given.model))
     folder = (given.state or default_state(served)).expanduser()
@@ -107,14 +106,15 @@ def serve(given: ServeOptions) -> None:
         given.model or str(folder / "demo-model"),
         name=served,
         tokenizer=given.tokenizer,
-        device="cpu" if given.shard else chosen,
-        dtype=given.dtype or ("float32" if chosen == "cpu" else "bfloat16"),
+        device=chosen,
+        dtype=given.dtype,
+        shard=given.shard,
     )
     _log_to_stderr(logging.WARNING if given.quiet else logging.INFO)
     if os.environ.get("RANK", "0") != "0" and (ranks := join()) is not None:
         _follow(base, settings, ranks)
-    from_outside, key_file = os.environ.get(KEY_VARIABLE), (given.key_file or folder / "key").expanduser()
-    key = check_key(from_outside, KEY_VARIABLE) if from_outside else read_key(key_file)
+    key_file = (given.key_file or folder / "key").expanduser()
+    key = find_key(key_file)
     # all refusals come before anything is written, before other ranks start, and before a model is loaded
     with bind(given.host, given.port) as listening, closing(StateFolder(folder, base_model=served)) as opened:
         settings = replace(settings, key=key or make_key(key_file))
@@ -130,7 +130,7 @@ def serve(given: ServeOptions) -> None:
             with progress_lines("loading the model", quiet=given.quiet):
                 service = Service(base(), opened, settings, ranks=ranks)
         address = f"http://{_shown(given.host)}:{listening.getsockname()[1]}"
-        facts = described(service, address, None if from_outside else key_file)
+        facts = described(service, address, None if os.environ.get(KEY_VARIABLE) else key_file)
         text = partial(typer.echo, json.dumps(facts, indent=2))
         service.run(listening, on_start=text if given.as_json else partial(announce, facts))
     if launched is not None:
@@ -229,6 +229,8 @@ def described(service: Service, address: str, key_file: Path | None) -> dict[str
 
 def announce(facts: Mapping[str, Any]) -> None:
     """Print `described` for people, with the first lines of a client; without the key, because logs keep it."""
+    from vlmpack.service.server import KEY_VARIABLE
+
     address, key_file, model, limits = (facts[name] for name in ("address", "key_file", "model", "limits"))
     told = {name: value for name, value in facts.items() if name != "limits"}
     print_facts(Console(), {**told, "key_file": key_file or f"none: {KEY_VARIABLE} is set", **limits})

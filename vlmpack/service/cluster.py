@@ -11,7 +11,6 @@ able to access this folder. Run `serve run vlmpack.service.cluster:app model=MOD
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -36,7 +35,6 @@ ONGOING = 8192
 """Maximum number of concurrent requests of the replica; most of them are long polls."""
 LAST_SECONDS = 30.0
 """Seconds, after the time to drain, until Serve kills a replica that should stop."""
-KEY_VARIABLE = "VLMPACK_API_KEY"
 
 
 @final
@@ -99,9 +97,9 @@ class ClusterSettings(server.ServiceSettings):
 
     def load(self) -> server.Base:
         """Load the base model on this rank."""
-        dtype = self.dtype or ("bfloat16" if self.gpus else "float32")
-        device = "cpu" if self.shard else self.device
-        return server.load_base(self.model, name=self.served_name, device=device, dtype=dtype)
+        return server.load_base(
+            self.model, name=self.served_name, device=self.device, dtype=self.dtype or None, shard=self.shard
+        )
 
     def with_key(self, key: str) -> ClusterSettings:
         """Return the settings with the key, for one rank."""
@@ -151,8 +149,8 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
 def replica(settings: ClusterSettings) -> ASGIApp:
     """Make the app of rank 0 in the replica's process. The other ranks start as actors of the replica."""
-    key, file = os.environ.get(KEY_VARIABLE), Path(settings.state) / "key"
-    key = server.check_key(key, KEY_VARIABLE) if key else server.read_key(file)
+    file = Path(settings.state) / "key"
+    key = server.find_key(file)
     state = StateFolder(Path(settings.state), base_model=settings.served_name)
     service = settings.with_key(key or server.make_key(file))
     ranks = _start_others(settings) if settings.workers > 1 else None

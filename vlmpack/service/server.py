@@ -45,6 +45,8 @@ from vlmpack.service.web.status import EVERY, History, ModelLine, Snapshot
 
 log = logging.getLogger("vlmpack.service")
 
+KEY_VARIABLE = "VLMPACK_API_KEY"
+"""Environment variable of the API key."""
 KEY_PREFIX = "tml-"
 """The client rejects keys without this prefix (JWTs, which begin with "eyJ", aside)."""
 LAST_ANSWERS = 10
@@ -94,7 +96,13 @@ def model_name(source: str) -> str:
 
 
 def load_base(
-    source: str, *, name: str | None = None, tokenizer: str | None = None, device: str = "cpu", dtype: str = "float32"
+    source: str,
+    *,
+    name: str | None = None,
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    shard: bool = False,
 ) -> Base:
     """Load a base model and its processor.
 
@@ -103,18 +111,19 @@ def load_base(
         name: the name that clients use; None: the hub name, or the folder's name.
         tokenizer: hub name or folder from which clients load the tokenizer; None: `source`.
         device: torch device.
-        dtype: name of the weights' torch dtype.
+        dtype: name of the weights' torch dtype; None: float32 on a CPU, bfloat16 elsewhere.
+        shard: leave the model on the CPU, because the engine moves its shards to the device.
 
     Raises:
         ConfigError: no readable model is at `source`. FamilyError: the model's family is not supported.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     try:
         has_vision = family_named(AutoConfig.from_pretrained(source).model_type).has_vision
         auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-        model: Any = auto.from_pretrained(source, dtype=torch.__dict__[dtype], attn_implementation="sdpa")
+        dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
+        model: Any = auto.from_pretrained(source, dtype=dtype, attn_implementation="sdpa")
         processor = load_processor(source) if has_vision else AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
@@ -123,24 +132,29 @@ def load_base(
     return Base(
         name=name or model_name(source),
         source=str(Path(source).resolve()) if Path(source).is_dir() else source,
-        model=model.to(torch.device(device)),
+        model=model if shard else model.to(torch.device(device)),
         processor=processor,
         tokenizer=tokenizer,
     )
 
 
-def read_key(file: Path) -> str | None:
-    """Return the key in a file, or None if there is no such file.
+def find_key(file: Path) -> str | None:
+    """Return the key in `VLMPACK_API_KEY`, or else in a file; None: there is neither.
 
     Raises:
-        ConfigError: the file cannot be read, or its key is one that the client rejects.
+        ConfigError: the file cannot be read, or the client would reject the key.
     """
-    try:
-        return check_key(file.read_text(encoding="utf-8").strip(), f"key file {file}")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error
+    key, place = os.environ.get(KEY_VARIABLE), KEY_VARIABLE
+    if not key:
+        try:
+            key, place = file.read_text(encoding="utf-8").strip(), f"key file {file}"
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error
+    if not key.startswith((KEY_PREFIX, "eyJ")) or not key.isascii() or not key.isprintable():
+        raise ConfigError(f'{place}: the client takes keys that begin with "{KEY_PREFIX}", in ASCII; choose such a one')
+    return key
 
 
 def make_key(file: Path) -> str:
@@ -157,17 +171,6 @@ def make_key(file: Path) -> str:
             opened.write(key + "\n")
     except OSError as error:
         raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error
-    return key
-
-
-def check_key(key: str, place: str) -> str:
-    """Return the key if the client accepts it.
-
-    Raises:
-        ConfigError: the client would reject the key.
-    """
-    if not key.startswith((KEY_PREFIX, "eyJ")) or not key.isascii() or not key.isprintable():
-        raise ConfigError(f'{place}: the client takes keys that begin with "{KEY_PREFIX}", in ASCII; choose such a one')
     return key
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -183,14 +184,9 @@ def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
     llm = open_vllm("model", max_context=200, limits=ServiceLimits(), enforce_eager=True)
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
-    base = replace(engine.base, max_context=200, eos=(eos,), decode=lambda ids: "".join(map(letter, ids)))
-    return VllmSampling(
-        llm,
-        base,
-        image_token_id=config.image_token_id,
-        image_limits=engine.config.limits.image_limits,
-        forbidden=(config.image_token_id,),
-    )
+    engine = copy(engine)
+    engine.base = replace(engine.base, max_context=200, eos=(eos,), decode=lambda ids: "".join(map(letter, ids)))
+    return VllmSampling(engine, llm)
 
 
 PROMPT: tuple[Chunk, ...] = (text(20, 21, 22),)

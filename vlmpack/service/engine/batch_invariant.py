@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +34,6 @@ from vlmpack.errors import ConfigError, FamilyError
 from vlmpack.families.family import Family
 from vlmpack.model.engine import packing_state
 from vlmpack.model.mechanisms.attention import layer_masks
-
-if TYPE_CHECKING:
-    pass
 
 ROWS = (16, 1024)
 """Numbers of rows of the smallest and the largest block. Blocks in between are powers of two."""
@@ -156,7 +153,10 @@ class BatchInvariant(TorchFunctionMode):
 
     def _elementwise(self, func: Compute, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs.pop("inplace", None)
-        fast = partial(_apply, func, args, kwargs)
+
+        def fast(x: torch.Tensor) -> torch.Tensor:
+            return func(x, *args, **kwargs)
+
         return _with_gradient(partial(_by_vectors, fast), fast, x)
 
     # ------------------------------------------------------------------ attention
@@ -301,10 +301,6 @@ def _kernel(
     k, v = (x.expand(len(q_BArH), *x.shape[-3:]) for x in (k, v))
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     return call(q_BArH, k, v, 0.0, False, attn_mask=mask_B1rS, scale=scale)[0]
-
-
-def _apply(func: Compute, args: tuple[Any, ...], kwargs: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-    return func(x, *args, **kwargs)
 
 
 def _by_vectors(func: Compute, x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ snapshot is loaded when its turn comes. If too many are loaded, the least recent
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,6 @@ from torch import nn
 from vlmpack.errors import RequestError
 from vlmpack.service.engine.datums import EncodedSequence
 from vlmpack.service.sampling.generation import (
-    Agree,
     Batch,
     Ending,
     Growing,
@@ -175,27 +174,10 @@ class _Lane:
 class BatchedSampling:
     """The built-in sampling engine: continuous batching on the model that is trained."""
 
-    def __init__(
-        self,
-        open_weights: Callable[[Path | None], Weights],
-        base: BaseModel,
-        settings: SamplingSettings | None = None,
-        *,
-        agree: Agree = itself,
-    ) -> None:
-        """Create an engine without requests.
-
-        Args:
-            open_weights: loads the weights from a snapshot's folder; with None, the base model's.
-            base: the base model.
-            settings: None: the defaults.
-            agree: called with each list of choices; returns the choices that count. If the base model is sharded, every
-                rank makes the same calls, and rounding must not lead ranks to different choices.
-        """
-        self._open_weights = open_weights
-        self._base = base
+    def __init__(self, engine: Engine, settings: SamplingSettings | None = None) -> None:
+        """Sample from the models of an engine; `settings` None: the defaults."""
+        self._engine = engine
         self._settings = settings or SamplingSettings()
-        self._agree = agree
         self._lanes: OrderedDict[Path | None, _Lane] = OrderedDict()  # the first one has the next turn
         self._loaded: OrderedDict[Path | None, Weights] = OrderedDict()  # the first one is dropped first
         self._jobs: dict[str, Job] = {}
@@ -231,7 +213,7 @@ class BatchedSampling:
             request: the request.
         """
         try:
-            ending = ending_of(prompt, request, self._base)
+            ending = ending_of(prompt, request, self._engine.base)
         except RequestError as error:
             self._finished.append((key, Failure.of(error)))
             return
@@ -425,24 +407,17 @@ class BatchedSampling:
     @contextmanager
     def _weights(self, folder: Path | None) -> Iterator[Reader]:
         """Yield a reader of the model with a snapshot's weights."""
-        settings = self._settings
+        settings, ranks = self._settings, self._engine.ranks
+        # every rank of a sharded model makes the same calls, and rounding must not lead ranks to different choices
+        agree = itself if self._engine.sharding is None or ranks is None else ranks.spread
         with self._weights_of(folder).applied() as model:
-            rounding = settings.rounding_of(model)
-            yield Reader(model, rounding=rounding, block=settings.check_tokens, agree=self._agree)
+            yield Reader(model, rounding=settings.rounding_of(model), block=settings.check_tokens, agree=agree)
 
     def _weights_of(self, folder: Path | None) -> Weights:
         """Return the weights of a snapshot; load them if they are not in memory."""
         if folder not in self._loaded:
             while len(self._loaded) >= self._settings.max_snapshots:
                 self._prompts.drop(self._loaded.popitem(last=False)[0])
-            self._loaded[folder] = self._open_weights(folder)
+            self._loaded[folder] = self._engine.open_weights(folder)
         self._loaded.move_to_end(folder)
         return self._loaded[folder]
-
-
-def new_sampling(engine: Engine, *, rounding: float | None = None) -> BatchedSampling:
-    """Make the built-in sampling engine on an engine's models; for `rounding` see `SamplingSettings`."""
-    rounding = 0.0 if engine.config.batch_invariant else rounding  # there is no error to check
-    settings = SamplingSettings(rounding=rounding, max_snapshots=engine.config.limits.samplers_open)
-    agree = itself if engine.sharding is None or engine.ranks is None else engine.ranks.spread
-    return BatchedSampling(engine.open_weights, engine.base, settings, agree=agree)

@@ -96,24 +96,20 @@ def select(cache: Any, rows: torch.Tensor) -> None:
     _change(cache, lambda tensor, kind: tensor.index_select(kind.batch, rows.to(tensor.device)))
 
 
-def pad_left(cache: Any, count: int) -> None:
-    """Insert `count` padding tokens before all sequences."""
+def shift(cache: Any, count: int) -> None:
+    """Insert `count` padding tokens before all sequences; below 0: remove tokens, which must be padding in every one.
 
-    def padded(tensor: torch.Tensor, kind: _Kind, columns: int) -> torch.Tensor:
-        assert kind.time is not None
-        return F.pad(tensor, (0, 0) * (-1 - kind.time) + (columns, 0))
-
-    _change_columns(cache, count, padded)
-
-
-def trim_left(cache: Any, count: int) -> None:
-    """Remove the first `count` tokens of all sequences; they must be padding in every sequence."""
-
-    def trimmed(tensor: torch.Tensor, kind: _Kind, columns: int) -> torch.Tensor:
-        assert kind.time is not None
-        return tensor.narrow(kind.time, -columns, tensor.shape[kind.time] + columns).clone()
-
-    _change_columns(cache, -count, trimmed)
+    A sliding-window layer may change by fewer tokens, because it holds at most W - 1 of them.
+    """
+    for attributes, kinds in _holders(cache):
+        columns = count
+        if _WINDOW in attributes and _COUNT in attributes:
+            widest, before = attributes[_WINDOW] - 1, attributes[_COUNT]
+            attributes[_COUNT] = before + count
+            columns = min(before + count, widest) - min(before, widest)
+        for holder, key, tensor, kind in list(_held(attributes, kinds)):
+            if kind.time is not None and columns:
+                holder[key] = F.pad(tensor, (0, 0) * (-1 - kind.time) + (columns, 0))
 
 
 def join(cache: Any, other: Any) -> None:
@@ -127,31 +123,18 @@ def _change(cache: Any, change: Change) -> None:
         holder[key] = change(tensor, kind)
 
 
-def _change_columns(cache: Any, count: int, change: Callable[[torch.Tensor, _Kind, int], torch.Tensor]) -> None:
-    """Change the number of columns before all sequences by `count`.
-
-    A sliding-window layer may change by fewer columns, because it holds at most W - 1 tokens.
-    """
-    holders = [(vars(cache), _SHARED), *((vars(layer), _KINDS) for layer in cache.layers)]
-    for attributes, kinds in holders:
-        columns = count
-        if _WINDOW in attributes and _COUNT in attributes:
-            widest, before = attributes[_WINDOW] - 1, attributes[_COUNT]
-            attributes[_COUNT] = before + count
-            columns = min(before + count, widest) - min(before, widest)
-        for holder, key, tensor, kind in list(_held(attributes, kinds)):
-            if kind.time is not None and columns:
-                holder[key] = change(tensor, kind, columns)
-
-
 _Held = tuple[dict[Any, Any], Any, torch.Tensor, _Kind]
+
+
+def _holders(cache: Any) -> list[tuple[dict[str, Any], Mapping[str, _Kind]]]:
+    """Return the attributes of the cache and of its layers, each with the tensors that may be there."""
+    return [(vars(cache), _SHARED), *((vars(layer), _KINDS) for layer in cache.layers)]
 
 
 def _tensors(cache: Any) -> Iterator[_Held]:
     """Yield every tensor with its holder and key."""
-    yield from _held(vars(cache), _SHARED)
-    for layer in cache.layers:
-        yield from _held(vars(layer), _KINDS)
+    for attributes, kinds in _holders(cache):
+        yield from _held(attributes, kinds)
 
 
 def _held(holder: dict[str, Any], kinds: Mapping[str, _Kind]) -> Iterator[_Held]:

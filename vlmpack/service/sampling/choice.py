@@ -178,8 +178,15 @@ def _top_p(
 
 # ---------------------------------------------------------------------- noise
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+def _signed(x: int) -> int:
+    """Return the int64 number with the same bits."""
+    x %= 2**64
+    return x - 2**64 if x >= 2**63 else x
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FACTORS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 _SHIFTS = (30, 27, 31)
 _BITS = 52
 """Bits of a uniform number. With more bits, the largest number would round to 1."""
@@ -187,37 +194,22 @@ _BITS = 52
 
 def _noise(draws: Sequence[Draw], size: int, device: torch.device) -> torch.Tensor:
     """Return Gumbel noise times temperature, float64 [B, V]; 0 for greedy sequences."""
-    keys = [_signed(_mixed(_mixed(draw.seed) + draw.place * _GOLDEN)) for draw in draws]
-    key_B1 = torch.tensor(keys, dtype=torch.int64, device=device)[:, None]
-    ids_V = torch.arange(1, size + 1, device=device) * _signed(_GOLDEN)
-    uniform_BV = (_logical_shift(_hashed(key_B1 + ids_V), 64 - _BITS).double() + 0.5) * 2.0**-_BITS
+    seed_B = torch.tensor([_signed(draw.seed + _GOLDEN) for draw in draws], device=device)
+    place_B = torch.tensor([draw.place + 1 for draw in draws], device=device)
+    key_B1 = _hashed(_hashed(seed_B) + place_B * _GOLDEN)[:, None]
+    hashed_BV = _hashed(key_B1 + torch.arange(1, size + 1, device=device) * _GOLDEN)
+    uniform_BV = (_logical_shift(hashed_BV, 64 - _BITS).double() + 0.5) * 2.0**-_BITS
     heat_B = torch.tensor([draw.params.temperature for draw in draws], dtype=torch.float64, device=device)
     return -(-uniform_BV.log()).log() * heat_B[:, None]
 
 
 def _hashed(x: torch.Tensor) -> torch.Tensor:
     """Return the SplitMix64 finalizer (Steele, Lea and Flood, 2014) of int64 numbers. Products wrap around."""
-    x = x ^ _logical_shift(x, _SHIFTS[0])
-    x = x * _signed(_FACTORS[0])
-    x = x ^ _logical_shift(x, _SHIFTS[1])
-    x = x * _signed(_FACTORS[1])
+    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
+        x = (x ^ _logical_shift(x, shift)) * factor
     return x ^ _logical_shift(x, _SHIFTS[2])
 
 
 def _logical_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right and fill with zeros, whatever the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mixed(x: int) -> int:
-    """Return one SplitMix64 output, modulo 2**64: add the increment, then apply the finalizer."""
-    x = (x + _GOLDEN) % 2**64
-    for shift, factor in zip(_SHIFTS[:2], _FACTORS, strict=True):
-        x = ((x ^ (x >> shift)) * factor) % 2**64
-    return x ^ (x >> _SHIFTS[2])
-
-
-def _signed(x: int) -> int:
-    """Return the int64 number with the same bits."""
-    x %= 2**64
-    return x - 2**64 if x >= 2**63 else x

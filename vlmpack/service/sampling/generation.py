@@ -499,7 +499,7 @@ class Batch:
             self.cache = None
         elif self.cache is not None:
             caches.select(self.cache, torch.tensor(rows))
-            caches.trim_left(self.cache, before - max(self.lengths))
+            caches.shift(self.cache, max(self.lengths) - before)
 
     def step(self, reader: Reader) -> torch.Tensor:
         """Run each sequence's last token through the model and return logits [B, V]."""
@@ -524,8 +524,8 @@ class Batch:
     def join(self, other: Batch) -> None:
         """Append the sequences of another batch. The other batch must not be used afterwards."""
         mine, its = max(self.lengths), max(other.lengths)
-        caches.pad_left(self.cache, max(its - mine, 0))
-        caches.pad_left(other.cache, max(mine - its, 0))
+        caches.shift(self.cache, max(its - mine, 0))
+        caches.shift(other.cache, max(mine - its, 0))
         caches.join(self.cache, other.cache)
         self.sequences += other.sequences
         self.lengths += other.lengths
@@ -572,7 +572,7 @@ def begin(
     if keep is not None:
         for row, context in enumerate(contexts):
             of_row = caches.selected(cache, [row])
-            caches.trim_left(of_row, longest - context.length)
+            caches.shift(of_row, context.length - longest)
             keep(context, Prefilled(length=context.length, logits_V=logits_BV[row], cache=of_row, offset=offsets[row]))
     rows = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     if len(rows) > len(groups):

@@ -8,10 +8,9 @@ import numpy as np
 from PIL import Image
 
 from vlmpack.errors import ConfigError, FamilyError
-from vlmpack.service.engine.datums import image_token_of, placeholders_of
 from vlmpack.service.engine.engine import Engine
 from vlmpack.service.engine.losses import TARGETS
-from vlmpack.service.sampling.batched import BatchedSampling, new_sampling
+from vlmpack.service.sampling.batched import BatchedSampling, SamplingSettings
 from vlmpack.service.sampling.vllm import VllmSampling, open_vllm
 from vlmpack.service.wire import messages
 
@@ -34,20 +33,15 @@ def open_sampler(engine: Engine, kind: str = "exact", *, source: str = "") -> Ba
             batch-invariant.
         FamilyError: the engine is to be batch-invariant, but samples and trains with different bits.
     """
-    if kind != "vllm":
-        if engine.config.batch_invariant:
-            check_batch_invariance(engine)
-        return new_sampling(engine, rounding=None if kind == "exact" else 0.0)
-    if engine.config.batch_invariant:
-        raise ConfigError("--batch-invariant: vLLM has other kernels than training; leave out --sampler vllm")
-    config, limits = engine.model.config, engine.config.limits
-    return VllmSampling(
-        open_vllm(source, max_context=engine.base.max_context, limits=limits),
-        engine.base,
-        image_token_id=image_token_of(engine.family, config),
-        image_limits=limits.image_limits,
-        forbidden=tuple(placeholders_of(engine.family, config)),
-    )
+    invariant, limits = engine.config.batch_invariant, engine.config.limits
+    if kind == "vllm":
+        if invariant:
+            raise ConfigError("--batch-invariant: vLLM has other kernels than training; leave out --sampler vllm")
+        return VllmSampling(engine, open_vllm(source, max_context=engine.base.max_context, limits=limits))
+    if invariant:
+        check_batch_invariance(engine)
+    rounding = 0.0 if kind == "fast" or invariant else None  # batch-invariant logits have no error to check
+    return BatchedSampling(engine, SamplingSettings(rounding=rounding, max_snapshots=limits.samplers_open))
 
 
 # ---------------------------------------------------------------------- batch invariance
@@ -61,7 +55,7 @@ def check_batch_invariance(engine: Engine) -> None:
         ConfigError: this machine's kernels give other bits in another place.
     """
     family, name = engine.family, "batch-invariant"
-    sampler, results, data = new_sampling(engine), {}, []
+    sampler, results, data = BatchedSampling(engine, SamplingSettings(rounding=0.0)), {}, []
     prompts = {str(length): _prompt(engine, length) for length in (5, 40)}
     params = messages.SamplingParams(max_tokens=8, seed=0, stop=())
     for key, prompt in prompts.items():

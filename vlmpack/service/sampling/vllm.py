@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from vlmpack.data.images import ImageLimits, load_image
+from vlmpack.data.images import load_image
 from vlmpack.errors import ConfigError, RequestError, check_extra
-from vlmpack.service.engine.datums import EncodedSequence
+from vlmpack.service.engine.datums import EncodedSequence, image_token_of, placeholders_of
 from vlmpack.service.limits import ServiceLimits
 from vlmpack.service.sampling.batched import CLOSED, Finished, ending_of
 from vlmpack.service.sampling.generation import Job, no_tokens
 from vlmpack.service.wire import messages
 
 if TYPE_CHECKING:
-    from vlmpack.service.engine.engine import BaseModel
+    from vlmpack.service.engine.engine import Engine
 
 ADAPTER = "adapter_config.json"
 """File that marks a folder as an adapter."""
@@ -86,29 +86,14 @@ Adapters = Mapping[Path | None, Any]
 class VllmSampling:
     """A sampling engine that passes all requests to vLLM."""
 
-    def __init__(
-        self,
-        llm: Any,
-        base: BaseModel,
-        *,
-        image_token_id: int | None,
-        image_limits: ImageLimits,
-        forbidden: Sequence[int] = (),
-    ) -> None:
-        """Sample with a model that `open_vllm` loaded.
-
-        Args:
-            llm: result of `open_vllm`.
-            base: the base model.
-            image_token_id: the image placeholder, which vLLM repeats as often as it needs; None: a text model.
-            image_limits: the image limits that prompts were encoded with.
-            forbidden: ids that are never sampled, e.g. placeholders.
-        """
+    def __init__(self, engine: Engine, llm: Any) -> None:
+        """Sample from snapshots of an engine's models with an LLM that `open_vllm` loaded."""
         self._llm = llm
-        self._base = base
-        self._image_token_id = image_token_id
-        self._image_limits = image_limits
-        self._forbidden = tuple(forbidden)
+        self._base = engine.base
+        config = engine.model.config
+        self._image_token_id = image_token_of(engine.family, config)  # vLLM repeats it as often as it needs
+        self._image_limits = engine.config.limits.image_limits
+        self._forbidden = tuple(placeholders_of(engine.family, config))
         self._adapters: dict[Path, Any] = {}
         self._numbers = count(1)
         self._waiting: list[Job] = []
