@@ -38,7 +38,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from vlmpack.collate import digests
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.context_parallel.mesh import mesh_of
+from vlmpack.context_parallel.mesh import gathered, mesh_of
 from vlmpack.data.open import SampleDataset
 from vlmpack.data.readers import sample_at
 from vlmpack.errors import ConfigError
@@ -46,7 +46,6 @@ from vlmpack.files import atomic_file, write_text, writing
 from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.loading.stream import StreamLoader
 from vlmpack.rows import PackedDataset
-from vlmpack.trainer.loss import gathered
 
 PLAN_FILE = "packed_plan.json"
 """File in a checkpoint that names the plan of its steps, and how its rows were distributed over ranks and steps."""

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction
 
 from vlmpack.collate.collator import VLMCollator
+from vlmpack.context_parallel.mesh import gathered
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.readers import MapStyle, check_samples
 from vlmpack.errors import ConfigError, SampleError, skipped_are_reported
@@ -37,7 +38,7 @@ from vlmpack.model.step import PackedStep
 from vlmpack.plan.balance import EMPTY, balance_rows
 from vlmpack.plan.lengths import OVERLENGTH
 from vlmpack.plan.plan import Plan, plan_bins
-from vlmpack.trainer.loss import Loss, SampleLosses, data_place, gathered, mean_loss
+from vlmpack.trainer.loss import Loss, SampleLosses, data_place, mean_loss
 
 Collator = Callable[[Sequence[Any]], Mapping[str, Any]]
 """A list of samples → a padded batch or a packed row, as a dictionary with host metadata."""
