@@ -14,7 +14,7 @@ import torch
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import PIXELS, TYPES, Encoded, Visual
 from vlmpack.data.formats import KINDS, Kind
-from vlmpack.errors import LayoutError, check_whole_number
+from vlmpack.errors import LayoutError, check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import NO_ENTRY, SIZES, TEACHER, HostMetadata, Media, PaddedBatch
@@ -44,6 +44,15 @@ class SharePrefixes:
     def __post_init__(self) -> None:
         """Raise a ConfigError for a number below 1."""
         check_whole_number("SharePrefixes.min_shared", self.min_shared)
+
+    @classmethod
+    def of(cls, setting: bool | SharePrefixes) -> SharePrefixes | None:
+        """Return how prefixes are shared: True: by default; False: not at all (None). Another type is a ConfigError."""
+        if not setting:
+            return None
+        sharing = cls() if setting is True else setting
+        check_kind("share_prefixes", sharing, cls, "SharePrefixes(min_shared=64)")
+        return sharing
 
 
 def to_padded(

@@ -441,10 +441,9 @@ def _sharing(share_prefixes: bool | SharePrefixes, layout: BatchLayout, slots: S
     Raises:
         ConfigError: `share_prefixes` has the wrong type, or the layout or `slots` do not allow a prefix tree.
     """
-    if not share_prefixes:
+    sharing = SharePrefixes.of(share_prefixes)
+    if sharing is None:
         return None
-    sharing = SharePrefixes() if share_prefixes is True else share_prefixes
-    check_kind("share_prefixes", sharing, SharePrefixes, "SharePrefixes(min_shared=64)")
     if layout != "packed":
         raise ConfigError(f"share_prefixes makes rows, but layout={layout!r}; choose layout='packed'")
     if slots != SlotRule(row_multiple=slots.row_multiple):

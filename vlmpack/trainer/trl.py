@@ -19,7 +19,7 @@ from transformers import Trainer
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.data.formats import FLAGS
-from vlmpack.errors import ConfigError, check_extra, check_kind
+from vlmpack.errors import ConfigError, check_extra
 from vlmpack.layout.batch import METADATA_KEY, TEACHER
 from vlmpack.model.enable import enable_packing, is_packing
 from vlmpack.model.engine import packing_state
@@ -81,11 +81,7 @@ class _PackedHead(RenamedWeights):
         self, model: Any, *args: Any, share_prefixes: bool | SharePrefixes | None = None, **kwargs: Any
     ) -> None:
         _enable(model)
-        if share_prefixes is not None and not isinstance(share_prefixes, bool):
-            check_kind("share_prefixes", share_prefixes, SharePrefixes, "SharePrefixes(min_shared=64)")
-        if share_prefixes is None:
-            share_prefixes = self.shares_prefixes
-        self.share_prefixes = SharePrefixes() if share_prefixes is True else share_prefixes or None
+        self.share_prefixes = SharePrefixes.of(self.shares_prefixes if share_prefixes is None else share_prefixes)
         """How prefixes are shared; None: they are not."""
         self._packed_calls = 0
         if not isinstance(kwargs.get("data_collator"), VLMCollator):
