@@ -162,7 +162,7 @@ def test_a_playlist_opens_no_other_file(clip: bytes, tmp_path: Path) -> None:
 def test_without_pyav_the_extra_is_named(clip: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("vlmpack.errors.find_spec", lambda name: None if name == "av" else find(name))
-    with pytest.raises(ConfigError, match=r"a file of a video needs av, not installed here: pip install"):
+    with pytest.raises(ConfigError, match=r"decoding video needs av, not installed here: pip install"):
         read_video_header(clip)
 
 

@@ -303,24 +303,31 @@ class _Video:
 
 @contextmanager
 def _opened(source: VideoSource, limits: VideoLimits) -> Iterator[_Video]:
-    """Open a video file. Any error of libav, whenever it occurs, becomes an `SampleError`."""
-    check_extra("video", "av", needed_by="a file of a video")
-    import av
-    from av.error import FFmpegError
-
+    """Open a video file."""
     with open_video(source, limits=limits) as file:
         size = file.seek(0, io.SEEK_END)
         if (end := _end_of(file, size)) > size:
             raise _undecodable(f"it was cut short: by its own structure it has {end} bytes, and {size} are there")
         file.seek(0)
-        options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": ""}
-        # Titles that are not UTF-8 are no fault of the video. PyAV 19 no longer has this argument.
-        titles: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
-        try:
-            with av.open(file, options=options, **titles) as container:
-                yield _Video(container, limits)
-        except (FFmpegError, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of damaged streams
-            raise _undecodable(f"libav cannot read it ({type(error).__name__}: {error})") from error
+        with _container(file, "video", _CONTAINERS) as container:
+            yield _Video(container, limits)
+
+
+@contextmanager
+def _container(file: IO[bytes], kind: str, formats: str) -> Iterator[Any]:
+    """Open a file with PyAV. Any error of libav, whenever it occurs, becomes a `SampleError`."""
+    check_extra("video", "av", needed_by=f"decoding {kind}")
+    import av
+    from av.error import FFmpegError
+
+    options = {"format_whitelist": formats, "protocol_whitelist": ""}
+    # Titles that are not UTF-8 are no fault of the medium. PyAV 19 no longer has this argument.
+    titles: dict[str, Any] = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    try:
+        with av.open(file, options=options, **titles) as container:
+            yield container
+    except (FFmpegError, UnicodeDecodeError) as error:  # UnicodeDecodeError: names of damaged streams
+        raise _undecodable(f"libav cannot read it ({type(error).__name__}: {error})", kind) from error
 
 
 def _end_of(file: IO[bytes], size: int) -> int:
@@ -371,9 +378,9 @@ def _first_from(frames: Iterator[Any], time: int) -> Any:
         return None
 
 
-def _undecodable(fault: str) -> SampleError:
+def _undecodable(fault: str, kind: str = "video") -> SampleError:
     return SampleError(
-        f"the video cannot be decoded: {fault}; write the file again or drop the sample", "video_undecodable"
+        f"the {kind} cannot be decoded: {fault}; write the file again or drop the sample", f"{kind}_undecodable"
     )
 
 
@@ -393,20 +400,16 @@ def load_audio(source: Any, *, rate: int) -> np.ndarray:
         SampleError: the audio cannot be read (`audio_missing`, `audio_source`, `audio_undecodable`, ...).
         ConfigError: PyAV is not installed.
     """
-    check_extra("video", "av", needed_by="a file of audio")
-    import av
-    from av.error import FFmpegError
+    parts, most = [np.zeros(0, np.float32)], DEFAULT_VIDEO_LIMITS.max_bytes
+    with (
+        open_source(source, kind="audio", max_bytes=most) as file,
+        _container(file, "audio", _OF_AUDIO) as container,
+    ):
+        import av
 
-    parts = [np.zeros(0, np.float32)]
-    with open_source(source, kind="audio", max_bytes=DEFAULT_VIDEO_LIMITS.max_bytes) as file:
-        try:
-            with av.open(file, options={"format_whitelist": _OF_AUDIO, "protocol_whitelist": ""}) as container:
-                if not container.streams.audio:
-                    raise SampleError("the file has no stream of audio; drop the sample", "audio_source")
-                resampler = av.AudioResampler("fltp", rate=rate)
-                for frame in (*container.decode(container.streams.audio[0]), None):  # None flushes the resampler
-                    parts += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
-        except (FFmpegError, UnicodeDecodeError) as error:
-            fault = f"libav cannot read it ({type(error).__name__}: {error}); write the file again or drop the sample"
-            raise SampleError(fault, "audio_undecodable") from error
+        if not container.streams.audio:
+            raise SampleError("the file has no stream of audio; drop the sample", "audio_source")
+        resampler = av.AudioResampler("fltp", rate=rate)
+        for frame in (*container.decode(container.streams.audio[0]), None):  # None flushes the resampler
+            parts += [made.to_ndarray().mean(0) for made in resampler.resample(frame)]
     return np.concatenate(parts)
