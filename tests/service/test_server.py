@@ -331,7 +331,8 @@ def test_pages_without_a_key(running: Running) -> None:
         assert "the disk is full: make room" in httpx.get(running.address).text
 
 
-def test_the_key_file_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_key_file_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLMPACK_API_KEY", raising=False)
     assert find_key(tmp_path / "new" / "key") is None
     key = make_key(tmp_path / "new" / "key")
     assert key.startswith("tml-") and len(key) > 40

@@ -369,7 +369,8 @@ class Sharding:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
         self._model, self._ranks = model, ranks
         mesh = init_device_mesh(device, (ranks.size,))
-        for part in (*_blocks(model, family), model):
+        layers = family.language_model(model).get_submodule("layers").children()
+        for part in (*layers, *family.vision_blocks(model), model):
             fully_shard(part, mesh=mesh)
 
     @contextmanager
@@ -391,9 +392,3 @@ class Sharding:
     def all_agree(self, value: bool) -> bool:
         """Return whether `value` is true on every rank."""
         return all(self._ranks.gather(value))
-
-
-def _blocks(model: Any, family: Family) -> Iterator[Any]:
-    """Yield the layers of the language model and the blocks of the vision tower."""
-    yield from family.language_model(model).get_submodule("layers").children()
-    yield from family.vision_blocks(model)

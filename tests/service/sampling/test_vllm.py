@@ -162,7 +162,7 @@ class FakeLLM:
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     module, lora_module, request = ModuleType("vllm"), ModuleType("vllm.lora"), ModuleType("vllm.lora.request")
     known = {"model", "max_model_len", "gpu_memory_utilization", "enable_lora", "max_lora_rank", "max_loras"}
-    known |= {"max_cpu_loras", "limit_mm_per_prompt", "logprobs_mode", "enforce_eager"}
+    known |= {"max_cpu_loras", "limit_mm_per_prompt", "logprobs_mode"}
 
     def make(**arguments: Any) -> FakeLLM:
         assert arguments.keys() <= known
@@ -181,7 +181,7 @@ def engine() -> Engine:
 
 
 def sampler_of(engine: Engine, *, eos: int = EOS) -> VllmSampling:
-    llm = open_vllm("model", max_context=200, limits=ServiceLimits(), enforce_eager=True)
+    llm = open_vllm("model", max_context=200, limits=ServiceLimits())
     config = engine.model.config
     llm.image_token_id, llm.tokens_per_image = config.image_token_id, 6  # 64 x 96 pixels
     engine = copy(engine)

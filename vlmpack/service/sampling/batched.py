@@ -164,11 +164,6 @@ class _Lane:
         """Return whether there is nothing to do."""
         return not self.waiting and not self.batches
 
-    @property
-    def running(self) -> int:
-        """Number of running sequences."""
-        return sum(len(batch.sequences) for batch in self.batches)
-
 
 @final
 class BatchedSampling:
@@ -189,8 +184,6 @@ class BatchedSampling:
         """Number of tokens that canonical computations have read so far."""
         self.begun_again = 0
         """Number of requests that failed together with others and were restarted alone."""
-        self.forgotten_tokens = 0
-        """Number of tokens that checks have discarded so far."""
 
     @property
     def is_idle(self) -> bool:
@@ -261,8 +254,8 @@ class BatchedSampling:
     def _admitted(self, lane: _Lane) -> list[tuple[Job, list[Growing]]]:
         """Take waiting sequences, in order of arrival, as long as there is room."""
         settings, taken, tokens = self._settings, [], 0
-        running = lane.running
-        cached = sum(sequence.job.reserved for batch in lane.batches for sequence in batch.sequences)
+        decoding = [sequence for batch in lane.batches for sequence in batch.sequences]
+        running, cached = len(decoding), sum(sequence.job.reserved for sequence in decoding)
         while lane.waiting:
             job = lane.waiting[0]
             reserved = job.reserved
@@ -358,10 +351,8 @@ class BatchedSampling:
 
         Then finished sequences leave the batch, and sequences with discarded tokens restart.
         """
-        before = batch.forgotten
         used = batch.settle(reader, tokens=tokens)
         self.canonical_tokens += used
-        self.forgotten_tokens += batch.forgotten - before
         if batch.open:
             return used
         for sequence in batch.leave():

@@ -211,25 +211,20 @@ class Growing:
         """Return whether unsure choices have to be checked now: at the end of the sequence or of a block."""
         return bool(self.unsure) and (self.is_done or len(self.tokens) % block == 0)
 
-    def check(self, choices: Sequence[Choice]) -> int:
+    def check(self, choices: Sequence[Choice]) -> None:
         """Replace unsure choices with canonical ones. Discard all tokens after the first choice that differs.
 
         Args:
             choices: canonical choices for `unsure`, in order.
-
-        Returns:
-            The number of discarded tokens.
         """
         draws, self.unsure = self.unsure, []
         for draw, choice in zip(draws, choices, strict=True):
             if choice.token != self.tokens[draw.place]:
-                behind = len(self.tokens) - draw.place - 1
                 del self.tokens[draw.place :], self.choices[draw.place :]
                 self.error = None
                 self.append(replace(choice, is_sure=True))
-                return behind
+                return
             self.choices[draw.place] = choice
-        return 0
 
     def result(self) -> messages.SampledSequence:
         """Return the finished sequence."""
@@ -428,8 +423,6 @@ class Batch:
         """For each sequence, the difference between a token's rotary position and its index."""
         self.open: list[int] = []
         """Rows of sequences with choices to check."""
-        self.forgotten = 0
-        """Number of tokens that checks have discarded."""
 
     @property
     def jobs(self) -> set[Job]:
@@ -465,7 +458,7 @@ class Batch:
                 used += row.length
             draws = sequence.unsure
             logits = known[key][[draw.place - start for draw in draws]]
-            self.forgotten += sequence.check(reader.choose(logits, draws, is_canonical=True))
+            sequence.check(reader.choose(logits, draws, is_canonical=True))
         return used
 
     def leave(self) -> list[Growing]:

@@ -50,14 +50,13 @@ TOGETHER = 4
 """Maximum number of adapters in one batch of vLLM, which reserves room for each at the maximum rank."""
 
 
-def open_vllm(model: str, *, max_context: int, limits: ServiceLimits, **more: Any) -> Any:
+def open_vllm(model: str, *, max_context: int, limits: ServiceLimits) -> Any:
     """Load a model into vLLM.
 
     Args:
         model: folder or hub name.
         max_context: maximum length of a sequence.
         limits: limits of the service, of which the ranks and the number of open snapshots count.
-        **more: further arguments of `vllm.LLM`; they take precedence.
 
     Raises:
         ConfigError: vLLM is not installed, or the limits allow a rank that it does not have.
@@ -65,17 +64,17 @@ def open_vllm(model: str, *, max_context: int, limits: ServiceLimits, **more: An
     check_extra("vllm", "vllm", needed_by="sampling by vLLM")
     if limits.rank > RANKS[-1]:
         raise ConfigError(f"vLLM samples from adapters up to rank {RANKS[-1]}; the limit is {limits.rank}: lower it")
-    arguments = {
-        "max_model_len": max_context + 1,  # the last sampled token is not read again
-        "gpu_memory_utilization": MEMORY,
-        "enable_lora": True,
-        "max_lora_rank": next(rank for rank in RANKS if rank >= limits.rank),
-        "max_loras": min(limits.samplers_open, TOGETHER),
-        "max_cpu_loras": limits.samplers_open,
-        "limit_mm_per_prompt": {"image": MOST_IMAGES},
-        "logprobs_mode": "raw_logprobs",  # of the full distribution, before temperature, top-k and top-p
-    }
-    return import_module("vllm").LLM(model=model, **(arguments | more))
+    return import_module("vllm").LLM(
+        model=model,
+        max_model_len=max_context + 1,  # the last sampled token is not read again
+        gpu_memory_utilization=MEMORY,
+        enable_lora=True,
+        max_lora_rank=next(rank for rank in RANKS if rank >= limits.rank),
+        max_loras=min(limits.samplers_open, TOGETHER),
+        max_cpu_loras=limits.samplers_open,
+        limit_mm_per_prompt={"image": MOST_IMAGES},
+        logprobs_mode="raw_logprobs",  # of the full distribution, before temperature, top-k and top-p
+    )
 
 
 Adapters = Mapping[Path | None, Any]
