@@ -113,21 +113,23 @@ def _forward_of_classifier(base: Any) -> Any:
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = by_name(functools.partial(base.forward, self), args, kwargs)
-        if stored_state(self) is not None and is_row_input(given):
+        plain = functools.partial(base.forward, self)
+        if stored_state(self) is not None and is_row_input(by_name(plain, args, kwargs)):
             raise no_loss(self)
-        return base.forward(self, **given)
+        return plain(*args, **kwargs)
 
     return forward
 
 
 def by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a call's arguments by name. Positional ones are named by this forward; defaults are not added.
+    """Return a call's arguments by name. Positional ones are named by this forward; defaults are not added. Values that
+    only stop models without packing (`OnlyPacked`) are None.
 
     Raises:
         TypeError: too many positional arguments, or an argument given both by position and by name.
     """
-    return dict(**inspect.signature(forward).bind_partial(*args).arguments, **kwargs) if args else dict(kwargs)
+    given = dict(**inspect.signature(forward).bind_partial(*args).arguments, **kwargs) if args else kwargs
+    return {name: None if isinstance(value, OnlyPacked) else value for name, value in given.items()}
 
 
 def no_loss(model: nn.Module) -> ConfigError:
@@ -148,8 +150,6 @@ def _forward_of(base: Any) -> Any:
         if call is not None and call.exchanged is not None:
             return PackedOutput(loss=zero_loss(call.exchanged, self.device))
         given = by_name(plain, args, kwargs)
-        # OnlyPacked values in a row stop models without packing.
-        given = {name: None if isinstance(value, OnlyPacked) else value for name, value in given.items()}
         inputs = LOOKED_AT | given
         if (reason := unpackable(self, inputs, state)) is not None:
             return plain_forward(self, plain, given, reason)
@@ -505,8 +505,7 @@ def packed_backbone(base: Any) -> type[nn.Module]:
         plain, state = functools.partial(base.forward, self), stored_state(self)
         if state is None or CONTEXT in kwargs:
             return plain(*args, **kwargs)
-        # OnlyPacked values in a row stop models without packing.
-        given = {n: None if isinstance(v, OnlyPacked) else v for n, v in by_name(plain, args, kwargs).items()}
+        given = by_name(plain, args, kwargs)
         if given.get(STEP) is not None:
             raise no_loss(self)
         hooks, inputs = _BackboneHooks(self, None, None), LOOKED_AT | given

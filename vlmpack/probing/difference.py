@@ -317,33 +317,28 @@ def module_checks(
         shares: whether tokens are shared. Then only the first error counts: samples that share a token may give it
             different values behind a module that leaks, so that the inputs of the next modules are not right for all.
     """
-    roles, checks = roles_of(probed), [check_cache(found)]
-    limits = {role: LEAK if role == "positions" else LIMITS[low] for role in roles.values()}
-    wrong: dict[str, Role] = {
-        name: roles[name] for name, error in found.errors.items() if not error <= limits[roles[name]]
-    }
-    errors = found.errors
+    roles, errors, checks = roles_of(probed), found.errors, [check_cache(found)]
+    limits = {name: LEAK if roles[name] == "positions" else LIMITS[low] for name in errors}
+    wrong = [name for name, error in errors.items() if not error <= limits[name]]
     if shares and wrong:
-        until_first = [*errors][: [*errors].index(next(iter(wrong))) + 1]
-        errors = {name: errors[name] for name in until_first}
-        wrong = {name: role for name, role in wrong.items() if name in errors}
+        wrong, names = wrong[:1], [*errors]
+        errors = {name: errors[name] for name in names[: names.index(wrong[0]) + 1]}
     # if other attention layers are wrong too, the mask is at fault, not the scale of queries
-    scaled = "mask" if "mask" in wrong.values() else "positions"
-    wrong = {name: scaled if role == "query scale" else role for name, role in wrong.items()}
+    scaled = "mask" if any(roles[name] == "mask" for name in wrong) else "positions"
+    causes = {name: scaled if name in wrong and role == "query scale" else role for name, role in roles.items()}
     for cause in CAUSES:
-        first = next((name for name in wrong if wrong[name] == cause), None)
-        of_cause = [error for name, error in errors.items() if roles[name] == cause]
-        limit = LEAK if cause == "positions" else LIMITS[low]
+        of_cause = [name for name in errors if causes[name] == cause]
+        first = next((name for name in of_cause if name in wrong), None)
         if first is not None:
-            error = errors[first]
-            detail = f"{first} gives other numbers of a sample than alone, given the same inputs: off by {error:.1e}"
-            check = Check.wrong(cause, detail, value=error, allowed=limit)
+            detail = f"{first} gives other numbers of a sample than alone, given the same inputs: off by "
+            check = Check.wrong(cause, f"{detail}{errors[first]:.1e}", value=errors[first], allowed=limits[first])
             check = replace(check, finding="leaks" if leaks else "differs")
             checks.append(replace(check, name="other modules", cause=None) if cause == "unknown" else check)
         elif of_cause and cause != "unknown":
-            checks.append(Check.of_mechanism(cause, max(of_cause), limit, ""))
+            largest = max(of_cause, key=errors.__getitem__)
+            checks.append(Check.of_mechanism(cause, errors[largest], limits[largest], ""))
         elif cause != "unknown":
-            finding = "absent" if cause not in roles.values() else "not counted"
+            finding = "not counted" if cause in roles.values() else "absent"
             checks.append(Check(part="mechanism", name=cause, finding=finding))
     return checks
 

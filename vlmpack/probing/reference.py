@@ -229,15 +229,6 @@ class ProbeSetup:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class AloneRun:
-    """The outcome and the choices of experts of each sample alone in one circumstance."""
-
-    outcome: Outcome
-    choices: list[Choices]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class Reference:
     """The reference of one circumstance."""
 
@@ -279,8 +270,9 @@ class References:
             return _reference(setup, circumstance)
         if circumstance.autocast:
             return _reference(setup, circumstance, self.of(replace(circumstance, autocast=False)))
-        in_eval, trained = self.of(replace(circumstance, train=False)), _run_alone(setup, circumstance, gradients=False)
-        is_same = _largest_difference(trained.outcome.logits, in_eval.logits) <= min(in_eval.limits.logits, STEADY)
+        in_eval = self.of(replace(circumstance, train=False))
+        trained, _ = _run_alone(setup, circumstance, gradients=False)
+        is_same = _largest_difference(trained.logits, in_eval.logits) <= min(in_eval.limits.logits, STEADY)
         return in_eval if is_same else _reference(setup, circumstance)
 
     @cached_property
@@ -298,8 +290,9 @@ leaks of these layers' states."""
 
 def _run_alone(
     setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices] | None = None, *, gradients: bool = True
-) -> AloneRun:
-    """Run each sample alone in the mode and precision of a circumstance, held to `choices`."""
+) -> tuple[Outcome, list[Choices]]:
+    """Run each sample alone in the mode and precision of a circumstance, held to `choices`. Return also the choices of
+    experts that it made."""
     probed = setup.probed
     chosen: list[Choices] = []
 
@@ -311,7 +304,7 @@ def _run_alone(
         chosen.append(routed.choices)
 
     outcome = run_alone(probed.model, setup.samples, gradients=gradients, forward_context=recording)
-    return AloneRun(outcome=outcome, choices=chosen)
+    return outcome, chosen
 
 
 def record_references(setup: ProbeSetup, circumstance: Circumstance, choices: Sequence[Choices]) -> list[AloneCalls]:
@@ -330,34 +323,36 @@ def held_alone(setup: ProbeSetup, choices: Sequence[Choices], sample: int, *, sh
     return HeldChoices(samples=[choices[sample]], token_indices=token_indices, share=share)
 
 
-def _reference(setup: ProbeSetup, circumstance: Circumstance, exact: AloneRun | Reference | None = None) -> Reference:
+def _reference(setup: ProbeSetup, circumstance: Circumstance, exact: Reference | None = None) -> Reference:
     """Compute a reference in float32, and set limits from the errors of the samples alone, and from those of plain
     transformers' padded batch. If the padded batch raises an error, it does not count.
 
     `exact`: the samples alone in float32, if they are known; else they run in a copy of a model in low precision.
     """
     probed, samples, low = setup.probed, setup.samples, setup.is_low(circumstance)
-    alone = _run_alone(setup, circumstance)
-    _check_finite(probed, alone.outcome)
-    logits = alone.outcome.logits
+    alone, choices = _run_alone(setup, circumstance)
+    _check_finite(probed, alone)
+    logits, truth = alone.logits, alone
     if exact is None:  # else another mode has shown that the model is deterministic
-        again = _run_alone(setup, circumstance, gradients=False)
-        if _largest_difference(again.outcome.logits, logits) > STEADY:
+        again, _ = _run_alone(setup, circumstance, gradients=False)
+        if _largest_difference(again.logits, logits) > STEADY:
             raise UnsteadyError(f"two runs of the same samples alone differ: {UNSTEADY}")
-    if exact is None and low:
+    if exact is not None:
+        truth, choices = exact.outcome, exact.choices
+    elif low:
         copied = ProbedModel.of(copy.deepcopy(probed.model).float())
-        exact = _run_alone(replace(setup, probed=copied, samples=copied.with_its_pixels(samples)), circumstance)
-        _check_finite(probed, exact.outcome)
-    exact = exact or alone
-    if low and any(exact.choices):
-        alone = _run_alone(setup, circumstance, choices=exact.choices)
-    errors = compare(alone.outcome, exact.outcome, low=low)
+        in_float32 = replace(setup, probed=copied, samples=copied.with_its_pixels(samples))
+        truth, choices = _run_alone(in_float32, circumstance)
+        _check_finite(probed, truth)
+    if low and any(choices):
+        alone, _ = _run_alone(setup, circumstance, choices=choices)
+    errors = compare(alone, truth, low=low)
     try:
         forward = PlainPaddedPass(probed=probed)
-        held = held_to(exact.choices, forward, samples, share=OPEN[low])
+        held = held_to(choices, forward, samples, share=OPEN[low])
         with setup.computing(circumstance), torch.enable_grad(), held:
             batch = forward(samples)
-        padded = compare(batch.outcome(probed.model, samples), exact.outcome, low=low)
+        padded = compare(batch.outcome(probed.model, samples), truth, low=low)
     except Exception:
         padded = errors
     limits, family = Limits.beyond(errors, padded, factor=LOW_PRECISION_FACTOR if low else 2.0), probed.family
@@ -365,7 +360,7 @@ def _reference(setup: ProbeSetup, circumstance: Circumstance, exact: AloneRun | 
         layer = family.mechanisms["gated_delta"]["layer"]
         wider = {group: max(limit, DELTA_GRADIENT) for group, limit in limits.gradients.items() if layer in group}
         limits = replace(limits, gradients={**limits.gradients, **wider})
-    return Reference(outcome=exact.outcome, limits=limits, choices=exact.choices, logits=logits)
+    return Reference(outcome=truth, limits=limits, choices=choices, logits=logits)
 
 
 def _largest_difference(logits: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
