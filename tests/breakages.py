@@ -277,15 +277,8 @@ class Uncut:
 
     tokens, tree = 1, None
 
-    def run(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return layer(None, hidden)
-
-    def split(self, hidden: torch.Tensor) -> list[torch.Tensor]:
-        return [hidden]
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        (part,) = parts
-        return part
+    def run(self, layer: Any, module: Any, part: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return layer(None, hidden, None)
 
 
 @replaces(GatedDelta, "prepare")
