@@ -24,7 +24,7 @@ CODE = {
     "rl": ("trl", "from vlmpack.trainer import PackedGRPOTrainer"),
     "ray": ("ray", "from vlmpack.workers import in_order; next(in_order(str, 1, executor='ray'))"),
     "megatron": ("megatron", "from vlmpack.interop.megatron import _params_class; _params_class.__wrapped__()"),
-    "video": ("av", "from vlmpack.data.videos import _opened; _opened('a.mp4', None).__enter__()"),
+    "video": ("av", "from vlmpack.data.videos import _container; _container(None, 'video', '').__enter__()"),
     "vllm": (
         "vllm",
         "from vlmpack.service.sampling import vllm; vllm.open_vllm('a', max_context=8, limits=None)",

@@ -153,6 +153,12 @@ def wav(array: np.ndarray, *, rate: int = RATE) -> bytes:
     return buffer.getvalue()
 
 
+def titled(data: bytes) -> bytes:
+    """The file with a title that is not UTF-8."""
+    chunk = b"LIST\x10\0\0\0INFOINAM\x04\0\0\0\xe9\xe8\xff\0"
+    return data[:4] + (len(data) + len(chunk) - 8).to_bytes(4, "little") + data[8:12] + chunk + data[12:]
+
+
 def test_a_file_is_the_audio_that_its_numbers_are(tmp_path: Path) -> None:
     """Two channels are averaged, and another rate is resampled."""
     pytest.importorskip("av", reason="waits for PyAV (extra [video])")
@@ -163,7 +169,7 @@ def test_a_file_is_the_audio_that_its_numbers_are(tmp_path: Path) -> None:
     (tmp_path / "two.wav").write_bytes(wav(np.stack([levels, levels], 1)))
     row = {"messages": messages({"type": "audio"}), "audio": "dog.wav"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    for source in (data, str(tmp_path / "two.wav"), {"bytes": data, "path": None}):
+    for source in (data, str(tmp_path / "two.wav"), {"bytes": data, "path": None}, titled(data)):
         found = collator([{"messages": messages({"type": "audio", "audio": source})}])
         assert torch.equal(found["input_features"], expected["input_features"])
     assert torch.equal(collator([open_dataset(tmp_path / "rows.jsonl")[0]])["input_ids"], expected["input_ids"])
