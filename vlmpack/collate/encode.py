@@ -423,9 +423,7 @@ class Encoder:
         expanded = self._expand(text, media)
         tokenizer = self.media.parts.tokenizer
         begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-        options = self.media.text_options if self.metadata.has_vision else {}
-        if begins or is_continued:
-            options = {"add_special_tokens": False}
+        options = {"add_special_tokens": False} if begins or is_continued else self._text_options
         has_offsets = has_offsets or self.metadata.by_processor
         out = tokenizer(expanded.text, return_offsets_mapping=has_offsets, **options)
         ids = np.asarray(out["input_ids"], np.int64)
@@ -437,6 +435,12 @@ class Encoder:
             ended = np.maximum.accumulate(np.where(is_empty, 0, offsets[:, 1]))
             columns["starts"], columns["stops"] = (np.where(is_empty, ended, offsets[:, at]) for at in (0, 1))
         return replace(expanded, **{name: np.repeat(column, repeats) for name, column in columns.items()})
+
+    @cached_property
+    def _text_options(self) -> dict[str, Any]:
+        """The processor's choice of special tokens."""
+        options = self.media.options["text_kwargs"] if self.metadata.has_vision else {}
+        return {name: options[name] for name in ("add_special_tokens",) if name in options}
 
     def _repeats(self, ids: np.ndarray, media: Visuals) -> np.ndarray:
         """Return how often each token of an expanded text is repeated, int64 [n]: placeholders as their media need."""
@@ -531,18 +535,11 @@ class Encoder:
         Templates that write XML put angle brackets around a name, so there `|im_end|` is as bad as `<|im_end|>`.
         """
         typed = conversation.contents()[1 if conversation.plain else 0 :]
+        reserved = self._reserved if conversation.plain is None else self._media_tokens
         for text in (*typed, *(f"<{name}>" for name in conversation.other_texts())):
-            if not any(token in text for token in self._special):
-                continue
-            reserved = self._reserved if conversation.plain is None else self._media_tokens
             if token := next((token for token in reserved if token in text), None):
                 fault = f"its text holds {token!r}, which only the processor and the chat template may write; remove it"
                 raise SampleError(fault, "reserved_token_in_text")
-
-    @cached_property
-    def _special(self) -> tuple[str, ...]:
-        """All special tokens. A text without any of them needs no further check."""
-        return tuple(dict.fromkeys((*self.metadata.media_tokens, *self.metadata.special_tokens)))
 
     @cached_property
     def _reserved(self) -> tuple[str, ...]:

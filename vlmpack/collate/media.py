@@ -324,7 +324,7 @@ class MediaReader:
         """Let the processor make the tensors and the text for a video's frames, uint8 [F, H, W, 3]."""
         from transformers.video_utils import VideoMetadata
 
-        options = {**self._options["videos_kwargs"], "video_metadata": [VideoMetadata(**dict(metadata))]}
+        options = {**self.options["videos_kwargs"], "video_metadata": [VideoMetadata(**dict(metadata))]}
         options |= {"do_sample_frames": False, "return_metadata": True}
         processed, texts = self.processor._process_videos([np.ascontiguousarray(frames)], **options)
         pixels = "pixel_values_videos"
@@ -494,7 +494,7 @@ class MediaReader:
         return family_of_processor(self.processor)
 
     @cached_property
-    def _options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Options of a processor call: for images, for texts, and the processor's own."""
         merge = self.processor._merge_kwargs
         is_old = signature(merge).parameters["ModelProcessorKwargs"].default is Parameter.empty  # transformers 5.17
@@ -506,21 +506,15 @@ class MediaReader:
     def _image_options(self) -> dict[str, Any]:
         """Options for images, and options that the processor passes on with them, preferably from the text options."""
         names = OPTIONS_OF_IMAGES.get(class_in(self.processor, OPTIONS_OF_IMAGES), ())
-        its = {name: self._options["text_kwargs"].get(name, self._options[name]) for name in names}
-        return self._options["images_kwargs"] | its
-
-    @cached_property
-    def text_options(self) -> dict[str, Any]:
-        """The processor's choice of special tokens."""
-        options = self._options["text_kwargs"]
-        return {name: options[name] for name in ("add_special_tokens",) if name in options}
+        its = {name: self.options["text_kwargs"].get(name, self.options[name]) for name in names}
+        return self.options["images_kwargs"] | its
 
     @cached_property
     def _numbers_images(self) -> bool:
         """True: the processor numbers the images of a sample in the text."""
         if not class_in(self.processor, NUMBERING):
             return False
-        chosen = self._options["images_kwargs"].get("use_image_id", self._options["use_image_id"])
+        chosen = self.options["images_kwargs"].get("use_image_id", self.options["use_image_id"])
         return self.processor.default_use_image_id if chosen is None else chosen
 
 
