@@ -135,7 +135,8 @@ def test_every_reason_in_the_table_of_bad_samples_is_one_that_the_collator_gives
     reasons = set(re.findall(r"`([a-z_]+)`", "".join(row.split("|")[1] for row in table.splitlines()[2:])))
     files = [path for package in ("collate", "data") for path in (ROOT / "vlmpack" / package).glob("*.py")]
     source = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    given = set(re.findall(r'"([a-z_]+)"', re.sub(r"{(self\.)?kind}", "image", source).replace('f"', '"')))
+    of_kinds = " ".join(re.sub(r"{(self\.)?kind}", kind, source) for kind in ("image", "video", "audio"))
+    given = set(re.findall(r'"([a-z_]+)"', of_kinds.replace('f"', '"')))
     assert len(reasons) > 10
     assert reasons <= given
 
