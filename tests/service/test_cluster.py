@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.ranks.test_workers import alone, check_equal  # noqa: F401 (a fixture)
+from tests.service.ranks.test_workers import alone, check_equal, server  # noqa: F401 (fixtures)
 from tests.service.server_process import Server, until
 from vlmpack.errors import ConfigError
 from vlmpack.service.cluster import ClusterSettings
@@ -74,7 +74,8 @@ class OnRay(Server):
     started_within = BACK_WITHIN
 
     def command_of(self, *options: str, launcher: Sequence[str]) -> list[str]:
-        return [*launcher, str(PROGRAM), str(self.port), str(self.state), *options]
+        _, workers = options  # the program has the demo's model anyway
+        return [*launcher, str(PROGRAM), str(self.port), str(self.state), workers]
 
     def rank(self, title: str) -> int:
         """Process id of the rank that Ray has given a title that begins so; its grandparent was started here."""
@@ -111,11 +112,11 @@ def _parent(pid: int) -> int:
 @contextmanager
 def serving(folder: Path, workers: int) -> Iterator[OnRay]:
     folder.mkdir(exist_ok=True)
-    server = OnRay(folder / "state", str(workers))
+    on_ray = OnRay(folder / "state", str(workers))
     try:
-        yield server
+        yield on_ray
     finally:
-        server.close()
+        on_ray.close()
 
 
 class TestOnRay:
@@ -126,7 +127,7 @@ class TestOnRay:
         tmp_path: Path,
         alone: Any,  # noqa: F811
     ) -> None:
-        with serving(tmp_path, workers=2) as server:
+        with serving(tmp_path, workers=2) as server:  # noqa: F811
             check_equal(server, *alone)
             for title in ("ray::EngineActor", "ray::ServeReplica"):
                 before = {name: server.rank(name) for name in ("ray::EngineActor", "ray::ServeReplica")}
