@@ -20,7 +20,7 @@ from vlmpack.interop.seqpacker import RowCollator, pack_dataset
 from vlmpack.model import disable_packing, enable_packing
 from vlmpack.model.engine import packing_state
 from vlmpack.testing import tiny_model
-from vlmpack.trainer import check_trainer, loss_metrics
+from vlmpack.trainer import PackedTrainer, check_trainer, loss_metrics
 from vlmpack.trainer.check import OF_TRL
 
 
@@ -186,6 +186,22 @@ def test_metrics_of_packed_rows(tmp_path):
     run = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=3), **settings)
     check_trainer(run)
     assert run.evaluate()["eval_num_samples"] == 6
+
+
+def test_an_evaluation_that_skips_samples(tmp_path, monkeypatch):
+    model = enable_packing(tiny_model("qwen3_vl", processor=processor_of(), layers=1, vision_depth=1))
+    settings = {"data_collator": VLMCollator(processor_of(), layout="packed", on_bad="skip"), "train_dataset": [chat()]}
+    args = arguments(tmp_path, remove_unused_columns=False)
+    check_trainer(Trainer(model, args, **settings))
+    settings |= {"eval_dataset": [chat()]}
+    check_trainer(Trainer(model, args, **settings, compute_metrics=loss_metrics(model)))
+    run = PackedTrainer(model, args, **settings, eval_capacity=99)
+    monkeypatch.setattr(type(args), "world_size", 2)
+    check_trainer(run)
+    run.eval_packing = False
+    assert "samples that the collator skips (on_bad='skip') leave the 2 ranks of its evaluation" in refusal(run)
+    run.data_collator = VLMCollator(processor_of(), layout="packed")
+    check_trainer(run)
 
 
 def test_rows_that_are_made_ahead_need_a_trainer_for_them(tmp_path):

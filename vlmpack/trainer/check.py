@@ -52,7 +52,7 @@ def check_trainer(trainer: Trainer) -> None:
         ConfigError: lists every such setting, its effect, and the remedy.
     """
     of_trl = (_loss_of_trl, packing_of_trl, _settings_of_trl)
-    checks = (_settings, _collator, *of_trl, _ranks, _batches, _evaluation)
+    checks = (_settings, _collator, *of_trl, _ranks, _batches, _counted_samples, _evaluation)
     _refuse([problem for check in checks for problem in check(trainer)])
 
 
@@ -142,6 +142,17 @@ def _batches(trainer: Trainer) -> Iterator[str]:
         yield "it would batch the rows of a PackedStream again, and cannot continue one: use vlmpack's PackedTrainer"
     elif _has_rows(trainer) and args.ignore_data_skip and not isinstance(data, PackedStream):
         yield "ignore_data_skip=True starts a resumed epoch again, so it trains on samples twice: set it to False"
+
+
+def _counted_samples(trainer: Trainer) -> Iterator[str]:
+    """Yield an error if ranks would have other numbers of losses. LossMetrics refuses those of too few samples."""
+    collator, ranks = trainer.data_collator, trainer.args.world_size
+    in_batches = bool(trainer.eval_dataset) and not (isinstance(trainer, PackedTrainer) and trainer.eval_packing)
+    if ranks > 1 and in_batches and isinstance(collator, VLMCollator) and collator.on_bad != "raise":
+        yield (
+            f"samples that the collator skips (on_bad='skip') leave the {ranks} ranks of its evaluation with other "
+            "numbers of losses, at which it ends: use PackedTrainer of vlmpack.trainer with eval_capacity=, or evaluate"
+        )
 
 
 def _evaluation(trainer: Trainer) -> Iterator[str]:
