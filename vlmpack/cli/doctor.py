@@ -40,6 +40,7 @@ PACKAGES = {
     "torchvision": "torchvision",
 }
 """Packages; with the module to import, if installed versions often fail to import."""
+IMPORT_TIMEOUT_S = 120
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 128, 32, 8
 """Attention of the released 8B models, for which back-ends are checked."""
 TITLES = {
@@ -177,7 +178,11 @@ def import_problem(module: str) -> str | None:
     Imports it in another process, because a torchvision that does not fit torch registers half of its operators before
     it fails.
     """
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"its import takes more than {IMPORT_TIMEOUT_S} s"
     if done.returncode == 0:
         return None
     return f"does not import: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}"
