@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import product
 from math import gcd
 
-from vlmpack.plan import PrefixGroups
+import numpy as np
+
+from vlmpack.plan import Plan, PrefixGroups
 
 Bins = list[list[int]]
 """The samples of each bin, in the order in which they were placed."""
@@ -108,3 +110,16 @@ def fewest_rows(lengths: Sequence[int], capacity: int, groups: PrefixGroups) -> 
 
     place(0, [])
     return best
+
+
+def checked(plan: Plan) -> Plan:
+    """The plan, counted again: every sample is in one row or dropped, and no row holds more than it may."""
+    assert sorted([*plan.sample_ids.tolist(), *plan.dropped.tolist()]) == list(range(len(plan.lengths)))
+    groups = plan.groups or PrefixGroups.of_keys([None] * len(plan.lengths), np.zeros(len(plan.lengths), int))
+    costs = [plan.sums(budget.costs, budget.shared) <= budget.limit for budget in plan.budgets]
+    for number, row in enumerate(plan.bins):
+        assert row
+        if plan.overlength != "own_row" if len(row) == 1 else not plan.whole_groups:
+            assert len(naive_tokens(row, plan.lengths, groups)) <= plan.capacity
+            assert all(fits[number] for fits in costs)
+    return plan

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan.naive import checked
 
 from benchmarks.cases.planning import LENGTH_SETS, stream
 from vlmpack.errors import ConfigError, SampleError
@@ -80,7 +81,7 @@ def test_three_limits_that_bind_alike_cost_less_than_one_and_a_half_per_cent():
     rows = tokens.sum() / capacity
     limits = {"patches": (4 * pixels, 4 * pixels.sum() / rows), "images": (images, np.ceil(images.sum() / rows))}
     budgets = [Budget(name=n, costs=c, limit=max(int(limit), int(c.max()))) for n, (c, limit) in limits.items()]
-    plan = plan_bins(tokens, capacity, budgets=budgets, seed=0).check()
+    plan = checked(plan_bins(tokens, capacity, budgets=budgets, seed=0))
     assert len(plan) <= 1.015 * plan.lower_bound
 
 

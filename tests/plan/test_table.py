@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from plan.naive import checked
 
 from vlmpack.errors import ConfigError, SampleError
 from vlmpack.plan import LengthTable, Plan, plan_bins
@@ -29,14 +30,14 @@ def table() -> LengthTable:
 
 def test_its_limits_go_into_a_plan(table: LengthTable) -> None:
     budgets = table.budgets(patches=1100, images=2)
-    plan = plan_bins(table, 400, budgets=budgets).check()
+    plan = checked(plan_bins(table, 400, budgets=budgets))
     assert [budget.name for budget in budgets] == ["patches", "images"]
     assert sorted(plan.bins) == [(0, 2), (3,)]
 
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_its_plan_is_of_the_places_in_the_data_set(table: LengthTable, seed: int | None, tmp_path: Path) -> None:
-    plan = plan_bins(table, 300, seed=seed).check()
+    plan = checked(plan_bins(table, 300, seed=seed))
     assert plan.lengths.tolist() == table.by_place(table.tokens).tolist() == [12, 0, 276, 71]
     assert sorted(map(sorted, plan.bins)) == [[0, 2], [3]]
     assert plan.dropped.tolist() == [1]

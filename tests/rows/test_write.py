@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from chats import chat, picture, processor_of
 from PIL import Image
+from plan.naive import checked
 from stores import CAPACITY, Counting, digests, encoded, mixed, packing, places, store, texts
 
 from vlmpack.collate import SharePrefixes, SkipLimit, VLMCollator
@@ -48,7 +49,7 @@ def test_every_sample_is_in_one_row_and_the_manifest_counts_them(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == beside | {shard.file for shard in manifest.shards}
     table, plan = LengthTable.load(tmp_path / "lengths.zip"), Plan.load(tmp_path / "plan.zip")
     assert len(table) == manifest.counts.total == manifest.counts.samples
-    assert [row.tolist() for row in plan.check()] == places(dataset) and plan.digest == manifest.plan
+    assert [row.tolist() for row in checked(plan)] == places(dataset) and plan.digest == manifest.plan
     grids = [[medium.grid for medium in row.metadata.media.media] for row in rows]
     patches = [sum(int(np.prod(grid)) for grid in row) for row in grids]
     assert manifest.counts.tokens == sum(row.segments.num_tokens for row in rows)

@@ -91,13 +91,13 @@ class Placements:
         return bin_of
 
 
-def longest_first(lengths: np.ndarray) -> np.ndarray:
-    """Return the indices that sort `lengths` in descending order, int64 [N]; equal lengths keep the order given.
+def stable_order(numbers: np.ndarray) -> np.ndarray:
+    """Return the indices that sort whole numbers from 0 to 2^31, int64 [N]; equal numbers keep the order given.
 
-    Packing length and index into one int64 lets numpy sort values, which is several times as fast as argsort.
+    Packing number and index into one int64 lets numpy sort values, which is several times as fast as argsort.
     """
-    bits = len(lengths).bit_length()
-    keys = (lengths.max() - lengths << bits) | np.arange(len(lengths))
+    bits = len(numbers).bit_length()
+    keys = (numbers << bits) | np.arange(len(numbers))
     keys.sort()
     return keys & ((1 << bits) - 1)
 
@@ -112,7 +112,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [N]: the bin of each sample, counted from 0.
     """
-    order = longest_first(lengths)
+    order = stable_order(lengths.max() - lengths)  # longest first
     return place_sorted(*_counted(lengths[order]), capacity).assign(order)
 
 
@@ -250,7 +250,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     Returns:
         int64 [N]: the bin of each sample, counted from 0.
     """
-    order = longest_first(lengths)
+    order = stable_order(lengths.max() - lengths)  # longest first
     sizes, counts = _counted(lengths[order])
     best_fit = place_sorted(sizes, counts, capacity)
     bound = _lower_bound(sizes[::-1], counts[::-1], capacity)

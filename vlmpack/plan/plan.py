@@ -13,7 +13,6 @@ N samples, D of them dropped, in G rows.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,9 +22,9 @@ from typing import Any, final
 
 import numpy as np
 
-from vlmpack.errors import ConfigError, LayoutError, check_choice
+from vlmpack.errors import ConfigError, check_choice
 from vlmpack.plan.archive import digest_of_archive, read_archive, write_archive
-from vlmpack.plan.exact_fill import best_fit_decreasing, exact_fill
+from vlmpack.plan.exact_fill import best_fit_decreasing, exact_fill, stable_order
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import (
     LARGEST,
@@ -213,28 +212,6 @@ class Plan:
         alone = self.needs.too_large & kept
         return int(alone.sum()) + self.needs.least_rows(np.flatnonzero(kept & ~alone))
 
-    def check(self) -> Plan:
-        """Check every row, and return the plan.
-
-        Raises:
-            LayoutError: a sample is missing, planned twice or unknown; a row is empty or exceeds a limit.
-        """
-        times = Counter([*self.sample_ids.tolist(), *self.dropped.tolist()])
-        if wrong := sorted(times.keys() ^ set(range(len(self.lengths)))) or [at for at in times if times[at] > 1]:
-            raise LayoutError(f"sample {wrong[0]} is planned {times[wrong[0]]} times; plan again")
-        sizes = np.diff(self.bounds)
-        if self.bounds[:1].tolist() != [0] or self.bounds[-1] != len(self.sample_ids) or (sizes < 1).any():
-            raise LayoutError(f"rows {self.bounds[:9].tolist()} must rise from 0 to {len(self.sample_ids)}; plan again")
-        is_limited = (sizes > 1) & (not self.whole_groups) | (sizes == 1) & (self.overlength != "own_row")
-        needs = self.needs
-        held = needs.sums(self.sample_ids, np.repeat(np.arange(len(self)), sizes))
-        if len(over := np.argwhere((held > needs.limits) & is_limited[:, None])):
-            row, at = over[0]
-            raise LayoutError(
-                f"row {row} holds {held[row, at]} {needs.names[at]}, and at most {needs.limits[at]} may be; plan again"
-            )
-        return self
-
     # ------------------------------------------------------------------ on disk
 
     @property
@@ -317,23 +294,15 @@ class Plan:
 
 
 def _rows(bin_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (samples row by row, bounds): bins ordered by their first samples, samples ascending within each.
-
-    Packing row and sample into one int64 lets numpy sort values, which is several times as fast as argsort.
-    """
+    """Return (samples row by row, bounds): bins ordered by their first samples, samples ascending within each."""
     if not len(bin_of):
         return NO_SAMPLES, np.zeros(1, np.int64)
-    samples = np.arange(len(bin_of))
     first = np.empty(int(bin_of.max()) + 1, np.int64)
-    first[bin_of[::-1]] = samples[::-1]
+    first[bin_of[::-1]] = np.arange(len(bin_of))[::-1]
     opens = np.zeros(len(bin_of), np.int64)
     opens[first] = 1
     row_of = (np.cumsum(opens) - 1)[first][bin_of]
-    bits = len(bin_of).bit_length()
-    keys = (row_of << bits) | samples
-    keys.sort()
-    bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
-    return keys & ((1 << bits) - 1), bounds
+    return stable_order(row_of), np.concatenate([[0], np.cumsum(np.bincount(row_of))])
 
 
 # ---------------------------------------------------------------------- from lengths to a plan
