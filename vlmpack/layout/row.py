@@ -570,7 +570,7 @@ def check_none_on_padding(labels: torch.Tensor, segments: Segments, message: str
         LayoutError: padding has a label (on an accelerator, an asynchronous assertion instead).
     """
     if segments.has_padding:
-        require((labels == IGNORE) | ~segments.padding_mask(labels.device), message, LayoutError)
+        require(((labels == IGNORE) | ~segments.padding_mask(labels.device)).all(), message, LayoutError)
 
 
 def _without_successor(segments: Segments, depth: int) -> np.ndarray:
