@@ -120,6 +120,6 @@ def checked(plan: Plan) -> Plan:
     for number, row in enumerate(plan.bins):
         assert row
         if plan.overlength != "own_row" if len(row) == 1 else not plan.whole_groups:
-            assert len(naive_tokens(row, plan.lengths, groups)) <= plan.capacity
+            assert len(naive_tokens(row, plan.lengths.tolist(), groups)) <= plan.capacity
             assert all(fits[number] for fits in costs)
     return plan
