@@ -7,15 +7,17 @@ the pretend device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from traceback import FrameSummary
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vlmpack.layout.device import counts_as_device, nothing_on_host
+from vlmpack.model.mechanisms.vision import VisionRow
 from vlmpack.probing import work
 
 work.PASSED_OVER.add(__file__)
@@ -39,6 +41,11 @@ class HostSync(NamedTuple):
 def own_lines(syncs: list[HostSync]) -> list[FrameSummary]:
     """Those of vlmpack's code; the others are the model's."""
     return [sync.line for sync in syncs if Path(sync.line.filename).is_relative_to(work.PACKAGE)]
+
+
+def towers_get_boundaries_of_the_host() -> AbstractContextManager[Any]:
+    """Others would be read from the device by `tolist`, which on a CPU is no operation."""
+    return mock.patch.object(VisionRow, "find", lambda row, cu_seqlens, n: row._by_shape[cu_seqlens.numel(), n])
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import slow
 from equality import alone_through, check_packed
-from host_syncs import own_lines, recorded_syncs
+from host_syncs import own_lines, recorded_syncs, towers_get_boundaries_of_the_host
 from transformers import Qwen2_5OmniConfig, Qwen2_5OmniForConditionalGeneration
 
 from vlmpack.errors import ConfigError, FamilyError, LayoutError
@@ -100,7 +100,7 @@ def test_blocks_of_the_audio_tower_are_one_call_with_boundaries_that_the_host_kn
     )
     row = pack(padded(with_audio(model.config, (17, 9), (30,))))
     step = PackedStep(model)
-    with recorded_syncs(torch.device("cpu")) as waits:
+    with recorded_syncs(torch.device("cpu")) as waits, towers_get_boundaries_of_the_host():
         step(row).loss.backward()
     assert own_lines(waits) == []
     in_tower = [boundaries for boundaries in calls if boundaries is not None]
