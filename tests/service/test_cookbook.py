@@ -43,13 +43,15 @@ RECIPES = {
 }
 """Arguments of each recipe: fewer and shorter samples than its defaults, a loss that is served, and the served name."""
 PROGRAM = """
-import runpy, sys, zlib
+import os, runpy, sys, zlib
 from tinker_cookbook.recipes.math_rl import math_grading
 math_grading.extract_boxed = lambda text: text  # a random model is never right, and without rewards nothing is trained
 math_grading.grade_answer = lambda text, _: zlib.crc32(text.encode()) % 2
 for recipe in sys.argv[1:]:
     sys.argv[:] = recipe.split()
     runpy.run_module(f"tinker_cookbook.recipes.{sys.argv[0]}", run_name="__main__", alter_sys=True)
+sys.stdout.flush()
+os._exit(0)  # the client's daemon thread still runs: an interpreter that ends below it may abort
 """
 
 

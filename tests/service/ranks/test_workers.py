@@ -39,6 +39,13 @@ ROWS = ("--row-tokens", "40")
 GONE_WITHIN = 30.0
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tinker_client.py"
 OLDEST_CLIENT = Path(sys.prefix) / "tinker-0.25.0"
+RUN = """
+import os, runpy, sys
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+sys.stdout.flush()
+os._exit(0)  # the client's daemon thread still runs: an interpreter that ends below it may abort
+"""
 OPTIONS = {"one": (), "workers": ("--workers", "2"), "sharded": ("--workers", "2", "--shard")}
 
 
@@ -60,7 +67,7 @@ def run_client(server: Server, program: Path, *arguments: str, client: Path | No
     """Run a program of the installed client, or of the one in a folder; returns what it printed."""
     path = os.pathsep.join([*([str(client)] if client else []), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "TINKER_TELEMETRY": "0", "TINKER_API_KEY": KEY, "PYTHONPATH": path}
-    command = [sys.executable, "-W", "ignore", str(program), *arguments]
+    command = [sys.executable, "-W", "ignore", "-c", RUN, str(program), *arguments]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-4000:] + server.printed()
     return ended.stdout
