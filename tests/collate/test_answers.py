@@ -27,7 +27,7 @@ ENDS = {
     "kimi_k25": "<|im_end|>",
     "lfm2_vl": "<|im_end|>",
     "mistral3": "</s>",
-    "lighton_ocr": "<|im_end|>",
+    **dict.fromkeys(("lighton_ocr", "exaone4_5", "lfm3_vl"), "<|im_end|>"),
     "minicpmv4_6": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
 }

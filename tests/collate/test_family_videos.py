@@ -41,6 +41,9 @@ VIDEO = {
         "size": {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}, "draw_on_frames": False, "min_frames": 4,
         "fps": 2,
     }, "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"),
+    **{family: (f"qwen{n}_vl.video_processing_qwen{n}_vl.Qwen{n}VLVideoProcessor", {
+        "patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 4 * 112 * 112},
+    }, "<|vision_start|><|video_pad|><|vision_end|>") for family, n in (("exaone4_5", 2), ("lfm3_vl", 3))},
     "llava_onevision": ("LlavaOnevisionVideoProcessor", {}, "<video>"),
     "minicpmv4_6": ("MiniCPMV4_6VideoProcessor", {"scale_resolution": 64, "max_slice_nums": 4}, "<|video_pad|>"),
     **{family: (f"{name}VideoProcessor", {"patch_size": 4, "pooling_kernel_size": 2, "num_frames": 4}, "<|video|>")
@@ -60,7 +63,8 @@ needs = pytest.mark.skipif(not is_installed(), reason="torchvision cannot be imp
 def processor_with_videos(family: str) -> Any:
     name, settings, written = VIDEO[family]
     processor = tiny_processor(family)
-    module = import_module(f"transformers.models.{family}.video_processing_{family}")
+    module, _, name = name.rpartition(".")
+    module = import_module(f"transformers.models.{module or f'{family}.video_processing_{family}'}")
     settings = {**settings, "patch_size": processor.image_processor.patch_size} if family == "minicpmv4_6" else settings
     if family in ("llava_onevision", "internvl"):
         settings = {**settings, "size": {side: processor.image_processor.size[side] for side in ("height", "width")}}

@@ -12,8 +12,8 @@ from vlmpack.collate import VLMCollator
 from vlmpack.collate.media import TRIALS
 from vlmpack.errors import ConfigError, FamilyError, SampleError
 
-COUNTED = {"gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
-COUNTED |= {"glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe", "gemma4_unified", "kimi_k25", "lighton_ocr"}
+COUNTED = {"exaone4_5", "gemma3", "gemma4", "internvl", "llava", "llava_next", "llava_onevision", "glm4v", "paligemma"}
+COUNTED |= {"glm4v_moe", "glm46v", "glm_ocr", "ernie4_5_vl_moe", "gemma4_unified", "kimi_k25", "lighton_ocr", "lfm3_vl"}
 """Families whose processors count an image's tokens as they write them: that is relied on, and nothing is cut."""
 SIZES = ((40, 30), (61, 143), (400, 90), (90, 400), (257, 256), (33, 31))
 """Widths and heights."""

@@ -17,7 +17,7 @@ CHANNELS = 3
 
 _VISION = ("<|vision_start|>", "<|vision_end|>")
 BORDERS: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(QWEN, _VISION),
+    **dict.fromkeys((*QWEN, "Lfm3VlProcessor"), _VISION),
     **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor"), ("<|begin_of_image|>", "<|end_of_image|>")),
     "PaddleOCRVLProcessor": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
     "Kimi_K25Processor": ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
@@ -288,8 +288,9 @@ def _video_settings(processor: Any, family: Family, vocab: Mapping[str, int]) ->
     as_tiles = bool(class_in(processor, FRAMES_AS_TILES))
     if not (family.has_videos or as_tiles):
         return {}
-    named = {"video_token": processor.video_token}
+    named: dict[str, Any] = {"video_token": processor.video_token}
     if not as_tiles and not family.videos_as_images:
+        named["frame_timestamps"] = family.videos is run_per_frame
         return {**named, "frames_per_token": 2 if family.videos is run_of_pairs else 1}
     named["video_token_id"] = NO_ID  # frames are written with the image's placeholder
     if as_tiles:

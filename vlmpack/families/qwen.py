@@ -36,6 +36,9 @@ QWEN = (
     ),
     text_family("qwen3"),
     text_family("qwen3_5_text", mechanisms={"gated_delta": _GATED_DELTA}, text_type="qwen3_5"),
+    text_family(
+        "qwen3_5_moe_text", mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS}, text_type="qwen3_5_moe"
+    ),
     text_family("qwen3_next", mechanisms={"gated_delta": _GATED_DELTA, "experts": _EXPERTS}),
 )
 """The descriptors."""

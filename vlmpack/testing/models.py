@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
 import torch
@@ -233,10 +233,8 @@ def nothing(s: TinySizes) -> Settings:
 class Recipe:
     """What a family's configuration needs besides the settings by size."""
 
-    text_type: str | None = None
-    """`model_type` of the text model, if the family takes any text model; None: the family's own."""
-    vision_type: str | None = None
-    """`model_type` of the vision tower, if the family takes several; None: the default one."""
+    types: Mapping[ConfigPart, str] = field(default_factory=dict)
+    """`model_type` of parts of the configuration that are not those that the family has by default."""
     any_width: bool = True
     """True for heads of any width, interleaved MRoPE sections, and patches of 16 pixels."""
     text: OfPart = nothing
@@ -304,6 +302,16 @@ def _two_ropes(s: TinySizes) -> Settings:
     return {"rope_parameters": {k: {"rope_type": "default", "rope_theta": theta} for k, theta in thetas.items()}}
 
 
+def _lfm3(s: TinySizes) -> Settings:
+    """Short convolutions, windows and whole samples in turn."""
+    kinds = ("conv", "sliding_attention", "full_attention")
+    return _two_ropes(s) | {"layer_types": [kinds[i % 3] for i in range(s.layers)]}
+
+
+def _lfm3_tower(s: TinySizes) -> Settings:
+    return {"layer_types": ["full_attention" if i % 2 else "conv" for i in range(s.vision_depth)]}
+
+
 def _gemma4_unified(s: TinySizes) -> Settings:
     """Wider heads in layers without a window; keys used as values; with 4 or more layers, the last two share keys and
     values of earlier layers."""
@@ -369,10 +377,7 @@ def _deepseek_ocr2(s: TinySizes) -> Settings:
 LATENT = {"any_width": False, "text": lambda s: {"num_key_value_heads": s.heads}}
 GLM: dict[str, Any] = {"vision": lambda s: {"image_size": 4 * s.merge * s.patch_size}, "any_width": False}
 TILED: dict[str, Any] = {"any_width": False}
-CLIP: dict[str, Any] = {"vision_type": "clip_vision_model", "text_type": "llama", **TILED}
-SIGLIP = "siglip_vision_model"
 PIXTRAL: dict[str, Any] = {  # images of at most four tiles along each side
-    "vision_type": "pixtral",
     "vision": lambda s: {"image_size": 4 * TILE_PATCHES * s.patch_size},
     **TILED,
 }
@@ -385,41 +390,27 @@ RECIPES = {
     "qwen3_omni_moe_thinker": Recipe(  # transformers counts 13 tokens for each chunk; windows of two chunks
         audio=lambda _: {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4}
     ),
-    "glm4v": Recipe(**GLM),
-    "glm46v": Recipe(text_type="glm4v_text", **GLM),
+    **dict.fromkeys(("glm4v", "glm46v"), Recipe(**GLM)),
     "glm4v_moe": Recipe(
         text=lambda s: {"rope_parameters": sections({"partial_rotary_factor": 0.5}, s.head_width // 4)}, **GLM
     ),
     "glm_ocr": Recipe(text=lambda s: {"head_dim": s.head_width}, **GLM),
     "paddleocr_vl": Recipe(any_width=False, text=lambda s: {"head_dim": s.head_width}),
     "ernie4_5_vl_moe": Recipe(any_width=False, text=_ernie),
-    "kimi_k25": Recipe(text_type="deepseek_v3", whole=lambda _: {"tie_word_embeddings": False}, **LATENT),
-    "minicpmv4_6": Recipe(text_type="qwen3_5_text"),
-    "lfm2_vl": Recipe(vision_type="siglip2_vision_model", text_type="lfm2", text=_conv, **TILED),
+    "kimi_k25": Recipe(whole=lambda _: {"tie_word_embeddings": False}, **LATENT),
+    "exaone4_5": Recipe(any_width=False),
+    "lfm3_vl": Recipe(text=_lfm3, vision=_lfm3_tower, any_width=False),
+    "lfm2_vl": Recipe(text=_conv, **TILED),
     "deepseek_ocr2": Recipe(vision=_deepseek_ocr2_tower, text=_deepseek_ocr2, **TILED),
-    "cohere2_vision": Recipe(vision_type=SIGLIP, text_type="cohere2", text=lambda _: {"logit_scale": 0.25}, **TILED),
-    "aya_vision": Recipe(vision_type=SIGLIP, text_type="cohere2", text=lambda _: {"logit_scale": 0.25}, **TILED),
-    "internvl": Recipe(
-        text_type="qwen2",
-        vision=lambda s: {name: [vision_settings(s)[name]] * 2 for name in ("patch_size", "image_size")},
-        **TILED,
-    ),
-    "llava": Recipe(**CLIP),
-    "llava_next": Recipe(**CLIP),
-    "llava_onevision": Recipe(vision_type=SIGLIP, text_type="qwen2", **TILED),
-    "smolvlm": Recipe(text_type="llama", **TILED),
-    "idefics3": Recipe(text_type="llama", **TILED),
-    "mistral3": Recipe(text_type="mistral", text=lambda _: {"sliding_window": 4096}, **PIXTRAL),
-    "lighton_ocr": Recipe(text_type="qwen3", text=lambda s: {"head_dim": s.head_width}, **PIXTRAL),
-    "gemma3": Recipe(vision_type=SIGLIP, vision=lambda s: {"image_size": 6 * s.patch_size}, text=_two_ropes),
-    "gemma4": Recipe(vision_type="gemma4_vision", text=_gemma4),
-    "gemma4_unified": Recipe(vision_type="gemma4_unified_vision", text=_gemma4_unified),
+    **dict.fromkeys(("cohere2_vision", "aya_vision"), Recipe(text=lambda _: {"logit_scale": 0.25}, **TILED)),
+    **dict.fromkeys(("internvl", "llava", "llava_next", "llava_onevision", "smolvlm", "idefics3"), Recipe(**TILED)),
+    "mistral3": Recipe(text=lambda _: {"sliding_window": 4096}, **PIXTRAL),
+    "lighton_ocr": Recipe(text=lambda s: {"head_dim": s.head_width}, **PIXTRAL),
+    "gemma3": Recipe(vision=lambda s: {"image_size": 6 * s.patch_size}, text=_two_ropes),
+    "gemma4": Recipe(types={"vision": "gemma4_vision"}, text=_gemma4),
+    "gemma4_unified": Recipe(types={"vision": "gemma4_unified_vision"}, text=_gemma4_unified),
     "paligemma": Recipe(
-        vision_type=SIGLIP,
-        vision=lambda s: {"projection_dim": s.hidden},
-        text_type="gemma2",
-        whole=_paligemma,
-        sdpa=False,
+        types={"text": "gemma2"}, vision=lambda s: {"projection_dim": s.hidden}, whole=_paligemma, sdpa=False
     ),
     "llama4": Recipe(  # pixel shuffle of 2 x 2 patches, then two projections
         vision=lambda s: {
@@ -430,17 +421,20 @@ RECIPES = {
     ),
     "llama4_text": Recipe(text=_llama4),
     "qwen2": Recipe(any_width=False),
-    "gemma2": Recipe(sdpa=False),
+    **dict.fromkeys(("gemma2", "gpt_oss"), Recipe(sdpa=False)),
     "gemma3_text": Recipe(text=_two_ropes),
+    "gemma4_text": Recipe(text=_gemma4),
     "phi3": Recipe(any_width=False, text=lambda _: {"sliding_window": WINDOW}),
     "olmo3": Recipe(text=_two_ropes),
     "granite": Recipe(any_width=False, text=_granite),
     "cohere2": Recipe(text=lambda _: {"logit_scale": 0.25}),
     "smollm3": Recipe(any_width=False, text=lambda _: {"no_rope_layer_interval": 2}),
+    "glm4_moe_lite": Recipe(
+        any_width=False, text=lambda s: {"num_key_value_heads": s.heads, "mlp_layer_types": ["sparse"] * s.layers}
+    ),
     "deepseek_v3": Recipe(**LATENT),
     "lfm2": Recipe(any_width=False, text=_conv),
     "lfm2_moe": Recipe(any_width=False, text=lambda s: {**_conv(s), "num_dense_layers": 0}),
-    "gpt_oss": Recipe(sdpa=False),
 }
 """What families need, by `config.model_type`; a family that is not here needs nothing."""
 
@@ -627,15 +621,12 @@ def _defaults(family: str) -> dict[ConfigPart, dict[str, Any]]:
     """Return transformers' own settings of each part of a family's configuration."""
     from transformers import AutoConfig
 
-    whole, recipe = AutoConfig.for_model(family), recipe_of(family)
+    whole = AutoConfig.for_model(family)
     if not FAMILIES[family].has_vision:
         return {"text": whole.to_dict()}
-    types = {"text": recipe.text_type, "vision": recipe.vision_type, "audio": None}
-    parts: dict[Any, Any] = {
-        name: AutoConfig.for_model(kind) if kind else getattr(whole, f"{name}_config", None)
-        for name, kind in types.items()
-    }
-    return {name: part.to_dict() for name, part in {**parts, "whole": whole}.items() if part is not None}
+    parts: dict[Any, Any] = {name: getattr(whole, f"{name}_config", None) for name in ("text", "vision", "audio")}
+    parts |= {name: AutoConfig.for_model(kind) for name, kind in recipe_of(family).types.items()} | {"whole": whole}
+    return {name: part.to_dict() for name, part in parts.items() if part is not None}
 
 
 def _settings(sizes: TinySizes, family: str) -> dict[str, Any]:
@@ -643,12 +634,14 @@ def _settings(sizes: TinySizes, family: str) -> dict[str, Any]:
     recipe, parts = recipe_of(family), dict[str, dict[str, Any]]()
     for name, defaults in _defaults(family).items():
         by_size = {key: x for key, x in SETTINGS[name](sizes).items() if defaults.get(key) is not None}
+        if isinstance(defaults.get("patch_size"), list | tuple):
+            by_size |= {key: [by_size[key]] * 2 for key in ("patch_size", "image_size")}
         always = _text(sizes, FAMILIES[family], defaults) if name == "text" else {}
         parts[name] = by_size | always | getattr(recipe, name)(sizes)
     if "whole" not in parts:
         return parts["text"]
-    for name, kind in (("text", recipe.text_type), ("vision", recipe.vision_type)):
-        parts[name] |= {"model_type": kind} if kind else {}
+    for name in ("text", "vision"):
+        parts[name]["model_type"] = _defaults(family)[name]["model_type"]
     configs = {f"{name}_config": part for name, part in parts.items() if name != "whole"}
     tokens = (*MEDIA_TOKENS, *(AUDIO_TOKENS if "audio" in parts else ()))
     return configs | sizes.tokens(tokens) | parts["whole"]

@@ -330,6 +330,7 @@ _OF_PATTERNS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sink
 """Keywords with which a text layer passes its pattern, and the pattern's field names."""
 _OF_VISION = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _WITHOUT_EFFECT = (
+    "grid_thw",
     "position_ids",
     "interp_indices",
     "interp_weights",
@@ -340,7 +341,7 @@ _WITHOUT_EFFECT = (
 )
 _UNDERSTOOD = frozenset((*_COMPUTED, *_OF_VISION, *_WITHOUT_EFFECT))
 """Keywords of an attention call that a back-end computes, or that do not affect attention. For the supported families,
-transformers 5.17 to 5.23 passes only these and the pattern keywords."""
+transformers 5.17 to 5.24 passes only these and the pattern keywords."""
 
 
 def _settings(

@@ -107,16 +107,25 @@ class _AllCalledError(Exception):
     """Raised when all layers were called: the rest need not run."""
 
 
-@final
-class _Recorder(nn.Module):
-    """A substitute for a decoder layer. It has the layer's attributes, and records its mask."""
+class _Substitute(nn.Module):
+    """A substitute for a part of a model. It has the part's attributes, and returns the same value whatever its
+    input."""
 
-    def __init__(self, layer: nn.Module, number: int, masks: dict[int, Any], layers: int) -> None:
+    def __init__(self, part: nn.Module | None, **attributes: Any) -> None:
         super().__init__()
-        vars(self).update(layer=layer, number=number, masks=masks, layers=layers)
+        vars(self).update(part=part, **attributes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["layer"], name)
+        return getattr(vars(self)["part"], name)
+
+    def forward(self, *args: Any, **_: Any) -> Any:
+        vars(self).update(given=args[0] if args else None)
+        return self.value
+
+
+@final
+class _Recorder(_Substitute):
+    """A substitute for a decoder layer. It records its mask."""
 
     def forward(self, hidden: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
         self.masks[self.number] = kwargs.get("attention_mask")
@@ -144,10 +153,12 @@ class _RecordingText:
             if getattr(self.config, name, None) is not None:
                 setattr(self.config, name, value)
         self.zeros = torch.zeros(1, text.config.hidden_size, dtype=next(text.parameters()).dtype, device="cpu")
-        layers = [_Recorder(layer, at, self.masks, self.count) for at, layer in enumerate(text.layers)]
-        parts = {"layers": nn.ModuleList(layers), "embed_tokens": _Fixed(self.zeros)}
+        common = {"masks": self.masks, "layers": self.count}
+        layers = [_Recorder(layer, number=at, **common) for at, layer in enumerate(text.layers)]
+        parts = {"layers": nn.ModuleList(layers), "embed_tokens": _Substitute(None, value=self.zeros)}
         # Replace parts that would be on the model's device and whose output only layers use.
-        parts |= {name: _Fixed((None, None)) for name, _ in text.named_children() if name in _ROTARY}
+        rotary = {name: part for name, part in text.named_children() if name in _ROTARY}
+        parts |= {name: _Substitute(part, value=(None, None)) for name, part in rotary.items()}
         without = {name: value for name, value in _PER_TOKEN.items() if name in vars(text)}
         self.module = _shallow_copy(text, parts, config=self.config, **without)
 
@@ -252,20 +263,6 @@ class _Output:
         return None
 
 
-@final
-class _Fixed(nn.Module):
-    """A substitute for a backbone or a head. It returns the same value whatever its input."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-        self.given: Any = None
-
-    def forward(self, *args: Any, **_: Any) -> Any:
-        self.given = args[0] if args else None
-        return self.value
-
-
 @torch.no_grad()
 def check_logits(model: ModelParts) -> None:
     """Compare the model's own processing of the head's input and output with its family's descriptor.
@@ -276,7 +273,7 @@ def check_logits(model: ModelParts) -> None:
     core, family = model.core, model.family
     hidden = torch.linspace(-3, 3, 6, device="cpu").reshape(1, 2, 3)
     values = torch.tensor([-900.0, -30.0, -2.0, 0.0, 0.5, 7.0, 31.0, 450.0], device="cpu").reshape(1, 2, 4)
-    backbone, head = _Fixed(_Output(hidden)), _Fixed(values)
+    backbone, head = _Substitute(None, value=_Output(hidden)), _Substitute(None, value=values)
     upstream = family.upstream_class(core)
     name = upstream.__name__
     copied = _copy_with_parts(core, {family.backbone_path or family.text_path: backbone, family.head_path: head})

@@ -254,7 +254,8 @@ class Reader:
         self.rounding = rounding
         """Largest error of a logit, as a fraction of the largest absolute logit; infinity: every choice is
         canonical."""
-        self.block = 1 if self.family.has("experts") else block
+        has_own = getattr(self.core.config.get_text_config(), "enable_moe_block", False)  # Gemma 4's experts
+        self.block = 1 if has_own or self.family.has("experts") else block
         """Number of tokens that a canonical row checks."""
         self.device = next(self.core.parameters()).device
         """Device of the model."""
