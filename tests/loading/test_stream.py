@@ -82,11 +82,6 @@ def short_hub_stream():
     return hub_stream(12, SHORT)
 
 
-def shuffled_hub_stream():
-    """With a shuffle buffer, which is no part of its state."""
-    return hub_stream().shuffle(seed=1, buffer_size=16)
-
-
 class Around(IterableDataset):
     """Hands everything on to a data set of `datasets`, its state, too."""
 
@@ -237,13 +232,48 @@ def test_two_streams_do_not_share_the_samples_of_one_source_with_a_state_out_unn
 
 
 def test_a_source_whose_state_is_no_place_is_read_again_from_the_start_of_the_pass():
-    rows = ids(PackedStream(shuffled_hub_stream(), SETTINGS))
-    half = PackedStream(shuffled_hub_stream(), SETTINGS)
+    def numbered():
+        before = []
+
+        def number(sample):
+            before[:] = [*before, sample["id"]] if sample["id"] else []
+            return {**sample, "number": len(before)}
+
+        return hub_stream().map(number)
+
+    rows = ids(PackedStream(numbered(), SETTINGS))
+    half = PackedStream(numbered(), SETTINGS)
     list(islice(half, 20))
-    resumed = PackedStream(shuffled_hub_stream(), SETTINGS)
+    resumed = PackedStream(numbered(), SETTINGS)
     resumed.load_state_dict(half.state_dict())
-    with pytest.warns(UserWarning, match="does not continue where its state was taken, for example after a shuffle"):
+    with pytest.warns(UserWarning, match="does not continue where its state was taken, for example because its `map`"):
         assert ids(resumed) == rows[20:]
+
+
+def test_a_shuffle_buffer_continues_even_if_the_one_sample_that_is_compared_is_the_same():
+    def make():
+        return PackedStream(hub_stream().shuffle(seed=1, buffer_size=2), RowSettings(capacity=4096, buffer_tokens=0))
+
+    rows = ids(make())
+    for done in range(1, 12):
+        resumed = make()
+        resumed.load_state_dict(stopped(make(), done)[1])
+        assert ids(resumed) == rows[done:]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda hub: hub.skip(13),
+        lambda hub: hub.map(dict).take(17).shuffle(seed=1, buffer_size=2),
+        lambda hub: datasets.interleave_datasets([hub, hub_stream(4, SHORT)]),
+    ],
+)
+def test_ranks_have_no_other_samples_than_the_source_alone(change):
+    """File shards would each skip, take or interleave samples of their own."""
+    source = change(hub_stream())
+    rows = [row for rank in range(2) for row in PackedStream(source, SETTINGS, ranks=2, rank=rank)]
+    assert numbers(rows) == sorted(sample["id"] for sample in source)
 
 
 def test_only_samples_of_the_buffer_are_read_again():
@@ -277,6 +307,10 @@ def test_a_loader_continues_in_the_middle_of_an_epoch_and_in_any_pass(source, wo
             resumed = make()
             resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
             assert ids(islice(resumed, 60 - done)) == rows[done:]
+            if not repeat:
+                ended = make()
+                ended.load_state_dict(resumed.state_dict())
+                assert ids(resumed) == ids(ended) == rows  # the next epoch, in the order of the unbroken run
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), *slow_cases((2, False), (2, True))])

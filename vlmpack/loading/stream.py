@@ -50,11 +50,11 @@ END = object()
 class PackedStream(IterableDataset[list[Any]]):
     """Rows, each a list of samples, for a `StreamLoader`, or for `DataLoader(stream, batch_size=None)` on one rank.
 
-    Every rank, and every worker of its loader, packs its own part of the source: file shards if the source (a streaming
-    data set of `datasets`) can be split evenly, otherwise every n-th sample. In the latter case, each process reads the
-    other samples, too, unless they can be read by index and there is no `prefix`. So reading should be cheap: leave
-    decoding to the collator. The source must yield the same samples in the same order in every process: seed its
-    shuffle, and let the stream do the splitting.
+    Every rank, and every worker of its loader, packs its own part of the source: file shards if the source is a
+    streaming data set of `datasets` that can be split evenly and has no `skip`, `take` or `interleave_datasets`;
+    otherwise every n-th sample. In the latter case, each process reads the other samples, too, unless they can be read
+    by index and there is no `prefix`. So reading should be cheap: leave decoding to the collator. The source must yield
+    the same samples in the same order in every process: seed its shuffle, and let the stream do the splitting.
 
     A sample that the source cannot read (a SampleError) counts as one token of a row. So it reaches the collator, which
     raises it, or skips and counts it.
@@ -271,8 +271,8 @@ class PackedStream(IterableDataset[list[Any]]):
             if near.source is None:
                 raise
             warn(
-                f"the source does not continue where its state was taken, for example after a shuffle buffer, which "
-                f"the state does not include: the pass is read again from its start ({error})",
+                "the source does not continue where its state was taken, for example because its `map` has a state "
+                f"that is not included: the pass is read again from its start ({error})",
                 stacklevel=2,
             )
             samples = self._read_again(state, Mark(0))
@@ -322,8 +322,9 @@ class SourcePart:
     """The samples that one of several processes packs. Together, the parts contain every sample exactly once.
 
     If the source is a streaming data set of `datasets` whose number of shards is divisible by the number of parts, each
-    process opens only its own file shards. Otherwise samples are distributed in turn, and neighbors with one key stay
-    together. Each process then reads all samples, unless they can be read by index and there are no keys.
+    process opens only its own file shards, unless the source counts samples (skip, take, interleave). Otherwise samples
+    are distributed in turn, and neighbors with one key stay together. Each process then reads all samples, unless they
+    can be read by index and there are no keys.
 
     Args:
         source: all samples, the same in every process.
@@ -336,9 +337,11 @@ class SourcePart:
         self.index, self.parts, self._source = index, parts, source
         hub: Any = sys.modules.get("datasets")
         self._is_of_datasets = hub is not None and isinstance(source, hub.IterableDataset)
+        steps = list(_steps(source)) if self._is_of_datasets else []
+        self._has_position = self._is_of_datasets and "BufferShuffledExamplesIterable" not in map(_name, steps)
         self._split = (0, 1)
         """(index, number) of the split of a data set of `datasets` that this part reads from."""
-        if self._is_of_datasets and source.num_shards % parts == 0:
+        if self._is_of_datasets and source.num_shards % parts == 0 and not any(map(_counts_samples, steps)):
             self._split, (index, parts) = (index, parts), (0, 1)
         self._index, self._parts = index, parts
         self._key = None if parts == 1 else key
@@ -352,7 +355,7 @@ class SourcePart:
 
     def marked(self) -> Mark | None:
         """Return the position where reading can continue; None: the source can only be read from its start."""
-        if self._is_of_datasets:
+        if self._has_position:
             return replace(self.mark, source=self._reader.state_dict())
         return self.mark if self.size is not None or not self.mark.position else None
 
@@ -402,6 +405,25 @@ class SourcePart:
         groups = self.mark.groups + (key is None or key != self.mark.key)
         self.mark = Mark(self.mark.position + 1, groups, key)
         return (groups - 1) % self._parts == self._index
+
+
+def _steps(source: Any) -> Iterator[Any]:
+    """Yield the steps that a streaming data set of `datasets` is made of. `datasets` has no public list of them."""
+    steps = [source._ex_iterable]
+    while steps:
+        yield (step := steps.pop())
+        steps += [*getattr(step, "ex_iterables", ()), *filter(None, [getattr(step, "ex_iterable", None)])]
+
+
+def _name(step: Any) -> str:
+    return type(step).__name__
+
+
+def _counts_samples(step: Any) -> bool:
+    """Whether a step (skip, take, interleave) would choose other samples in each file shard than in all of them."""
+    keeps_all = "all_exhausted_without_replacement"
+    is_cut = _name(step) in ("SkipExamplesIterable", "TakeExamplesIterable")
+    return is_cut or getattr(step, "stopping_strategy", keeps_all) != keeps_all
 
 
 _readers: dict[int, object] = {}
@@ -496,7 +518,7 @@ class StreamLoader(DataLoader[Any]):
             ConfigError: a stream that repeats has no sample for this rank.
         """
         if not self._goes_on:
-            self._states, self._turns, self._ended = [{} for _ in self._states], 0, False
+            self._states, self._first, self._turns, self._ended = [{} for _ in self._states], 0, 0, False
         worker: Any = self.dataset
         worker.start = {"parts": self._parts, "first": self._first, "states": [*self._states]}
         self._goes_on = False
@@ -618,35 +640,34 @@ class _Worker(IterableDataset[Any]):
     def __init__(self, stream: PackedStream) -> None:
         self.stream = stream
         self.start: dict[str, Any] | None = None
-        """Where to begin; None: the worker persists, and its streams go on to their next pass."""
-        self._parts: dict[int, PackedStream] = {}
-        self._count = self._first = 0
+        """Where to begin; None: the worker persists, and begins the next pass."""
+        self._count = 0
 
     def __iter__(self) -> Iterator[tuple[list[Any] | None, Any, bool]]:
         start, self.start = self.start, None
         worker = get_worker_info()
         at, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         process, processes = _place(self.stream, at, workers)
-        states = dict[int, Any]()
+        first, states = 0, dict[int, Any]()
         if start is not None:
-            self._count, self._first, states = start["parts"], start["first"], dict(start["states"][at])
-            parts = _hosted(process, processes, self._count, self._first)
-            is_own = (self._count, parts) == (processes, [process])
-            self._parts = {part: self.stream if is_own else self.stream.of_part(part, self._count) for part in parts}
-            self.stream.dealt = [] if is_own else list(self._parts.values())
-            for part, (known, state) in states.items():
-                if known is not None:
-                    self._parts[part].load_state_dict(state)
-        following = {part: self._first + (part - self._first) % self._count for part in self._parts}
+            self._count, first, states = start["parts"], start["first"], dict(start["states"][at])
+        parts = _hosted(process, processes, self._count, first)
+        is_own = (self._count, parts) == (processes, [process])
+        streams = {part: self.stream if is_own else self.stream.of_part(part, self._count) for part in parts}
+        self.stream.dealt = [] if is_own else list(streams.values())
+        for part, (known, state) in states.items():
+            if known is not None:
+                streams[part].load_state_dict(state)
+        following = {part: first + (part - first) % self._count for part in parts}
         following |= {part: known for part, (known, _) in states.items()}
-        rows = {part: iter(stream) for part, stream in self._parts.items()}
-        number = self._first + process
+        rows = {part: iter(stream) for part, stream in streams.items()}
+        number = first + process
         while any(known is not None for known in following.values()):
             row, part = None, number % self._count
             while (known := following[part]) is not None and known <= number:  # the last one is this process's
                 row = next(rows[part], None)
                 following[part] = None if row is None else known + self._count
-            states[part] = following[part], self._parts[part].state_dict()
+            states[part] = following[part], streams[part].state_dict()
             if row is not None:
                 yield row, dict(states), False
             number += processes
