@@ -16,6 +16,8 @@ Each row of a file is one row group, so reading a row touches no byte of another
     input_ids     a a a a a b b b              without padding: padding is added when the row is read
     labels        . . . a a . b b              not shifted, -100 where nothing is trained on
     cu_seqlens    0 5 8                        sample boundaries
+    topk_ids      a a b b                      a teacher's K ids for each target of a sample that has them
+    topk_logprobs                              and their log-probabilities
     sample_ids    "\\"receipt-17\\"", "4"        sample ids as JSON, or else indices in the data set
     samples       JSON: index and digest of each sample; grid, options and number of its images and videos
     images        encoded bytes, as in image files, never pixels; each distinct image of a row once
@@ -34,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 from math import lcm
 from operator import index
 from pathlib import Path
@@ -48,7 +50,7 @@ from torch.utils.data import Dataset
 from vlmpack.collate import digests
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.encoded import Encoded, Visual
+from vlmpack.collate.encoded import OF_TEACHER, Encoded, Visual
 from vlmpack.collate.video import FrameSampling
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import DEFAULT_LIMITS, load_image, read_encoded
@@ -78,7 +80,7 @@ from vlmpack.workers import Executor, in_order
 
 __all__ = ["Manifest", "PackedDataset", "StoreSettings", "write_rows"]
 
-FORMAT, VERSION = "vlmpack.rows", 8
+FORMAT, VERSION = "vlmpack.rows", 9
 NAME, PLAN, LENGTHS, LEFT_OUT = "manifest.json", "plan.zip", "lengths.zip", "left_out.jsonl"
 """Files besides the shards."""
 WORK = ".work"
@@ -287,7 +289,7 @@ def _damaged(path: object, what: str) -> ConfigError:
 MEDIA = ("images", "videos")
 MEASURED = ("grid", "runs", "seconds", "timestamps")
 """What is known of a medium's tokens before its pixels are read."""
-COMPRESSION = dict.fromkeys(("input_ids.list.element", "labels.list.element"), "ZSTD")
+COMPRESSION = dict.fromkeys((f"{name}.list.element" for name in ("input_ids", "labels", "topk_ids")), "ZSTD")
 PNG_EFFORT = 3
 """PNG compression level, 0 to 9; higher levels take much longer and save little."""
 
@@ -297,6 +299,7 @@ def _schema(*, has_media: bool) -> Any:
     ints, image = pa.list_(pa.int32()), pa.struct([("bytes", pa.binary()), ("path", pa.string())])  # datasets.Image
     columns = [("input_ids", ints), ("labels", ints), ("cu_seqlens", ints)]
     columns += [("sample_ids", pa.list_(pa.string())), ("samples", pa.string())]
+    columns += [("topk_ids", ints), ("topk_logprobs", pa.list_(pa.float32()))]
     media = [("images", pa.list_(image)), ("videos", pa.list_(pa.list_(image)))]
     return pa.schema([*columns, *media] if has_media else columns)
 
@@ -340,6 +343,7 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     ids, labels, bounds = (each.to_numpy().astype(np.int64) for each in lists)
     media = {kind: table[kind][0].as_py() if kind in table.column_names else None for kind in MEDIA}
     names, described = table["sample_ids"][0].as_py(), json.loads(table["samples"][0].as_py())
+    entries, read = {name: table[name].combine_chunks().values.to_numpy() for name in OF_TEACHER}, 0
     samples = []
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
         numbers = {"image": count(), "video": count()}  # InternVL's videos are among the images
@@ -354,6 +358,12 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
             weights=np.asarray(about["weights"], np.float32) if "weights" in about else None,
             channel=about.get("channel"), sample_id=json.loads(name),
         )  # fmt: skip
+        if num_entries := about.get("entries"):
+            teacher = {name: np.zeros((len(own), num_entries), kind) for name, kind in OF_TEACHER.items()}
+            first, read = read, read + len(sample.targets) * num_entries
+            for name, values in entries.items():
+                teacher[name][sample.targets] = values[first:read].reshape(-1, num_entries)
+            sample = replace(sample, teacher=teacher)
         samples.append((about["index"], sample))
     return samples
 
@@ -596,7 +606,7 @@ class _Run:
 
         Raises:
             SampleError: a sample differs, or an image cannot be read; names its index.
-            ConfigError: a sample has patches instead of images, or outputs of a teacher.
+            ConfigError: a sample has patches instead of images.
         """
         media: dict[str, dict[Any, int]] = {kind: {} for kind in MEDIA}  # content -> number within the row
         samples, described = list[Encoded](), []
@@ -607,11 +617,9 @@ class _Run:
                 fault = f"it has {now[0]} tokens, {now[1]} of them targets; when measured {before[0]} and {before[1]}"
                 detail = f"{fault}: the data set was changed meanwhile; pack into another folder"
                 raise SampleError(detail, index=place, reason="changed", sample_id=sample.sample_id)
-            if sample.teacher:
-                fault = f"sample {sample.sample_id!r} has {' and '.join(sample.teacher)}, which stored rows do not keep"
-                raise ConfigError(f"{fault}; train on the data set itself, whose rows a plan or a stream makes")
             about: dict[str, Any] = {"index": place, "digest": digests.sample_digest(feature, self.collator)}
             about |= {"channel": sample.channel, "weights": [] if sample.weights is None else sample.weights.tolist()}
+            about["entries"] = sample.teacher["topk_ids"].shape[1] if sample.teacher else None
             try:
                 for kind in MEDIA:
                     about[kind] = [_describe(visual, media, self.collator) for visual in getattr(sample, kind)]
@@ -619,12 +627,17 @@ class _Run:
                 raise error.of_sample(place, sample.sample_id) from error
             samples.append(sample)
             described.append({name: value for name, value in about.items() if value not in (None, [])})
+        taught = [sample for sample in samples if sample.teacher]
         return {
             "input_ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
             "labels": np.concatenate([sample.labels for sample in samples]).astype(np.int32),
             "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
             "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
             "samples": json.dumps(described, default=lambda number: number.item()),  # numpy scalars
+            **{
+                name: list(chain.from_iterable(x.teacher[name][x.targets].ravel() for x in taught))
+                for name in OF_TEACHER
+            },
             "images": [{"bytes": data} for (data,) in media["images"]],
             "videos": [[{"bytes": data} for data in frames] for frames in media["videos"]],
         }

@@ -220,6 +220,17 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         "none of its 29 tokens is trained on",
     ),
     "ids in lists of lists": (teacher(ids=lambda x: [[[0]]] * len(x)), "bad_shape", "topk_ids is [2, 1, 1]"),
+    "an id twice": (teacher(ids=lambda x: [[7, 7]] * len(x)), "bad_row", "holds an id twice; token 26 has [7, 7]"),
+    "an id below 0": (
+        teacher(ids=lambda x: [[7, -1]] * len(x)),
+        "bad_row",
+        "holds a negative id; token 26 has [7, -1]",
+    ),
+    "probabilities": (
+        lambda sample: {**teacher(ids=list)(sample), "topk_logprobs": [[0.6, 0.4]] * sample["input_ids"].numel()},
+        "bad_row",
+        "add up to nothing, or to more than 1: give log-probabilities; token 26 has [0.6",
+    ),
     "floats for ids": (teacher(ids=lambda x: [[0.5, 1]] * len(x)), "bad_dtype", "topk_ids holds float64"),
     "a weight below 0": (
         lambda sample: {**sample, "loss_weights": put(3, -1)(sample["input_ids"] * 0 + 1)},

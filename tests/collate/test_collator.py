@@ -72,6 +72,20 @@ def test_samples_with_broken_pixels_are_skipped_in_their_place(layout, tmp_path)
     assert collator.skip_log.used == 3
 
 
+def test_a_teacher_with_another_number_of_entries_is_skipped_beside_samples_with_and_without_one(tmp_path):
+    def taught(k, **named):
+        sample = chat(**named)
+        count = VLMCollator(processor_of()).measure(sample).num_tokens
+        return {**sample, "topk_ids": [[*range(k)]] * count, "topk_logprobs": [[-2.0] * k] * count}
+
+    samples, path = [taught(3, id="a"), chat("1", "2", id="b"), taught(2, id="c")], tmp_path / "skip_log.jsonl"
+    row = VLMCollator(processor_of(), layout="packed", on_bad="skip", skip_log=path).collate(samples)
+    assert row.metadata.sample_ids == ("a", "b") and len(row.extras["topk_ids"]) == 3
+    assert [(line["index"], line["reason"]) for line in json_lines(path)] == [(2, "bad_shape")]
+    with pytest.raises(SampleError, match=r"sample 2 \(id 'c'\): it has 2 entries .*, and another sample 3: give"):
+        VLMCollator(processor_of(), layout="packed")(samples)
+
+
 def test_a_batch_of_broken_pixels_leaves_no_sample_and_no_memory_held():
     collator = VLMCollator(processor_of(), on_bad="skip", skip_limit=SkipLimit(max_consecutive_bad=4))
     batch = collator([broken_pixels(1), broken_pixels(2), broken_pixels(3)])

@@ -77,6 +77,20 @@ def test_weights_and_channels_come_back(tmp_path):
     assert all(row.metadata.channels for row in rows)
 
 
+def test_a_teachers_entries_come_back(tmp_path):
+    samples = [chat("Total?", f"It is {n}", id=n) for n in range(6)]
+    for sample in samples[1::2]:
+        count, rng = packing().measure(sample).num_tokens, torch.Generator().manual_seed(len(sample))
+        sample["topk_ids"] = torch.rand(count, 300, generator=rng).argsort(1)[:, :4].tolist()
+        sample["topk_logprobs"] = torch.randn(count, 4, generator=rng).log_softmax(1).sub(0.1).tolist()
+    store(tmp_path / "rows", samples)
+    rows = check_rows(PackedDataset(tmp_path / "rows", processor_of()), samples, packing())
+    assert any((row.extras["topk_ids"] > 0).any() for row in rows)
+    samples[1]["topk_logprobs"][-1][0] -= 1
+    with pytest.raises(ConfigError, match=r"1 were changed since they were packed \(at 1\)"):
+        store(tmp_path / "rows", samples)
+
+
 @pytest.mark.parametrize("sharing", [False, SHARING], ids=["apart", "shared"])
 @pytest.mark.parametrize("family", ["llava_onevision", *slow(*(name for name in BEYOND[1::2] if name != "paligemma"))])
 def test_rows_of_every_family_with_a_processor_are_stored(tmp_path, family, sharing):
@@ -293,7 +307,7 @@ def test_files_that_are_gone_cut_damaged_or_older_are_refused_with_the_remedy(tm
     with pytest.raises(ConfigError, match=rf"plan.zip is damaged: it is the plan of other rows; {remedy}"):
         len(PackedDataset(tmp_path).plan)
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 4}))
-    with pytest.raises(ConfigError, match=r"vlmpack.rows of version 4, .* 8; remove the folder and pack again"):
+    with pytest.raises(ConfigError, match=r"vlmpack.rows of version 4, .* 9; remove the folder and pack again"):
         store(tmp_path, texts())
     with pytest.raises(ConfigError, match=r"holds no manifest.json.*`vlmpack pack`"):
         Manifest.load(tmp_path / "elsewhere")

@@ -14,7 +14,7 @@ import torch
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import PIXELS, TYPES, Encoded, Visual
 from vlmpack.data.formats import KINDS, Kind
-from vlmpack.errors import LayoutError, check_kind, check_whole_number
+from vlmpack.errors import check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import NO_ENTRY, SIZES, TEACHER, HostMetadata, Media, PaddedBatch
@@ -219,25 +219,14 @@ def _weights_of(samples: Sequence[Encoded]) -> list[np.ndarray] | None:
 
 
 def _teacher_of(samples: Sequence[Encoded]) -> dict[str, list[np.ndarray]]:
-    """Return each sample's entries of a teacher by name, [K, n], `NO_ENTRY` if it has none; empty: no sample has any.
-
-    Raises:
-        LayoutError: samples have unequal numbers of entries; names two of them.
-    """
-    taught = [sample for sample in samples if sample.teacher]
-    if not taught:
+    """Return each sample's entries of a teacher by name, [K, n]: `NO_ENTRY` if it has none; {}: no sample has any."""
+    first = next((sample.teacher for sample in samples if sample.teacher), None)
+    if first is None:
         return {}
-    counts = [sample.teacher[TEACHER[0]].shape[1] for sample in taught]
-    if (at := next((at for at, count in enumerate(counts) if count != counts[0]), None)) is not None:
-        (first, other), names = (taught[0], taught[at]), " and ".join(TEACHER)
-        raise LayoutError(
-            f"sample {other.sample_id!r} has {counts[at]} entries of {names} for a token, and sample "
-            f"{first.sample_id!r} has {counts[0]}: give all samples of a data set as many"
-        )
 
     def of_sample(sample: Encoded, name: str) -> np.ndarray:
-        dtype = taught[0].teacher[name].dtype
-        return sample.teacher[name].T if sample.teacher else np.full((counts[0], sample.num_tokens), NO_ENTRY, dtype)
+        shape, dtype = (first[name].shape[1], sample.num_tokens), first[name].dtype
+        return sample.teacher[name].T if sample.teacher else np.full(shape, NO_ENTRY, dtype)
 
     return {name: [of_sample(sample, name) for sample in samples] for name in TEACHER}
 

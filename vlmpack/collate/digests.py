@@ -28,6 +28,7 @@ from vlmpack.data.images import ImageLimits, load_image, read_encoded, read_size
 from vlmpack.data.processor import settings_of
 from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import SampleError
+from vlmpack.layout.batch import TEACHER
 
 RULES = 8
 """Increase this with every change that alters the length of a sample."""
@@ -94,7 +95,9 @@ def sample_digest(sample: Any, collator: VLMCollator) -> str:
     """
     read = partial(content_sums, limits=collator.limits), partial(_file_sums, limits=collator.videos.file_limits)
     try:
-        return _digest([sample_id_of(sample), *_content_of(sample, collator, *read)], default=_plain).hex()
+        content = [sample_id_of(sample), *_content_of(sample, collator, *read)]
+        teacher = [content_digest(sample[name]) for name in TEACHER if sample.get(name) is not None]
+        return _digest(content + teacher, default=_plain).hex()
     except (TypeError, ValueError, RecursionError):  # a bad sample, or a tokenized one
         return content_digest(sample)
 

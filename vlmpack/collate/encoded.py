@@ -17,9 +17,13 @@ from vlmpack.data.formats import KINDS, Kind
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import SampleError
 from vlmpack.families.spans import media_runs, prefix_length
+from vlmpack.layout.batch import TEACHER
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs, runs_of_equal
 from vlmpack.layout.row import IGNORE
 from vlmpack.plan.lengths import OVERLENGTH, TRUNCATING, Overlength
+
+OF_TEACHER = dict(zip(TEACHER, (np.int64, np.float32), strict=True))
+"""The types of a teacher's columns."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,6 +114,11 @@ class Encoded:
         """Length of the prefix in a family with prefixes; otherwise 0."""
         column = next(iter(self.columns.values()), None)
         return 0 if column is None else prefix_length(column)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64 [num_targets]: the tokens that are predicted."""
+        return 1 + np.flatnonzero(self.labels[1:] != IGNORE)
 
     @cached_property
     def num_targets(self) -> int:

@@ -11,12 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
+from vlmpack.collate.encoded import (
+    OF_TEACHER,
+    Encoded,
+    TrainOn,
+    Visual,
+    assistant_spans,
+    make_labels,
+    mask_media,
+    weighed,
+)
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, KINDS, is_empty
 from vlmpack.data.messages import LABEL_COLUMNS, SECONDS_COLUMNS, WEIGHT_COLUMN
 from vlmpack.errors import LayoutError, SampleError
-from vlmpack.layout.batch import TEACHER, lengths_from_mask
+from vlmpack.layout.batch import MOST_MASS, NO_ENTRY, NO_LOGPROBS, TEACHER, lengths_from_mask
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
 
@@ -94,7 +103,7 @@ def read_tokenized(feature: Mapping[str, Any], metadata: ProcessorMetadata, *, t
 
 
 def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0, num_tokens: int) -> Encoded:
-    """Return the sample with its teacher's entries (`TEACHER`). Tokens without a label may have none (None or []).
+    """Return the sample with its teacher's entries (`TEACHER`), if it has any. Tokens without a label may have none.
 
     Args:
         sample: the sample, of which the columns may describe more tokens.
@@ -103,15 +112,15 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
         num_tokens: number of tokens that the columns describe.
 
     Raises:
-        SampleError: a column is missing, or does not have K numbers for each target.
+        SampleError: a column is missing, or does not have K log-probabilities of different ids for each target.
     """
-    given = [name for name in TEACHER if feature.get(name) is not None]
-    targets, read = 1 + np.flatnonzero(sample.labels[1:] != IGNORE), {}
+    given = [name for name in TEACHER if not is_empty(feature.get(name))]
+    targets, read = sample.targets, {}
     if not given or not len(targets):  # `check_sample` refuses a sample without targets
         return sample
     if len(given) < len(TEACHER):
         raise SampleError(f"it has {given[0]} alone; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
-    for name, kinds, dtype in zip(TEACHER, ("iu", "f"), (np.int64, np.float32), strict=True):
+    for (name, dtype), kinds in zip(OF_TEACHER.items(), ("iu", "f"), strict=True):
         entries = feature[name]
         try:
             num_entries, counts = len(entries), np.array([0 if each is None else len(each) for each in entries])
@@ -138,7 +147,30 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
         read[name][targets] = values
     if len({column.shape for column in read.values()}) > 1:
         raise SampleError(f"{' and '.join(TEACHER)} have unequal numbers of entries for a token", "bad_shape")
+    taught = targets[(read[TEACHER[0]][targets] != NO_ENTRY).any(1)]
+    ids, logprobs = (read[name][taught] for name in TEACHER)
+    with np.errstate(over="ignore"):
+        sums = np.exp(logprobs).sum(1)
+    for fault, is_wrong, seen in (
+        (f"{TEACHER[0]} holds a negative id", (ids < 0).any(1), ids),
+        (f"{TEACHER[0]} holds an id twice", (np.diff(np.sort(ids)) == 0).any(1), ids),
+        (NO_LOGPROBS, ~((sums > 0) & (sums < MOST_MASS)), logprobs),
+    ):
+        if is_wrong.any():
+            at = int(is_wrong.argmax())
+            raise SampleError(f"{fault}; token {start + taught[at]} has {seen[at].tolist()!s:.80}", "bad_row")
     return replace(sample, teacher=read)
+
+
+def check_teachers(outcomes: list[Encoded | SampleError]) -> None:
+    """Turn samples of a batch into errors if they have another number of a teacher's entries than the first one."""
+    taught = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded) and sample.teacher]
+    for at, sample in taught:
+        count, of_first = (each.teacher[TEACHER[0]].shape[1] for each in (sample, taught[0][1]))
+        if count != of_first:
+            seen = f"it has {count} entries of {' and '.join(TEACHER)} for a token, and another sample {of_first}"
+            fault = f"{seen}: give all samples of a data set as many"
+            outcomes[at] = SampleError(fault, "bad_shape", index=at, sample_id=sample.sample_id)
 
 
 def _check_not_shifted(labels: np.ndarray, ids: np.ndarray) -> None:

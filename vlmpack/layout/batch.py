@@ -26,6 +26,9 @@ sample; in `extras` of a batch [K, B, S], of a row [K, 1, T]."""
 
 NO_ENTRY = -1
 """All K ids of a token that has no teacher: it is learned by cross-entropy."""
+MOST_MASS = 1.01
+"""Maximum sum of the probabilities of a token's entries: those of a teacher in bfloat16 add up to more than 1."""
+NO_LOGPROBS = f"the probabilities of {TEACHER[1]} add up to nothing, or to more than 1: give log-probabilities"
 
 
 Held = TypeVar("Held", bound="OfTensors")

@@ -18,12 +18,9 @@ from typing import final
 import torch
 
 from vlmpack.errors import ConfigError, LayoutError
-from vlmpack.layout.batch import NO_ENTRY, TEACHER, check_is_tensor, whole_numbers
+from vlmpack.layout.batch import MOST_MASS, NO_ENTRY, NO_LOGPROBS, TEACHER, check_is_tensor, whole_numbers
 from vlmpack.layout.device import require
 from vlmpack.layout.row import IGNORE, PackedRow, without_successor
-
-ROUNDED = 1.01
-"""Maximum sum of the probabilities of a target's entries: those of a teacher in bfloat16 add up to more than 1."""
 
 
 @final
@@ -108,8 +105,7 @@ class Teacher:
         logprobs_TK = logprobs_K1T[:, 0].T.float().where(has_entries_T1, even)
         self.logprobs = self._of(logprobs_TK, index_L)
         sums_L = self.logprobs.exp().sum(1)
-        fault = f"the probabilities of {TEACHER[1]} add up to nothing, or to more than 1: give log-probabilities"
-        self._check((sums_L > 0) & (sums_L < ROUNDED), self.logprobs, fault)
+        self._check((sums_L > 0) & (sums_L < MOST_MASS), self.logprobs, NO_LOGPROBS)
 
     def ids(self, index_l: torch.Tensor) -> torch.Tensor:
         """Return int64 [l, K]: the teacher's ids for the targets that these positions of the row predict."""
