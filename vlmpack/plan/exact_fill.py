@@ -56,6 +56,8 @@ def place_sorted(sizes: np.ndarray, counts: np.ndarray, capacity: int) -> Placem
                 full += 1
             if full < bins:
                 heappush(fitting, (room, first + full, bins - full))
+    emptiest = max(fitting)[0] if fitting else -fuller[0][0] if fuller else 0
+    placements.needed = placements.bins - emptiest / capacity
     return placements
 
 
@@ -66,6 +68,8 @@ class Placements:
     def __init__(self) -> None:
         self.bins = 0
         """Number of bins in use."""
+        self.needed = 0.0
+        """Number of bins after best fit, where the emptiest one counts by what is in it."""
         self._rows: list[tuple[int, int, int, int]] = []
 
     def add(self, at: int, *, first_bin: int, per_bin: int, bins: int) -> None:
@@ -140,7 +144,8 @@ def lower_bound(sizes: np.ndarray, capacity: int) -> int:
 
     All of them count in the largest unit that divides every size, and in whole units of the capacity.
 
-    Pairs: samples above a third of the capacity share bins in twos at most, and of these best fit makes the most.
+    Pairs: for a threshold t above a third of the capacity, samples from t to `capacity - t` share bins in twos at most,
+    and none of them fits with a larger one.
 
     Args:
         sizes: int64 [N], each from 0 to `capacity`; zeros need nothing.
@@ -157,14 +162,15 @@ def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
     rising, capacity = rising // unit, capacity // unit
     number, sums = (np.concatenate([[0], np.cumsum(of_each)]) for of_each in (counts, counts * rising))
     half = int(np.searchsorted(rising, capacity // 2, side="right"))
+    large = int(np.searchsorted(rising, capacity // 3, side="right"))
     thresholds = np.concatenate([[0], rising[:half]])
     first = np.searchsorted(rising, thresholds, side="left")
     alone = np.searchsorted(rising, capacity - thresholds, side="right")
     room = (number[alone] - number[half]) * capacity - (sums[alone] - sums[half])
     over = np.maximum(sums[half] - sums[first] - room, 0)
-    large = np.flatnonzero(3 * rising > capacity)[::-1]
     needed = [int((number[-1] - number[half] + divided_up(over, capacity)).max())]
-    needed.append(place_sorted(rising[large], counts[large], capacity).bins)
+    pairs = divided_up(number[alone] - number[first], 2)[large + 1 :]
+    needed.append(int((number[-1] - number[alone[large + 1 :]] + pairs).max(initial=0)))
     for parts in range(2, MOST_PARTS + 1):
         needed.append(divided_up(int((((parts + 1) * rising - 1) // capacity * counts).sum()), parts))
     return max(needed)
@@ -176,10 +182,9 @@ def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
 def best_subset(lengths: Iterable[int], room: int) -> list[int]:
     """Choose lengths whose sum is as close to `room` as possible, without exceeding it.
 
-    Bit t of `reachable` is set if some subset of the lengths so far sums to t. Adding a length is one shift and one OR
-    over all sums at once. Earlier lengths are preferred: the search stops at the first length that makes the full sum
-    possible, and backtracking uses a length only if the earlier ones do not suffice. Of equal lengths, only as many are
-    looked at as fit into `room` together, because more of them make no new sum possible.
+    Bit t of `left` is set if some subset of the lengths so far leaves t tokens of the room free. Adding a length is one
+    shift and one OR over all subsets at once. Earlier lengths are preferred: the search stops at the first length that
+    makes the full sum possible, and backtracking uses a length only if the earlier ones do not suffice.
 
     Args:
         lengths: lengths in tokens, each at least 1; consumed no further than needed.
@@ -191,32 +196,23 @@ def best_subset(lengths: Iterable[int], room: int) -> list[int]:
     room = as_int(room)  # numpy's 64-bit ints cannot hold the bit set
     if not room:
         return []
-    within = (2 << room) - 1
-    full = 1 << room
-    reachable = 1
+    left = 1 << room
     steps: list[tuple[int, int, int]] = []
-    """(index, length, sums before) of each length that made a new sum possible."""
-    useful: dict[int, int] = {}
-    for index, size in enumerate(lengths):
-        length = as_int(size)
-        if (more := useful.get(length)) is None:
-            more = room // length
-        if not more:
-            continue
-        useful[length] = more - 1
-        before, reachable = reachable, reachable | (reachable << length) & within
-        if reachable != before:
+    """(index, length, `left` before) of each length that made a new sum possible."""
+    for index, length in enumerate(lengths):
+        before, left = left, left | left >> length
+        if left != before:
             steps.append((index, length, before))
-            if reachable >= full:
+            if left & 1:
                 break
-    left = reachable.bit_length() - 1
+    free = (left & -left).bit_length() - 1
     chosen = []
     for index, length, before in reversed(steps):
-        if not left:
+        if free == room:
             break
-        if not before >> left & 1:
+        if not before >> free & 1:
             chosen.append(index)
-            left -= length
+            free += length
     return chosen[::-1]
 
 
@@ -232,6 +228,12 @@ SLACK = 1024
 NEGLIGIBLE = 10_000
 """Best fit is good enough if at most one bin in this many could be saved."""
 
+CLOSE = 500
+"""Best fit is close to the lower bound if at most one bin in this many could be saved."""
+
+LEAST_SAVED = 0.2
+"""Close to the bound, the search ends unless it would save this many bins at the rate of the first bins filled."""
+
 MIN_DRAWS = 256
 """Minimum number of draws without a gain before the search ends. In a small set, gains are too rare to stop earlier."""
 
@@ -241,7 +243,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     Now and then a trial run of best fit on the remaining samples tells how many bins would result if the search ended
     there. The search ends when that number stops falling, and goes back to the point where it was lowest. So there are
-    never more bins than with best fit alone, and if nothing can be gained, the search costs little more than best fit.
+    never more bins than with best fit alone. Close to the lower bound, it ends if the first bins filled save nothing.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
@@ -252,45 +254,53 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """
     order = stable_order(lengths.max() - lengths)  # longest first
     sizes, counts = _counted(lengths[order])
+    unit = int(np.gcd.reduce(sizes))  # a row of padded samples is full if no further unit fits
+    sizes, capacity = sizes // unit, capacity // unit
     best_fit = place_sorted(sizes, counts, capacity)
     bound = _lower_bound(sizes[::-1], counts[::-1], capacity)
     if best_fit.bins - bound <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
-    unit = int(np.gcd.reduce(sizes))  # a row of padded samples is full if no further unit fits
-    exact = _fill_rows(Stock(sizes // unit, counts), capacity // unit, best_fit=best_fit.bins, bound=bound)
+    exact = _fill_rows(Stock(sizes, counts, capacity), capacity, best_fit=best_fit, bound=bound)
     if not exact.bins:
         return best_fit.assign(order)
     bin_of = exact.assign(order)
     if len(rest := order[bin_of[order] < 0]):
-        bin_of[rest] = exact.bins + place_sorted(*_counted(lengths[rest]), capacity).assign(np.arange(len(rest)))
+        placed = place_sorted(*_counted(lengths[rest] // unit), capacity)
+        bin_of[rest] = exact.bins + placed.assign(np.arange(len(rest)))
     return bin_of
 
 
-def _fill_rows(stock: Stock, capacity: int, *, best_fit: int, bound: int) -> Placements:
+def _fill_rows(stock: Stock, capacity: int, *, best_fit: Placements, bound: int) -> Placements:
     """Fill rows around the longest lengths, up to the point where best fit of the rest gives the fewest bins in total.
 
     Args:
         stock: all samples.
         capacity: tokens of a bin.
-        best_fit: number of bins that best fit needs for all samples.
+        best_fit: all samples, placed by best fit.
         bound: lower bound of the number of bins.
     """
     placements = Placements()
-    best, fewest, best_draws, useless = placements.copy(), best_fit, 0, 0
+    best, fewest, best_draws, useless = placements.copy(), best_fit.bins, 0, 0
     # the draws before the first trial take about as long as the trial itself, a best fit of the remaining samples
     first_trial = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
-    next_trial, left = first_trial, True
+    probe = first_trial // 2 + int(stock.left[1].sum()) // 500  # draws that show whether anything can be gained
+    is_close = CLOSE * (best_fit.bins - bound) <= best_fit.bins
+    next_trial, left = min(first_trial, probe) if is_close else first_trial, True
     while left and fewest > bound:
         while (left := stock.seek_longest()) and stock.draws < next_trial:
             stock.fill_rows(placements, capacity)
-        bins = placements.bins + place_sorted(*stock.left, capacity).bins
+        rest = place_sorted(*stock.left, capacity)
+        bins = placements.bins + rest.bins
         if bins < fewest:
             best, fewest, best_draws, useless = placements.copy(), bins, stock.draws, 0
         else:
             useless += 1
+        promised = (best_fit.needed - placements.bins - rest.needed) * best_fit.bins
+        if is_close and not best.bins and stock.draws >= probe and promised < LEAST_SAVED * placements.bins:
+            break
         if useless >= (2 if best_draws else 1) and stock.draws - best_draws >= MIN_DRAWS:
             break
-        next_trial = stock.draws + (2 if best_draws else 1) * first_trial
+        next_trial = first_trial if stock.draws < first_trial else stock.draws + (2 if best_draws else 1) * first_trial
     return best
 
 
@@ -301,9 +311,10 @@ class Stock:
     Args:
         sizes: int64 [K]: distinct lengths, descending.
         counts: int64 [K]: number of samples of each length.
+        capacity: tokens of a bin.
     """
 
-    def __init__(self, sizes: np.ndarray, counts: np.ndarray) -> None:
+    def __init__(self, sizes: np.ndarray, counts: np.ndarray, capacity: int) -> None:
         self.sizes = sizes
         """int64 [K]: distinct lengths, descending."""
         self._negated = -sizes
@@ -311,7 +322,7 @@ class Stock:
         self._left = counts.copy()
         self._shares = self._left.cumsum()
         self._used = 0
-        self._top = 0
+        self._top = int((sizes > capacity - sizes[-1]).sum())  # longer ones fit with no other
         self.draws = 0
         """Number of draws so far."""
         self._drew_all = False  # whether the last draw gave all samples that fit
