@@ -96,7 +96,7 @@ def test_a_branch_is_the_sample_of_that_question_alone():
     row = VLMCollator(processor_of(), layout="packed", share_prefixes=SharePrefixes(min_shared=2)).collate(
         branch_turns(record)
     )
-    assert (row.tree.parents, row.tree.images) == ((-1, 0, 0), (0,))
+    assert (row.tree.parents, len(row.metadata.media.in_tree(row.tree).images)) == ((-1, 0, 0), 1)
 
 
 def test_an_answer_with_all_before_it_is_the_conversation_that_ends_there():

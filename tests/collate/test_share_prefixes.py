@@ -63,7 +63,7 @@ def test_the_row_is_the_shared_plain_row():
     assert plain.tree is None
     assert_equal_rows(row, share(plain, min_shared=8))
     assert_equal_rows(unshare(row), unshare(share(plain, min_shared=8)))
-    assert (row.tree.images, row.tree.videos) == ((0, 3), (0,))
+    assert [at.tolist() for at in row.metadata.media.chosen(row.tree).values()] == [[0, 3], [0], []]
     assert torch.equal(unshare(row).media.pixel_values, plain.media.pixel_values)
 
 
@@ -81,7 +81,7 @@ def test_so_it_is_of_every_family(family):
     row, plain = (VLMCollator(processor, layout="packed", share_prefixes=how).collate(samples) for how in (LOW, False))
     read_media = media_reader(family_named(family), config)
     assert_equal_rows(row, share(plain, min_shared=8, read_media=read_media))
-    assert len(row.tree.images) < 10
+    assert len(row.metadata.media.in_tree(row.tree).images) < 10
     assert row.tree.num_tokens < plain.segments.num_tokens
     for name, tensor in plain.media.to_hf().items():
         assert torch.equal(unshare(row, read_media=read_media).media.to_hf()[name], tensor)
@@ -101,7 +101,7 @@ def test_an_image_is_cut_once_a_batch_whatever_holds_it(cuts, tmp_path, shared):
 def test_samples_that_were_tokenized_before_are_shared_too():
     samples = [tokenized("qwen3_vl", TURNS.format(word), picture()) for word in ("Who?", "Where?")]
     row = collator().collate(samples)
-    assert row.tree.images == (0,)
+    assert row.metadata.media.in_tree(row.tree).images == row.metadata.media.images[:1]
     labels = samples[1]["input_ids"].clone()
     labels[-2] += 1
     with pytest.raises(SampleError, match=r"sample 1: token \d+ has the label \d+ and the id"):

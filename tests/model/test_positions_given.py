@@ -110,7 +110,7 @@ def test_positions_that_run_on_are_named_with_their_sample_and_place(family):
     given = case.on_row()
     given[..., lengths[0] :] += 5
     seen, right = ([n] * len(case.positions[0]) for n in (5, 0))
-    message = re.escape(f"sample 1 has {seen} at its token 0, where {right} is right: position_ids are not what each")
+    message = re.escape(f"sample 1, token 0 has {seen}, where {right} is right: position_ids are not what each")
     with pytest.raises(LayoutError, match=f"{message}.*leave position_ids out"):
         case.model(**case.row().to_hf(), position_ids=given)
 
@@ -183,15 +183,13 @@ def test_given_positions_and_restarts_have_to_agree(case):
     row = case.row(GAPS)
     boundaries = restarted(row.segments)
     given = case.on_row(GAPS)
-    with pytest.raises(
-        LayoutError, match=r"sample 1 has \[4, 4, 4\] at its token 4, where \[0, 0, 0\] is.*rope_cu_seqlens"
-    ):
+    with pytest.raises(LayoutError, match=r"sample 1, token 4 has \[4, 4, 4\], where \[0, 0, 0\] is.*rope_cu_seqlens"):
         case.model(**row.to_hf(), position_ids=given, rope_cu_seqlens=boundaries)
     start, stop = row.segments.spans[1]
     given[:, 0, start:stop] = torch.cat([torch.arange(4), torch.arange(stop - start - 4)])
     both = case.model(**row.to_hf(), position_ids=given, rope_cu_seqlens=boundaries)
     assert torch.equal(both.loss, case.model(**row.to_hf(), rope_cu_seqlens=boundaries).loss)
-    with pytest.raises(LayoutError, match=r"sample 1 has \[0, 0, 0\] at its token 4, where \[4, 4, 4\] is right"):
+    with pytest.raises(LayoutError, match=r"sample 1, token 4 has \[0, 0, 0\], where \[4, 4, 4\] is right"):
         case.model(**row.to_hf(), position_ids=given)
 
 

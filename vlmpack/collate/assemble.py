@@ -108,13 +108,11 @@ def to_packed(
     tree = None if sharing is None else prefix_tree(samples, sharing=sharing, family=family)
     packed = _row(samples, rule if tree is None else SlotRule(), pad_token_id)
     if tree is not None:
-        table = _table_of(packed, family).in_tree(tree)
-        packed, images = with_tree(packed, tree), [visuals["image"][at] for at in tree.images]
-        visuals = {
-            "image": _counted_in_tree(images, table, _joins(family)),
-            "video": [visuals["video"][at] for at in tree.videos],
-            "audio": [visuals["audio"][at] for at in tree.audios],
-        }
+        packed, table = with_tree(packed, tree), _table_of(packed, family)
+        chosen = table.chosen(tree)
+        visuals = {kind: [visuals[kind][at] for at in chosen[TYPES[kind]]] for kind in KINDS}
+        images = _counted_in_tree(visuals["image"], table.in_tree(tree), _joins(family))
+        visuals = {**visuals, "image": images}
     return replace(packed, media=_media(visuals, pixel_dtype, buffers, family))
 
 

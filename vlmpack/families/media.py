@@ -216,7 +216,7 @@ def _with_tiles(family: Family, row: PackedRow, table: MediaTable, config: Any) 
     media = {kind: [*table.of_kind(kind)] for kind in KINDS}
     for kind in (IMAGE, VIDEO):
         tokens, entries = tile_entries(family, row.media.to_hf(), config, kind)
-        numbers = range(len(media[kind])) if row.tree is None else row.tree.of_kind(kind)
+        numbers = range(len(media[kind])) if row.tree is None else table.chosen(row.tree)[kind]
         if not tokens:
             continue
         tiles = tiles_of_images(tokens, [media[kind][number].tokens for number in numbers])

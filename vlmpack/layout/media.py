@@ -161,28 +161,20 @@ class MediaTable:
         """Return the position in a row of the first placeholder of each image, of each video and of each audio."""
         return [self.spans(segments, kind)[:, 0] for kind in KINDS]
 
-    def in_tree(self, tree: PrefixTree) -> MediaTable:
-        """Return only the media that a prefix tree computes, each kind in the order of the tree.
+    def chosen(self, tree: PrefixTree) -> dict[int, np.ndarray]:
+        """Return the indices of the media that a prefix tree computes, by kind, in the order of the tree."""
+        return {kind: tree.taken(starts) for kind, starts in zip(KINDS, self.starts(tree.segments), strict=True)}
 
-        Raises:
-            LayoutError: the tree computes a medium that the table does not have.
-        """
-        chosen: list[Medium] = []
-        for kind, name in KINDS.items():
-            numbers, media = tree.of_kind(kind), self.of_kind(kind)
-            if max(numbers, default=-1) >= len(media):
-                raise LayoutError(
-                    f"the tree computes {name} {max(numbers)}, but the metadata has {len(media)} {name}s; a row that "
-                    "is shared needs its metadata ('vlmpack'): leave it in the batch"
-                )
-            chosen += [media[number] for number in numbers]
+    def in_tree(self, tree: PrefixTree) -> MediaTable:
+        """Return only the media that a prefix tree computes, each kind in the order of the tree."""
+        chosen = [self.of_kind(kind)[number] for kind, numbers in self.chosen(tree).items() for number in numbers]
         return replace(self, media=tuple(chosen))
 
     def computed_as(self, tree: PrefixTree) -> dict[int, np.ndarray]:
         """Return for each medium, by kind, the index among those of `in_tree` of the one that is computed for it."""
-        place = tree.place().numpy()  # each medium has the same position in the tree as a computed one
-        places = {kind: place[starts] for kind, starts in zip(KINDS, self.starts(tree.segments), strict=True)}
-        return {kind: np.searchsorted(at[list(tree.of_kind(kind))], at) for kind, at in places.items()}
+        place, starts = tree.place().numpy(), dict(zip(KINDS, self.starts(tree.segments), strict=True))
+        places = {kind: place[of_kind] for kind, of_kind in starts.items()}  # equal to that of a computed medium
+        return {kind: np.searchsorted(at[tree.taken(starts[kind])], at) for kind, at in places.items()}
 
 
 def placeholders(media: Sequence[Medium], segments: Segments) -> np.ndarray:

@@ -76,7 +76,8 @@ class CutGroup:
             parents=(*[-1] * first, *(number.get(tree.parents[node], first - 1) for node in piece.nodes)),
             lengths=(*[piece.kept] * first, *(tree.lengths[node] for node in piece.nodes)),
             leaves=tuple(number.get(tree.leaves[sample], first) for sample in piece.samples),  # or behind a kept piece
-        ).with_media(own_table.starts(segments), kept=piece.kept)
+            kept=piece.kept,
+        )
         index, known = torch.from_numpy(self.index(piece)), row.known_metadata
         columns, num_targets = columns_at(row, lambda _: index), None
         if row.shift_labels is not None:
@@ -100,8 +101,8 @@ class CutGroup:
         )
         computed = own_table.in_tree(part)
         _check_counts(computed, piece)
-        held = table.computed_as(row.tree)
-        chosen = {kind: held[kind][np.asarray(of_table[kind], int)[list(part.of_kind(kind))]] for kind in KINDS}
+        held, own = table.computed_as(row.tree), own_table.chosen(part)
+        chosen = {kind: held[kind][np.asarray(of_table[kind], int)[own[kind]]] for kind in KINDS}
         media = take_media(table.in_tree(row.tree), row.media, chosen, computed, in_tree=True)
         return with_tree(replace(row, **columns, segments=segments, media=media, metadata=metadata, tree=None), part)
 
@@ -139,7 +140,7 @@ def cut_group(row: PackedRow, capacity: int, *, read_media: ReadMedia | None = N
         samples = range(row.segments.num_samples)
         parents, lengths = (-1,) * len(samples), row.segments.lengths
         roots = PrefixTree(segments=row.segments, parents=parents, lengths=lengths, leaves=tuple(samples))
-        row = with_tree(row, roots.with_media(table.starts(row.segments)))
+        row = with_tree(row, roots)
     assert row.tree is not None
     tree = _split_nodes(row.tree, indivisible_runs(row, table), capacity)
     cut = CutGroup(group=row, table=table, tree=tree, pieces=tuple(_pieces(tree, capacity)))

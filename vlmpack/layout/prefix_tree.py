@@ -20,7 +20,7 @@ T row tokens, t tree tokens, n nodes, B samples.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, final
@@ -52,12 +52,8 @@ class PrefixTree:
     """Number of tokens of each node, at least 1."""
     leaves: tuple[int, ...]
     """The node in which each sample ends."""
-    images: tuple[int, ...] = ()
-    """Images that go through the model, in tree order: indices into all images of the row."""
-    videos: tuple[int, ...] = ()
-    """Videos that go through the model, likewise."""
-    audios: tuple[int, ...] = ()
-    """Audios that go through the model, likewise."""
+    kept: int = 0
+    """Number of its first tokens that do not go through the model again, nor do their media: those of a kept prefix."""
 
     def __post_init__(self) -> None:
         check_without_padding(self.segments)
@@ -95,26 +91,14 @@ class PrefixTree:
             node = self.parents[node]
         return tuple(reversed(nodes))
 
-    def of_kind(self, kind: int) -> tuple[int, ...]:
-        """Return `images`, `videos` or `audios` (`vlmpack.layout.media.KINDS`)."""
-        return (self.images, self.videos, self.audios)[kind - 1]
+    def taken(self, starts: np.ndarray) -> np.ndarray:
+        """Return the indices of the media that go through the model, in the order of the tree: int64.
 
-    def with_media(self, starts_of_kinds: Sequence[np.ndarray], *, kept: int = 0) -> PrefixTree:
-        """Return the tree with the media that it computes: those whose first placeholder it takes from the row.
-
-        Args:
-            starts_of_kinds: for images, videos and audios, position in the row of the first placeholder of each.
-            kept: number of the tree's first tokens that do not go through the model again, nor do their media.
+        `starts`: position in the row of the first placeholder of each medium. The tree takes it from one sample.
         """
-        place, source = self.place().numpy(), self.source().numpy()
-
-        def computed(starts: np.ndarray) -> tuple[int, ...]:
-            at = place[starts]
-            numbers = np.flatnonzero((source[at] == starts) & (at >= kept))
-            return tuple(numbers[np.argsort(at[numbers])].tolist())
-
-        images, videos, audios = map(computed, starts_of_kinds)
-        return replace(self, images=images, videos=videos, audios=audios)
+        at = self._place[starts]
+        numbers = np.flatnonzero((self._source[at] == starts) & (at >= self.kept))
+        return numbers[np.argsort(at[numbers])]
 
     @cached_property
     def nodes(self) -> Segments:

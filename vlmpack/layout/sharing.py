@@ -65,15 +65,14 @@ def share(
     row = unshare(row, read_media=read_media)
     whole, table = read_media_of_row(row, read_media)
     images, videos, audios = (_media_numbers(table, whole.media, kind) for kind in KINDS)
-    if tree is None:
+    if tree is not None:
+        _check_tree(tree, whole, (images, videos, audios))
+    else:
         found = {"images": images, "videos": videos, "audios": audios}
         tree = find_prefix_tree(whole, **found, min_shared=min_shared, groups=groups)
-    else:
-        tree = _compared(tree, whole, (images, videos, audios))
     if tree is None:
         return row
-    chosen = {kind: tree.of_kind(kind) for kind in KINDS}
-    media = take_media(table, whole.media, chosen, table.in_tree(tree), in_tree=True)
+    media = take_media(table, whole.media, table.chosen(tree), table.in_tree(tree), in_tree=True)
     return with_tree(replace(whole, media=media), tree)
 
 
@@ -159,14 +158,7 @@ def find_prefix_tree(
     trie = compressed_trie(samples, groups, min_shared)
     if sum(trie.lengths) == row.segments.total:
         return None
-    tree = PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
-    return _with_media(tree, row)
-
-
-def _with_media(tree: PrefixTree, row: PackedRow) -> PrefixTree:
-    """Return the tree with the media of the row that it computes."""
-    table = row.known_metadata.media or MediaTable()
-    return tree.with_media(table.starts(row.segments))
+    return PrefixTree(segments=row.segments, parents=(*trie.parents,), lengths=(*trie.lengths,), leaves=(*trie.leaves,))
 
 
 # ---------------------------------------------------------------------- parts of the media tensors
@@ -309,8 +301,8 @@ def _token_numbers(row: PackedRow, numbers: Sequence[Sequence[int]]) -> tuple[np
     return values, run_starts
 
 
-def _compared(tree: PrefixTree, row: PackedRow, numbers: Sequence[Sequence[int]]) -> PrefixTree:
-    """Check a caller's tree, and return it with the media that it computes.
+def _check_tree(tree: PrefixTree, row: PackedRow, numbers: Sequence[Sequence[int]]) -> None:
+    """Check a caller's tree.
 
     Raises:
         LayoutError: the tree belongs to another row, it shares tokens that differ between samples, or a node ends
@@ -332,7 +324,6 @@ def _compared(tree: PrefixTree, row: PackedRow, numbers: Sequence[Sequence[int]]
     ):
         message = f"the tree takes it from a sample before, but it {fault}; leave the tree out: share finds it"
         require(torch.from_numpy(agree), message, LayoutError, where=segments.where)
-    return _with_media(tree, row)
 
 
 def _two_way_runs(row: PackedRow, table: MediaTable) -> list[tuple[int, int]]:

@@ -727,25 +727,22 @@ def check_positions(
     Raises:
         LayoutError: another shape, or other positions; on the host the message names the first difference.
     """
-    caller_kT = _rows(caller, family, segments.total)
+    caller_kT = copied(_rows(caller, family, segments.total), positions.device)
     text_1T = segments.position_in_segment(positions.device)[None]
     rotary_kT = family.rotary_ids(positions).reshape(-1, segments.total)
     expected_kT = rotary_kT if len(caller_kT) == len(rotary_kT) else torch.cat((text_1T, rotary_kT))
-    real = segments.real_index(positions.device)
-    caller_kR = copied(caller_kT, positions.device).index_select(1, real)
-    expected_kR = expected_kT.index_select(1, real)
+    agree_T = (caller_kT == expected_kT).all(0) | segments.padding_mask(positions.device)
 
-    def where(token: int) -> str:
-        sample, right = bisect_right(segments.real, token) - 1, expected_kR[:, token].tolist()
-        seen = f"sample {sample} has {caller_kR[:, token].tolist()} at its token {token - segments.real[sample]}"
-        return f"{seen}, where {right} is right"
+    def where(place: int) -> str:
+        seen, right = caller_kT[:, place].tolist(), expected_kT[:, place].tolist()
+        return f"{segments.where(place)} has {seen}, where {right} is right"
 
     restart = "every sample" if restarts is None else f"every sample and boundary of {ROPE}"
     message = (
         f"position_ids are not what each sample has alone. They must restart at {restart} and place image tokens by "
         "their grids; leave position_ids out, they are computed"
     )
-    require((caller_kR == expected_kR).all(0), message, LayoutError, where=where)
+    require(agree_T, message, LayoutError, where=where)
 
 
 def _rows(positions: torch.Tensor, family: Family, total: int) -> torch.Tensor:
