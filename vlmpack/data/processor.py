@@ -68,10 +68,11 @@ def _video_settings(source: str | os.PathLike[str]) -> dict[str, Any]:
 def _load_parts(of_class: Any, source: str | os.PathLike[str]) -> Any:
     """Load a processor with its Pillow image processor and its settings.
 
-    Loads the video processor if a family other than Qwen's has videos and torchvision is installed, or if the processor
-    needs one anyway. Skips an audio part that is not used.
+    Loads the video processor if a family other than Qwen's has videos, torchvision is installed and the source has its
+    settings, or if the processor needs one anyway. Skips an audio part that is not used.
     """
     from transformers import AutoFeatureExtractor, AutoImageProcessor, AutoTokenizer, AutoVideoProcessor
+    from transformers.models.auto.video_processing_auto import get_video_processor_config
     from transformers.utils.import_utils import is_torchvision_available
 
     if "Placeholder" in of_class.__name__:  # transformers' substitute for classes whose modules cannot be imported
@@ -85,7 +86,7 @@ def _load_parts(of_class: Any, source: str | os.PathLike[str]) -> Any:
     class_name = of_class.__name__
     has_videos = by_processor()[class_name].has_videos or class_name in FRAMES_AS_TILES
     reads_videos = has_videos and class_name not in QWEN and is_torchvision_available()
-    if class_name in WITH_VIDEO_PART or reads_videos:
+    if class_name in WITH_VIDEO_PART or (reads_videos and get_video_processor_config(source)):
         kept["video_processor"] = AutoVideoProcessor.from_pretrained(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     return without_parts(
