@@ -269,6 +269,7 @@ BAD_MEDIA = {
     ),
     "two image columns": (asked("?", images=[A], image=A), AMBIGUOUS, "both a column image and a column"),
     "an image that is missing among others": (asked("?", images=[A, None]), "image_missing", "image 1 of the 2 in its"),
+    "a first image that is missing": (asked("?", images=[None, A]), "image_missing", "image 0 of the 2 in its"),
     "an index twice": (asked([{**HOLE, "index": 0}] * 2, images=[A, B]), AMBIGUOUS, "have the index 0, 0"),
     "an index of one": (asked([{**HOLE, "index": 0}, HOLE], images=[A, B]), AMBIGUOUS, "have the index 0, N"),
 }

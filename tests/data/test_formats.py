@@ -209,6 +209,10 @@ def test_anthropics_system_and_tools_are_columns() -> None:
         ({"question": "?", "answer": True}, "no text for answer, but True"),
         ({"question": "?", "choices": ["a", "b"], "answer": 1}, "has choices, which its question does not show"),
         ({"question": "?", "answers": []}, r"no text for answers, but \[\]"),
+        ({"instruction": "Double it.", "input": 0, "output": "0"}, "no text for input, but 0"),
+        ({"input": "2 + 2?", "response": "4"}, "has input and response, but no question"),
+        ({"query": None, "history": [["?", "A"]], "response": "4"}, "has history and response, but no question"),
+        ({"image": {"<image_00>": None}, "messages": [user("<image_00>?"), says("A")]}, "places <image_00>, but that"),
     ],
 )
 def test_what_contradicts_itself_is_refused(row: dict[str, Any], expected: str) -> None:

@@ -177,11 +177,14 @@ def _questions(row: dict[str, Any]) -> dict[str, Any]:
     rest = {name: value for name, value in row.items() if name not in (*shape, "input", "history")}
     answer = _answer(row[shape[-1]], shape[-1])
     if len(shape) == 1:
+        if unread := next((name for name in ("input", "history") if not is_empty(row.get(name))), None):
+            fault = f"it has {unread} and {shape[0]}, but no question that they belong to"
+            raise bad_row(f"{fault}; name it: columns={{{unread!r}: 'query'}}, or remove {unread}")
         return {**rest, "messages": [*_media_turn(rest), {"role": "assistant", "content": answer}]}
     question = _text(row[shape[0]], shape[0])
     if choices := next((name for name in ("choices", "options") if row.get(name)), None):
         raise bad_row(f"it has {choices}, which its question does not show; write them, and the answer, as texts")
-    if more := row.get("input"):
+    if not is_empty(more := row.get("input")):
         question = f"{question}\n{_text(more, 'input')}" if question else _text(more, "input")
     history = row.get("history") or []
     if not _is_list(history) or not all(_is_list(pair) and len(pair) == 2 for pair in history):
@@ -245,11 +248,16 @@ def _numbered_images(row: dict[str, Any]) -> dict[str, Any]:
     images = row.get("image")
     if not isinstance(images, Mapping) or not images or not all(_NUMBERED.fullmatch(str(name)) for name in images):
         return row
-    images = {name: image for name, image in images.items() if image is not None}  # Arrow adds the keys of all rows
+    empty = {name for name, image in images.items() if is_empty(image)}  # Arrow adds the keys of all rows
+    images = {name: image for name, image in images.items() if name not in empty}
     placed = set[str]()
 
     def medium(match: re.Match[str]) -> dict[str, Any] | None:
         placed.add(match[0])
+        if match[0] in empty:
+            raise bad_row(
+                f"its text places {match[0]}, but that image is None or empty; give it, or take the marker out"
+            )
         return _medium("image", images[match[0]]) if match[0] in images else None
 
     rest = {name: value for name, value in row.items() if name != "image"}

@@ -686,7 +686,7 @@ def _column_media(present: Mapping[str, Any], kind: Kind) -> tuple[MediaRef, ...
         return ()
     if not isinstance(value, list | tuple) or (many is None and _is_one(value[0], kind)):
         value = [value]
-    if nothing := next((at for at, item in enumerate(value) if is_empty(item)), None):
+    if (nothing := next((at for at, item in enumerate(value) if is_empty(item)), None)) is not None:
         raise SampleError(
             f"{kind} {nothing} of the {len(value)} in its column is {value[nothing]!r}; give it", f"{kind}_missing"
         )
