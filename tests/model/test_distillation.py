@@ -115,6 +115,9 @@ REFUSED = {
     "sample 1, token 5, .* add up to nothing": at_targets("topk_logprobs", lambda logits: logits * torch.nan),
     "the row has topk_logprobs but no topk_ids": lambda row: replace(row, extras={"topk_logprobs": torch.zeros(1)}),
     r"give K ids of each token, \[K, 1, T\]": lambda row: replace(row, extras={"topk_ids": row.input_ids}),
+    r"topk_ids is \[1, \d+, 3\]; give": lambda row: replace(
+        row, extras={"topk_ids": row.extras["topk_ids"].permute(1, 2, 0)}
+    ),
     "topk_logprobs is torch.int64": lambda row: replace(row, extras=dict.fromkeys(row.extras, row.extras["topk_ids"])),
     "the last token of a sample has a target": lambda row: replace(row, shift_labels=row.input_ids, metadata=None),
 }

@@ -99,6 +99,21 @@ def test_layers_without_experts_are_left_alone(family):
     assert result.expert_counts.sum(1).tolist() == [row.segments.num_tokens * TOP_K] * 2
 
 
+@few
+def test_a_block_inside_another_module_gets_and_counts_the_same_tokens(family):
+    """Routers of such a block are recorded too."""
+    found = []
+    for wrap in (lambda block: block, torch.nn.Sequential):
+        model = fresh(family)
+        layer = decoder_layers(model)[1]
+        layer.mlp = wrap(layer.mlp)
+        row = pack(padded(samples_of(model)), rule=SlotRule(row_multiple=64))
+        result = PackedStep(model)(row, output_router_logits=True)
+        found.append((result.loss, result.aux_loss, result.expert_counts))
+    for plain, wrapped in zip(*found, strict=True):
+        assert torch.equal(plain, wrapped)
+
+
 def threads_row(model, seed):
     """A row with gaps, which its experts do not compute."""
     return pack(padded(samples_of(model, seed=seed)), rule=SlotRule(multiple=16)).to_hf()

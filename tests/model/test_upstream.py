@@ -157,6 +157,16 @@ def test_masks_that_are_changed_after_packing_was_enabled_are_seen(
         step(batch)
 
 
+def test_a_mask_function_that_is_replaced_after_packing_was_enabled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_packing(tiny_model("mistral"))
+    step, batch = PackedStep(model), padded(mixed_samples(model.config))
+    step(batch)
+    everything = torch.ones(1, 1, SAMPLE.total, SAMPLE.total, dtype=torch.bool)
+    monkeypatch.setattr(modeling_mistral, "create_sliding_window_causal_mask", lambda config, **inputs: everything)
+    with pytest.raises(FamilyError, match="attends to other tokens"):
+        step(batch)
+
+
 def test_chunks_that_are_changed_after_packing_was_enabled_are_those_of_the_model() -> None:
     model = enable_packing(tiny_model("llama4_text"))
     step, batch = PackedStep(model), padded(mixed_samples(model.config))

@@ -302,6 +302,13 @@ def test_a_model_that_is_random_leaks_nothing_and_proves_nothing(dtype: torch.dt
     assert "set its dropout probabilities to 0" in check.detail
 
 
+def test_a_little_noise_is_not_put_down_to_packing() -> None:
+    model = tiny_model("qwen3")
+    mlp = model.model.layers[0].mlp
+    mlp.register_forward_hook(lambda module, args, output: output + 0.01 * torch.randn_like(output))
+    assert probe(model).verdict == "not deterministic"
+
+
 def test_a_model_that_is_random_in_train_mode_is_proved_in_eval_mode() -> None:
     model = tiny_model("qwen3")
     model.model.norm.register_forward_hook(random_numbers(lambda module: module.training))

@@ -75,7 +75,7 @@ class Teacher:
         if ids_K1T is None:
             raise LayoutError(f"the row has {TEACHER[1]} but no {TEACHER[0]}: give the ids that they belong to")
         ids_K1T = whole_numbers(ids_K1T, TEACHER[0])
-        if ids_K1T.ndim != 3 or not 0 < len(ids_K1T) < vocab_size:
+        if ids_K1T.shape[1:] != row.input_ids.shape or not 0 < len(ids_K1T) < vocab_size:
             seen = list(ids_K1T.shape)
             raise LayoutError(f"{TEACHER[0]} is {seen}; give K ids of each token, [K, 1, T], K below {vocab_size}")
         self._row, self._index = row, index_L

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -154,6 +155,8 @@ _MASK_SETTINGS = (
     "use_bidirectional_attention",
 )
 """Configuration settings from which models make masks."""
+_MASK_FUNCTIONS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
+"""Functions with which models make masks."""
 
 
 def layer_masks(model: ModelParts) -> dict[int, LayerMask]:
@@ -178,8 +181,8 @@ _LAYER_MASKS = "layer masks"
 
 def _mask_settings(text: Any) -> list[Any]:
     """Return what masks of layers depend on. Lists are copied, because they may be changed in place."""
-    config = vars(text.config)
-    settings = (config.get(name) for name in _MASK_SETTINGS)
+    config, code = vars(text.config), inspect.unwrap(type(text).forward).__globals__
+    settings = [*(config.get(name) for name in _MASK_SETTINGS), *(code.get(name) for name in _MASK_FUNCTIONS)]
     return [*(tuple(value) if isinstance(value, list) else value for value in settings), *layer_numbers(text)]
 
 

@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
+from itertools import islice
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
@@ -70,8 +71,11 @@ def _layers_and_blocks(model: ModelParts) -> list[tuple[nn.Module, Any]]:
     parts = model.family.mechanisms.get("experts")
     if parts is None:
         return []
-    pairs = [(layer, layer.get_submodule(parts["layer"])) for layer in model.text.layers.children()]
-    return [(layer, block) for layer, block in pairs if hasattr(block, parts.get("experts", "experts"))]
+    experts, pairs = parts.get("experts", "experts"), list[tuple[nn.Module, Any]]()
+    for layer in model.text.layers.children():
+        wrapped = layer.get_submodule(parts["layer"]).modules()  # a block may be inside a module of the user
+        pairs += [(layer, block) for block in islice((each for each in wrapped if hasattr(each, experts)), 1)]
+    return pairs
 
 
 def num_dispatched(part: RowPart) -> int:
