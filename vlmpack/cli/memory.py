@@ -30,8 +30,6 @@ COMPUTED_IN = 2
 """Bytes of a number in the dtype of computation on a GPU, bfloat16."""
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """Names in TrainingArguments since transformers 5.23, and before."""
-EXPERTS_OF_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-"""Names of the number of experts that each token is sent to."""
 MEANINGS = {
     "weights": "all weights, divided over fsdp and tensor ranks",
     "gradients": "those of trained weights, divided in the same way",
@@ -249,7 +247,7 @@ def model_sizes(model: nn.Module, *, size: int) -> ModelSizes:
     blocks, tower = family.vision_blocks(plain), family.vision_tower(plain)
     trained = [each for each in model.parameters() if each.requires_grad]
     weights = sum(each.numel() for each in model.parameters())
-    experts_of_token = next((x for name in EXPERTS_OF_TOKEN if (x := getattr(config, name, None))), 0)
+    experts_of_token = family.experts_of_token(plain.config)
     layers = plain.get_submodule(family.text_path).layers
     text = tuple(_layer(each, config.hidden_size, experts_of_token, size) for each in layers)
     of_pixel = 4 if size == 4 else 4 + size  # pixels are float32, and cast

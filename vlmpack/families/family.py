@@ -571,6 +571,11 @@ class Family:
         """Return the text part's configuration; for a text model, `config` itself."""
         return config.text_config if self.has_vision else config
 
+    def experts_of_token(self, config: Any) -> int:
+        """Return the number of routed experts that each token goes to, which Gemma 4 names differently; 0: none."""
+        text = self.text_config(config)
+        return getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 0
+
     def merge(self, config: Any) -> int:
         """Return the number of patches merged into one token along each side; 1 if images have no grids.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,20 @@ def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> 
         likeliest = plain_distribution(plain, prompt).topk(max(i, 1))
         np.testing.assert_allclose(result.scores.top.logprobs[1:], likeliest.values[:, :i], atol=2e-5)
         assert np.isnan(result.scores.top.logprobs[0]).all()
+
+
+@pytest.mark.parametrize("family", served("qwen3_vl", "qwen3_5"))  # PyTorch groups no experts in float64
+def test_sampled_log_probabilities_are_the_recomputed_ones_and_differ_by_rounding_alone(family: str) -> None:
+    """In float64 the results still are float32. In float32, a step of a log-probability of 8 is 1e-6 by itself."""
+    engine = tiny_engine(family, model=plain_model(family).double())
+    prompts = prompts_of(engine, count=5)
+    results = run(sampler_of(engine), {str(i): (prompt, sample(max_tokens=20)) for i, prompt in enumerate(prompts)})
+    for i, prompt in enumerate(prompts):
+        (tokens,), result = tokens_of(results[str(i)]), results[str(i)]
+        whole = replace(prompt, input_ids=np.array([*prompt.input_ids, *tokens]))
+        again = run_one(sampler_of(engine), whole, sample(max_tokens=1, prompt_logprobs=True))
+        assert isinstance(result, SampleResult) and again.scores is not None
+        np.testing.assert_allclose(result.sequences[0].logprobs, again.scores.logprobs[-20:], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -63,7 +63,7 @@ class Targets:
     experts: tuple[str, ...]
     """Fused weights of routed experts."""
     experts_of_token: int
-    """Number of experts that a token goes through."""
+    """Number of routed experts that a token goes to; 0: there are none."""
     unembed: str
     """The language-model head."""
 
@@ -104,14 +104,9 @@ def find_targets(model: nn.Module, family: Family) -> Targets:
         attention=tuple(attention),
         mlp=tuple(mlp),
         experts=tuple(experts),
-        experts_of_token=_experts_of_token(family.text_config(model.config)) if experts else 1,
+        experts_of_token=family.experts_of_token(model.config),
         unembed=family.head_path,
     )
-
-
-def _experts_of_token(text_config: Any) -> int:
-    """Return the number of experts of each token, which Gemma 4 names differently."""
-    return next(n for name in ("num_experts_per_tok", "top_k_experts") if (n := getattr(text_config, name, None)))
 
 
 # ---------------------------------------------------------------------- one adapter
