@@ -113,7 +113,7 @@ def test_log_probabilities_of_prompts_are_the_unmodified_models(family: str) -> 
         assert np.isnan(result.scores.top.logprobs[0]).all()
 
 
-@pytest.mark.parametrize("family", served("qwen3_vl", "qwen3_5"))  # PyTorch groups no experts in float64
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])  # transformers runs not every family in float64
 def test_sampled_log_probabilities_are_the_recomputed_ones_and_differ_by_rounding_alone(family: str) -> None:
     """In float64 the results still are float32. In float32, a step of a log-probability of 8 is 1e-6 by itself."""
     engine = tiny_engine(family, model=plain_model(family).double())
