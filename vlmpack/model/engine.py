@@ -163,7 +163,8 @@ class PackingState:
         if under_one_loss and DistributedDataParallel._get_active_ddp_module() is not None and _is_reentrant(model):
             return "reentrant checkpointing gives DDP several gradients of a parameter: set use_reentrant=False"
         if self.parallel is not None and self.parallel.ranks > 1:
-            return f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole: Parallel()"
+            fault = f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole"
+            return f"{fault}: give each rank other rows, Parallel()"
         if self.parallel is not None and self.parallel.vision.host is not None:
             return (
                 "balance_vision deals the images of all ranks in each pass, but ranks may have different numbers of "

@@ -309,7 +309,8 @@ class GroupStep:
         around = any(isinstance(module, FSDPModule) and core in module.modules() for module in model.modules())
         if "FullyShardedDataParallel" in names or ("FSDPModule" in names and not around):
             problem = (
-                "FSDP2 has to shard it whole, so that one pass exchanges all gradients: fully_shard(model) too, at last"
+                "one pass has to exchange all gradients, which only FSDP2 around the whole model does: "
+                "fully_shard(model), after its layers"
             )
         is_balanced = state.config.aux_loss != "sample" and state.family.has("experts") and has_balance(state.family)
         if is_balanced and wants_balance(state.parts_of(core), self._wants_routers):
