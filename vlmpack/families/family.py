@@ -28,6 +28,7 @@ from torch import nn
 from vlmpack.errors import FamilyError, LayoutError
 from vlmpack.families.audio import AudioPart, longest_of_samples, replace_videos
 from vlmpack.families.frames import frames_as_images, kinds_between
+from vlmpack.families.pixels import Draws
 from vlmpack.families.spans import Bidirectional, Prefix
 from vlmpack.families.tiles import QWEN_MEDIA, Join, TileBoundaries, TileEntries, TileTokens, patches_in
 from vlmpack.layout.batch import Media
@@ -150,8 +151,13 @@ class Family:
     host."""
     videos_apart: bool = False
     """True if its tower computes images and videos with grids in a call each."""
+    image: Draws | None = None
+    """For a tiled family: function that draws the tensors of an image."""
+    video: Draws | None = None
+    """The same of a video; None: it takes no videos."""
     blank: Callable[[Any], Mapping[str, torch.Tensor]] | None = None
-    """For a tiled family: function of the configuration that returns the tensors of a small image, and of a video."""
+    """For a tiled family: function of the configuration that returns the tensors of a small image; None: `image` draws
+    one of one cell."""
     image_work: Callable[[Mapping[str, torch.Tensor], Any], Sequence[tuple[int, int]]] | None = None
     """For a tiled family: the number of tiles of each image that the tower computes, and the patches of one; None: as
     many as there are pixels."""
@@ -450,8 +456,10 @@ class Family:
             frames, bins = 2 * config.audio_config.n_window, config.audio_config.num_mel_bins
             mask = torch.ones(1, frames, dtype=torch.int64)
             return {"input_features": torch.ones(1, bins, frames), "feature_attention_mask": mask}
-        if self.blank is not None:
-            return {name: x for name, x in self.blank(config).items() if name in self.tensors_of(kind)}
+        if (draws := self.image if kind == IMAGE else self.video) is not None:
+            tensors = draws(config, (1, 1, 1), torch.ones) if self.blank is None else self.blank(config)
+            counted = [name for name in self.tensors_of(kind) if self.media[name].counts_images]
+            return {**tensors, **dict.fromkeys(counted, torch.tensor([1]))}
         grid = (kind, self.merge(config), self.merge(config))  # of videos in a call of their own, two frames are merged
         pixels, grids = self.tensors_of(kind)
         return {pixels: torch.ones(prod(grid), *self.patch_shape(config)), grids: torch.tensor([grid])}

@@ -11,12 +11,14 @@ Shared keys and values, per-layer embeddings and other head dimensions work on s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 
 from vlmpack.families.family import TRANSFORMERS, Rotary
+from vlmpack.families.pixels import frames_of_patches, padded_patches, square_tiles
 from vlmpack.families.spans import ImageSpans, Prefix
 from vlmpack.families.text import capped_logits
 from vlmpack.families.tiled import tiled_family
@@ -68,22 +70,11 @@ def _images_are_bidirectional(text_config: Any) -> bool:
     return text_config.use_bidirectional_attention == "vision"
 
 
-def _blank_patches(config: Any) -> Tensors:
-    """Return an image and a video of one token, as patches with their positions."""
-    vision = config.vision_config
-    side, patch = _pooling(vision), getattr(vision, "model_patch_size", vision.patch_size)
-    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
-    pixels = torch.ones(1, side**2, 3 * patch**2)
-    tensors = (pixels, places[None], pixels, places[None], torch.tensor([1]))
-    return dict(zip((*_IMAGES, *_VIDEOS), tensors, strict=True))
-
-
 _IMAGES = ("pixel_values", "image_position_ids")
 _VIDEOS = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
 _TAKES_VIDEOS = TRANSFORMERS >= (5, 23)
 """Whether the installed transformers takes videos of different lengths."""
 _WITH_PLACES = {
-    "blank": _blank_patches,
     "token_types": "mm_token_type_ids",
     "tile_tokens": _tokens_of_patches,
     "tile_entries": _frames_of_videos,
@@ -93,12 +84,24 @@ _WITH_PLACES = {
 }
 
 GEMMA = (
-    tiled_family("gemma3", tile_tokens=_tokens_of_images, token_types="token_type_ids", bidirectional=ImageSpans()),
     tiled_family(
-        "gemma4", bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional), **_WITH_PLACES
+        "gemma3",
+        tile_tokens=_tokens_of_images,
+        image=partial(square_tiles, tiles=3),
+        token_types="token_type_ids",
+        bidirectional=ImageSpans(),
+    ),
+    tiled_family(
+        "gemma4",
+        image=padded_patches,
+        video=frames_of_patches,
+        bidirectional=ImageSpans(layers="sliding", enabled=_images_are_bidirectional),
+        **_WITH_PLACES,
     ),
     tiled_family(
         "gemma4_unified",
+        image=partial(padded_patches, merged=True),
+        video=partial(frames_of_patches, merged=True),
         oldest_transformers=(5, 23),
         vision_path="model.embed_vision",
         bidirectional=ImageSpans(enabled=_images_are_bidirectional, beyond_window=True),
@@ -109,6 +112,7 @@ GEMMA = (
         oldest_transformers=(5, 23),
         positions_rule=Rotary(axes=1, start=1),
         tile_tokens=_tokens_of_tower,
+        image=partial(square_tiles, tiles=1),
         bidirectional=Prefix(),
         logits=_prefix_logits,
     ),

@@ -16,6 +16,17 @@ import torch
 
 from vlmpack.errors import LayoutError
 from vlmpack.families.family import Family, Rotary
+from vlmpack.families.pixels import (
+    frames_of_one_size,
+    image_of_any_size,
+    masked_patches,
+    row_of_patches,
+    square_tiles,
+    thumbnail_and_tiles,
+    tile_or_image,
+    tiles_with_mask,
+    views,
+)
 from vlmpack.families.tiles import Join
 from vlmpack.layout.segments import Segments
 
@@ -29,7 +40,7 @@ def tiled_family(model_type: str, **settings: Any) -> Family:
         "token_types": None,
         "vision_path": "model.vision_tower",
         "media": {"pixel_values": Join()},
-        "blank": blank_tile,
+        "image": square_tiles,
     }
     return Family(model_type=model_type, **{**tiled, **settings})
 
@@ -262,52 +273,7 @@ def work_of_sizes(tensors: Tensors, config: Any) -> Sequence[tuple[int, int]]:
     return [(1, _side(config) ** 2)] * len(tensors["pixel_values"])
 
 
-# ---------------------------------------------------------------------- small images, for ranks that have none
-
-
-def blank_tile(config: Any) -> Tensors:
-    """Return a tile."""
-    vision = config.vision_config
-    side = vision.image_size if isinstance(vision.image_size, list | tuple) else (vision.image_size,) * 2
-    return {"pixel_values": torch.ones(1, getattr(vision, "num_channels", 3), *side)}
-
-
-def blank_grid(config: Any) -> Tensors:
-    """Return an image that fills the first grid of tiles, and a video of one tile."""
-    side, size = config.vision_config.image_size, config.image_grid_pinpoints[0]
-    tiles, one = 1 + prod(_best_grid(size, config)), torch.tensor([1])
-    videos = {"pixel_values_videos": torch.ones(1, 1, 3, side, side), "batch_num_images": one}
-    return {"pixel_values": torch.ones(1, tiles, 3, side, side), "image_sizes": torch.tensor([size])} | videos
-
-
-def blank_with_size(config: Any) -> Tensors:
-    """Return an image of one token, with its size if the tower reads it (Pixtral)."""
-    if config.vision_config.model_type != "pixtral":
-        return blank_tile(config)
-    side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
-    return {"pixel_values": torch.ones(1, 3, side, side), "image_sizes": torch.tensor([[side, side]])}
-
-
-def blank_with_mask(config: Any) -> Tensors:
-    """Return a tile and the mask of its pixels."""
-    side = config.vision_config.image_size
-    return {name: x[None] for name, x in blank_tile(config).items()} | {
-        "pixel_attention_mask": torch.ones(1, 1, side, side, dtype=torch.int64)
-    }
-
-
-def blank_columns(config: Any) -> Tensors:
-    """Return an image and a video of one token, as columns of pixels."""
-    side, sizes = config.vision_config.patch_size, [2 * n**config.merger_times for n in config.merge_kernel_size]
-    tensors = {"pixel_values": torch.ones(1, 3, side, side * prod(sizes)), "target_sizes": torch.tensor([sizes])}
-    return tensors | {f"{name}_videos": x for name, x in tensors.items()}
-
-
-def blank_patches(config: Any) -> Tensors:
-    """Return a tile of one token, as patches with a mask."""
-    side, channels = config.downsample_factor, 3 * config.vision_config.patch_size**2
-    shapes, mask = torch.tensor([[side, side]]), torch.ones(1, side**2, dtype=torch.int64)
-    return {"pixel_values": torch.ones(1, side**2, channels), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+# ---------------------------------------------------------------------- a small image, for ranks that have none
 
 
 def blank_views(config: Any) -> Tensors:
@@ -323,7 +289,7 @@ _SIZES = {"pixel_values": Join(pad=True), "image_sizes": Join()}
 
 _PIXTRAL = {
     "tile_tokens": merged_patches,
-    "blank": blank_with_size,
+    "image": image_of_any_size,
     "tile_boundaries": patches_of_sizes,
     "blocks_path": "transformer.layers",
     "media": _SIZES,
@@ -333,18 +299,16 @@ _IDEFICS3 = {
     "vision_path": "model.vision_model",
     "tile_tokens": tiles_with_pixels,
     "without_padding": without_padding,
-    "blank": blank_with_mask,
+    "image": tiles_with_mask,
     "media": {"pixel_values": Join(axis=1), "pixel_attention_mask": Join(axis=1)},
 }
 _COHERE2 = {"tile_tokens": shuffled_tiles, "text_type": "cohere2", "oldest_transformers": (5, 23)}
 
 TILED = (
     tiled_family("internvl", tile_tokens=tiles_of_one_size),
+    tiled_family("llava", tile_tokens=images_of_one_size, media=_SIZES, image_work=work_of_sizes, image=tile_or_image),
     tiled_family(
-        "llava", tile_tokens=images_of_one_size, media=_SIZES, image_work=work_of_sizes, blank=blank_with_size
-    ),
-    tiled_family(
-        "llava_next", tile_tokens=tiles_by_size, media=_SIZES, image_work=work_of_best_grids, blank=blank_grid
+        "llava_next", tile_tokens=tiles_by_size, media=_SIZES, image_work=work_of_best_grids, image=thumbnail_and_tiles
     ),
     tiled_family(
         "llava_onevision",
@@ -352,7 +316,8 @@ TILED = (
         video_tokens=pooled_frames,
         oldest_over_ranks=(5, 23),
         image_work=work_of_best_grids,
-        blank=blank_grid,
+        image=thumbnail_and_tiles,
+        video=frames_of_one_size,
         media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
     ),
     tiled_family("smolvlm", **_IDEFICS3),
@@ -364,7 +329,8 @@ TILED = (
         mechanisms={"gated_delta": {"layer": "linear_attn"}},
         tile_tokens=merged_windows,
         tile_entries=columns_of_targets,
-        blank=blank_columns,
+        image=row_of_patches,
+        video=partial(row_of_patches, of="_videos"),
         tile_boundaries=patches_of_targets,
         blocks_path="encoder.layers",
         keeps_row={"vit_merger": "self_attn"},
@@ -382,7 +348,7 @@ TILED = (
         "lfm2_vl",
         mechanisms={"short_conv": {"layer": "conv"}},
         tile_tokens=shuffled_patches,
-        blank=blank_patches,
+        image=masked_patches,
         media={"pixel_values": Join(pad=True), "pixel_attention_mask": Join(pad=True), "spatial_shapes": Join()},
         oldest_transformers=(5, 23),
         text_type="lfm2",
@@ -394,6 +360,7 @@ TILED = (
         mechanisms={"experts": {"layer": "mlp", "router": "gate"}},
         tile_tokens=views_of_images,
         tile_entries=tiles_of_views,
+        image=views,
         blank=blank_views,
         media={"pixel_values": Join(), "pixel_values_local": Join(), "num_local_patches": Join()},
         oldest_transformers=(5, 23),

@@ -16,10 +16,9 @@ axis. For a Qwen-VL model:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar, Literal, final
@@ -32,6 +31,7 @@ from vlmpack.collate.collator import VLMCollator
 from vlmpack.errors import ConfigError, SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.media import media_of_row
+from vlmpack.families.pixels import Draw, Tensors, thumbnail_and_tiles
 from vlmpack.families.registry import family_named, family_of_processor
 from vlmpack.families.spans import prefix_length
 from vlmpack.families.tiles import Join, tiles_of_images
@@ -602,141 +602,28 @@ def _audio(config: Any, family: Family, frames: int) -> list[int]:
 
 
 # ---------------------------------------------------------------------- images and videos without grids
-#
-# Where a family's images have no grids, a grid (1, rows, columns) gives the shape of an image. The family's rule turns
-# it into the tensors that its processor would return; the descriptor's own rule counts their placeholders.
-
-Draw = Callable[..., torch.Tensor]
-"""Function of sizes that returns float32 numbers from N(0, 1)."""
-Tensors = dict[str, torch.Tensor]
-MOST_PATCHES = 84
-"""Number of patches that every image is padded to, in families whose processors pad patches."""
-
-
-def _side(config: Any) -> int:
-    side = config.vision_config.image_size
-    return side if isinstance(side, int) else side[0]
-
-
-def _tiles(config: Any, grid: Grid, draw: Draw, *, tiles: int | None = None) -> Tensors:
-    """Square tiles: one for a grid of one cell, else `tiles`; None: one for each cell, and a thumbnail."""
-    cells, side = grid[1] * grid[2], _side(config)
-    return {"pixel_values": draw(1 if cells == 1 else tiles or cells + 1, 3, side, side)}
-
-
-def _tiles_with_mask(config: Any, grid: Grid, draw: Draw) -> Tensors:
-    """A tile for each cell of the grid, with a mask of pixels."""
-    shape = (1, grid[1] * grid[2], _side(config), _side(config))
-    mask = torch.ones(shape, dtype=torch.int64)
-    return {"pixel_values": draw(*shape[:2], 3, *shape[2:]), "pixel_attention_mask": mask}
-
-
-def _padded_patches(config: Any, grid: Grid, draw: Draw, *, merged: bool = False) -> Tensors:
-    """Patches with position ids (-1 for padding): one for each cell if `merged`, else those that are pooled to it."""
-    vision = config.vision_config
-    patches, side = (1, vision.model_patch_size) if merged else (vision.pooling_kernel_size, vision.patch_size)
-    rows, columns = (patches * cells for cells in grid[1:])
-    places = torch.full((1, MOST_PATCHES, 2), -1)
-    places[0, : rows * columns] = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).flip(-1)
-    pixels = draw(1, MOST_PATCHES, 3 * side**2)
-    pixels[0, rows * columns :] = 0
-    return {"pixel_values": pixels, "image_position_ids": places}
-
-
-def _anyres(config: Any, grid: Grid, draw: Draw, *, thumbnail: bool = False) -> Tensors:
-    """A thumbnail, and unless only that is wanted, the tiles of the grid that fits the image's proportions best."""
-    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-    side, size = _side(config), [11 * grid[1], 13 * grid[2]]
-    tiles = 1 if thumbnail else image_size_to_num_patches(size, config.image_grid_pinpoints, side)
-    return {"pixel_values": draw(1, tiles, 3, side, side), "image_sizes": torch.tensor([size])}
-
-
-def _image_of_any_size(config: Any, grid: Grid, draw: Draw) -> Tensors:
-    """An image of one merged patch for each cell of the grid."""
-    side = config.vision_config.patch_size * config.spatial_merge_size
-    size = [grid[1] * side, grid[2] * side]
-    return {"pixel_values": draw(1, 3, *size), "image_sizes": torch.tensor([size])}
-
-
-def _row_of_patches(config: Any, grid: Grid, draw: Draw, *, of: str = "") -> Tensors:
-    """Patches of an image, or of all frames of a video, one after the other along the last axis."""
-    side, (frames, rows, columns) = config.vision_config.patch_size, (grid[0], 4 * grid[1], 4 * grid[2])
-    sizes = torch.tensor([[rows, columns]] * frames, dtype=torch.int32)
-    return {f"pixel_values{of}": draw(1, 3, side, side * frames * rows * columns), f"target_sizes{of}": sizes}
-
-
-def _masked_patches(config: Any, grid: Grid, draw: Draw) -> Tensors:
-    """An image in the shape of the grid; with more than two cells, this is a thumbnail after two square tiles. All are
-    padded to a common number of patches, with a mask."""
-    cells = [*[(2, 2)] * 2 * (grid[1] * grid[2] > 2), grid[1:]]
-    shapes = config.downsample_factor * torch.tensor(cells)
-    patches = shapes.prod(-1)
-    mask = (torch.arange(int(patches.max()) + 3) < patches[:, None]).long()
-    pixels = draw(*mask.shape, 3 * config.vision_config.patch_size**2) * mask[..., None]
-    return {"pixel_values": pixels, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-
-
-def _views(config: Any, grid: Grid, draw: Draw) -> Tensors:
-    """A whole image, and two tiles of half its side if the grid has several cells."""
-    tiles, side = 2 * (grid[1] * grid[2] > 1), config.vision_config.sam_config.image_size
-    tensors = {"pixel_values": draw(1, 3, side, side), "num_local_patches": torch.tensor([tiles])}
-    return tensors | ({"pixel_values_local": draw(tiles, 3, side // 2, side // 2)} if tiles else {})
-
-
-def _frames_of_one_size(config: Any, grid: Grid, draw: Draw) -> Tensors:
-    """A video of two frames, whatever the grid: all videos of a call need the same number of frames."""
-    return {"pixel_values_videos": draw(1, 2, 3, _side(config), _side(config))}
-
-
-def _frames_of_patches(config: Any, grid: Grid, draw: Draw, *, merged: bool = False) -> Tensors:
-    """Frames as padded patches."""
-    frames = [_padded_patches(config, grid, draw, merged=merged) for _ in range(grid[0])]
-    pixels, places = (torch.cat([frame[name] for frame in frames]) for name in frames[0])
-    count = torch.tensor([grid[0]])
-    return {"pixel_values_videos": pixels, "video_position_ids": places, "num_frames_per_video": count}
-
 
 Written = Literal["joined", "ended", "rows", "apart", "bare"]
 """How runs of placeholders are written. joined: all between one start and one end token; ended: the end token follows
 each; rows: the same, with a run for each row of the grid; apart: each between start and end token; bare: without."""
 
-IMAGES: dict[str, tuple[Callable[..., Tensors], Written]] = {
-    "internvl": (_tiles, "joined"),
-    "llava": (partial(_tiles, tiles=1), "joined"),
-    "llava_next": (_anyres, "joined"),
-    "llava_onevision": (_anyres, "joined"),
-    "smolvlm": (_tiles_with_mask, "ended"),
-    "idefics3": (_tiles_with_mask, "ended"),
-    "mistral3": (_image_of_any_size, "rows"),
-    "lighton_ocr": (_image_of_any_size, "bare"),
-    "minicpmv4_6": (_row_of_patches, "joined"),
-    "lfm2_vl": (_masked_patches, "ended"),
-    "deepseek_ocr2": (_views, "bare"),
-    "cohere2_vision": (_tiles, "ended"),
-    "aya_vision": (_tiles, "ended"),
-    "llama4": (_tiles, "ended"),
-    "gemma3": (partial(_tiles, tiles=3), "apart"),
-    "gemma4": (_padded_patches, "joined"),
-    "gemma4_unified": (partial(_padded_patches, merged=True), "joined"),
-    "paligemma": (partial(_tiles, tiles=1), "bare"),
+WRITTEN: dict[str, Written] = {
+    **dict.fromkeys(("smolvlm", "idefics3", "lfm2_vl", "cohere2_vision", "aya_vision", "llama4"), "ended"),
+    **dict.fromkeys(("lighton_ocr", "deepseek_ocr2", "paligemma"), "bare"),
+    "mistral3": "rows",
+    "gemma3": "apart",
 }
-"""For each `config.model_type`, the tensors of an image, and how its placeholders are written."""
-VIDEOS = {
-    "llava_onevision": _frames_of_one_size,
-    "minicpmv4_6": partial(_row_of_patches, of="_videos"),
-    "gemma4": _frames_of_patches,
-    "gemma4_unified": partial(_frames_of_patches, merged=True),
-}
-"""Likewise the tensors of a video; each run of its placeholders is between start and end token."""
+"""How the placeholders of images are written, by `config.model_type`; of other families: joined. Each run of a video's
+placeholders is between start and end token."""
 
 
 def _image_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw, *, several: bool) -> tuple[list[int], Tensors]:
     """Return the token ids and tensors of an image; `several`: its sample has several images."""
-    (make, written), rule = IMAGES[family.model_type], family.tile_tokens
+    make, rule, written = family.image, family.tile_tokens, WRITTEN.get(family.model_type, "joined")
+    assert make is not None
     assert rule is not None
     if several and any(join.counts_images for join in family.media.values()):  # an image is written differently then
-        tensors = make(config, grid, draw, thumbnail=True)
+        tensors = thumbnail_and_tiles(config, grid, draw, thumbnail=True)
         two = {"image_sizes": tensors["image_sizes"].repeat(2, 1), "batch_num_images": torch.tensor([2])}
         return _written(config, config.image_token_id, rule(two, config)[:1], written), tensors
     tensors = make(config, grid, draw)
@@ -746,8 +633,10 @@ def _image_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw, *, seve
 
 def _video_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw) -> tuple[list[int], Tensors]:
     """Return the token ids and tensors of a video."""
-    tensors, rule = VIDEOS[family.model_type](config, grid, draw), family.video_tokens
+    make, rule = family.video, family.video_tokens
+    assert make is not None
     assert rule is not None
+    tensors = make(config, grid, draw)
     runs, frames = rule(tensors, config), int(tensors.get("num_frames_per_video", 1))
     return _written(config, config.video_token_id, [n // frames for n in runs for _ in range(frames)], "apart"), tensors
 
