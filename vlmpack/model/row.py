@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from typing import Any, final
+from weakref import ref
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from vlmpack.layout.media import MediaTable
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import IGNORE, PackedRow, roll_left
 from vlmpack.layout.segments import Segments
+from vlmpack.model.opaque import handle_of
 from vlmpack.model.pieces import PieceOfGroup
 
 CONTEXT = "vlmpack_row"
@@ -309,6 +311,8 @@ class RowContext:
         """The part of the row on this rank."""
         self.entries = dict(entries)
         """Each mechanism's entry (returned by `Mechanism.prepare`), by the mechanism's name."""
+        self.handle = handle_of(ref(self))
+        """The tensor that stands for a weak reference to this object in compiled graphs."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowContext:
         """Return itself: the row belongs to one call."""

@@ -246,13 +246,15 @@ def replaces(method: str = "forward", *, in_graph: bool = False) -> Callable[[Ca
     """
 
     def maker_of(function: Callable[..., Any]) -> Maker:
+        runs = function if in_graph else around_graph(function)
+
         @functools.cache
         def maker(base: type[nn.Module]) -> type[nn.Module]:
             plain = getattr(base, method)
 
             @functools.wraps(plain)
             def replaced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-                return function(plain, self, *args, **kwargs)
+                return runs(plain, self, *args, **kwargs)
 
             return subclass(base, {method: replaced if in_graph else around_graph(replaced)}, maker)
 

@@ -38,10 +38,13 @@ from vlmpack.layout.device import outside_graph
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.upstream import check_spans, layer_numbers, measure_layer_masks
+from vlmpack.model.opaque import OpaqueCall, handle_of, value_of
 from vlmpack.model.plain import check_not_bypassed, warn_past_the_forward
 from vlmpack.model.row import CONTEXT, RowContext
 
 TEXT, VISION = "vlmpack", "vlmpack_flash"
+NUMBER = "_vlmpack_layer"
+"""Name of an attention layer's attribute: its number, int64 [] on the host."""
 OF_VISION = "vision"
 """Name of the entry with the boundaries of the vision tower (`vision.VisionRow`)."""
 
@@ -90,6 +93,7 @@ class Attention(Mechanism):
             if not isinstance(config := module.config, ConfigProxy):
                 key = name, id(config)
                 module.config = proxies[key] = proxies.get(key) or config_proxy(config, name)
+        _number(model)
         if not _has_own_masks(model):
             layer_masks(model)
 
@@ -98,6 +102,7 @@ class Attention(Mechanism):
         for _, module in _Callers.of(model).modules:
             if id(module) not in kept:
                 module.config = plain_config(module)
+                vars(module).pop(NUMBER, None)
 
     def problem(self, model: ModelParts, *, attached: bool) -> str | None:
         """Report a replaced layer, or a model that computes anything other than causal softmax attention over whole
@@ -173,7 +178,15 @@ def layer_masks(model: ModelParts) -> dict[int, LayerMask]:
         masks = measure_layer_masks(model.text)
         check_spans(model, masks, model.family.bidirectional_tokens(model.core.config))
         known = model.memo[_LAYER_MASKS] = settings, masks
+        _number(model)
     return known[1]
+
+
+def _number(model: ModelParts) -> None:
+    """Give each attention layer its number as a tensor: compiled code would be specialized for its `layer_idx`."""
+    for name, module in _Callers.of(model).modules:
+        if name == TEXT and "layer_idx" in vars(module):
+            setattr(module, NUMBER, torch.tensor(module.layer_idx, device="cpu"))
 
 
 _LAYER_MASKS = "layer masks"
@@ -410,7 +423,6 @@ AttentionInterface.register(TEXT, _text_attention)
 AttentionInterface.register(VISION, _vision_attention)
 
 
-@outside_graph
 def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -423,20 +435,45 @@ def packed_attention(
     pattern: Pattern = CAUSAL,
     module: Any = None,
 ) -> torch.Tensor:
-    """Take transformers' [1, N, T, H] and return its [1, T, N, H].
+    """Take transformers' [1, N, T, H] and return its [1, T, N, H]. Compiled graphs contain it as one operator, except
+    in a row that goes through the model in pieces: their gradients take ways past the operator.
 
-    `vision`: boundaries of a vision block; None: text. `module`: the calling layer. Its number is read here, outside
-    the graph, because compiled code would otherwise be specialized for each layer.
+    `vision`: boundaries of a vision block; None: text. `module`: the calling layer.
     """
+    q_TNH, k_TKH, v_TKH = qkv = [_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value)]
+    settings: dict[str, Any] = {"scale": scale, "dropout": dropout}
+    is_opaque = torch.compiler.is_compiling() and row.part.piece is None
+    if not (is_opaque and (vision is not None or hasattr(module, NUMBER))):
+        return _attend(q_TNH, k_TKH, v_TKH, row, pattern, vision, module=module, **settings)[None]
+    tensors, number = [*(x.contiguous() for x in qkv), pattern.sinks], getattr(module, NUMBER, None)
+    learns = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
+    limits = {"window": pattern.window, "softcap": pattern.softcap, "learns": learns}
+    out_TNH, _ = attention_operator(*tensors, vision, row.handle, number, **settings, **limits)
+    return out_TNH[None]
+
+
+@outside_graph
+def _attend(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    row: RowContext,
+    pattern: Pattern,
+    vision: torch.Tensor | None,
+    *,
+    scale: float,
+    dropout: float,
+    module: Any,
+    layer: int | None = None,
+) -> torch.Tensor:
     entry: RowAttention = row.entries[Attention.name]
     if vision is None:
         entry.calls += 1
-        if entry.upstream_masks is not None and module is not None:
-            pattern = with_chunk(entry.upstream_masks, pattern, module.layer_idx)
+        if entry.upstream_masks is not None and (number := layer if module is None else module.layer_idx) is not None:
+            pattern = with_chunk(entry.upstream_masks, pattern, number)
         entry.masks.add(LayerMask(window=pattern.window, chunk=pattern.chunk))
-        pattern = _with_spans(pattern, entry, row, query.shape[1])
-    segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, query.shape[2])
-    q_TNH, k_TKH, v_TKH = (_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value))
+        pattern = _with_spans(pattern, entry, row, q_TNH.shape[1])
+    segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, len(q_TNH))
 
     def attend(
         q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, segments: Segments, **keys: Segments
@@ -449,14 +486,84 @@ def packed_attention(
         return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)
 
     if vision is not None:  # all patches of an image are on the same rank
-        out_TNH = attend(q_TNH, k_TKH, v_TKH, segments)
-    else:
-        out_TNH = row.part.attend(attend, (q_TNH, k_TKH, v_TKH), segments, layer=module)
-    if getattr(module, "_compiled_call_impl", None) is None:
-        return out_TNH[None]
-    # Compiled code goes on with the result, and would be compiled again for each layout, and each way to view another
-    # tensor. It needs a contiguous one anyway.
-    return torch.ops.aten._unsafe_view(out_TNH.contiguous(), (1, *out_TNH.shape))
+        return attend(q_TNH, k_TKH, v_TKH, segments)
+    return row.part.attend(attend, (q_TNH, k_TKH, v_TKH), segments, layer=module)
+
+
+# ---------------------------------------------------------------------- as an operator of compiled graphs
+
+
+_OPERATOR: dict[str, Any] = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
+
+
+@torch.library.custom_op("vlmpack::attention", **_OPERATOR)
+def attention_operator(
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    sinks: torch.Tensor | None,
+    vision: torch.Tensor | None,
+    row: torch.Tensor,
+    layer: torch.Tensor | None,
+    scale: float,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    learns: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [T, N, H] of a row's handle, and the handle of the `OpaqueCall`. `learns`: which of the first four tensors
+    get gradients."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+        pattern = Pattern(window=window, softcap=softcap, sinks=sinks)
+        number = None if layer is None else int(layer)
+        settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "module": None, "layer": number}
+        return _attend(q, k, v, value_of(row)(), pattern, vision, **settings).contiguous()
+
+    tensors = (q_TNH, k_TKH, v_TKH, sinks)
+    if not any(learns):
+        return attend(*tensors), torch.zeros((), dtype=torch.int64, device="cpu")
+    call = OpaqueCall(attend, tensors, learns)
+    return call.out, handle_of(call)
+
+
+@attention_operator.register_fake
+def _(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, *others: Any) -> Any:
+    out_TNH = q_TNH.new_empty(*q_TNH.shape[:2], v_TKH.shape[2])
+    return out_TNH, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("vlmpack::attention_backward", **_OPERATOR)
+def _backward_operator(
+    grad_TNH: torch.Tensor,
+    q_TNH: torch.Tensor,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out_TNH: torch.Tensor,
+    call: torch.Tensor,
+    learns: list[bool],
+) -> list[torch.Tensor]:
+    return value_of(call).gradients(grad_TNH, (q_TNH, k_TKH, v_TKH, sinks, out_TNH))
+
+
+@_backward_operator.register_fake
+def _(grad_TNH: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+    *tensors, learns = inputs
+    return [x.new_empty(x.shape) for x, is_one in zip(tensors, learns, strict=False) if is_one]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, _, _, _, _, _, _, _, ctx.learns = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, grad_TNH: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    found = iter(_backward_operator(grad_TNH, *ctx.saved_tensors, ctx.learns))
+    return *(next(found) if is_one else None for is_one in ctx.learns), *(None for _ in range(8))
+
+
+attention_operator.register_autograd(_backward, setup_context=_save)
 
 
 def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: int) -> Pattern:
