@@ -81,7 +81,8 @@ def test_fixed_sizes_give_tensors_of_one_shape(lengths, multiple):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), name
     compact = segments.without_gaps(rule)
     assert len(compact.lengths) == len(Segments.from_lengths([1], rule).without_gaps(rule).lengths)
-    assert compact.total == 4096
+    assert (compact.total, compact.longest) == (4096, 4096)
+    assert Segments.from_lengths(lengths).longest == max(lengths)
     assert segments.num_samples == len(lengths)
     assert set(segments.real[len(lengths) :]) == {segments.num_tokens}
 

@@ -232,8 +232,8 @@ class VarlenKernel(Backend):
         seqlens = (
             segments.cu_seqlens(q_TNH.device),
             keys.cu_seqlens(q_TNH.device),
-            segments.max_length,
-            keys.max_length,
+            segments.longest,
+            keys.longest,
         )
         width = v_TKH.shape[2]
         if narrower := k_TKH.shape[2] - width:
@@ -395,8 +395,8 @@ class EfficientVarlen(Backend):
             None,
             segments.cu_seqlens(device),
             keys.cu_seqlens(device),
-            segments.max_length,
-            keys.max_length,
+            segments.longest,
+            keys.longest,
             0.0,
             CAUSAL_FROM_THE_END if softmax.causal else NO_MASK,
             True,

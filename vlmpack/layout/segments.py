@@ -311,6 +311,13 @@ class Segments:
         return max(self.lengths)
 
     @property
+    def longest(self) -> int:
+        """A limit of `max_length` for kernels. If `SlotRule` fixes the number of segments, it is the row's width: the
+        same in every row, because a CUDA graph keeps it."""
+        is_fixed = len(self.lengths) - self.num_samples >= -(-self.total // TAIL_PIECE)
+        return self.total if is_fixed else self.max_length
+
+    @property
     def sample_lengths(self) -> tuple[int, ...]:
         """Number of tokens of each sample."""
         return self.lengths[: self.num_samples]
