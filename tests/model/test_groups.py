@@ -2,6 +2,7 @@
 each token goes through the model once."""
 
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -266,6 +267,8 @@ def test_what_cannot_be_exact_is_refused_before_the_first_forward(name):
         PackedStep(model).group(row, **{"capacity": 40, **settings})
     with pytest.raises(ConfigError, match=r"row has to be a PackedRow, such as .*, got a dict"):
         PackedStep(model).group(row.to_hf(), capacity=40)
+    with pytest.raises(LayoutError, match="no shift_labels"):
+        PackedStep(model).group(replace(row, shift_labels=None), capacity=40)
 
 
 def test_the_capacity_that_is_asked_for_serves_the_whole_group():

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from vlmpack.context_parallel.mesh import Parallel
-from vlmpack.errors import ConfigError
+from vlmpack.errors import ConfigError, LayoutError
 from vlmpack.families.media import media_reader
 from vlmpack.families.registry import family_named, family_of
 from vlmpack.layout.batch import METADATA_KEY, TEACHER, PaddedBatch, check_is_batch
@@ -158,10 +158,14 @@ class PackedStep:
         Raises:
             ConfigError: the model has layers that cannot start from a kept prefix, the routers' loss is that of a whole
                 row, ranks share rows, or FSDP shards the model in a way that does not fit.
-            LayoutError: the row is on a device, or has a medium that is longer than `capacity`.
+            LayoutError: the row is on a device, has no targets, or a medium that is longer than `capacity`.
         """
         core = find_model(self.model)
         cut = cut_group(row, capacity, read_media=media_reader(family_of(core), core.config))
+        if row.shift_labels is None:
+            raise LayoutError(
+                "the row has no shift_labels, so a group has no targets: mark them, or call the step itself"
+            )
         return GroupStep(
             self.model,
             cut,
