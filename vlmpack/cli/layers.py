@@ -41,7 +41,7 @@ def attention_layers(config: Any, *, device: str, dtype: str) -> list[dict[str, 
     step = PackedStep(model)
     text, unknown = _calls(step, "text", config)
     parts = {"text": text}
-    if family.from_grids and "image" in kinds_of(config):
+    if family.keeps_grids and "image" in kinds_of(config):
         calls, unknown_of_tower = _calls(step, "image", config)
         parts = {"vision": calls[: len(calls) - len(text)], "text": text}
         unknown = unknown or unknown_of_tower

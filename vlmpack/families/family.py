@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import version
 from math import prod
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -43,17 +43,6 @@ TRANSFORMERS = tuple(int(part) for part in version("transformers").split(".")[:2
 
 LogitsRule = Callable[[torch.Tensor, Any], torch.Tensor]
 """Function of the head's output and the text part's configuration; returns logits."""
-
-
-FromGrids = Literal["rotary", "boundaries", "windows", "interpolation"]
-"""Values that a vision tower of transformers computes from grids, or takes as keywords (`transformers.vision_utils`).
-
-    rotary           position_ids     int64 [P, 2]
-    boundaries       cu_seqlens       int32 [G + 1] of frames, and max_seqlen
-    windows          window_index     int64 [P / merge^2], with cu_window_seqlens and max_window_seqlen
-    interpolation    interp_indices   int64 [P, taps] into the learned position embeddings, and interp_weights
-
-P patches, G frames."""
 
 
 @final
@@ -146,9 +135,8 @@ class Family:
     """True if `pixel_values` is [P, C]; False: [P, channels, rows, columns]."""
     patches_of_frames: bool = True
     """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
-    from_grids: tuple[FromGrids, ...] = ()
-    """What the vision tower computes from grids and vlmpack computes on the host; (): nothing. Grids then stay on the
-    host."""
+    reads_grids: bool = False
+    """True if its vision tower reads grids on its device; False: vlmpack computes on the host what it would compute."""
     videos_apart: bool = False
     """True if its tower computes images and videos with grids in a call each."""
     image: Draws | None = None
@@ -224,6 +212,11 @@ class Family:
     def has_grids(self) -> bool:
         """Return whether its images are patches with grids."""
         return self.has_vision and self.tile_tokens is None
+
+    @property
+    def keeps_grids(self) -> bool:
+        """Return whether grids stay on the host, where vlmpack computes what the vision tower needs of them."""
+        return self.has_grids and not self.reads_grids
 
     @property
     def has_videos(self) -> bool:
@@ -437,9 +430,9 @@ class Family:
 
     def vision_segments(self, grids: Sequence[Grid], config: Any) -> tuple[Segments, ...]:
         """Return all sets of boundaries that blocks of the vision tower attend within, for a call with these grids."""
-        if "windows" not in self.from_grids:
-            return (frame_segments(grids),)
         vision = config.vision_config
+        if not hasattr(vision, "fullatt_block_indexes"):  # of towers with windows
+            return (frame_segments(grids),)
         window = vision.window_size // vision.patch_size
         return frame_segments(grids), window_segments(grids, window=window, merge=vision.spatial_merge_size)
 

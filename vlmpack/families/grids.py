@@ -20,7 +20,7 @@ from vlmpack.families.videos import run_of_pairs, run_per_frame
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
 
-_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True, "from_grids": ("rotary", "boundaries")}
+_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True}
 
 GRIDS = (
     Family(model_type="glm4v", **_GLM),
@@ -31,7 +31,6 @@ GRIDS = (
         model_type="paddleocr_vl",
         blocks_path="vision_model.encoder.layers",
         flat_patches=False,
-        from_grids=("rotary", "boundaries", "interpolation"),
         media=_IMAGES,
     ),
     Family(
@@ -45,6 +44,7 @@ GRIDS = (
             }
         },
         expert_types="moe_mm_token_type_ids",
+        reads_grids=True,
         patches_of_frames=False,
         media=QWEN_MEDIA,
         videos=run_of_pairs,
@@ -56,7 +56,6 @@ GRIDS = (
         model_type="exaone4_5",
         positions_rule=Rotary(axes=1),
         token_types=None,
-        from_grids=("rotary", "boundaries", "windows"),
         text_type="exaone4",
     ),
     Family(
@@ -65,7 +64,6 @@ GRIDS = (
         positions_rule=Rotary(axes=1),
         token_types=None,
         videos=run_per_frame,
-        from_grids=("rotary", "boundaries"),
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",
         blocks_path="layers",
@@ -77,6 +75,7 @@ GRIDS = (
         positions_rule=Rotary(axes=1),
         token_types=None,
         flat_patches=False,
+        reads_grids=True,
         media=_IMAGES,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",

@@ -78,7 +78,6 @@ OMNI = (
         "qwen2_5_omni",
         "Qwen2_5Omni",
         positions_rule=Rotary(timed=np.int64),
-        from_grids=("rotary", "boundaries", "windows"),
         audio=AudioPart(tokens=pooled_tokens, windows=chunk_windows),
     ),
     _thinker(
@@ -86,7 +85,6 @@ OMNI = (
         "Qwen3OmniMoe",
         positions_rule=Rotary(timed=np.float32),
         mechanisms={"experts": {"layer": "mlp"}},
-        from_grids=("rotary", "boundaries", "interpolation"),
         audio=AudioPart(tokens=convolved_tokens, windows=inference_windows, reads_padding=True, passes_row=False),
     ),
 )

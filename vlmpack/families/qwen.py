@@ -16,11 +16,11 @@ from vlmpack.families.videos import run_per_frame, timed_run
 _GATED_DELTA = {"layer": "linear_attn"}
 _EXPERTS = {"layer": "mlp"}
 
-_QWEN3: dict[str, Any] = {"videos": run_per_frame, "from_grids": ("rotary", "boundaries", "interpolation")}
+_QWEN3: dict[str, Any] = {"videos": run_per_frame}
 
 QWEN = (
-    Family(model_type="qwen2_vl", from_grids=("rotary", "boundaries")),
-    Family(model_type="qwen2_5_vl", videos=timed_run, from_grids=("rotary", "boundaries", "windows")),
+    Family(model_type="qwen2_vl"),
+    Family(model_type="qwen2_5_vl", videos=timed_run),
     Family(model_type="qwen3_vl", **_QWEN3),
     Family(model_type="qwen3_vl_moe", mechanisms={"experts": _EXPERTS}, **_QWEN3),
     Family(model_type="qwen3_5", mechanisms={"gated_delta": _GATED_DELTA}, **_QWEN3),

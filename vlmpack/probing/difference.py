@@ -34,6 +34,7 @@ from vlmpack.layout.media import AUDIO
 from vlmpack.layout.row import IGNORE
 from vlmpack.model.mechanisms import ModelParts
 from vlmpack.model.mechanisms.experts import expert_blocks
+from vlmpack.model.plain import CACHES
 from vlmpack.probing.forward_passes import ForwardResult, PackedPass, PlainPaddedPass, ProbedModel, total_targets
 from vlmpack.probing.report import Cause, Check
 from vlmpack.testing.comparison import (
@@ -346,7 +347,7 @@ def module_checks(
 def check_cache(found: Difference) -> Check:
     """Check that the model fills no cache: training does not need it, and with a cache transformers ignores packed
     positions."""
-    has_cache = found.inputs.get("use_cache") is not False or found.inputs.get("past_key_values") is not None
+    has_cache = found.inputs.get("use_cache") is not False or any(found.inputs.get(x) is not None for x in CACHES)
     return Check.of_mechanism("cache", int(has_cache), 0, "the model fills a cache, which is thrown away")
 
 

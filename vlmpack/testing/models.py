@@ -376,15 +376,13 @@ def _deepseek_ocr2(s: TinySizes) -> Settings:
 
 LATENT = {"any_width": False, "text": lambda s: {"num_key_value_heads": s.heads}}
 GLM: dict[str, Any] = {"vision": lambda s: {"image_size": 4 * s.merge * s.patch_size}, "any_width": False}
-TILED: dict[str, Any] = {"any_width": False}
 PIXTRAL: dict[str, Any] = {  # images of at most four tiles along each side
     "vision": lambda s: {"image_size": 4 * TILE_PATCHES * s.patch_size},
-    **TILED,
+    "any_width": False,
 }
 
 RECIPES = {
     "qwen2_vl": Recipe(vision=lambda s: {"hidden_size": s.hidden, "mlp_ratio": 2}, any_width=False),
-    "qwen2_5_vl": Recipe(any_width=False),
     "qwen4_exp": Recipe(text=_qwen4),
     "qwen2_5_omni_thinker": Recipe(audio=lambda _: {"n_window": 4}, any_width=False),  # chunks of 2 tokens
     "qwen3_omni_moe_thinker": Recipe(  # transformers counts 13 tokens for each chunk; windows of two chunks
@@ -398,12 +396,12 @@ RECIPES = {
     "paddleocr_vl": Recipe(any_width=False, text=lambda s: {"head_dim": s.head_width}),
     "ernie4_5_vl_moe": Recipe(any_width=False, text=_ernie),
     "kimi_k25": Recipe(whole=lambda _: {"tie_word_embeddings": False}, **LATENT),
-    "exaone4_5": Recipe(any_width=False),
     "lfm3_vl": Recipe(text=_lfm3, vision=_lfm3_tower, any_width=False),
-    "lfm2_vl": Recipe(text=_conv, **TILED),
-    "deepseek_ocr2": Recipe(vision=_deepseek_ocr2_tower, text=_deepseek_ocr2, **TILED),
-    **dict.fromkeys(("cohere2_vision", "aya_vision"), Recipe(text=lambda _: {"logit_scale": 0.25}, **TILED)),
-    **dict.fromkeys(("internvl", "llava", "llava_next", "llava_onevision", "smolvlm", "idefics3"), Recipe(**TILED)),
+    "lfm2_vl": Recipe(text=_conv, any_width=False),
+    "deepseek_ocr2": Recipe(vision=_deepseek_ocr2_tower, text=_deepseek_ocr2, any_width=False),
+    **dict.fromkeys(("cohere2_vision", "aya_vision"), Recipe(text=lambda _: {"logit_scale": 0.25}, any_width=False)),
+    **dict.fromkeys(("qwen2", "qwen2_5_vl", "exaone4_5", "internvl"), Recipe(any_width=False)),
+    **dict.fromkeys(("llava", "llava_next", "llava_onevision", "smolvlm", "idefics3"), Recipe(any_width=False)),
     "mistral3": Recipe(text=lambda _: {"sliding_window": 4096}, **PIXTRAL),
     "lighton_ocr": Recipe(text=lambda s: {"head_dim": s.head_width}, **PIXTRAL),
     "gemma3": Recipe(vision=lambda s: {"image_size": 6 * s.patch_size}, text=_two_ropes),
@@ -420,7 +418,6 @@ RECIPES = {
         text=_llama4,
     ),
     "llama4_text": Recipe(text=_llama4),
-    "qwen2": Recipe(any_width=False),
     **dict.fromkeys(("gemma2", "gpt_oss"), Recipe(sdpa=False)),
     "gemma3_text": Recipe(text=_two_ropes),
     "gemma4_text": Recipe(text=_gemma4),

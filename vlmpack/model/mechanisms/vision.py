@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import Any, ClassVar, final
 
@@ -27,7 +28,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from vlmpack.context_parallel.vision import Entry, Image, RowMedia, StepMedia, VisionRanks
 from vlmpack.families.audio import longest_of_samples
-from vlmpack.families.family import Family, FromGrids
+from vlmpack.families.family import Family
 from vlmpack.families.media import tile_entries
 from vlmpack.layout.batch import SIZES, Media
 from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
@@ -50,8 +51,6 @@ from vlmpack.model.mechanisms.audio import Audio, AudioRow, audio_windows
 from vlmpack.model.row import CONTEXT, RowContext, RowOverRanks
 from vlmpack.plan.balance import CostModel
 
-Names = tuple[FromGrids, ...]
-
 
 @final
 class VisionRow:
@@ -62,13 +61,9 @@ class VisionRow:
     batches; the tensor is read then.
     """
 
-    def __init__(
-        self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None, from_grids: Names = ()
-    ) -> None:
+    def __init__(self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
-        self.from_grids = from_grids
-        """What the host computes from grids for the tower; see `tower_inputs`."""
         self._by_shape: dict[tuple[int, int], Segments | None] = {}
         for segments in self.layouts:
             shape = (len(segments.lengths) + 1, segments.total)
@@ -103,7 +98,7 @@ class Vision(ClassMechanism):
             return changed
         if family.tile_boundaries is not None:
             changed += [*([] if together else [(backbone, handing_class)]), (tower, bounded_class)]
-        if family.from_grids:
+        if family.keeps_grids:
             changed.append((tower, informed_class))
         for path, name in family.keeps_row.items():
             holder = tower.get_submodule(path)
@@ -127,7 +122,7 @@ class Vision(ClassMechanism):
         layouts = [segments for grids in grids_of if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
         inputs = media.to_hf() | _host_grids(family, grids_of) | _known_ids(setup)
-        return VisionRow(layouts, inputs=inputs, from_grids=family.from_grids)
+        return VisionRow(layouts, inputs=inputs)
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Return pixels and grids, or features."""
@@ -143,7 +138,7 @@ class Vision(ClassMechanism):
 
 def _host_grids(family: Family, calls: Sequence[Sequence[Grid]]) -> dict[str, torch.Tensor]:
     """Return the grids of images and videos, int64 [n, 3] on the host; {} if the tower reads them on its device."""
-    if not family.from_grids:
+    if not family.keeps_grids:
         return {}
     named = zip(("image_grid_thw", "video_grid_thw"), calls, strict=False)
     return {name: torch.tensor(grids, device="cpu") for name, grids in named if grids}
@@ -170,16 +165,16 @@ def informed_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> 
         return plain(module, *args, **kwargs)
     named = ("hidden_states", "pixel_values", "grid_thw")  # families name pixels in either way
     pixels, grids = (*args, *(kwargs.pop(name) for name in named if name in kwargs))
-    known = _inputs_on(pixels.device, module, grids, row.entries[Vision.name].from_grids)
+    known = _inputs_on(pixels.device, module, grids)
     with handed_on(row):
         return plain(module, pixels, **kwargs, **known)
 
 
 @outside_graph
-def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, names: Names) -> dict[str, Any]:
+def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor) -> dict[str, Any]:
     """Return the grids and what the tower would compute from them, on its device."""
     with host_values():
-        inputs = {"grid_thw": grids, **tower_inputs(tower, grids, names)}
+        inputs = {"grid_thw": grids, **tower_inputs(tower, grids)}
     on_host = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
     return {**inputs, **{name: to_device(x.numpy(), device) for name, x in on_host.items()}}
 
@@ -200,32 +195,32 @@ def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
     return {"input_ids": ids}
 
 
-def tower_inputs(tower: Any, grid_thw: torch.Tensor, names: Names) -> dict[str, Any]:
+def tower_inputs(tower: Any, grid_thw: torch.Tensor) -> dict[str, Any]:
     """Compute a tower's keyword arguments on the host, with transformers' own functions: numbers, and tensors.
 
     On a GPU, each of these functions would cost the tower one to four host-device syncs.
 
-    Args:
-        tower: the vision tower.
-        grid_thw: int64 [n, 3] on the host, the grids of one call.
-        names: what it computes.
+        rotary           position_ids     int64 [P, 2]
+        boundaries       cu_seqlens       int32 [G + 1] of frames, and max_seqlen
+        windows          window_index     int64 [P / merge^2], with cu_window_seqlens and max_window_seqlen
+        interpolation    interp_indices   int64 [P, taps] into the learned position embeddings, and interp_weights
+
+    P patches, G frames. `grid_thw`: int64 [n, 3] on the host, the grids of one call.
     """
     from transformers import vision_utils
 
     grids, merge = grid_thw.cpu(), getattr(tower, "spatial_merge_size", 1)  # PaddleOCR-VL's merges no patches
-    inputs: dict[str, Any] = {}
-    if "rotary" in names:
-        inputs["position_ids"] = vision_utils.get_vision_position_ids(grids, merge)
-    if "boundaries" in names:
-        edges = vision_utils.get_vision_cu_seqlens(grids)
-        inputs |= {"cu_seqlens": edges, "max_seqlen": int(edges.diff().max())}
-    if "windows" in names:
+    edges = vision_utils.get_vision_cu_seqlens(grids)
+    inputs: dict[str, Any] = {"position_ids": vision_utils.get_vision_position_ids(grids, merge)}
+    inputs |= {"cu_seqlens": edges, "max_seqlen": int(edges.diff().max())}
+    if "window_size" in vars(tower):
         index, edges = vision_utils.get_vision_window_index(
             grids, spatial_merge_size=merge, window_size=tower.window_size, patch_size=tower.patch_size
         )
         inputs |= {"window_index": index, "cu_window_seqlens": edges, "max_window_seqlen": int(edges.diff().max())}
-    if "interpolation" in names:
-        embeddings = next(module for module in tower.modules() if hasattr(module, "num_grid_per_side"))
+    children = (child for part in tower.children() for child in (part, *part.children()))
+    interpolating = (part for part in chain((tower,), children) if "num_grid_per_side" in vars(part))
+    if (embeddings := next(interpolating, None)) is not None:
         indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
             grids,
             num_grid_per_side=embeddings.num_grid_per_side,
@@ -631,7 +626,7 @@ def _pairs(family: Family, config: Any, grid: Grid) -> float:
 def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told: dict[str, list[Any]]) -> Any:
     """Compute the features of a call's images, and of a blank one behind them where a tensor of pixels is missing."""
     family, config, device = setup.model.family, setup.config, setup.row.input_ids.device
-    blank, on_host = family.blank_media(kind, config), {*SIZES, *(_GRIDS.values() if family.from_grids else ())}
+    blank, on_host = family.blank_media(kind, config), {*SIZES, *(_GRIDS.values() if family.keeps_grids else ())}
     inputs = {name: torch.tensor(rows, device="cpu") for name, rows in told.items()}
     inputs |= {name: x.movedim(0, family.media[name].axis) for name, x in arrived.items() if len(x) and name in blank}
     if any(name.startswith("pixel_values") and name not in inputs for name in blank):
@@ -644,7 +639,7 @@ def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told
     for name, x in inputs.items():
         if x.device != device and name not in on_host and not family.media[name].counts_images:
             inputs[name] = to_device(x.numpy(), device)
-    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts, from_grids=family.from_grids)})
+    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts)})
 
 
 def _audio_features(
