@@ -167,6 +167,14 @@ def test_unknown_models_and_sessions_are_refused_at_once(client: Client) -> None
         assert client.reply(name) is None
 
 
+def test_a_model_takes_no_samples_and_a_sampling_session_no_operations(client: Client, model: str) -> None:
+    sampler = client.queue.create_sampling_session(model.split(":")[0], 0, path=None, base_model="base/fake")
+    assert status(client.post, sample(model, 1)) == 400
+    assert status(client.post, optim_step(sampler, 1)) == 400
+    assert client.queue.stats()["queued_requests"] == client.queue.stats()["queued_samples"] == 0
+    assert not is_failure(client.call(optim_step(model, 1)))
+
+
 # ---------------------------------------------------------------------- missing numbers
 
 

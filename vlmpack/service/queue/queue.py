@@ -348,7 +348,13 @@ class RequestQueue:
                 self._check_room(row)
             with journal.transaction():
                 is_model = is_creation or row.owner in self.lanes
-                if not is_model and journal.row(SamplingRow, id=row.owner) is None:
+                is_known = is_model or journal.row(SamplingRow, id=row.owner) is not None
+                if is_known and row.kind != REFUSED and is_model == entry.is_sample:
+                    raise Rejected(
+                        f"{row.kind} of {row.owner}: a model takes operations, a sampling session takes samples",
+                        status=400,
+                    )
+                if not is_known:
                     raise Rejected(
                         f"there is no model or sampling session {row.owner}: it was never created, or was an unnamed "
                         f"save and {self.limits.unnamed_saves} later ones took its place (save under a name)",
