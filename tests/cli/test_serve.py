@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 from vlmpack.cli import app
 from vlmpack.cli.serve import announce
 from vlmpack.service.queue.checkpoints import StateFolder
-from vlmpack.service.queue.journal import Journal
+from vlmpack.service.queue.journal import Journal, SessionRow
+from vlmpack.testing import tiny_model
 
 SECONDS = 120.0
 
@@ -53,6 +54,9 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, workers: tuple[str, st
     assert not (tmp_path / "state").exists()
     other = ("--state", str(tmp_path / "other"))
     assert "no model can be read there" in refused(str(tmp_path / "model"), *other, "--port", "0", **key)
+    tiny_model("qwen3").save_pretrained(tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1000)  # a copy that was interrupted
+    assert "cut: no model can be read there" in refused(str(tmp_path / "cut"), *other, "--port", "0", **key)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -73,7 +77,9 @@ def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_writ
     assert "used by another server" in refused("no/model", "--state", str(state), "--port", "0")
     locked.close()
     (state / "journal.sqlite3").unlink()
-    Journal(state / "journal.sqlite3", base_model="other/model").close()
+    journal = Journal(state / "journal.sqlite3", base_model="other/model")
+    journal.put(SessionRow(id="s", created=0.0))
+    journal.close()
     assert "belongs to the base model 'other/model'" in refused("no/model", "--state", str(state), "--port", "0")
 
 

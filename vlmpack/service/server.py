@@ -21,10 +21,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, final
 
 import torch
 import uvicorn
+from safetensors import SafetensorError
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
@@ -125,7 +127,7 @@ def load_base(
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
         model: Any = auto.from_pretrained(source, dtype=dtype, attn_implementation="sdpa")
         processor = load_processor(source) if has_vision else AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         remedy = "give a hub name or a model's folder"
         raise ConfigError(f"{source}: no model can be read there ({reason}); {remedy}") from error

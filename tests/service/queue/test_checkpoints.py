@@ -57,9 +57,18 @@ def test_a_second_server_and_a_path_that_is_no_folder_are_refused(tmp_path: Path
 def test_states_without_a_journal_are_refused_and_kept(tmp_path: Path) -> None:
     with served(tmp_path) as (client, _):
         client.call(save(client.model(), 1, "a"))
-    (tmp_path / "journal.sqlite3").unlink()
-    assert "restore that file" in refusal(tmp_path)
-    assert len([*(tmp_path / "weights").iterdir()]) == 1
+    for lose in (Path.unlink, lambda journal: journal.write_bytes(b"")):  # or copied without its -wal
+        lose(tmp_path / "journal.sqlite3")
+        assert "restore it from a backup" in refusal(tmp_path)
+        assert len([*(tmp_path / "weights").iterdir()]) == 1
+
+
+def test_a_folder_that_no_client_has_used_belongs_to_no_model(tmp_path: Path) -> None:
+    StateFolder(tmp_path, base_model="b/mistyped").close()
+    with served(tmp_path) as (client, _):
+        client.queue.create_session()
+    with pytest.raises(ConfigError, match="belongs to the base model 'base/fake'"):
+        StateFolder(tmp_path, base_model="b/mistyped")
 
 
 def damaged(journal: Path, content: Callable[[bytes], bytes]) -> None:

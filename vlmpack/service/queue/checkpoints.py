@@ -90,7 +90,8 @@ class StateFolder:
         try:
             with writing(self._weights):
                 self._weights.mkdir(exist_ok=True, mode=0o700)
-            self.journal = Journal(path / "journal.sqlite3", base_model=base_model)
+            states = len([*self._weights.iterdir()])
+            self.journal = Journal(path / "journal.sqlite3", base_model=base_model, states=states)
             """The journal, which says what each folder belongs to."""
             self.make_private()
         except BaseException:
@@ -100,12 +101,8 @@ class StateFolder:
     def _check_is_ours(self) -> None:
         if self.path.is_dir() and not (self.path / "journal.sqlite3").exists():
             foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ENTRIES)
-            states = [*(self.path / "weights").iterdir()] if (self.path / "weights").is_dir() else []
             if foreign:
                 raise ConfigError(f"{self.path} is no state folder, because it holds {foreign[0]!r}: {ANOTHER}")
-            if states:
-                seen = f"{len(states)} saved states and no journal.sqlite3 that says whose they are"
-                raise ConfigError(f"{self.path} has {seen}: restore that file from a backup, or {ANOTHER}")
 
     def make_private(self) -> None:
         """Remove group and other permissions from the folder and from everything that an earlier run left in it."""

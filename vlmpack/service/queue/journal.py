@@ -237,12 +237,14 @@ class Journal:
     Args:
         path: the SQLite file; created if missing.
         base_model: name of the base model that the whole journal belongs to.
+        states: number of saved states in the folder. A new journal knows none, so they would be removed.
 
     Raises:
-        ConfigError: the file is damaged, not a vlmpack journal, of another version, or of another base model.
+        ConfigError: the file is damaged, not a vlmpack journal, of another version, of another base model, or empty
+            while there are saved states.
     """
 
-    def __init__(self, path: Path, *, base_model: str) -> None:
+    def __init__(self, path: Path, *, base_model: str, states: int = 0) -> None:
         self.path = path
         self._lock = threading.RLock()
         self._reading = threading.Lock()
@@ -251,7 +253,11 @@ class Journal:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same mode
             self._writer = self._connect()
-            self._check(base_model)
+            try:
+                self._check(base_model, states)
+            except BaseException:
+                self._writer.close()
+                raise
             self._reader = self._connect()
         except (OSError, sqlite3.DatabaseError) as error:
             remedy = f"restore the state folder from a backup, or {ANOTHER}; folders in `weights` are whole"
@@ -265,11 +271,14 @@ class Journal:
         connection.execute("PRAGMA journal_size_limit = 67108864")
         return connection
 
-    def _check(self, base_model: str) -> None:
+    def _check(self, base_model: str, states: int) -> None:
         (application,) = self._writer.execute("PRAGMA application_id").fetchone()
         (version,) = self._writer.execute("PRAGMA user_version").fetchone()
         (tables,) = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()
         if tables == 0 and application == 0:
+            if states:
+                seen = f"{self.path} is empty or new, and does not say whose the {states} saved states beside it are"
+                raise ConfigError(f"{seen}: restore it from a backup, with journal.sqlite3-wal, or {ANOTHER}")
             with self.transaction():
                 for statement in _schema():
                     self._writer.execute(statement)
@@ -286,7 +295,9 @@ class Journal:
         if result != "ok":
             raise sqlite3.DatabaseError(result)
         (name,) = self._writer.execute("SELECT value FROM facts WHERE name = 'base_model'").fetchone()
-        if name != base_model:
+        if name != base_model and not self._writer.execute("SELECT 1 FROM sessions LIMIT 1").fetchone():
+            self._write("UPDATE facts SET value = ? WHERE name = 'base_model'", base_model)  # nothing is its own yet
+        elif name != base_model:
             seen = f"{self.path} belongs to the base model {name!r}, not to {base_model!r}"
             raise ConfigError(f"{seen}: serve that model, or {ANOTHER}")
 
