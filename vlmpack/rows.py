@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate, chain, count, pairwise
+from itertools import accumulate, count, pairwise
 from math import lcm
 from operator import index
 from pathlib import Path
@@ -50,7 +50,7 @@ from torch.utils.data import Dataset
 from vlmpack.collate import digests
 from vlmpack.collate.assemble import SharePrefixes
 from vlmpack.collate.collator import VLMCollator
-from vlmpack.collate.encoded import OF_TEACHER, Encoded, Visual
+from vlmpack.collate.encoded import Encoded, Visual
 from vlmpack.collate.video import FrameSampling
 from vlmpack.data.formats import sample_id_of
 from vlmpack.data.images import DEFAULT_LIMITS, load_image, read_encoded
@@ -68,6 +68,7 @@ from vlmpack.errors import (
 )
 from vlmpack.families.registry import family_of_processor
 from vlmpack.files import atomic_file, left_behind_in, unreadable, write_text, writing
+from vlmpack.layout.batch import TEACHER, TYPES_OF_TEACHER
 from vlmpack.layout.media import IMAGE, VIDEO
 from vlmpack.layout.prefix_tree import PrefixTree
 from vlmpack.layout.row import PackedRow
@@ -343,7 +344,7 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
     ids, labels, bounds = (each.to_numpy().astype(np.int64) for each in lists)
     media = {kind: table[kind][0].as_py() if kind in table.column_names else None for kind in MEDIA}
     names, described = table["sample_ids"][0].as_py(), json.loads(table["samples"][0].as_py())
-    entries, read = {name: table[name].combine_chunks().values.to_numpy() for name in OF_TEACHER}, 0
+    entries, read = {name: table[name].combine_chunks().values.to_numpy() for name in TEACHER}, 0
     samples = []
     for (start, stop), name, about in zip(pairwise(bounds.tolist()), names, described, strict=True):
         numbers = {"image": count(), "video": count()}  # InternVL's videos are among the images
@@ -359,7 +360,7 @@ def _samples_of(table: Any, media_ids: tuple[int, int]) -> list[tuple[int, Encod
             channel=about.get("channel"), sample_id=json.loads(name),
         )  # fmt: skip
         if num_entries := about.get("entries"):
-            teacher = {name: np.zeros((len(own), num_entries), kind) for name, kind in OF_TEACHER.items()}
+            teacher = {name: np.zeros((len(own), num_entries), kind) for name, kind in TYPES_OF_TEACHER.items()}
             first, read = read, read + len(sample.targets) * num_entries
             for name, values in entries.items():
                 teacher[name][sample.targets] = values[first:read].reshape(-1, num_entries)
@@ -634,10 +635,7 @@ class _Run:
             "cu_seqlens": [0, *accumulate(sample.num_tokens for sample in samples)],
             "sample_ids": [json.dumps(sample.sample_id) for sample in samples],
             "samples": json.dumps(described, default=lambda number: number.item()),  # numpy scalars
-            **{
-                name: list(chain.from_iterable(x.teacher[name][x.targets].ravel() for x in taught))
-                for name in OF_TEACHER
-            },
+            **{name: [value for x in taught for value in x.teacher[name][x.targets].ravel()] for name in TEACHER},
             "images": [{"bytes": data} for (data,) in media["images"]],
             "videos": [[{"bytes": data} for data in frames] for frames in media["videos"]],
         }

@@ -220,12 +220,8 @@ SPOILED: dict[str, tuple[Callable[[Sample], Sample], str, str]] = {
         "none of its 29 tokens is trained on",
     ),
     "ids in lists of lists": (teacher(ids=lambda x: [[[0]]] * len(x)), "bad_shape", "topk_ids is [2, 1, 1]"),
-    "an id twice": (teacher(ids=lambda x: [[7, 7]] * len(x)), "bad_row", "holds an id twice; token 26 has [7, 7]"),
-    "an id below 0": (
-        teacher(ids=lambda x: [[7, -1]] * len(x)),
-        "bad_row",
-        "holds a negative id; token 26 has [7, -1]",
-    ),
+    "an id twice": (teacher(ids=lambda x: [[7, 7]] * len(x)), "bad_row", "or one twice; token 26 has [7, 7]"),
+    "an id below 0": (teacher(ids=lambda x: [[7, -1]] * len(x)), "bad_row", "or one twice; token 26 has [7, -1]"),
     "probabilities": (
         lambda sample: {**teacher(ids=list)(sample), "topk_logprobs": [[0.6, 0.4]] * sample["input_ids"].numel()},
         "bad_row",

@@ -17,13 +17,9 @@ from vlmpack.data.formats import KINDS, Kind
 from vlmpack.data.messages import MediaRef
 from vlmpack.errors import SampleError
 from vlmpack.families.spans import media_runs, prefix_length
-from vlmpack.layout.batch import TEACHER
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid, Runs, runs_of_equal
 from vlmpack.layout.row import IGNORE
 from vlmpack.plan.lengths import OVERLENGTH, TRUNCATING, Overlength
-
-OF_TEACHER = dict(zip(TEACHER, (np.int64, np.float32), strict=True))
-"""The types of a teacher's columns."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -11,21 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmpack.collate.encoded import (
-    OF_TEACHER,
-    Encoded,
-    TrainOn,
-    Visual,
-    assistant_spans,
-    make_labels,
-    mask_media,
-    weighed,
-)
+from vlmpack.collate.encoded import Encoded, TrainOn, Visual, assistant_spans, make_labels, mask_media, weighed
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import ANSWER_COLUMN, BRANCH_COLUMN, KINDS, is_empty
 from vlmpack.data.messages import LABEL_COLUMNS, SECONDS_COLUMNS, WEIGHT_COLUMN
 from vlmpack.errors import LayoutError, SampleError
-from vlmpack.layout.batch import MOST_MASS, NO_ENTRY, NO_LOGPROBS, TEACHER, lengths_from_mask
+from vlmpack.layout.batch import MOST_MASS, NO_ENTRY, NO_LOGPROBS, TEACHER, TYPES_OF_TEACHER, lengths_from_mask
 from vlmpack.layout.media import AUDIO, IMAGE, TEXT, VIDEO, Grid
 from vlmpack.layout.row import IGNORE
 
@@ -120,7 +111,7 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
         return sample
     if len(given) < len(TEACHER):
         raise SampleError(f"it has {given[0]} alone; a teacher's entries are {' and '.join(TEACHER)}", "bad_row")
-    for (name, dtype), kinds in zip(OF_TEACHER.items(), ("iu", "f"), strict=True):
+    for (name, dtype), kinds in zip(TYPES_OF_TEACHER.items(), ("iu", "f"), strict=True):
         entries = feature[name]
         try:
             num_entries, counts = len(entries), np.array([0 if each is None else len(each) for each in entries])
@@ -152,8 +143,7 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
     with np.errstate(over="ignore"):
         sums = np.exp(logprobs).sum(1)
     for fault, is_wrong, seen in (
-        (f"{TEACHER[0]} holds a negative id", (ids < 0).any(1), ids),
-        (f"{TEACHER[0]} holds an id twice", (np.diff(np.sort(ids)) == 0).any(1), ids),
+        (f"{TEACHER[0]} holds a negative id, or one twice", np.diff(np.sort(ids), prepend=-1).min(1) <= 0, ids),
         (NO_LOGPROBS, ~((sums > 0) & (sums < MOST_MASS)), logprobs),
     ):
         if is_wrong.any():

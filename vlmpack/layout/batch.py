@@ -23,6 +23,8 @@ METADATA_KEY = "vlmpack"
 TEACHER = ("topk_ids", "topk_logprobs")
 """A teacher's K likeliest ids in place of each token and their log-probabilities, as labels not shifted: [n, K] in a
 sample; in `extras` of a batch [K, B, S], of a row [K, 1, T]."""
+TYPES_OF_TEACHER = dict(zip(TEACHER, (np.int64, np.float32), strict=True))
+"""Their types in a sample."""
 
 NO_ENTRY = -1
 """All K ids of a token that has no teacher: it is learned by cross-entropy."""

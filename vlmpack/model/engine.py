@@ -134,6 +134,11 @@ class PackingState:
         check_targets(row)
         return without_gaps(row, self.slots)
 
+    def setup_of(self, core: nn.Module, row: PackedRow, piece: PieceOfGroup | None = None) -> RowSetup:
+        """Return the setup of a row or of a piece, see `setup_row`."""
+        parts, backend = self.parts_of(core), self.config.attention
+        return setup_row(parts, row, parallel=self.parallel, backend=backend, piece=piece)
+
     def in_pieces(self, core: nn.Module, row: PackedRow, run: RunPiece) -> RowInPieces | None:
         """Return the `RowInPieces` of a row that is larger than the capacity; None: it goes through whole.
 
@@ -163,8 +168,7 @@ class PackingState:
         if under_one_loss and DistributedDataParallel._get_active_ddp_module() is not None and _is_reentrant(model):
             return "reentrant checkpointing gives DDP several gradients of a parameter: set use_reentrant=False"
         if self.parallel is not None and self.parallel.ranks > 1:
-            fault = f"{self.parallel.ranks} ranks share its rows, and a piece goes through one rank whole"
-            return f"{fault}: give each rank other rows, Parallel()"
+            return f"{self.parallel.ranks} ranks share its rows: give each rank other rows, Parallel()"
         if self.parallel is not None and self.parallel.vision.host is not None:
             return (
                 "balance_vision deals the images of all ranks in each pass, but ranks may have different numbers of "
@@ -336,7 +340,7 @@ def run_row(
 
     def backbone(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
         with copies_reused(_COPIES.get(core)) as _COPIES[core]:
-            setup = setup_row(model, row, parallel=state.parallel, backend=config.attention, piece=piece)
+            setup = state.setup_of(core, row, piece)
             inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
             if family.has("experts"):
                 inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
@@ -372,7 +376,7 @@ def run_row(
     may_cut = piece is None and rope_segments is None and not hidden_states
     if may_cut and (pieces := state.in_pieces(core, compact.row, outputs)) is not None:
         hidden, *router_logits = pieces.rest(*outputs(pieces.first_row, pieces.first))
-        setup = setup_row(model, compact.row, parallel=state.parallel, backend=config.attention)
+        setup = state.setup_of(core, compact.row)
     else:
         setup, output, router_logits = backbone(compact.row, piece)
         hidden = output[0]  # a tuple if the configuration says return_dict=False

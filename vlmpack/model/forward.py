@@ -46,7 +46,6 @@ from vlmpack.model.engine import (
     packing_state,
     rope_segments,
     run_row,
-    setup_row,
     stored_state,
 )
 from vlmpack.model.exchange import zero_loss
@@ -439,7 +438,7 @@ class _PackedCall:
 
     def __init__(self, core: Any, inputs: dict[str, Any], min_shared: int | None) -> None:
         state, is_row = packing_state(core), is_row_input(inputs)
-        model, family, mask = state.parts_of(core), state.family, inputs["attention_mask"]
+        family, mask = state.family, inputs["attention_mask"]
         self._core, self._state = core, state
         self._routers = bool(inputs.pop("output_router_logits", None))
         # Derive token types from the ids: TRL's collators make them for one padding side only.
@@ -453,24 +452,20 @@ class _PackedCall:
             reader, device = media_reader(family, core.config), row.input_ids.device
             row = share(row.to("cpu"), min_shared=min_shared, read_media=reader).to(device)
         self._compact, self._works = state.compact(row), list[Work]()
-        self._setup = setup_row(model, self._compact.row, parallel=state.parallel, backend=state.config.attention)
-        self._pieces, self._computed = state.in_pieces(core, self._compact.row, self._run), self._setup
+        self._setup = self._computed = state.setup_of(core, self._compact.row)
+        self._pieces = state.in_pieces(core, self._compact.row, self._run)
         if self._pieces is not None:
-            self._computed = self._setup_of_piece(self._pieces.first_row, self._pieces.first)
+            self._computed = state.setup_of(core, self._pieces.first_row, self._pieces.first)
         self.inputs = self._inputs_of(self._computed)
         """The backbone's inputs for the row, or for its first piece."""
         self.inputs[CONTEXT].entries[_ENTRY] = self
-
-    def _setup_of_piece(self, row: PackedRow, piece: PieceOfGroup) -> RowSetup:
-        model, backend = self._state.parts_of(self._core), self._state.config.attention
-        return setup_row(model, row, parallel=None, backend=backend, piece=piece)
 
     def _inputs_of(self, setup: RowSetup) -> dict[str, Any]:
         inputs = backbone_inputs(setup, self._state.mechanisms, rope_segments=None) | {"return_dict": True}
         return inputs | ({"output_router_logits": self._routers} if self._state.family.has("experts") else {})
 
     def _run(self, row: PackedRow, piece: PieceOfGroup) -> Outputs:
-        setup = self._setup_of_piece(row, piece)
+        setup = self._state.setup_of(self._core, row, piece)
         inputs = self._inputs_of(setup)
         output = self._state.family.backbone(self._core)(**with_plain_ids(inputs))
         self._works.append(finish(setup, self._state.mechanisms, inputs[CONTEXT].entries))

@@ -59,6 +59,10 @@ class KeptTensors:
         self.gradients: list[torch.Tensor | None] = [None] * len(tensors)
         """The sum of their gradients, in at least float32; None: none arrived."""
 
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors to a later piece, see `_Read`."""
+        return _Read.apply(self, *self.tensors)
+
 
 class _Read(torch.autograd.Function):
     """Returns kept tensors to a later piece, whose backward pass adds to their gradients."""
@@ -156,15 +160,11 @@ class PieceOfGroup:
 
     def read(self, name: Hashable) -> list[tuple[torch.Tensor, ...]]:
         """Return what each kept piece before this one, in order, has under a name."""
-        layers = [] if self.before is None else [kept.of_layers[name] for kept in self.before.path]
-        return [_Read.apply(layer, *layer.tensors) for layer in layers]
+        return [] if self.before is None else [kept.of_layers[name].read() for kept in self.before.path]
 
     def read_last(self, name: Hashable) -> tuple[torch.Tensor, ...] | None:
         """Return what the last kept piece has under a name; None: the piece begins its samples."""
-        if self.before is None:
-            return None
-        layer = self.before.of_layers[name]
-        return _Read.apply(layer, *layer.tensors)
+        return None if self.before is None else self.before.of_layers[name].read()
 
     def keep(self, name: Hashable, out: torch.Tensor, *tensors: Any) -> torch.Tensor:
         """Keep tensors if later pieces start here; return `out`."""
@@ -235,7 +235,7 @@ class RowInPieces:
         device: torch.device,
     ) -> None:
         """`learning`: the parameters that get gradients."""
-        self._cut, self._run, self._learns, self._device = cut, run, bool(learning), device
+        self.cut, self._run, self._learns, self._device = cut, run, bool(learning), device
         is_ddp = DistributedDataParallel._get_active_ddp_module() is not None
         self.parameters = learning if is_ddp else ()
         """These get one summed gradient from all pieces but the first; (): each piece adds its own."""
@@ -265,7 +265,7 @@ class RowInPieces:
 
         self._walk(range(1, self._last), use)
         with torch.enable_grad():
-            self._walk(range(self._last, len(self._cut.pieces)), use_and_keep)
+            self._walk(range(self._last, len(self.cut.pieces)), use_and_keep)
 
     def backward(self, use: UsePiece, again: AbstractContextManager[Any]) -> None:
         """Call `use` with the outputs and graph of every piece but the first.
@@ -278,11 +278,11 @@ class RowInPieces:
         if self.first.own is not None and not kept:
             self.first.own.forget_gradients()
         with again, torch.enable_grad():
-            self._walk(range(1, self._last if kept else len(self._cut.pieces)), use)
+            self._walk(range(1, self._last if kept else len(self.cut.pieces)), use)
 
     def _walk(self, numbers: range, use: UsePiece) -> None:
         """Run these pieces and call `use` with their outputs; a kept prefix is used after its branches."""
-        for number, row, place in walk(self._cut, numbers, last=self.first.own):
+        for number, row, place in walk(self.cut, numbers, last=self.first.own):
             outputs = self._run(row.to(self._device, non_blocking=True), place)
             done = partial(use, number, outputs, place.before)
             if place.own is None:
@@ -292,14 +292,9 @@ class RowInPieces:
 
     def index(self, number: int, device: torch.device) -> torch.Tensor:
         """int64 [t of the piece]: where the tokens of a piece are among all that go through the model."""
-        nodes = [*self._cut.pieces[number].nodes]
-        starts = np.array([start for start, _ in self._cut.tree.nodes.spans])[nodes]
-        return to_device(ranges(starts, np.array(self._cut.tree.lengths)[nodes]), device)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that go through the model."""
-        return self._cut.tree.num_tokens
+        nodes = [*self.cut.pieces[number].nodes]
+        starts = np.array([start for start, _ in self.cut.tree.nodes.spans])[nodes]
+        return to_device(ranges(starts, np.array(self.cut.tree.lengths)[nodes]), device)
 
 
 class _Rest(torch.autograd.Function):
@@ -309,7 +304,7 @@ class _Rest(torch.autograd.Function):
         ctx.pieces, ctx.again = pieces, _AsNow(of_first[0])
         at = [x.ndim - 2 for x in of_first]  # hidden states have a batch of one row
         whole = [
-            x.new_empty(*x.shape[:dim], pieces.num_tokens, *x.shape[dim + 1 :])
+            x.new_empty(*x.shape[:dim], pieces.cut.tree.num_tokens, *x.shape[dim + 1 :])
             for x, dim in zip(of_first, at, strict=True)
         ]
 

@@ -273,7 +273,7 @@ class GroupStep:
         """
         self._check()
         self._results, is_training = [], torch.is_grad_enabled()
-        with exchanged_once(self._model, self._exchanged):
+        with exchanged_once(self._model, lambda parameters: self._model(**{STEP: StepCall(exchanged=parameters)}).loss):
             for number, row, place in walk(self.cut, range(len(self))):
                 result = replace(self._run(row, place), width=max(self.cut.tree.segments.lengths))
                 piece = Piece(row, [*self.cut.pieces[number].samples], result, place.own)
@@ -294,9 +294,6 @@ class GroupStep:
         output = self._model(num_items_in_batch=self._items, output_logits=False, **flags, **{STEP: call})
         assert call.result is not None
         return call.result.with_hooks(output)
-
-    def _exchanged(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        return self._model(**{STEP: StepCall(exchanged=parameters)}).loss
 
     def _check(self) -> None:
         """Check that the model can compute groups in pieces.

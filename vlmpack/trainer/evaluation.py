@@ -402,9 +402,7 @@ class BatchLosses:
             ConfigError: several ranks evaluate an iterable data set, whose last batch accelerate cannot truncate.
         """
         self._gather, self._ranks, self._size = accelerator.gather_for_metrics, accelerator.num_processes, batch_size
-        self._losses: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
-        self._is_complete = True
+        self._seen: list[tuple[torch.Tensor, torch.Tensor] | None] = []
         if self._ranks > 1 and isinstance(dataset, IterableDataset):
             raise ConfigError(
                 f"over {self._ranks} ranks accelerate repeats samples of an IterableDataset, and does not report how "
@@ -423,18 +421,14 @@ class BatchLosses:
                 f"a batch of the evaluation {fault}, so on {self._ranks} ranks some samples may count twice: evaluate "
                 "in planned rows, with eval_capacity="
             )
-        if result is None:
-            self._is_complete = False
-            return
-        losses = (result.sample_loss_sums, result.sample_targets)
-        sums, targets = self._gather(losses) if self._ranks > 1 else losses
-        self._losses.append(sums)
-        self._targets.append(targets)
+        losses = None if result is None else (result.sample_loss_sums, result.sample_targets)
+        self._seen.append(self._gather(losses) if self._ranks > 1 else losses)
 
     def mean(self, loss: Loss) -> float | None:
         """Return the loss of all samples; None: some batch was not packed, or there are no targets."""
-        sums, targets = _to_numpy(self._losses), _to_numpy(self._targets)
-        return mean_loss(sums, targets, loss) if self._is_complete and targets.any() else None
+        seen = [losses for losses in self._seen if losses is not None]
+        sums, targets = (_to_numpy([losses[at] for losses in seen]) for at in (0, 1))
+        return mean_loss(sums, targets, loss) if len(seen) == len(self._seen) and targets.any() else None
 
 
 def _to_numpy(tensors: Sequence[torch.Tensor]) -> np.ndarray:
