@@ -143,7 +143,7 @@ class Attention(Mechanism):
         Raises:
             ConfigError: one did not, so samples attended to each other in it.
         """
-        callers = _Callers.of(model).of_layers
+        callers = model.memo[self.name].of_layers  # as `problem` found them before this pass
         changed = [part for part in callers if not _has_upstream_forward(part) and not is_subclassed(part)]
         if changed and entry.calls < sum(not is_subclassed(part) for part in callers):
             raise ConfigError(
