@@ -34,7 +34,7 @@ ENDS = {
 """What ends an answer in families whose templates mark none."""
 NEXT_TURN = dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glm_ocr"), "<|user|>")
 """What ends it where a question follows, in families whose templates write nothing after the last answer."""
-BEGINNINGS = {"idefics3": " ", "smolvlm": " ", "kimi_k25": "<think></think>"}
+BEGINNINGS = {"idefics3": " ", "smolvlm": " "}
 """What is written before an answer and is learnt with it."""
 MARKED = {"llava": "{} ", "llava_next": "{} ", "llava_onevision": "\n{}"}
 """What the templates of the others mark (`{% generation %}`)."""
