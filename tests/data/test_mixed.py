@@ -59,8 +59,9 @@ def test_samples_that_are_held_out_come_in_no_other_pass() -> None:
     assert len(ids) == len(held_out) == 3 and len(train) < 75
     again, more = hold_out(DATASETS["few"], 0.2)
     assert len(more) == 3 and sorted([*again.indices, *more.indices]) == list(range(13))  # rounded up
-    with pytest.raises(ConfigError, match="13 samples cannot be held out of 13"):
-        hold_out(DATASETS["few"], 13)
+    for size in (13, 1.5):
+        with pytest.raises(ConfigError, match=f"{size} samples cannot be held out of 13"):
+            hold_out(DATASETS["few"], size)
     with pytest.raises(ConfigError, match="nan samples cannot be held out"):
         hold_out(DATASETS["few"], float("nan"))
     with pytest.raises(ConfigError, match="are the whole mix; hold out fewer"):

@@ -53,7 +53,7 @@ class TrainRun:
         self.args = args = training_arguments(given, keys, quiet=quiet)  # also joins the ranks of torchrun
         self.folder = Path(str(args.output_dir))
         self.resume = checkpoint_to_resume(given.get("resume_from_checkpoint"), self.folder, PLAN_FILE)
-        if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0) or not args.learning_rate:
+        if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0) or args.learning_rate <= 0:
             raise ConfigError("nothing would be trained; set max_steps or num_train_epochs, and learning_rate, above 0")
         data = data_options(given, keys, keys.data, self.folder)
         dataset, self.collator = inputs.open_inputs(data, on_bad=keys.on_bad)

@@ -78,13 +78,14 @@ def hold_out(
         The samples to train on, without repeats of the held-out ones in a mix, and the held-out ones.
 
     Raises:
-        ConfigError: `size` is negative, or leaves nothing to train on.
+        ConfigError: `size` is negative, no whole number above 1, or leaves nothing to train on.
     """
     places = np.arange(len(dataset)) if usable is None else np.asarray(usable)
     total = len(places)
-    num = min(ceil(size * total), total - 1) if 0 <= size < 1 else ceil(size) if 1 <= size < total else -1
-    if not 0 <= num < total:
-        raise ConfigError(f"{size:g} samples cannot be held out of {total:,}, of which at least one is trained on")
+    num = min(ceil(size * total), total - 1) if size < 1 else size
+    if not 0 <= num < total or num != int(num):
+        raise ConfigError(f"{size:g} samples cannot be held out of {total:,}; give a share below 1 or a smaller number")
+    num = int(num)
     order = places[torch.randperm(total, generator=torch.Generator().manual_seed(seed)).numpy()]
     train, held_out = order[: total - num], order[total - num :]
     if isinstance(dataset, MixedDataset):
