@@ -324,7 +324,7 @@ class MediaReader:
         """Let the processor make the tensors and the text for a video's frames, uint8 [F, H, W, 3]."""
         from transformers.video_utils import VideoMetadata
 
-        fields = {name: [*x] if isinstance(x, tuple) else x for name, x in metadata}
+        fields: dict[str, Any] = {name: [*x] if isinstance(x, tuple) else x for name, x in metadata}
         options = {**self.options["videos_kwargs"], "video_metadata": [VideoMetadata(**fields)]}
         options |= {"do_sample_frames": False, "return_metadata": True}
         processed, texts = self.processor._process_videos([np.ascontiguousarray(frames)], **options)

@@ -288,15 +288,23 @@ def _runs_of_kind(kind: int, types_T: np.ndarray, segments: Segments) -> list[tu
             f"{stray_T.argmax()}; {_REMEDY}"
         )
     sample_T = segments.seq_idx().numpy()
-    runs = [(int(sample_T[start]), start, stop) for start, stop in runs_of_equal(np.where(is_kind_T, sample_T, -1))]
-    return [(sample, start - segments.stride[sample], stop - segments.stride[sample]) for sample, start, stop in runs]
+    starts, stops = _edges_of_runs(np.where(is_kind_T, sample_T, -1))
+    samples = sample_T[starts]
+    first = np.asarray(segments.stride)[samples]
+    return list(zip(samples.tolist(), (starts - first).tolist(), (stops - first).tolist(), strict=True))
 
 
 def runs_of_equal(number_T: np.ndarray) -> Runs:
     """Find the runs of equal numbers that are not -1."""
+    starts, stops = _edges_of_runs(number_T)
+    return tuple(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _edges_of_runs(number_T: np.ndarray) -> np.ndarray:
+    """Return the starts and the stops of these runs: int64 [2, N]."""
     edges = np.flatnonzero(np.diff(number_T, prepend=-1, append=-1))
     is_run = number_T[edges[:-1]] >= 0
-    return tuple(zip(edges[:-1][is_run].tolist(), edges[1:][is_run].tolist(), strict=True))
+    return np.stack([edges[:-1][is_run], edges[1:][is_run]])
 
 
 def image_counts(images: Sequence[Medium], *, in_tree: bool = False) -> list[int]:
