@@ -221,8 +221,6 @@ TREE = PrefixTree(
     parents=(-1, 0, 0, 2, -1),
     lengths=(6, 3, 4, 2, 5),
     leaves=(1, 3, 2, 4),
-    images=(0,),
-    videos=(),
 )
 """Samples P A, P B C, P B and Q; P has an image of 4 tokens."""
 

@@ -191,7 +191,7 @@ def test_a_tree_is_printed_with_branches_below_what_they_share() -> None:
     lengths = (9, 12, 10, 5)
     tree = PrefixTree(
         segments=Segments.from_lengths(lengths), parents=(-1, 0, 0, 2, -1), lengths=(6, 3, 4, 2, 5),
-        leaves=(1, 3, 2, 4), images=(0,), videos=(),
+        leaves=(1, 3, 2, 4),
     )  # fmt: skip
     samples = []
     for name, length in zip("abcq", lengths, strict=True):
