@@ -42,7 +42,7 @@ def tiles_with_mask(config: Any, grid: Grid, draw: Draw) -> Tensors:
 
 
 def padded_patches(config: Any, grid: Grid, draw: Draw, *, merged: bool = False) -> Tensors:
-    """Patches with position ids (-1 for padding): one for each cell if `merged`, else those that are pooled to it."""
+    """Patches with position ids (-1 for padding). `merged`: a cell is one patch; else the patches that are pooled."""
     vision = config.vision_config
     patches, side = (1, vision.model_patch_size) if merged else (vision.pooling_kernel_size, vision.patch_size)
     rows, columns = (patches * cells for cells in grid[1:])

@@ -234,7 +234,7 @@ class Recipe:
     """What a family's configuration needs besides the settings by size."""
 
     types: Mapping[ConfigPart, str] = field(default_factory=dict)
-    """`model_type` of parts of the configuration that are not those that the family has by default."""
+    """`model_type` of the parts of the configuration that differ from the family's default."""
     any_width: bool = True
     """True for heads of any width, interleaved MRoPE sections, and patches of 16 pixels."""
     text: OfPart = nothing
