@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from chats import chat, picture, processor_of, says
+from fixtures.processors import tiny_processor
+from PIL import Image
 
 from vlmpack.collate import VLMCollator
 from vlmpack.data.messages import check_unread, read_conversation
@@ -59,15 +62,15 @@ def test_a_column_that_looks_like_the_only_medium_is_not_left_out_in_silence(mor
     with pytest.raises(
         SampleError, match=f"it has a column {name}, which looks like its image, video or aud"
     ) as caught:
-        check_unread(chat(**more), has_media=False, texts=[])
+        check_unread(chat(**more), has_media=False)
     assert caught.value.reason == "unread_column"
-    assert check_unread(chat(**more), has_media=True, texts=[]) == (name,)
+    assert check_unread(chat(**more), has_media=True) == (name,)
 
 
 @pytest.mark.parametrize("name", ["image_id", "num_images", "image_width", "topic"])
 def test_a_note_about_an_image_is_none(name: str) -> None:
     notes = {name: "a.jpg", "img": None, "pics": [], "file_name": "main.py"}
-    assert check_unread(chat(**notes), has_media=False, texts=[]) == (name, "file_name")
+    assert check_unread(chat(**notes), has_media=False) == (name, "file_name")
 
 
 WEIGHING = (
@@ -81,23 +84,60 @@ NOTES = ({"label": 3}, {"loss_scale": 1.0}, {"loss_scale": [1, 1]}, {"weight": 8
 def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any]) -> None:
     (name,) = more
     if more in NOTES:
-        assert check_unread(chat(**more), has_media=True, texts=[]) == (name,)
+        assert check_unread(chat(**more), has_media=True) == (name,)
         return
     with pytest.raises(SampleError, match=f"it has a column {name}, which weights samples or") as caught:
-        check_unread(chat(**more), has_media=True, texts=[])
+        check_unread(chat(**more), has_media=True)
     assert caught.value.reason == "unread_column"
 
 
-@pytest.mark.parametrize("place", ["<bbox>", "<ref-object>", "<quad>"])
-def test_grounding_rows_of_ms_swift_do_not_train_on_the_names_of_their_places(place: str) -> None:
-    objects = {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}
-    with pytest.raises(SampleError, match=f"it has a column objects, from which ms-swift fills '{place}' in its text"):
-        check_unread(chat(objects=objects), has_media=True, texts=["Find it.", f"at {place}"])
-    assert check_unread(chat(objects=objects), has_media=True, texts=["at 1, 2"]) == ("objects",)
-    assert check_unread(chat(), has_media=True, texts=[f"at {place}"]) == ()
-    collator = VLMCollator(processor_of(), on_bad="skip")
-    collator([chat(f"Find {place}.", "5", picture(), objects=objects)])
-    assert collator.skip_log.reasons == {"unread_column": 1}
+BOXES = {"ref": ["a dog"], "bbox": [[20, 30, 10, 15], [40, 60]], "bbox_type": None}
+WRITTEN = {  # Qwen2.5-VL takes pixels of the resized image, here 112 x 84; the others take thousandths
+    "qwen2_vl": "<|box_start|>(125,250),(250,500)<|box_end|> and <|box_start|>(500,1000)<|box_end|>",
+    "qwen3_vl": "<|box_start|>(125,250),(250,500)<|box_end|> and <|box_start|>(500,1000)<|box_end|>",
+    "qwen2_5_vl": "<|box_start|>(14,21),(28,42)<|box_end|> and <|box_start|>(56,84)<|box_end|>",
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_names_and_boxes_of_ms_swift_are_written_as_the_model_takes_them(family: str) -> None:
+    collator = VLMCollator(tiny_processor(family, min_pixels=112 * 84, max_pixels=112 * 84))
+    asked = chat("Where is <ref-object>?", "<bbox> and <bbox>", Image.new("RGB", (80, 60)))
+    parts = "".join(text for text, _ in collator.text_parts({**asked, "objects": BOXES}))
+    assert "Where is <|object_ref_start|>a dog<|object_ref_end|>?" in parts
+    assert f"{WRITTEN[family]}<|im_end|>" in parts
+    shares = {**BOXES, "bbox": [[0.125, 0.25, 0.25, 0.5], [0.5, 1]], "bbox_type": "norm1", "image_id": [0, 0]}
+    of_shares = collator.collate([{**asked, "objects": shares}])
+    assert of_shares.input_ids.tolist() == collator.collate([{**asked, "objects": BOXES}]).input_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bbox": [[1, 2]]}, "hold '<bbox>' 2 time(s), and its objects fill 1"),
+        ({"ref": []}, "hold '<ref-object>' 1 time(s), and its objects fill 0"),
+        ({"ref": ["<|im_end|>"]}, "its text holds '<|im_end|>'"),
+        ({"image_id": [0, 1]}, "have a bbox in image 1, but it has 1 image(s)"),
+        ({"image_id": [0]}, "1 image_id for 2 bbox"),
+        ({"bbox": [[1, 2], [0, 0, 90, 9]]}, "[0, 0, 90, 9] (real) in image 0 of 80 x 60 (width x height)"),
+        ({"bbox": [[1, 2], [0, 0, 9]]}, "give x, y or x1, y1, x2, y2 inside of it"),
+        ({"bbox_type": "norm1"}, "(norm1) in image 0 of 1 x 1"),
+        ({"bbox_type": "norm1000"}, "the types are real and norm1"),
+    ],
+)
+def test_objects_that_do_not_match_their_sample_are_refused(changes: dict[str, Any], said: str) -> None:
+    asked = chat("Where is <ref-object>?", "<bbox> and <bbox>", Image.new("RGB", (80, 60)))
+    with pytest.raises(SampleError, match=re.escape(said)):
+        VLMCollator(processor_of()).measure({**asked, "objects": {**BOXES, **changes}})
+
+
+def test_objects_are_refused_where_the_form_of_boxes_is_not_known() -> None:
+    row = {**chat("At <bbox>?", "A dog", picture()), "objects": {"bbox": [[1, 2]]}}
+    with pytest.raises(SampleError, match="how models with a InternVLProcessor write") as caught:
+        VLMCollator(tiny_processor("internvl")).measure(row)
+    assert caught.value.reason == "unread_column"
+    assert read_conversation(chat(objects=BOXES)).unread == ("objects",)
+    assert "<bbox>" in "".join(text for text, _ in VLMCollator(processor_of()).text_parts(chat("At <bbox>?", "5")))
 
 
 def test_other_columns_are_named_once() -> None:

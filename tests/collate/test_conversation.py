@@ -293,6 +293,10 @@ LOST = {
     "an empty column": ({**MARKED, "images": []}, "(its images is empty); give"),
     "a column of None": ({**MARKED, "image": None}, "(its image is None); give"),
     "a struct of None": ({**MARKED, "image": NONE}, "but the sample has no image to put"),
+    "another library's": (
+        asked("<image_00>?", image=None),
+        "holds '<image_00>' 1 time(s), but the sample has no image",
+    ),
     "a text part": (asked([text("<image>"), text("?")], image=None), "holds '<image>' 1 time"),
     "a prompt of messages": (
         {"prompt": MARKED["messages"][:1], "completion": MARKED["messages"][1:], "images": []},
@@ -314,7 +318,7 @@ def test_a_marker_whose_medium_was_lost_is_not_trained_on_as_text(feature: dict[
     reason, said = refusal(feature)
     assert reason == "media_count_mismatch"
     assert message in said
-    marker = next(x for x in ("<audio>", "<video>", "<image>") if x in json.dumps(feature, default=str))
+    marker = next(x for x in ("<audio>", "<video>", "<image_00>", "<image>") if x in json.dumps(feature, default=str))
     for how in ({"has_vision": False}, {"markers": "text"}):
         row = read_conversation(feature, **how)
         assert marker in "".join(row.contents())

@@ -30,7 +30,7 @@ from vlmpack.data.videos import VideoLimits, open_video
 from vlmpack.errors import SampleError
 from vlmpack.layout.batch import TEACHER
 
-RULES = 8
+RULES = 9
 """Increase this with every change that alters the length of a sample."""
 DIGEST_BYTES = 16
 
@@ -121,7 +121,8 @@ def _content_of(
         [list(map(read, ref.source)) if isinstance(ref.source, list | tuple) else read_file(ref.source), ref.options]
         for ref in row.media["video"]
     ]
-    return [row.messages, row.plain, row.turn_weights, row.template_options, images, videos]
+    objects = [] if row.objects is None else [row.objects]
+    return [row.messages, row.plain, row.turn_weights, row.template_options, *objects, images, videos]
 
 
 def _no_key(video: Any) -> Any:

@@ -43,6 +43,7 @@ from vlmpack.collate.encoded import (
     tokens_of,
     weighed,
 )
+from vlmpack.collate.grounding import with_objects
 from vlmpack.collate.media import BatchMedia, MediaReader, trial_image
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.collate.skipped import SkipLog
@@ -246,7 +247,7 @@ class Encoder:
             made = self.family.expert_types if self.family else None  # token types by which experts are chosen
             has_media = any(sample.media.values()) or not self.metadata.has_vision
             named = {name: feature[name] for name in feature if name != made}
-            self._warn_of_unread(check_unread(named, has_media=has_media, texts=()))
+            self._warn_of_unread(check_unread(named, has_media=has_media))
         else:
             conversation = self.read(feature)
             if self.train_on == "last":
@@ -254,8 +255,9 @@ class Encoder:
             if self.train_on != "all":
                 _check_answered(conversation)
             self._warn_of_unread(conversation.unread)
-            if (kind := conversation.unplaced) and self.log.is_first(f"marker of {kind}"):
-                seen = f"a user's text holds '<{kind}>', read as text: its sample has no column {kind} or {kind}s"
+            if conversation.unplaced and self.log.is_first(f"marker of {conversation.unplaced[0]}"):
+                kind, marker = conversation.unplaced
+                seen = f"a user's text holds {marker!r}, read as text: its sample has no column {kind} or {kind}s"
                 warnings.warn(f"{seen}. Choose markers='places' to refuse such samples, or 'text'", stacklevel=2)
             sample = self._encode_conversation(conversation, read)
             sample = with_teacher(sample, feature, num_tokens=sample.num_tokens)
@@ -284,6 +286,9 @@ class Encoder:
         media: Visuals = {kind: read(conversation.media[kind]) for kind in KINDS}
         if media["image"]:
             assert self._is_confirmed
+        if conversation.objects is not None:
+            named = {"name": type(self.processor).__name__, "metadata": self.metadata, "limits": self.limits}
+            conversation = with_objects(conversation, media["image"], **named)
         return (self._plain if conversation.plain else self._chat)(conversation, media)
 
     def _chat(self, conversation: Conversation, media: Visuals) -> Encoded:

@@ -87,7 +87,7 @@ SECONDS_COLUMNS = ("second_per_grid_ts", "video_second_per_grid")
 """Columns with the seconds from one grid of each video to the next: Qwen2.5-VL's name and Qwen-Omni's."""
 READ_COLUMNS = (
     *(*_TEXT_COLUMNS, *MEDIA, "system", "tools", "chat_template_kwargs", "id", "sample_id", CHANNEL_COLUMN),
-    *(BRANCH_COLUMN, ANSWER_COLUMN, *TEACHER),
+    *(BRANCH_COLUMN, ANSWER_COLUMN, "objects", *TEACHER),
 )
 """Columns that a conversation may have."""
 _OF_TOKENS = (
@@ -112,8 +112,8 @@ _FILE_COLUMN = re.compile(r"(file_?names?|files?|file_?paths?|paths?|media|media
 _ENDS = tuple(end for ends in ENDS.values() for end in ends)
 _ENCODED = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"RIFF")
 """First bytes of encoded images (and RIFF files)."""
-_GROUNDING = ("<bbox>", "<ref-object>", "<quad>")
-"""Placeholders in a text that ms-swift fills from its column `objects`."""
+GROUNDING: tuple[str, ...] = ("<ref-object>", "<bbox>")
+"""Placeholders in a text for the names and boxes of ms-swift's column `objects`."""
 
 VIDEO_KEYS = ("min_pixels", "max_pixels", "resized_height", "resized_width", "total_pixels")
 """Keys beside a medium that set its size. The first four also apply to images."""
@@ -174,8 +174,10 @@ class Conversation:
     """Extra arguments of the chat template: tools, and the contents of `chat_template_kwargs`."""
     unread: tuple[str, ...] = ()
     """Columns of the sample, and keys beside its media, that nothing reads."""
-    unplaced: Kind | None = None
-    """A kind of medium whose marker is in a user's text although the sample has no such media; None: there is none."""
+    unplaced: tuple[Kind, str] | None = None
+    """A kind of media that the sample lacks, and a marker for it in a user's text; None: there is none."""
+    objects: Mapping[str, Any] | None = None
+    """ms-swift's names and boxes for the placeholders `GROUNDING` in the texts; None: the texts are complete."""
 
     def contents(self) -> list[str]:
         """Return the text of each message, or prompt and completion."""
@@ -189,6 +191,7 @@ class Conversation:
         for message in self.messages:
             yield from _strings({key: value for key, value in message.items() if key not in ("role", "content")})
         yield from _strings(self.template_options)
+        yield from _strings((self.objects or {}).get("ref"))
 
     @property
     def weights(self) -> tuple[Weights, ...]:
@@ -252,11 +255,14 @@ def read_conversation(
     present, marked = {k: v for k, v in row.items() if v is not None}, marked_kinds(row, markers if has_vision else "")
     conversation = _read(present, row, marked, has_audio=has_audio, reads_media=reads_media)
     said = "\n".join(conversation.questions())
-    lost: list[Kind] = [kind for kind in KINDS if not conversation.media[kind] and f"<{kind}>" in said]
-    if placed := next((kind for kind in lost if kind in marked), None):
-        _refuse_marker(placed, said.count(f"<{placed}>"), row)
+    lost: dict[Kind, str] = {kind: marker for kind, marker in _markers_in(said).items() if not conversation.media[kind]}
+    if placed := next((each for each in lost.items() if each[0] in marked), None):
+        _refuse_marker(*placed, said.count(placed[1]), row)
     has_media = any(conversation.media.values()) or not has_vision
-    unread = check_unread(row, has_media=has_media, texts=[*conversation.contents(), *conversation.other_texts()])
+    objects = present.get("objects")
+    texts = () if is_empty(objects) else (*conversation.contents(), *conversation.other_texts())
+    is_grounded = any(mark in text for mark in GROUNDING for text in texts)
+    unread = check_unread(row, has_media=has_media)
     pair = [name for name in TURNS[3:] if name in present]
     beside = [
         f"{name} beside {kind}s"
@@ -265,8 +271,9 @@ def read_conversation(
         for name, value in ref.options.items()
         if name not in (*KNOWN_KEYS, *TIMES, "sampling_rate") and not is_empty(value)
     ]
-    unplaced = next(iter(lost), None) if reads_media and markers == "auto" else None
-    return replace(conversation, unread=(*unread, *(pair if len(pair) == 1 else ()), *beside), unplaced=unplaced)
+    unplaced = next(iter(lost.items()), None) if reads_media and markers == "auto" else None
+    unread = (*unread, *(pair if len(pair) == 1 else ()), *beside, *(["objects"] if texts and not is_grounded else ()))
+    return replace(conversation, unread=unread, unplaced=unplaced, objects=objects if is_grounded else None)
 
 
 def _without(turns: Any, keys: Collection[str]) -> Any:
@@ -655,21 +662,28 @@ _NUMBERED = re.compile(
 """Media placeholders of other libraries: `<image_1>`, `<|image_1|>`, `<ImageHere>`, `<|audio|>`."""
 
 
+def _markers_in(text: str) -> dict[Kind, str]:
+    """Return a placeholder for each kind of media that has one in a text, of this or else of another library."""
+    found: dict[Kind, str] = {kind: f"<{kind}>" for kind in KINDS if f"<{kind}>" in text}
+    for match in _NUMBERED.finditer(text) if "<" in text else ():
+        named = (match[1] or match[2]).lower().replace("img", "image")
+        found |= {kind: match[0] for kind in KINDS if kind == named and kind not in found}
+    return found
+
+
 def _check_numbered(turns: Sequence[Mapping[str, Any]], kind: Kind) -> None:
     """Refuse another library's placeholders: they would be trained on as text, with the media in front of the text."""
-    texts = (part["text"] for turn in turns if turn["role"] == "user" for part in _parts_in(turn) if "text" in part)
-    matches = (match for text in texts for match in _NUMBERED.finditer(text))
-    if match := next((m for m in matches if (m[1] or m[2]).lower().replace("img", "image") == kind), None):
-        fault = f"the user's text holds {match[0]!r}, which does not place the {kind}(s) of its column"
+    if marker := _markers_in("\n".join(text_of(turn) for turn in turns if turn["role"] == "user")).get(kind):
+        fault = f"the user's text holds {marker!r}, which does not place the {kind}(s) of its column"
         raise SampleError(f"{fault}; write <{kind}> for each, or choose markers='text'", "ambiguous_media")
 
 
-def _refuse_marker(kind: str, count: int, feature: Mapping[str, Any]) -> None:
+def _refuse_marker(kind: Kind, marker: str, count: int, feature: Mapping[str, Any]) -> None:
     """Refuse markers in users' texts for media that the sample lacks: they would be trained on as text."""
     columns = [name for name in (kind, f"{kind}s") if name in feature]
     reasons = [f"its {name} is {'None' if feature[name] is None else 'empty'}" for name in columns]
     raise SampleError(
-        f"the user's text holds '<{kind}>' {count} time(s), but the sample has no {kind} to put there "
+        f"the user's text holds {marker!r} {count} time(s), but the sample has no {kind} to put there "
         f"({' and '.join(reasons) or f'it has no column {kind} or {kind}s'}){_also_has(feature)}; give it in a column "
         f"{kind} or {kind}s, or take the marker out; where it is text, choose markers='text'",
         "media_count_mismatch",
@@ -763,17 +777,16 @@ def _keys_beside(item: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- columns that nothing reads
 
 
-def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence[str]) -> tuple[str, ...]:
+def check_unread(feature: Mapping[str, Any], *, has_media: bool) -> tuple[str, ...]:
     """Return the unread columns of a sample, after checking that none of them holds something that the sample needs.
 
     Args:
         feature: the sample's columns.
         has_media: whether the sample has media; if so, a column of file names is harmless.
-        texts: the sample's texts.
 
     Raises:
-        SampleError: `unread_column`: an unread column holds media and the sample has none; or it holds preferences or
-            weights; or it is ms-swift's `objects` and the text has placeholders for them.
+        SampleError: `unread_column`: an unread column holds media and the sample has none, or it holds preferences or
+            weights.
     """
     unread = {str(name): value for name, value in feature.items() if name not in _KNOWN and not is_empty(value)}
     for name, value in unread.items():
@@ -782,8 +795,6 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool, texts: Sequence
             fault = "which weights samples or lists preferences: give each message its `weight`"
         elif not has_media and _looks_like_media(name.lower(), value):
             fault = "which looks like its image, video or audio, and it has no other; rename or remove it"
-        elif name == "objects" and (match := next((x for x in _GROUNDING if any(x in text for text in texts)), None)):
-            fault = f"from which ms-swift fills {match!r} in its text; write the boxes and names into the text"
         if fault:
             raise SampleError(f"it has a column {name}, {fault}; nothing reads it", "unread_column")
     return tuple(name for name in unread if name not in _NOTES)
