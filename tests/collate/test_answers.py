@@ -27,7 +27,8 @@ ENDS = {
     "kimi_k25": "<|im_end|>",
     "lfm2_vl": "<|im_end|>",
     "mistral3": "</s>",
-    **dict.fromkeys(("lighton_ocr", "exaone4_5", "lfm3_vl"), "<|im_end|>"),
+    "exaone4_5": "<|endofturn|>",
+    **dict.fromkeys(("lighton_ocr", "lfm3_vl"), "<|im_end|>"),
     "minicpmv4_6": "<|im_end|>",
     "smolvlm": "<end_of_utterance>",
 }

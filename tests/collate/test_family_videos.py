@@ -43,7 +43,9 @@ VIDEO = {
     }, "<|VIDEO_START|><|VIDEO_PLACEHOLDER|><|VIDEO_END|>"),
     **{family: (f"qwen{n}_vl.video_processing_qwen{n}_vl.Qwen{n}VLVideoProcessor", {
         "patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 4 * 112 * 112},
-    }, "<|vision_start|><|video_pad|><|vision_end|>") for family, n in (("exaone4_5", 2), ("lfm3_vl", 3))},
+    }, f"{start}<|video_pad|>{end}") for family, n, start, end in (
+        ("exaone4_5", 2, "<vision>", "</vision>"), ("lfm3_vl", 3, "<|vision_start|>", "<|vision_end|>")
+    )},
     "llava_onevision": ("LlavaOnevisionVideoProcessor", {}, "<video>"),
     "minicpmv4_6": ("MiniCPMV4_6VideoProcessor", {"scale_resolution": 64, "max_slice_nums": 4}, "<|video_pad|>"),
     **{family: (f"{name}VideoProcessor", {"patch_size": 4, "pooling_kernel_size": 2, "num_frames": 4}, "<|video|>")

@@ -19,6 +19,7 @@ _VISION = ("<|vision_start|>", "<|vision_end|>")
 BORDERS: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys((*QWEN, "Lfm3VlProcessor"), _VISION),
     **dict.fromkeys(("Glm4vProcessor", "Glm46VProcessor"), ("<|begin_of_image|>", "<|end_of_image|>")),
+    "Exaone4_5_Processor": ("<vision>", "</vision>"),
     "PaddleOCRVLProcessor": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
     "Kimi_K25Processor": ("<|media_begin|>image<|media_content|>", "<|media_end|>"),
 }

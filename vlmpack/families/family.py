@@ -137,6 +137,8 @@ class Family:
     """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
     reads_grids: bool = False
     """True if its vision tower reads grids on its device; False: vlmpack computes on the host what it would compute."""
+    indexes_grids: bool = False
+    """True if a tower that gets grids from the host indexes them on its device; False: it reads them on the host."""
     videos_apart: bool = False
     """True if its tower computes images and videos with grids in a call each."""
     image: Draws | None = None

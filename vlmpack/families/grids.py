@@ -20,7 +20,7 @@ from vlmpack.families.videos import run_of_pairs, run_per_frame
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
 
-_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True}
+_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True, "indexes_grids": True}
 
 GRIDS = (
     Family(model_type="glm4v", **_GLM),

@@ -61,9 +61,13 @@ class VisionRow:
     batches; the tensor is read then.
     """
 
-    def __init__(self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None, indexes_grids: bool = False
+    ) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
+        self.indexes_grids = indexes_grids
+        """Whether the vision tower needs grids on its device; see `Family`."""
         self._by_shape: dict[tuple[int, int], Segments | None] = {}
         for segments in self.layouts:
             shape = (len(segments.lengths) + 1, segments.total)
@@ -122,7 +126,7 @@ class Vision(ClassMechanism):
         layouts = [segments for grids in grids_of if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
         inputs = media.to_hf() | _host_grids(family, grids_of) | _known_ids(setup)
-        return VisionRow(layouts, inputs=inputs)
+        return VisionRow(layouts, inputs=inputs, indexes_grids=family.indexes_grids)
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Return pixels and grids, or features."""
@@ -165,18 +169,18 @@ def informed_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> 
         return plain(module, *args, **kwargs)
     named = ("hidden_states", "pixel_values", "grid_thw")  # families name pixels in either way
     pixels, grids = (*args, *(kwargs.pop(name) for name in named if name in kwargs))
-    known = _inputs_on(pixels.device, module, grids)
+    known = _inputs_on(pixels.device, module, grids, indexed=row.entries[Vision.name].indexes_grids)
     with handed_on(row):
         return plain(module, pixels, **kwargs, **known)
 
 
 @outside_graph
-def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor) -> dict[str, Any]:
-    """Return the grids and what the tower would compute from them, on its device."""
+def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, *, indexed: bool) -> dict[str, Any]:
+    """Return what the tower would compute from grids, on its device, and the grids: on the host unless `indexed`."""
     with host_values():
-        inputs = {"grid_thw": grids, **tower_inputs(tower, grids)}
-    on_host = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.device.type == "cpu"}
-    return {**inputs, **{name: to_device(x.numpy(), device) for name, x in on_host.items()}}
+        inputs = tower_inputs(tower, grids) | ({"grid_thw": grids.cpu()} if indexed else {})
+    on_device = {name: to_device(x.numpy(), device) for name, x in inputs.items() if isinstance(x, Tensor)}
+    return {"grid_thw": grids, **inputs, **on_device}
 
 
 def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
@@ -639,7 +643,7 @@ def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told
     for name, x in inputs.items():
         if x.device != device and name not in on_host and not family.media[name].counts_images:
             inputs[name] = to_device(x.numpy(), device)
-    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts)})
+    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts, indexes_grids=family.indexes_grids)})
 
 
 def _audio_features(
