@@ -204,17 +204,19 @@ def test_videos_beside_images_and_in_later_turns_are_packed_as_alone(family: str
 
 
 @needs
-def test_a_video_longer_than_the_others_of_its_batch_is_refused_or_skipped_where_the_model_takes_one_length() -> None:
+def test_videos_of_several_lengths_share_a_batch_where_the_model_takes_one_length_in_a_call() -> None:
     processor, features = processor_with_videos("llava_onevision"), [asked(frames(count)) for count in (4, 6, 4)]
-    with pytest.raises(
-        SampleError, match=r"sample 1: its video 0 makes .*\[1, 6, .* before it \[1, 4, .*nframes"
-    ) as caught:
-        VLMCollator(processor).collate(features)
-    assert (caught.value.index, caught.value.reason) == (1, "media_shape")
-    skipping = VLMCollator(processor, layout="packed", on_bad="skip")
-    for batch in (skipping.collate(features), skipping.decode([*map(skipping.measure, features)])):
-        assert batch.metadata.sample_ids == (0, 2)
-    assert skipping.skip_log.reasons == {"media_shape": 2}
+    model = tiny_model("llava_onevision", processor=processor)
+    alone = [VLMCollator(processor)([feature]) for feature in features]
+    names: Any = ("input_ids", "labels", "mm_token_type_ids")
+    samples: list[Any] = [
+        {name: each[name][0] for name in names} | {"pixel_values_videos": each["pixel_values_videos"]} for each in alone
+    ]
+    truth = run_alone(model, samples)
+    for layout in ("padded", "packed"):
+        batch = VLMCollator(processor, layout=layout).collate(features)
+        assert batch.media.pixel_values_videos.shape[:2] == (3, 6)
+        assert not problems(compare(run_packed(model, batch, samples), truth), limits_of("llava_onevision"))
 
 
 @needs

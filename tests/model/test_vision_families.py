@@ -186,7 +186,6 @@ def videos_of(family: str) -> list[Any]:
 
 @pytest.mark.parametrize("family", [GLM, TILES, *slow(PAIRS)])
 def test_videos_in_another_order_than_their_samples_are_seen_by_their_places(family: str) -> None:
-    """(Of LLaVA-OneVision all videos of a call are as long: nobody can notice two that changed places.)"""
     model = enable_packing(fresh(family))
     batch = padded(videos_of(family), metadata=False).to_hf()
     lost = batch | {"pixel_values_videos": batch["pixel_values_videos"][:-1]}
@@ -227,7 +226,5 @@ def test_frames_of_which_the_model_makes_no_token_are_refused() -> None:
 
 def test_frames_of_another_size_than_the_tower_s_are_refused() -> None:
     batch = padded(videos_of(TILES)).to_hf()
-    with pytest.raises(
-        LayoutError, match=r"the model takes videos of equally many frames, \[videos, frames, 3, 24, 24\]"
-    ):
+    with pytest.raises(LayoutError, match=r"the model takes \[videos, frames, 3, 24, 24\]"):
         enable_packing(fresh(TILES))(**batch | {"pixel_values_videos": batch["pixel_values_videos"][..., :-1]})

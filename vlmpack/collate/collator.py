@@ -195,7 +195,7 @@ class VLMCollator:
         """
         if isinstance(features, Mapping):
             raise ConfigError("collate makes a batch of a list of samples, got one sample: give [sample]")
-        media = self._batch_media()
+        media = BatchMedia()
         return self._assemble(partial(self._encoded, feature, index, media) for index, feature in enumerate(features))
 
     def measure(self, feature: Mapping[str, Any], index: int | None = None) -> Encoded:
@@ -253,7 +253,7 @@ class VLMCollator:
         Raises:
             SampleError, ConfigError, LayoutError: as in `collate`.
         """
-        media = self._batch_media()
+        media = BatchMedia()
         return self._assemble(partial(self._decoded, sample, index, media) for index, sample in enumerate(samples))
 
     def leaves_out(self, reason: str) -> bool:
@@ -317,15 +317,11 @@ class VLMCollator:
         if isinstance(feature, SampleError):
             place = feature.index if feature.sample_id is None else feature.sample_id
             raise SampleError(feature.detail, index=index, reason=feature.reason, sample_id=place) from feature
-        return self._checked(feature, index, lambda: media.joined(self._fitted(self.encoder.encode(feature, media))))
+        return self._checked(feature, index, lambda: self._fitted(self.encoder.encode(feature, media)))
 
     def _decoded(self, sample: Encoded, index: int, media: BatchMedia) -> Encoded:
         named = {} if sample.sample_id is None else {"id": sample.sample_id}
-        decode = self.encoder.media.decode
-        return self._checked(named, index, lambda: media.joined(decode(self._sharable(sample), media)))
-
-    def _batch_media(self) -> BatchMedia:
-        return BatchMedia({} if self.encoder.family is None else self.encoder.family.media)
+        return self._checked(named, index, lambda: self.encoder.media.decode(self._sharable(sample), media))
 
     def _fitted(self, sample: Encoded) -> Encoded:
         return fit(self._sharable(sample), self.metadata, max_length=self.max_length, overlength=self.overlength)

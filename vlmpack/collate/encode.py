@@ -255,11 +255,11 @@ class Encoder:
             if self.train_on != "all":
                 _check_answered(conversation)
             self._warn_of_unread(conversation.unread)
+            sample = self._encode_conversation(conversation, read)
             if conversation.unplaced and self.log.is_first(f"marker of {conversation.unplaced[0]}"):
                 kind, marker = conversation.unplaced
                 seen = f"a user's text holds {marker!r}, read as text: its sample has no column {kind} or {kind}s"
                 warnings.warn(f"{seen}. Choose markers='places' to refuse such samples, or 'text'", stacklevel=2)
-            sample = self._encode_conversation(conversation, read)
             sample = with_teacher(sample, feature, num_tokens=sample.num_tokens)
         check_sample(sample, self.metadata)
         return sample

@@ -32,7 +32,7 @@ import torch
 from PIL import Image
 
 from vlmpack.collate.audio import AudioReader
-from vlmpack.collate.encoded import PIXELS, Encoded, Visual, check_pixels, grid_text, tokens_of
+from vlmpack.collate.encoded import Encoded, Visual, check_pixels, grid_text, tokens_of
 from vlmpack.collate.processor_metadata import (
     NO_ID,
     ProcessorMetadata,
@@ -57,7 +57,6 @@ from vlmpack.data.messages import MediaRef
 from vlmpack.errors import ConfigError, SampleError, VlmpackError
 from vlmpack.families.family import Family
 from vlmpack.families.registry import family_of_processor
-from vlmpack.families.tiles import Join
 from vlmpack.layout.media import Grid
 
 Result = TypeVar("Result")
@@ -83,13 +82,11 @@ class BatchMedia:
     """The images and videos of one batch that are already loaded, so that each is loaded and processed only once.
 
     The key is the source (encoded bytes, a path, or the PIL image itself) with the keys beside it. An entry lives as
-    long as some sample uses it. `joins`: how the family's models take the tensors of several media.
+    long as some sample uses it.
     """
 
-    def __init__(self, joins: Mapping[str, Join]) -> None:
-        self._joins = joins
+    def __init__(self) -> None:
         self._visuals: WeakValueDictionary[Hashable, Visual] = WeakValueDictionary()
-        self._shapes: dict[str, torch.Size] = {}
 
     def load_once(self, ref: MediaRef, load: Callable[[MediaRef], Visual]) -> Visual:
         """Return the visual already made from the same source with the same keys, or else make it."""
@@ -101,27 +98,6 @@ class BatchMedia:
         if visual is None:
             visual = self._visuals[key] = load(ref)
         return visual
-
-    def joined(self, sample: Encoded) -> Encoded:
-        """Return a sample whose tensors can follow those of earlier samples: some models take one shape in a call.
-
-        Raises:
-            SampleError: they cannot, such as a LLaVA-OneVision video with more frames than an earlier one.
-        """
-        shapes = dict(self._shapes)
-        for kind, visuals in sample.media.items():
-            for at, visual in enumerate(visuals):
-                for name, tensor in ((PIXELS[kind], visual.pixels), *visual.tensors.items()):
-                    join = self._joins.get(name)
-                    if tensor is None or join is None:
-                        continue
-                    first = shapes.setdefault(name, tensor.shape)
-                    if join.fixed_sizes(tensor.shape) != join.fixed_sizes(first):
-                        seen = f"its {kind} {at} makes {name} {list(tensor.shape)}, one before it {list(first)}"
-                        remedy = "give all videos as many frames (nframes, num_frames), or collate it by itself"
-                        raise SampleError(f"{seen}; its model takes one shape in a call: {remedy}", "media_shape")
-        self._shapes = shapes
-        return sample
 
 
 def _key(source: Any) -> Hashable | None:
@@ -189,7 +165,7 @@ class MediaReader:
         if self._are_together(refs):
             images = [read_named(self._picture, ref) for ref in refs]
             return _sourced(read_named(lambda _: self.process(images), refs[0]), refs)
-        media = batch or BatchMedia({})
+        media = batch or BatchMedia()
         visuals, remaining = [], inf if max_tokens is None else max_tokens
         for ref in refs:
             load = self._image if ref.kind == "image" else self._video

@@ -120,6 +120,9 @@ class Family:
     """For a tiled family: function that removes padding tiles from the tensors; None: they have none."""
     video_tokens: TileTokens | None = None
     """For a tiled family: number of placeholder tokens of each video; None: it takes no videos."""
+    frames_in: Callable[[int, Any], int] | None = None
+    """For a tiled family that computes only videos of equally many frames together: the number of frames of a video
+    with that many tokens; None: another family."""
     tile_boundaries: TileBoundaries | None = None
     """For a tiled family: the boundaries that blocks of its tower attend within; None: its tower needs none."""
     token_types: str | None = "mm_token_type_ids"

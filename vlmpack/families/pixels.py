@@ -96,8 +96,8 @@ def views(config: Any, grid: Grid, draw: Draw) -> Tensors:
 
 
 def frames_of_one_size(config: Any, grid: Grid, draw: Draw) -> Tensors:
-    """A video of two frames, whatever the grid: all videos of a call need the same number of frames."""
-    return {"pixel_values_videos": draw(1, 2, 3, _side(config), _side(config))}
+    """Frames of the size of a tile."""
+    return {"pixel_values_videos": draw(1, grid[0], 3, _side(config), _side(config))}
 
 
 def frames_of_patches(config: Any, grid: Grid, draw: Draw, *, merged: bool = False) -> Tensors:

@@ -103,7 +103,8 @@ def tiles_of_single_images(tensors: Tensors, config: Any) -> Sequence[int]:
 def pooled_frames(tensors: Tensors, config: Any) -> Sequence[int]:
     """Return the tokens of each video of `pixel_values_videos` [N, F, 3, H, W].
 
-    These are the features of its frames, pooled 2 x 2, and an end token.
+    These are the features of its frames, pooled 2 x 2, and an end token. Frames of zeros behind the last other one are
+    padding, as videos of a call have one size.
 
     Raises:
         LayoutError: the frames do not have the size of the tower's tiles.
@@ -113,10 +114,20 @@ def pooled_frames(tensors: Tensors, config: Any) -> Sequence[int]:
     side = config.vision_config.image_size
     if videos.ndim != 5 or tuple(videos.shape[2:]) != (3, side, side):
         raise LayoutError(
-            f"pixel_values_videos is {list(videos.shape)}, but the model takes videos of equally many frames, "
-            f"[videos, frames, 3, {side}, {side}]; keep what the processor makes"
+            f"pixel_values_videos is {list(videos.shape)}, but the model takes [videos, frames, 3, {side}, {side}]; "
+            "keep what the processor makes"
         )
-    return [videos.shape[1] * (-(-_side(config) // 2)) ** 2 + 1] * len(videos)
+    counts = (next((n for n in range(len(frames), 1, -1) if frames[n - 1].any()), 1) for frames in videos)
+    return [count * _pooled(config) + 1 for count in counts]
+
+
+def frames_of_pooled(tokens: int, config: Any) -> int:
+    """Return the number of frames of a video with that many tokens: the inverse of `pooled_frames`."""
+    return (tokens - 1) // _pooled(config)
+
+
+def _pooled(config: Any) -> int:
+    return (-(-_side(config) // 2)) ** 2
 
 
 def _side(config: Any) -> int:
@@ -314,11 +325,12 @@ TILED = (
         "llava_onevision",
         tile_tokens=tiles_of_single_images,
         video_tokens=pooled_frames,
+        frames_in=frames_of_pooled,
         oldest_over_ranks=(5, 23),
         image_work=work_of_best_grids,
         image=thumbnail_and_tiles,
         video=frames_of_one_size,
-        media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join()},
+        media=_SIZES | {"batch_num_images": Join(counts_images=True), "pixel_values_videos": Join(pad=True)},
     ),
     tiled_family("smolvlm", **_IDEFICS3),
     tiled_family("idefics3", **_IDEFICS3),

@@ -62,7 +62,12 @@ class VisionRow:
     """
 
     def __init__(
-        self, layouts: Iterable[Segments], *, inputs: Mapping[str, Any] | None = None, indexes_grids: bool = False
+        self,
+        layouts: Iterable[Segments],
+        *,
+        inputs: Mapping[str, Any] | None = None,
+        frames: Sequence[int] = (),
+        indexes_grids: bool = False,
     ) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
@@ -76,6 +81,8 @@ class VisionRow:
                 self._by_shape[shape] = None
         self.inputs = inputs or {}
         """Keyword arguments that pass images and videos, or their features, to the backbone."""
+        self.frames = frames
+        """Number of frames of each video, if the backbone computes only videos of equally many together."""
 
     def find(self, cu_seqlens: torch.Tensor, num_patches: int) -> Segments:
         """Return the segments whose boundaries are `cu_seqlens`, int32 [G + 1] on any device."""
@@ -94,10 +101,12 @@ class Vision(ClassMechanism):
         return family.has_vision
 
     def makers(self, model: ModelParts) -> list[tuple[nn.Module, Maker]]:
-        """Return the backbone if ranks compute media together, and towers (or parts of them) that get no keyword."""
+        """Return the backbone if it computes media in another way, and towers (or parts of them) without a keyword."""
         family, backbone = model.family, model.family.backbone(model.core)
         together = model.vision is not None
         changed: list[tuple[nn.Module, Maker]] = [(backbone, features_class)] if together else []
+        if family.frames_in is not None and not together:
+            changed.append((backbone, framed_class))
         if (tower := family.vision_tower(model.core)) is None:
             return changed
         if family.tile_boundaries is not None:
@@ -119,7 +128,9 @@ class Vision(ClassMechanism):
         if not family.has_grids:
             media = _with_known_sizes(setup)
             layouts = family.tower_segments(media, setup.config)
-            return VisionRow(layouts, inputs=media.to_hf() | _known_ids(setup))
+            videos = setup.part.computed_media(setup.media).videos
+            frames = _frames(family, [video.tokens for video in videos], setup.config)
+            return VisionRow(layouts, inputs=media.to_hf() | _known_ids(setup), frames=frames)
         row = setup.row
         media, calls = family.tower_media(row.media, setup.media, row.segments, row.tree)
         grids_of = [_grids(call) for call in calls]
@@ -398,6 +409,38 @@ def _keywords_of(segments: Segments, device: torch.device) -> dict[str, Any]:
     return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 
+# ---------------------------------------------------------------------- videos of equally many frames
+
+
+def _frames(family: Family, tokens: Sequence[int], config: Any) -> list[int]:
+    """Return the number of frames of each video, from its tokens; []: the family takes any number in a call."""
+    return [] if family.frames_in is None else [family.frames_in(count, config) for count in tokens]
+
+
+@functools.cache
+def framed_class(base: Any) -> type[nn.Module]:
+    """Return a subclass of a backbone's class that computes videos of equally many frames together."""
+    makers = {"forward": handing_class, _GETTERS[VIDEO]: _framed_class}
+    return subclass(base, {name: getattr(maker(base), name) for name, maker in makers.items()}, framed_class)
+
+
+@replaces("get_video_features")
+def _framed_class(plain: Any, module: Any, videos: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Compute videos [N, F, ...] without their padding, and return features as if all belonged to one video."""
+    row = handed_row()
+    frames = () if row is None else row.entries[Vision.name].frames
+    if {*frames} <= {videos.shape[1]}:
+        return plain(module, videos, *args, **kwargs)
+    features, of_videos = None, dict[int, Tensor]()
+    for count in sorted({*frames}):
+        of_count = [at for at, own in enumerate(frames) if own == count]
+        features = plain(module, torch.stack([videos[at, :count] for at in of_count]), *args, **kwargs)
+        of_videos |= zip(of_count, features.pooler_output, strict=True)
+    assert features is not None
+    features.pooler_output = torch.cat([of_videos[at] for at in range(len(frames))])[None]
+    return features
+
+
 # ---------------------------------------------------------------------- features instead of pixels
 
 
@@ -437,6 +480,8 @@ def features_class(base: Any) -> type[nn.Module]:
         return features
 
     own = {name: accepting(getattr(base, name)) for name in _GETTERS.values() if hasattr(base, name)}
+    if (videos := _GETTERS[VIDEO]) in own:
+        own[videos] = accepting(getattr(_framed_class(base), videos))
     return subclass(base, own, features_class)
 
 
@@ -571,6 +616,8 @@ def _tiles(setup: RowSetup, kind: int) -> tuple[list[Image], dict[str, torch.Ten
         told = {name: tensors[name][own].tolist() for name in entries if name in SIZES}
         sent = {name: sum(of[own]) for name, of in entries.items() if name not in SIZES}
         told |= {name: [size] for name in counts}
+        if kind == VIDEO and family.frames_in is not None:
+            told["frames"] = _frames(family, tokens[own], config)
         images.append(Image(cost=sum(costs[own]), tokens=sum(tokens[own]), entries=sent, told=told))
     return images, {name: tensors[name].movedim(family.media[name].axis, 0) for name in images[0].entries}
 
@@ -631,6 +678,7 @@ def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told
     """Compute the features of a call's images, and of a blank one behind them where a tensor of pixels is missing."""
     family, config, device = setup.model.family, setup.config, setup.row.input_ids.device
     blank, on_host = family.blank_media(kind, config), {*SIZES, *(_GRIDS.values() if family.keeps_grids else ())}
+    frames = told.pop("frames", ())
     inputs = {name: torch.tensor(rows, device="cpu") for name, rows in told.items()}
     inputs |= {name: x.movedim(0, family.media[name].axis) for name, x in arrived.items() if len(x) and name in blank}
     if any(name.startswith("pixel_values") and name not in inputs for name in blank):
@@ -643,7 +691,8 @@ def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told
     for name, x in inputs.items():
         if x.device != device and name not in on_host and not family.media[name].counts_images:
             inputs[name] = to_device(x.numpy(), device)
-    return _called(setup, kind, inputs, {Vision.name: VisionRow(layouts, indexes_grids=family.indexes_grids)})
+    entry = VisionRow(layouts, frames=frames, indexes_grids=family.indexes_grids)
+    return _called(setup, kind, inputs, {Vision.name: entry})
 
 
 def _audio_features(
