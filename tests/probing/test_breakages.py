@@ -79,6 +79,16 @@ def joined(when: Callable[[Segments, Any], bool]) -> Break:
     return break_it
 
 
+def mixing_gradients(name: str) -> Break:
+    """A module mixes the tokens of its output's gradient."""
+
+    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient + gradient.mean(1, keepdim=True))
+
+    return lambda model, patch: model.get_submodule(name).register_forward_hook(hook)
+
+
 def no_offsets(model: Any, patch: Patch) -> None:
     """A left-padded batch is read from its first column on."""
     own = packing._Take.__init__
@@ -204,6 +214,9 @@ FAST = {
         shown=frozenset({"row: routers' part of the loss"}),
     ),
     "keys of another head": Broken(breaks=attended(k=lambda k: k.roll(1, 1)), causes=("mask",)),
+    "gradients of keys that mix": Broken(
+        breaks=mixing_gradients("model.layers.0.self_attn.k_proj"), causes=("mask",), mechanism=["backward pass"]
+    ),
     "seconds of videos": Broken(
         breaks=wrapped(
             type(family_named("qwen2_5_vl")),

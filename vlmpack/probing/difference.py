@@ -344,6 +344,37 @@ def module_checks(
     return checks
 
 
+def check_backward(
+    forward: Callable[[Sequence[Sample]], ForwardResult],
+    probed: ProbedModel,
+    samples: Sequence[Sample],
+    wrong: Sequence[str],
+) -> Check:
+    """Name the module at fault if only gradients are wrong: the last one that is called with such a parameter.
+
+    The backward pass begins at the end of the model, and goes wrong there.
+
+    Args:
+        forward: the pass.
+        probed: the model.
+        samples: the samples, in the order of the pass.
+        wrong: names of the parameters with wrong gradients, at least one.
+    """
+    roles, called = roles_of(probed), list[str]()
+    with torch.no_grad(), _hooked(probed, roles, lambda name, _: called.append(name)):
+        forward(samples)
+    names = {p: name for name, p in probed.core.named_parameters()}
+    wrong = [names[p] for name, p in probed.model.named_parameters() if name in wrong and p in names]
+    owners = [max((x for x in called if name.startswith(f"{x}.")), key=len, default="") for name in wrong]
+    last = max(owners, key=lambda owner: called.index(owner) if owner else -1)
+    role = roles.get(last, "unknown")
+    detail = (
+        f"outputs are right, and going backward, gradients are wrong from {last or 'the end'} on: by its backward "
+        "pass, or by that of what reads its output"
+    )
+    return replace(Check.wrong("mask" if role == "query scale" else role, detail), name="backward pass")
+
+
 def check_cache(found: Difference) -> Check:
     """Check that the model fills no cache: training does not need it, and with a cache transformers ignores packed
     positions."""

@@ -292,10 +292,15 @@ def check_equality(setup: ProbeSetup, packed: PackedPass, reference: Reference) 
     with setup.computing(packed.circumstance), torch.enable_grad(), held as routed:
         result = packed(setup.samples)
     outcome = result.outcome(setup.probed.model, setup.samples, backward=packed.backward)
+    errors, limits = compare(outcome, reference.outcome, low=low), reference.limits
     checks = [
         Check.measured("equality", f"{name}: {each.name}", each.error, each.allowed, str(each))
-        for each in compare(outcome, reference.outcome, low=low).measured(reference.limits)
+        for each in errors.measured(limits)
     ]
+    wrong = [name for group, each in errors.gradients.items() for name in each.above(limits.of_group(group))]
+    if wrong and not low and not any(check.is_bad for check in checks if "gradient of" not in check.name):
+        with setup.computing(packed.circumstance):
+            checks.append(difference.check_backward(packed, setup.probed, setup.samples, wrong))
     if routed.held:
         detail = f"choices that rounding alone decides, held to those of the samples alone: {routed.held}"
         name = f"{name}: choice of experts"

@@ -74,6 +74,12 @@ class GradientError:
     mean square."""
     parameter: str
     """Name of the parameter."""
+    parameters: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """The error of each parameter of the group, as a fraction of its largest entry."""
+
+    def above(self, limit: float) -> list[str]:
+        """Return the names of the parameters whose errors are above a limit."""
+        return [name for name, error in self.parameters.items() if not error <= limit]
 
 
 @final
@@ -102,7 +108,7 @@ class Errors:
             Measurement(name="sample losses", error=self.sample_losses, allowed=limits.sample_losses),
         ]
         for group, worst in self.gradients.items():
-            allowed = limits.gradients.get(group, limits.gradient)
+            allowed = limits.of_group(group)
             name = f"gradient of {group}"
             measured.append(Measurement(name=name, error=worst.error, allowed=allowed, parameter=worst.parameter))
         return measured
@@ -144,6 +150,10 @@ class Limits:
     """Limits by group of parameters."""
     cosine: float = inf
     """Limit of 1 - cosine of a parameter's two gradients."""
+
+    def of_group(self, group: str) -> float:
+        """Return the limit of a group of parameters."""
+        return self.gradients.get(group, self.gradient)
 
     @classmethod
     def beyond(cls, alone: Errors, padded: Errors, *, factor: float = 2.0) -> Limits:
@@ -386,7 +396,7 @@ def _size(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         return torch.zeros(4, dtype=torch.float64)
     expected = _at_least_float32(expected)
     difference = _at_least_float32(actual).to(expected.device) - expected
-    largest = [difference.abs().nan_to_num(nan=inf).max(), expected.abs().max()]
+    largest = [difference.abs().nan_to_num(nan=inf).max(), expected.abs().nan_to_num().max()]
     return torch.stack([*largest, difference.square().sum(), expected.square().sum()]).to("cpu", torch.float64)
 
 
@@ -420,7 +430,8 @@ def gradient_errors(
     for group, of_group in found.items():
         worst = max(of_group, key=of_group.__getitem__)
         squares = _together(sizes[name] for name in of_group)[2:].tolist()
-        errors[group] = GradientError(error=_root(*squares) if low else of_group[worst], parameter=worst)
+        error = _root(*squares) if low else of_group[worst]
+        errors[group] = GradientError(error=error, parameter=worst, parameters=of_group)
     return errors
 
 
@@ -451,20 +462,14 @@ def group_of(parameter: str) -> str:
 def distance(actual: torch.Tensor, expected: torch.Tensor, *, least: float = 0.0) -> float:
     """Return the largest difference as a fraction of the largest expected entry (at least `least`); NaN counts as
     infinite."""
-    expected = _at_least_float32(expected)
-    difference = (_at_least_float32(actual).to(expected.device) - expected).abs().nan_to_num(nan=inf)
-    return float(difference.max()) / max(float(expected.abs().nan_to_num().max()), least, 1e-30)
+    difference, largest, *_ = _size(actual, expected).tolist()
+    return difference / max(largest, least, 1e-30)
 
 
 def rms_distance(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Return the root mean square of the differences as a fraction of that of the expected values; NaN counts as
     infinite."""
-    squares = [0.0, 0.0]
-    for actual, expected in pairs:
-        expected = _at_least_float32(expected)
-        squares[0] += float((_at_least_float32(actual).to(expected.device) - expected).square().sum())
-        squares[1] += float(expected.square().sum())
-    return _root(*squares)
+    return _root(*_together(_size(*pair) for pair in pairs)[2:].tolist())
 
 
 def _root(difference: float, expected: float) -> float:

@@ -52,7 +52,7 @@ class TinySizes:
     kv_heads: int = 2
     """Key and value heads of the text model."""
     head_dim: int | None = None
-    """Width of one head of the text model; None: `hidden // heads`. Families with `any_width=False` in their recipe
+    """Width of one head of the text model; None: `hidden // heads`. Families without `head_dim` in their configuration
     take no other value."""
     intermediate: int | None = None
     """Width of the text model's MLP; None: twice `hidden`."""
@@ -67,7 +67,7 @@ class TinySizes:
     vision_heads: int = 2
     """Heads of the vision tower."""
     patch_size: int | None = None
-    """Side of a patch in pixels; None: the family's default: 14, 16 (from Qwen3-VL on), or 6 for tiles."""
+    """Side of a patch in pixels; None: the family's default, or 6 for tiles."""
     merge: int = 2
     """Patches merged into one token along each side."""
     temporal_patch_size: int = 2
@@ -235,8 +235,6 @@ class Recipe:
 
     types: Mapping[ConfigPart, str] = field(default_factory=dict)
     """`model_type` of the parts of the configuration that differ from the family's default."""
-    any_width: bool = True
-    """True for heads of any width, interleaved MRoPE sections, and patches of 16 pixels."""
     text: OfPart = nothing
     """Settings of the text model."""
     vision: OfPart = nothing
@@ -374,17 +372,14 @@ def _deepseek_ocr2(s: TinySizes) -> Settings:
     return {"mlp_layer_types": ["sparse"] * s.layers, "num_experts_per_tok": s.experts_per_token}
 
 
-LATENT = {"any_width": False, "text": lambda s: {"num_key_value_heads": s.heads}}
-GLM: dict[str, Any] = {"vision": lambda s: {"image_size": 4 * s.merge * s.patch_size}, "any_width": False}
-PIXTRAL: dict[str, Any] = {  # images of at most four tiles along each side
-    "vision": lambda s: {"image_size": 4 * TILE_PATCHES * s.patch_size},
-    "any_width": False,
-}
+LATENT: dict[str, Any] = {"text": lambda s: {"num_key_value_heads": s.heads}}
+GLM: dict[str, Any] = {"vision": lambda s: {"image_size": 4 * s.merge * s.patch_size}}
+PIXTRAL: dict[str, Any] = {"vision": lambda s: {"image_size": 4 * TILE_PATCHES * s.patch_size}}  # four tiles a side
 
 RECIPES = {
-    "qwen2_vl": Recipe(vision=lambda s: {"hidden_size": s.hidden, "mlp_ratio": 2}, any_width=False),
+    "qwen2_vl": Recipe(vision=lambda s: {"hidden_size": s.hidden, "mlp_ratio": 2}),
     "qwen4_exp": Recipe(text=_qwen4),
-    "qwen2_5_omni_thinker": Recipe(audio=lambda _: {"n_window": 4}, any_width=False),  # chunks of 2 tokens
+    "qwen2_5_omni_thinker": Recipe(audio=lambda _: {"n_window": 4}),  # chunks of 2 tokens
     "qwen3_omni_moe_thinker": Recipe(  # transformers counts 13 tokens for each chunk; windows of two chunks
         audio=lambda _: {"n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 4}
     ),
@@ -393,17 +388,14 @@ RECIPES = {
         text=lambda s: {"rope_parameters": sections({"partial_rotary_factor": 0.5}, s.head_width // 4)}, **GLM
     ),
     "glm_ocr": Recipe(text=lambda s: {"head_dim": s.head_width}, **GLM),
-    "paddleocr_vl": Recipe(any_width=False, text=lambda s: {"head_dim": s.head_width}),
-    "ernie4_5_vl_moe": Recipe(any_width=False, text=_ernie),
+    "ernie4_5_vl_moe": Recipe(text=_ernie),
     "kimi_k25": Recipe(whole=lambda _: {"tie_word_embeddings": False}, **LATENT),
-    "lfm3_vl": Recipe(text=_lfm3, vision=_lfm3_tower, any_width=False),
-    "lfm2_vl": Recipe(text=_conv, any_width=False),
-    "deepseek_ocr2": Recipe(vision=_deepseek_ocr2_tower, text=_deepseek_ocr2, any_width=False),
-    **dict.fromkeys(("cohere2_vision", "aya_vision"), Recipe(text=lambda _: {"logit_scale": 0.25}, any_width=False)),
-    **dict.fromkeys(("qwen2", "qwen2_5_vl", "exaone4_5", "internvl"), Recipe(any_width=False)),
-    **dict.fromkeys(("llava", "llava_next", "llava_onevision", "smolvlm", "idefics3"), Recipe(any_width=False)),
+    "lfm3_vl": Recipe(text=_lfm3, vision=_lfm3_tower),
+    "lfm2_vl": Recipe(text=_conv),
+    "deepseek_ocr2": Recipe(vision=_deepseek_ocr2_tower, text=_deepseek_ocr2),
+    **dict.fromkeys(("cohere2_vision", "aya_vision"), Recipe(text=lambda _: {"logit_scale": 0.25})),
     "mistral3": Recipe(text=lambda _: {"sliding_window": 4096}, **PIXTRAL),
-    "lighton_ocr": Recipe(text=lambda s: {"head_dim": s.head_width}, **PIXTRAL),
+    "lighton_ocr": Recipe(**PIXTRAL),
     "gemma3": Recipe(vision=lambda s: {"image_size": 6 * s.patch_size}, text=_two_ropes),
     "gemma4": Recipe(types={"vision": "gemma4_vision"}, text=_gemma4),
     "gemma4_unified": Recipe(types={"vision": "gemma4_unified_vision"}, text=_gemma4_unified),
@@ -421,17 +413,15 @@ RECIPES = {
     **dict.fromkeys(("gemma2", "gpt_oss"), Recipe(sdpa=False)),
     "gemma3_text": Recipe(text=_two_ropes),
     "gemma4_text": Recipe(text=_gemma4),
-    "phi3": Recipe(any_width=False, text=lambda _: {"sliding_window": WINDOW}),
+    "phi3": Recipe(text=lambda _: {"sliding_window": WINDOW}),
     "olmo3": Recipe(text=_two_ropes),
-    "granite": Recipe(any_width=False, text=_granite),
+    "granite": Recipe(text=_granite),
     "cohere2": Recipe(text=lambda _: {"logit_scale": 0.25}),
-    "smollm3": Recipe(any_width=False, text=lambda _: {"no_rope_layer_interval": 2}),
-    "glm4_moe_lite": Recipe(
-        any_width=False, text=lambda s: {"num_key_value_heads": s.heads, "mlp_layer_types": ["sparse"] * s.layers}
-    ),
+    "smollm3": Recipe(text=lambda _: {"no_rope_layer_interval": 2}),
+    "glm4_moe_lite": Recipe(text=lambda s: {"num_key_value_heads": s.heads, "mlp_layer_types": ["sparse"] * s.layers}),
     "deepseek_v3": Recipe(**LATENT),
-    "lfm2": Recipe(any_width=False, text=_conv),
-    "lfm2_moe": Recipe(any_width=False, text=lambda s: {**_conv(s), "num_dense_layers": 0}),
+    "lfm2": Recipe(text=_conv),
+    "lfm2_moe": Recipe(text=lambda s: {**_conv(s), "num_dense_layers": 0}),
 }
 """What families need, by `config.model_type`; a family that is not here needs nothing."""
 
@@ -514,9 +504,14 @@ def recipe_of(family: str) -> Recipe:
     return RECIPES.get(family) or Recipe()
 
 
+def takes_any_width(text: dict[str, Any]) -> bool:
+    """Return whether the heads of a text configuration have any width; those of latent attention have several."""
+    return "head_dim" in text and "kv_lora_rank" not in text
+
+
 def patch_size_of(family: str) -> int:
-    """Return the side of a patch in pixels: 16 from Qwen3-VL on, 14 in other families with grids, 6 in tiles."""
-    return 6 if not FAMILIES[family].has_grids else 16 if recipe_of(family).any_width else 14
+    """Return the side of a patch in pixels: transformers' own default, or 6 in tiles."""
+    return _defaults(family)["vision"]["patch_size"] if FAMILIES[family].has_grids else 6
 
 
 # ---------------------------------------------------------------------- sizes from a processor, and their checks
@@ -545,10 +540,10 @@ def _check(sizes: TinySizes, family: Family) -> None:
     width, name = sizes.head_width, family.model_type
     if sizes.heads % sizes.kv_heads:
         raise ConfigError(f"heads={sizes.heads} is not a multiple of kv_heads={sizes.kv_heads}")
-    if not recipe_of(name).any_width and width * sizes.heads != sizes.hidden:
-        raise ConfigError(f"{name} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
     if family.has("experts") and sizes.hidden % 8:
         raise ConfigError(f"hidden={sizes.hidden} must be a multiple of 8: experts multiply rows of whole 16 bytes")
+    if not takes_any_width(_defaults(name)["text"]) and width * sizes.heads != sizes.hidden:
+        raise ConfigError(f"{name} needs head_dim * heads == hidden, got {width} * {sizes.heads} != {sizes.hidden}")
     least = 12 if family.has("gated_delta") else 6
     if width % 2 or width < least:
         raise ConfigError(
@@ -662,13 +657,12 @@ def _text(sizes: TinySizes, family: Family, defaults: dict[str, Any]) -> dict[st
         "pad_token_id": sizes.pad_token_id,
     }
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    any_width, is_hybrid = recipe_of(family.model_type).any_width, family.has("gated_delta")
+    is_hybrid = family.has("gated_delta")
     if is_hybrid:
         rope["partial_rotary_factor"] = 0.5
     if family.has_vision and (family.positions_rule.axes == 3 or is_hybrid):
-        rope |= {"mrope_interleaved": True} if any_width else {}
         rope = sections(rope, sizes.head_width // (4 if is_hybrid else 2))
-    if any_width:
+    if takes_any_width(defaults):
         text["head_dim"] = sizes.head_width
     if "intermediate_size" in defaults:
         text["intermediate_size"] = sizes.intermediate or 2 * sizes.hidden
