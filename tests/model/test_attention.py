@@ -24,9 +24,9 @@ def test_under_autocast_every_back_end_is_asked_for_autocasts_dtype(family, monk
     model = enable_packing(tiny_model(family), StepConfig(slots=SlotRule(multiple=4)))
     calls, choose = [], attention.choose
 
-    def spy(call, name):
+    def spy(call, name, **more):
         calls.append(call.dtype)
-        return choose(call, name)
+        return choose(call, name, **more)
 
     monkeypatch.setattr(attention, "choose", spy)
     batch = padded(mixed_samples(model.config)).to_hf()

@@ -77,8 +77,8 @@ def chosen_kernels() -> Iterator[set[str]]:
     """Collect the names of the attention back-ends that serve, while something runs."""
     names: set[str] = set()
 
-    def noted(*call: Any) -> Backend:
-        backend = choose(*call)
+    def noted(*call: Any, **more: Any) -> Backend:
+        backend = choose(*call, **more)
         names.add(backend.name)
         return backend
 

@@ -59,8 +59,8 @@ def counted(model):
     seen = {"pairs": [], "widths": set(), "patches": 0}
     choose = attention.choose
 
-    def chosen(call, name):
-        backend = choose(call, name)
+    def chosen(call, name, **more):
+        backend = choose(call, name, **more)
 
         def attend(q, k, v, segments, *, causal, keys=None, **settings):
             if causal:

@@ -730,8 +730,13 @@ def _in_pytorch() -> str:
     return f"FlashAttention {(current_flash_attention_impl() or 'FA2').removeprefix('FA')}"
 
 
-def choose(call: AttentionCall, name: str = AUTO) -> Backend:
+def choose(call: AttentionCall, name: str = AUTO, *, chosen: dict[AttentionCall, Backend] | None = None) -> Backend:
     """Choose the back-end for `call`: the named one, or with "auto" the first that can serve it.
+
+    Args:
+        call: the call.
+        name: name of the back-end, or "auto".
+        chosen: the choices under this name so far. Layers of a row mostly make the same call.
 
     Raises:
         BackendError: there is no back-end of that name, or it cannot serve the call; the message gives its reasons. A
@@ -740,6 +745,10 @@ def choose(call: AttentionCall, name: str = AUTO) -> Backend:
     if (calls := _RECORDED.get()) is not None:
         calls.append(call)
         return _Recorder()
+    if chosen is not None:
+        if (known := chosen.get(call)) is None:
+            known = chosen[call] = choose(call, name)
+        return known
     if name == AUTO:
         return next(backend for backend in BACKENDS.values() if not backend.unsupported(call))
     if name not in BACKENDS:

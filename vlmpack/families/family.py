@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
 from math import prod
@@ -186,7 +187,7 @@ class Family:
     media: Mapping[str, Join] = field(default_factory=lambda: QWEN_MEDIA, hash=False)
     """The backbone's media tensors by name, and how the tensors of several samples are joined."""
 
-    @property
+    @cached_property
     def model_class(self) -> str:
         """Name of the transformers class to train."""
         from transformers.models.auto import modeling_auto as auto
@@ -283,7 +284,7 @@ class Family:
         """
         restarts = restarts or segments
         if not (table.images or table.videos) or self.positions_rule.axes == 1:
-            return restarts.position_in_segment(device).repeat(4, 1, 1)
+            return restarts.position_in_segment(device).expand(4, 1, -1).contiguous()
         media = (*table.images, *table.videos)
         offsets_4M = token_offsets(self.placements(media, config))
         positions_4T = row_positions(placeholders(media, segments), offsets_4M, restarts)

@@ -53,10 +53,12 @@ class OfTensors:
                 return change(part)
             if isinstance(part, OfTensors):
                 return part._changed(change)
-            return {name: changed(tensor) for name, tensor in part.items()} if isinstance(part, Mapping) else part
+            new = {name: changed(x) for name, x in part.items()} if isinstance(part, Mapping) else {}
+            return new if any(x is not part[name] for name, x in new.items()) else part
 
         holder: Any = self
-        return replace(holder, **{field.name: changed(self.__dict__[field.name]) for field in fields(holder)})
+        new = {field.name: changed(vars(self)[field.name]) for field in fields(holder)}
+        return replace(holder, **new) if any(x is not vars(self)[name] for name, x in new.items()) else self
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -301,6 +301,111 @@ class StepCall:
         """The result; None: the model did not pack."""
 
 
+@final
+class RowPass:
+    """A row on its way through the backbone (the model without its head), without the gaps between its samples.
+
+    The backbone is called with `inputs`, by `call` or by a trainer, and `end` gets what it returned. A row that is
+    larger than the capacity goes through in pieces: `inputs` are those of the first piece, and `end` runs the others.
+    """
+
+    @outside_graph
+    def __init__(
+        self,
+        core: nn.Module,
+        state: PackingState,
+        row: PackedRow,
+        options: Mapping[str, Any],
+        *,
+        recorded: bool = False,
+        piece: PieceOfGroup | None = None,
+        restarts: Segments | None = None,
+        prepared: Callable[[dict[str, Any]], dict[str, Any]] = for_compiler,
+    ) -> None:
+        """Set up the row.
+
+        Args:
+            core: the model.
+            state: its packing state.
+            row: the row, on the model's device.
+            options: further keyword arguments of the backbone.
+            recorded: whether the router logits of all layers are needed.
+            piece: the row's place in a group; None: it is no piece.
+            restarts: boundaries at which rotary positions restart; None: the row's own. Such a row, and one of whose
+                layers the hidden states are wanted, goes through whole.
+            prepared: the last change of the inputs, before the backbone is called.
+        """
+        self._core, self._state, self._options, self._prepared = core, state, options, prepared
+        self._restarts = None if restarts is None else restarts.without_gaps(state.slots)
+        self._recorded, self._works = recorded, list[Work]()
+        self.compact = state.compact(row)
+        """The row without gaps."""
+        self.setup = self._first = state.setup_of(core, self.compact.row, piece)
+        """Its setup."""
+        self._pieces: RowInPieces | None = None
+        if piece is None and restarts is None and not options.get("output_hidden_states"):
+            self._pieces = state.in_pieces(core, self.compact.row, self._run_piece)
+        if self._pieces is not None:
+            self._first = state.setup_of(core, self._pieces.first_row, self._pieces.first)
+        self.inputs = self._inputs_of(self._first)
+        """The backbone's keyword arguments for the row, or for its first piece."""
+
+    def _inputs_of(self, setup: RowSetup) -> dict[str, Any]:
+        return {**backbone_inputs(setup, self._state.mechanisms, rope_segments=self._restarts), **self._options}
+
+    @around_graph
+    def _run_piece(self, row: PackedRow, piece: PieceOfGroup) -> Outputs:
+        setup = self._state.setup_of(self._core, row, piece)
+        _, outputs = self.call(inputs := self._inputs_of(setup))
+        self._works.append(finish(setup, self._state.mechanisms, inputs[CONTEXT].entries))
+        return outputs
+
+    @around_graph
+    def call(self, inputs: dict[str, Any]) -> tuple[Any, Outputs]:
+        """Call the backbone with these inputs; return its output, and the hidden states and router logits in it.
+
+        Raises:
+            ConfigError: packing was disabled meanwhile, or the model returns no router logits.
+        """
+        core, family, collected = self._core, self._state.family, list[torch.Tensor]()
+
+        def collect(text: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            if kwargs.get(CONTEXT) is inputs[CONTEXT]:  # not a row of another thread
+                collected.extend(output.router_logits)
+
+        is_hooked, text = self._recorded and not family.returns_router_logits, family.language_model(core)
+        with text.register_forward_hook(collect, with_kwargs=True) if is_hooked else nullcontext():
+            output = family.backbone(core)(**self._prepared(inputs))
+        if stored_state(core) is not self._state:
+            raise ConfigError(
+                "packing was disabled or enabled again, by another thread, while a row was in the model, which may "
+                "have mixed its samples: do so between steps"
+            )
+        router_logits = collected if is_hooked else getattr(output, "router_logits", None)
+        if self._recorded and router_logits is None:
+            raise ConfigError(
+                f"{type(core).__name__} of this transformers returns no router logits, which the routers' losses and "
+                "counts are made of; upgrade transformers, or set the coefficients of these losses to 0"
+            )
+        return output, (output[0], *(router_logits or ()))  # a tuple if the configuration says return_dict=False
+
+    @around_graph
+    def end(self, outputs: Outputs) -> Outputs:
+        """Return the hidden states and router logits of the whole row from those of a call with `inputs`."""
+        self._works.append(finish(self._first, self._state.mechanisms, self.inputs[CONTEXT].entries))
+        pieces, self._pieces = self._pieces, None  # they hold this object, which would then hold itself
+        return outputs if pieces is None else pieces.rest(*outputs)
+
+    @property
+    def work(self) -> Work:
+        """The work that was done."""
+        return Work.total(self._works, self.compact.row.segments.num_tokens)
+
+    def of_row(self, part_1tX: torch.Tensor) -> torch.Tensor:
+        """Return [1, T, X] at the row's own indices from what the backbone computed."""
+        return self.compact.spread(self.setup.part.gather(part_1tX[0])[None])
+
+
 @around_graph
 def run_row(
     core: nn.Module,
@@ -330,79 +435,35 @@ def run_row(
             choose some.
         balance: also compute the routers' load-balancing loss, and add it to the loss if the row has targets.
     """
-    config, family, model, piece = state.config, state.family, state.parts_of(core), call.piece
-    compact = state.compact(row)
-    if rope_segments is not None:
-        rope_segments = rope_segments.without_gaps(state.slots)
+    config, piece, options = state.config, call.piece, dict[str, Any]()
     recorded = balance or config.z_loss_coef > 0
-    works: list[Work] = []
-    of_layers: Any = None
-
-    def backbone(row: PackedRow, piece: PieceOfGroup | None) -> tuple[RowSetup, Any, Sequence[torch.Tensor]]:
-        with copies_reused(_COPIES.get(core)) as _COPIES[core]:
-            setup = state.setup_of(core, row, piece)
-            inputs = backbone_inputs(setup, state.mechanisms, rope_segments=rope_segments)
-            if family.has("experts"):
-                inputs.update(output_router_logits=recorded, return_dict=True)  # overrides the configuration
-            if hidden_states:
-                inputs.update(output_hidden_states=hidden_states, return_dict=True)
-            router_logits: list[torch.Tensor] = []
-
-            def collect(text: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-                if kwargs.get(CONTEXT) is inputs[CONTEXT]:  # not a row of another thread
-                    router_logits.extend(output.router_logits)
-
-            is_hooked = recorded and not family.returns_router_logits
-            with model.text.register_forward_hook(collect, with_kwargs=True) if is_hooked else nullcontext():
-                output = family.backbone(core)(**for_compiler(inputs))
-            if stored_state(core) is not state:
-                raise ConfigError(
-                    "packing was disabled or enabled again, by another thread, while a row was in the model, which may "
-                    "have mixed its samples: do so between steps"
-                )
-            works.append(finish(setup, state.mechanisms, inputs[CONTEXT].entries))
-        found = getattr(output, "router_logits", None) if recorded and not is_hooked else router_logits
-        if found is None:
-            raise ConfigError(
-                f"{type(core).__name__} of this transformers returns no router logits, which the routers' losses and "
-                "counts are made of; upgrade transformers, or set the coefficients of these losses to 0"
-            )
-        return setup, output, found
-
-    def outputs(row: PackedRow, piece: PieceOfGroup) -> Outputs:
-        _, output, router_logits = backbone(row, piece)
-        return output[0], *router_logits
-
-    may_cut = piece is None and rope_segments is None and not hidden_states
-    if may_cut and (pieces := state.in_pieces(core, compact.row, outputs)) is not None:
-        hidden, *router_logits = pieces.rest(*outputs(pieces.first_row, pieces.first))
-        setup = state.setup_of(core, compact.row)
-    else:
-        setup, output, router_logits = backbone(compact.row, piece)
-        hidden = output[0]  # a tuple if the configuration says return_dict=False
-        of_layers = output.hidden_states if hidden_states else None
-    work, routers = Work.total(works, compact.row.segments.num_tokens), None
+    if state.family.has("experts"):
+        options |= {"output_router_logits": recorded, "return_dict": True}  # overrides the configuration
+    if hidden_states:
+        options |= {"output_hidden_states": hidden_states, "return_dict": True}
+    with copies_reused(_COPIES.get(core)) as _COPIES[core]:
+        passed = RowPass(core, state, row, options, recorded=recorded, piece=piece, restarts=rope_segments)
+        output, outputs = passed.call(passed.inputs)
+        hidden, *router_logits = passed.end(outputs)
+    compact, setup, routers = passed.compact, passed.setup, None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
         settings |= {"rows": state.rows_of_routers, "adds_up": num_items_in_batch is not None}
         hidden, routers = router_statistics(tuple(router_logits), hidden, setup, **settings)
     if piece is not None and piece.own is not None:
         hidden = piece.own.root = piece.keep(LAST_HIDDEN, hidden, hidden[:, -1:])
-    settings = {"routers": routers, "logits": logits, "work": work, "scoring": call.scoring or Scoring()}
+    settings = {"routers": routers, "logits": logits, "work": passed.work, "scoring": call.scoring or Scoring()}
     result = _result(hidden, setup, config, num_items_in_batch, **settings)
-
-    def of_row(part_1tX: torch.Tensor | None) -> torch.Tensor | None:
-        return None if part_1tX is None else compact.spread(setup.part.gather(part_1tX[0])[None])
-
     last = None
     if last_hidden or call.last_hidden:
-        last = hidden if row.tree is not None else of_row(hidden)
+        last = hidden if row.tree is not None else passed.of_row(hidden)
+    of_layers = [None if x is None else passed.of_row(x) for x in output.hidden_states] if hidden_states else []
     return replace(
         result,
         segments=row.segments,
         target_index=compact.place(result.target_index),
         row_logits=None if result.row_logits is None else compact.spread(result.row_logits),
-        row_hidden_states=None if of_layers is None else tuple(map(of_row, of_layers)),
+        row_hidden_states=tuple(of_layers) if hidden_states else None,
         computed_last_hidden=last,
         tree=row.tree,
     )

@@ -39,10 +39,9 @@ from vlmpack.layout.row import IGNORE, PackedRow, pack, unpack
 from vlmpack.layout.sharing import share
 from vlmpack.model.engine import (
     PackingState,
+    RowPass,
     StepCall,
-    backbone_inputs,
     check_column,
-    finish,
     packing_state,
     rope_segments,
     run_row,
@@ -50,11 +49,10 @@ from vlmpack.model.engine import (
 )
 from vlmpack.model.exchange import zero_loss
 from vlmpack.model.loss_count import CountsTargets, begin_batch
-from vlmpack.model.mechanisms import RowSetup, subclass
+from vlmpack.model.mechanisms import subclass
 from vlmpack.model.mechanisms.attention import Attention
 from vlmpack.model.mechanisms.experts import wants_balance
 from vlmpack.model.mechanisms.vision import for_compiler, with_plain_ids
-from vlmpack.model.pieces import Outputs, PieceOfGroup
 from vlmpack.model.plain import (
     BOUNDARIES,
     CACHES,
@@ -439,8 +437,7 @@ class _PackedCall:
     def __init__(self, core: Any, inputs: dict[str, Any], min_shared: int | None) -> None:
         state, is_row = packing_state(core), is_row_input(inputs)
         family, mask = state.family, inputs["attention_mask"]
-        self._core, self._state = core, state
-        self._routers = bool(inputs.pop("output_router_logits", None))
+        routers = bool(inputs.pop("output_router_logits", None))
         # Derive token types from the ids: TRL's collators make them for one padding side only.
         types = family.media_types(inputs["input_ids"], core.config) if family.has_vision else None
         inputs |= {"labels": None, "mm_token_type_ids": types, **({"attention_mask": None} if is_row else {})}
@@ -451,34 +448,16 @@ class _PackedCall:
         if not is_row and min_shared is not None:  # on the host, because it compares pixels
             reader, device = media_reader(family, core.config), row.input_ids.device
             row = share(row.to("cpu"), min_shared=min_shared, read_media=reader).to(device)
-        self._compact, self._works = state.compact(row), list[Work]()
-        self._setup = self._computed = state.setup_of(core, self._compact.row)
-        self._pieces = state.in_pieces(core, self._compact.row, self._run)
-        if self._pieces is not None:
-            self._computed = state.setup_of(core, self._pieces.first_row, self._pieces.first)
-        self.inputs = self._inputs_of(self._computed)
+        routers = {"output_router_logits": routers} if family.has("experts") else {}
+        self._pass = RowPass(core, state, row, {"return_dict": True, **routers}, prepared=with_plain_ids)
+        self.inputs = self._pass.inputs
         """The backbone's inputs for the row, or for its first piece."""
         self.inputs[CONTEXT].entries[_ENTRY] = self
 
-    def _inputs_of(self, setup: RowSetup) -> dict[str, Any]:
-        inputs = backbone_inputs(setup, self._state.mechanisms, rope_segments=None) | {"return_dict": True}
-        return inputs | ({"output_router_logits": self._routers} if self._state.family.has("experts") else {})
-
-    def _run(self, row: PackedRow, piece: PieceOfGroup) -> Outputs:
-        setup = self._state.setup_of(self._core, row, piece)
-        inputs = self._inputs_of(setup)
-        output = self._state.family.backbone(self._core)(**with_plain_ids(inputs))
-        self._works.append(finish(setup, self._state.mechanisms, inputs[CONTEXT].entries))
-        return _outputs(output)
-
     def unpacked(self, output: Any) -> Work:
         """Unpack the output's hidden states and router logits to the shape of the batch; return the work done."""
-        self._works.append(finish(self._computed, self._state.mechanisms, self.inputs[CONTEXT].entries))
-        hidden, *router_logits = outputs = _outputs(output)
-        if self._pieces is not None:
-            hidden, *router_logits = self._pieces.rest(*outputs)
-        part, given = self._setup.part, self._compact.given.segments
-        row = self._compact.spread(part.gather(hidden[0])[None])
+        hidden, *router_logits = self._pass.end((output.last_hidden_state, *(output.get("router_logits") or ())))
+        row, part, given = self._pass.of_row(hidden), self._pass.setup.part, self._pass.compact.given.segments
         output.last_hidden_state = row
         if self._offsets is not None:
             output.last_hidden_state = unpack(row, given, width=self.mask.shape[1], offsets=self._offsets)
@@ -488,7 +467,7 @@ class _PackedCall:
             output.router_logits = tuple(
                 x.new_zeros(self.mask.numel(), *x.shape[1:]).index_put((places,), x) for x in logits
             )
-        return Work.total(self._works, self._setup.row.segments.num_tokens)
+        return self._pass.work
 
 
 @functools.cache
@@ -558,10 +537,6 @@ class _BackboneHooks:
         if self._report is not None:
             self._report(work, call.mask.numel())
         return output
-
-
-def _outputs(output: Any) -> Outputs:
-    return output.last_hidden_state, *(output.get("router_logits") or ())
 
 
 def pack_backbone(model: nn.Module, *, min_shared: int | None = None, report: Report | None = None) -> None:

@@ -46,6 +46,8 @@ class Work:
     @classmethod
     def total(cls, works: Sequence[Work], real_tokens: int) -> Work:
         """Add up the work of a row's pieces. `real_tokens`: of the row."""
+        if len(works) == 1:
+            return works[0]
         sums = {each.name: sum(getattr(work, each.name) for work in works) for each in fields(cls)}
         return cls(**{**sums, "real_tokens": real_tokens})
 
@@ -171,8 +173,8 @@ class StepResult:
 
     def with_hooks(self, output: Any) -> StepResult:
         """Use the tensors that the model's wrappers returned: their backward hooks are attached to these."""
-        result = replace(self, **{name: getattr(output, name) for name in OF_TARGETS})
-        return result if output.loss is None else replace(result, loss=output.loss)
+        loss = self.loss if output.loss is None else output.loss
+        return replace(self, loss=loss, **{name: getattr(output, name) for name in OF_TARGETS})
 
     def _by_position(self, values_L: torch.Tensor) -> torch.Tensor:
         """Return [B, S]: each target's value at the position that predicts it, 0 elsewhere."""

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vlmpack.attention.backends import AttentionCall, choose
+from vlmpack.attention.backends import AttentionCall, Backend, choose
 from vlmpack.attention.patterns import CAUSAL, FULL_CAUSAL, LayerMask, Pattern
 from vlmpack.attention.spans import Spans
 from vlmpack.errors import BackendError, ConfigError, FamilyError
@@ -66,6 +66,8 @@ class RowAttention:
     """Calls of packed attention in the text model so far."""
     masks: set[LayerMask] = field(default_factory=set)
     """The masks of the text model's layers called so far."""
+    chosen: dict[AttentionCall, Backend] = field(default_factory=dict)
+    """The back-end of each kind of call so far."""
 
     def spans_of(self, window: int | None) -> Spans | None:
         """Return the bidirectional spans of layers with this window."""
@@ -241,7 +243,7 @@ class _Callers:
     depth: int
     """Number of decoder layers in use."""
     searched: list[nn.Module]
-    """The modules that were searched: all but projections of attention, and their adapters."""
+    """The modules that were searched and have children: not the projections of attention, and their adapters."""
     children: list[nn.Module | None]
     """Their children, one after the other."""
     modules: list[tuple[str, Any]]
@@ -274,8 +276,9 @@ class _Callers:
                     modules.append((name, module))
                     if not is_tower:
                         continue
-                searched.append(module)
-                stack.extend(_children([module]))
+                if children := _children([module]):
+                    searched.append(module)
+                    stack.extend(children)
         parts = [named for layer in islice(text.layers, depth) for named in layer.named_children()]
         of_layers = [part for name, part in parts if name == "self_attn" or "is_causal" in vars(part)]
         children = _children(searched)
@@ -368,21 +371,23 @@ def _settings(
     Raises:
         BackendError: a keyword that no back-end computes, or non-causal attention in a text model.
     """
-    passed = [name for name, value in kwargs.items() if value is not None]
-    pattern = {part: kwargs[name] for name, part in _OF_PATTERNS.items() if causal and name in passed}
-    unknown = [name for name in passed if name not in _UNDERSTOOD and _OF_PATTERNS.get(name) not in pattern]
-    if "is_causal" in unknown and bool(kwargs["is_causal"]) == causal:
-        unknown.remove("is_causal")
-    elif causal and not always_masked and getattr(module, "is_causal", None) is False:
-        unknown.append("is_causal")
-    if unknown:
-        shown = ", ".join(f"{name}={kwargs.get(name, False)!r:.40}" for name in unknown)
+    settings = {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
+    others = {name: value for name, value in kwargs.items() if value is not None and name not in _UNDERSTOOD}
+    if causal and not always_masked and getattr(module, "is_causal", None) is False:
+        others.setdefault("is_causal", False)
+    if not others:
+        return settings
+    if causal and (pattern := {part: others.pop(name) for name, part in _OF_PATTERNS.items() if name in others}):
+        settings["pattern"] = Pattern(**pattern)
+    if "is_causal" in others and bool(others["is_causal"]) == causal:
+        del others["is_causal"]
+    if others:
+        shown = ", ".join(f"{name}={value!r:.40}" for name, value in others.items())
         raise BackendError(
             f"a {type(module).__name__} calls attention with {shown}, which no back-end for packed rows computes; "
             "leave it out, or train this model without packing"
         )
-    settings = {"scale": kwargs["scaling"], "dropout": kwargs.get("dropout", 0.0)}
-    return {**settings, "pattern": Pattern(**pattern)} if pattern else settings
+    return settings
 
 
 def _has_upstream_forward(module: nn.Module) -> bool:
@@ -440,16 +445,20 @@ def packed_attention(
 
     `vision`: boundaries of a vision block; None: text. `module`: the calling layer.
     """
-    q_TNH, k_TKH, v_TKH = qkv = [_in_autocast(x.squeeze(0).transpose(0, 1)) for x in (query, key, value)]
+    device, is_double = query.device.type, query.dtype == torch.float64
+    if not (is_double or query.is_meta) and torch.is_autocast_enabled(device):
+        # Rotary embeddings leave q and k in float32. PyTorch's own attention casts them, but not every kernel.
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
+    q_TNH, k_TKH, v_TKH = qkv = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     settings: dict[str, Any] = {"scale": scale, "dropout": dropout}
     is_opaque = torch.compiler.is_compiling() and row.part.piece is None
     if not (is_opaque and (vision is not None or hasattr(module, NUMBER))):
-        return _attend(q_TNH, k_TKH, v_TKH, row, pattern, vision, module=module, **settings)[None]
+        return _attend(q_TNH, k_TKH, v_TKH, row, pattern, vision, module=module, **settings).unsqueeze(0)
     tensors, number = [*(x.contiguous() for x in qkv), pattern.sinks], getattr(module, NUMBER, None)
     learns = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
     limits = {"window": pattern.window, "softcap": pattern.softcap, "learns": learns}
     out_TNH, _ = attention_operator(*tensors, vision, row.handle, number, **settings, **limits)
-    return out_TNH[None]
+    return out_TNH.unsqueeze(0)
 
 
 @outside_graph
@@ -471,8 +480,9 @@ def _attend(
         entry.calls += 1
         if entry.upstream_masks is not None and (number := layer if module is None else module.layer_idx) is not None:
             pattern = with_chunk(entry.upstream_masks, pattern, number)
-        entry.masks.add(LayerMask(window=pattern.window, chunk=pattern.chunk))
-        pattern = _with_spans(pattern, entry, row, q_TNH.shape[1])
+        entry.masks.add(FULL_CAUSAL if pattern is CAUSAL else LayerMask(window=pattern.window, chunk=pattern.chunk))
+        if entry.spans is not None:
+            pattern = _with_spans(pattern, entry, row, q_TNH.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, len(q_TNH))
 
     def attend(
@@ -483,7 +493,8 @@ def _attend(
         of_heads = pattern.of_heads(row.part.rank * heads, heads)
         call = AttentionCall.of(q_TNH, k_TKH, value_dim=v_TKH.shape[2], dropout=dropout, pattern=of_heads)
         settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "pattern": of_heads, **keys}
-        return choose(call, entry.backend)(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)
+        backend = choose(call, entry.backend, chosen=entry.chosen)
+        return backend(q_TNH, k_TKH, v_TKH, segments, causal=vision is None, **settings)
 
     if vision is not None:  # all patches of an image are on the same rank
         return attend(q_TNH, k_TKH, v_TKH, segments)
@@ -581,16 +592,6 @@ def _with_spans(pattern: Pattern, entry: RowAttention, row: RowContext, heads: i
             "spans, whose tokens also attend to keys of later ranks; use a number of ranks that divides the heads"
         )
     return replace(pattern, spans=spans)
-
-
-def _in_autocast(x: torch.Tensor) -> torch.Tensor:
-    """Cast as autocast does for PyTorch's own attention, so that third-party kernels work too.
-
-    Under autocast the rotary embedding leaves q and k in float32 next to a bfloat16 v, which flash kernels refuse.
-    """
-    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _original_name(module: Any) -> str:
