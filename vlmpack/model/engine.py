@@ -29,7 +29,7 @@ from vlmpack.layout.batch import TEACHER, check_is_tensor, check_tensor
 from vlmpack.layout.device import Copies, around_graph, copied, copies_reused, on_host, outside_graph, require
 from vlmpack.layout.media import IMAGE, KINDS, VIDEO, Grid, MediaTable
 from vlmpack.layout.pieces import cut_group
-from vlmpack.layout.row import IGNORE, Compact, PackedRow, check_none_on_padding, without_gaps
+from vlmpack.layout.row import IGNORE, PackedRow, check_none_on_padding, without_gaps
 from vlmpack.layout.segments import Segments, SlotRule, checked_boundaries
 from vlmpack.model.distillation import Distillation, Teacher
 from vlmpack.model.head import Head, Scoring, in_one_call, score_targets, target_positions
@@ -124,20 +124,6 @@ class PackingState:
         """The data ranks whose rows count together in routers' losses; None: each row by itself."""
         is_of_step = self.config.aux_loss == "step" and self.family.has("experts")
         return self.parallel if is_of_step and self.parallel is not None and self.parallel.data_ranks > 1 else None
-
-    def compact(self, row: PackedRow) -> Compact:
-        """Return the row as the model computes it: without gaps between samples.
-
-        Raises:
-            LayoutError: a handmade row has a target on padding.
-        """
-        check_targets(row)
-        return without_gaps(row, self.slots)
-
-    def setup_of(self, core: nn.Module, row: PackedRow, piece: PieceOfGroup | None = None) -> RowSetup:
-        """Return the setup of a row or of a piece, see `setup_row`."""
-        parts, backend = self.parts_of(core), self.config.attention
-        return setup_row(parts, row, parallel=self.parallel, backend=backend, piece=piece)
 
     def in_pieces(self, core: nn.Module, row: PackedRow, run: RunPiece) -> RowInPieces | None:
         """Return the `RowInPieces` of a row that is larger than the capacity; None: it goes through whole.
@@ -335,29 +321,35 @@ class RowPass:
                 layers the hidden states are wanted, goes through whole.
             prepared: the last change of the inputs, before the backbone is called.
         """
-        self._core, self._state, self._options, self._prepared = core, state, options, prepared
+        self.state = state
+        """The model's packing state."""
+        self._core, self._options, self._prepared = core, options, prepared
         self._restarts = None if restarts is None else restarts.without_gaps(state.slots)
         self._recorded, self._works = recorded, list[Work]()
-        self.compact = state.compact(row)
+        self._setup_of = partial(
+            setup_row, state.parts_of(core), parallel=state.parallel, backend=state.config.attention
+        )
+        check_targets(row)
+        self.compact = without_gaps(row, state.slots)
         """The row without gaps."""
-        self.setup = self._first = state.setup_of(core, self.compact.row, piece)
+        self.setup = self._first = self._setup_of(self.compact.row, piece=piece)
         """Its setup."""
         self._pieces: RowInPieces | None = None
         if piece is None and restarts is None and not options.get("output_hidden_states"):
             self._pieces = state.in_pieces(core, self.compact.row, self._run_piece)
         if self._pieces is not None:
-            self._first = state.setup_of(core, self._pieces.first_row, self._pieces.first)
+            self._first = self._setup_of(self._pieces.first_row, piece=self._pieces.first)
         self.inputs = self._inputs_of(self._first)
         """The backbone's keyword arguments for the row, or for its first piece."""
 
     def _inputs_of(self, setup: RowSetup) -> dict[str, Any]:
-        return {**backbone_inputs(setup, self._state.mechanisms, rope_segments=self._restarts), **self._options}
+        return {**backbone_inputs(setup, self.state.mechanisms, rope_segments=self._restarts), **self._options}
 
     @around_graph
     def _run_piece(self, row: PackedRow, piece: PieceOfGroup) -> Outputs:
-        setup = self._state.setup_of(self._core, row, piece)
+        setup = self._setup_of(row, piece=piece)
         _, outputs = self.call(inputs := self._inputs_of(setup))
-        self._works.append(finish(setup, self._state.mechanisms, inputs[CONTEXT].entries))
+        self._works.append(finish(setup, self.state.mechanisms, inputs[CONTEXT].entries))
         return outputs
 
     @around_graph
@@ -367,7 +359,7 @@ class RowPass:
         Raises:
             ConfigError: packing was disabled meanwhile, or the model returns no router logits.
         """
-        core, family, collected = self._core, self._state.family, list[torch.Tensor]()
+        core, family, collected = self._core, self.state.family, list[torch.Tensor]()
 
         def collect(text: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             if kwargs.get(CONTEXT) is inputs[CONTEXT]:  # not a row of another thread
@@ -376,7 +368,7 @@ class RowPass:
         is_hooked, text = self._recorded and not family.returns_router_logits, family.language_model(core)
         with text.register_forward_hook(collect, with_kwargs=True) if is_hooked else nullcontext():
             output = family.backbone(core)(**self._prepared(inputs))
-        if stored_state(core) is not self._state:
+        if stored_state(core) is not self.state:
             raise ConfigError(
                 "packing was disabled or enabled again, by another thread, while a row was in the model, which may "
                 "have mixed its samples: do so between steps"
@@ -392,7 +384,7 @@ class RowPass:
     @around_graph
     def end(self, outputs: Outputs) -> Outputs:
         """Return the hidden states and router logits of the whole row from those of a call with `inputs`."""
-        self._works.append(finish(self._first, self._state.mechanisms, self.inputs[CONTEXT].entries))
+        self._works.append(finish(self._first, self.state.mechanisms, self.inputs[CONTEXT].entries))
         pieces, self._pieces = self._pieces, None  # they hold this object, which would then hold itself
         return outputs if pieces is None else pieces.rest(*outputs)
 
@@ -435,7 +427,7 @@ def run_row(
             choose some.
         balance: also compute the routers' load-balancing loss, and add it to the loss if the row has targets.
     """
-    config, piece, options = state.config, call.piece, dict[str, Any]()
+    config, piece, options, fields = state.config, call.piece, dict[str, Any](), dict[str, Any]()
     recorded = balance or config.z_loss_coef > 0
     if state.family.has("experts"):
         options |= {"output_router_logits": recorded, "return_dict": True}  # overrides the configuration
@@ -445,28 +437,20 @@ def run_row(
         passed = RowPass(core, state, row, options, recorded=recorded, piece=piece, restarts=rope_segments)
         output, outputs = passed.call(passed.inputs)
         hidden, *router_logits = passed.end(outputs)
-    compact, setup, routers = passed.compact, passed.setup, None
+    routers = None
     if recorded:
         settings = {"per": config.aux_loss, "with_balance": balance, "z_loss_coef": config.z_loss_coef}
         settings |= {"rows": state.rows_of_routers, "adds_up": num_items_in_batch is not None}
-        hidden, routers = router_statistics(tuple(router_logits), hidden, setup, **settings)
+        hidden, routers = router_statistics(tuple(router_logits), hidden, passed.setup, **settings)
     if piece is not None and piece.own is not None:
         hidden = piece.own.root = piece.keep(LAST_HIDDEN, hidden, hidden[:, -1:])
-    settings = {"routers": routers, "logits": logits, "work": passed.work, "scoring": call.scoring or Scoring()}
-    result = _result(hidden, setup, config, num_items_in_batch, **settings)
-    last = None
     if last_hidden or call.last_hidden:
-        last = hidden if row.tree is not None else passed.of_row(hidden)
-    of_layers = [None if x is None else passed.of_row(x) for x in output.hidden_states] if hidden_states else []
-    return replace(
-        result,
-        segments=row.segments,
-        target_index=compact.place(result.target_index),
-        row_logits=None if result.row_logits is None else compact.spread(result.row_logits),
-        row_hidden_states=tuple(of_layers) if hidden_states else None,
-        computed_last_hidden=last,
-        tree=row.tree,
-    )
+        fields["computed_last_hidden"] = hidden if row.tree is not None else passed.of_row(hidden)
+    if hidden_states:
+        of_layers = (None if x is None else passed.of_row(x) for x in output.hidden_states)
+        fields["row_hidden_states"] = tuple(of_layers)
+    fields |= {"routers": routers, "work": passed.work}
+    return _result(passed, hidden, num_items_in_batch, logits=logits, scoring=call.scoring or Scoring(), **fields)
 
 
 # ---------------------------------------------------------------------- inputs of the model without its head
@@ -851,17 +835,20 @@ def finish(setup: RowSetup, mechanisms: Sequence[Mechanism], entries: Mapping[st
 
 @outside_graph
 def _result(
+    passed: RowPass,
     hidden: torch.Tensor,
-    setup: RowSetup,
-    config: StepConfig,
     num_items_in_batch: torch.Tensor | int | None,
     *,
     routers: RouterStatistics | None,
     logits: bool,
-    work: Work,
     scoring: Scoring,
+    **fields: Any,
 ) -> StepResult:
-    """Compute the result from hidden states [1, t, D]: run the head at labeled positions, then sum and count."""
+    """Compute the result from hidden states [1, t, D]: run the head at labeled positions, then sum and count.
+
+    `fields`: further fields of the result.
+    """
+    setup, config, given = passed.setup, passed.state.config, passed.compact.given
     row, part = setup.row, setup.part
     labels, index = targets_of(row, row.known_metadata.num_targets)
     family, teacher = setup.model.family, None
@@ -895,14 +882,16 @@ def _result(
     loss = loss_sum / items if targets or counted else loss_sum
     if routers is not None and (targets if part.piece is None else part.piece.has_targets):
         loss = loss + routers.added.to(loss.device)
+    sums |= {"segments": given.segments, "target_index": passed.compact.place(index)}
     return StepResult(
         **sums,
         loss=loss,
         target_entropies=others[-1] if scoring.entropy else None,
         topk_logprobs=topk,
-        work=work,
-        row_logits=part.gather(family.to_logits(core)(hidden)[0])[None] if logits else None,
+        row_logits=passed.of_row(family.to_logits(core)(hidden)) if logits else None,
         routers=routers,
+        tree=given.tree,
+        **fields,
     )
 
 
