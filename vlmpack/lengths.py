@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
-from vlmpack.collate.assemble import media_table
+from vlmpack.collate.assemble import media_of, media_table, row_of
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.collate.digests import content_sums, sample_key, settings_key
 from vlmpack.collate.encoded import Encoded, Visual
@@ -38,10 +37,8 @@ from vlmpack.data.images import ImageLimits
 from vlmpack.data.readers import MapStyle, StoredRows, check_samples, sample_at
 from vlmpack.errors import ConfigError, SampleError, SkippedWarning, check_kind, check_whole_number
 from vlmpack.files import writing
-from vlmpack.layout.batch import HostMetadata
 from vlmpack.layout.prefix_tree import PrefixTree
-from vlmpack.layout.row import PackedRow
-from vlmpack.layout.segments import Segments
+from vlmpack.layout.segments import SlotRule
 from vlmpack.layout.sharing import find_prefix_tree
 from vlmpack.plan.length_table import LengthTable
 from vlmpack.plan.lengths import divided_up
@@ -402,15 +399,9 @@ def tree_of(samples: Sequence[Encoded], *, limits: ImageLimits, min_shared: int)
     """
     if not samples:
         return None
-    images = [image for sample in samples for image in sample.images]
-    videos = [video for sample in samples for video in sample.videos]
-    segments = Segments.from_lengths([sample.num_tokens for sample in samples])
-    columns = (np.concatenate([sample.input_ids for sample in samples]), np.concatenate([s.types for s in samples]))
-    ids, types = (torch.from_numpy(column).view(1, -1) for column in columns)
-    metadata = HostMetadata(lengths=segments.lengths, media=media_table(samples))
-    row = PackedRow(input_ids=ids, segments=segments, mm_token_type_ids=types, metadata=metadata)
-    numbers = {"images": media_numbers(images, limits), "videos": media_numbers(videos, limits)}
-    return find_prefix_tree(row, **numbers, min_shared=min_shared)
+    media = media_of(samples)
+    numbers = {f"{kind}s": media_numbers(media[kind], limits) for kind in ("image", "video")}
+    return find_prefix_tree(row_of(samples, SlotRule(), 0), **numbers, min_shared=min_shared)
 
 
 def marks_of(sample: Encoded, metadata: ProcessorMetadata, limits: ImageLimits) -> PrefixMarks:

@@ -91,53 +91,43 @@ def test_preferences_and_weights_are_not_left_out_in_silence(more: dict[str, Any
     assert caught.value.reason == "unread_column"
 
 
-BOXES = {"ref": ["a dog"], "bbox": [[20, 30, 10, 15], [40, 60]], "bbox_type": None}
-WRITTEN = {  # Qwen2.5-VL takes pixels of the resized image, here 112 x 84; the others take thousandths
-    "qwen2_vl": "<|box_start|>(125,250),(250,500)<|box_end|> and <|box_start|>(500,1000)<|box_end|>",
-    "qwen3_vl": "<|box_start|>(125,250),(250,500)<|box_end|> and <|box_start|>(500,1000)<|box_end|>",
-    "qwen2_5_vl": "<|box_start|>(14,21),(28,42)<|box_end|> and <|box_start|>(56,84)<|box_end|>",
-}
+BOXES = {"ref": ["a dog"], "bbox": [[20, 30, 10, 15], [40, 60]]}
+SHARES = {**BOXES, "bbox": [[0.125, 0.25, 0.25, 0.5], [0.5, 1]], "bbox_type": "norm1", "image_id": [0, 0]}
+THOUSANDTHS = "<|box_start|>(125,250),(250,500)<|box_end|> and <|box_start|>(500,1000)<|box_end|>"
+RESIZED = "<|box_start|>(14,21),(28,42)<|box_end|> and <|box_start|>(56,84)<|box_end|>"
+ASKED = chat("Where is <ref-object>?", "<bbox> and <bbox>", Image.new("RGB", (80, 60)))
 
 
-@pytest.mark.parametrize("family", WRITTEN)
-def test_names_and_boxes_of_ms_swift_are_written_as_the_model_takes_them(family: str) -> None:
+@pytest.mark.parametrize("objects", [BOXES, SHARES], ids=["pixels", "shares"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "qwen2_5_vl"])
+def test_names_and_boxes_of_ms_swift_are_written_as_the_model_takes_them(family: str, objects: dict[str, Any]) -> None:
     collator = VLMCollator(tiny_processor(family, min_pixels=112 * 84, max_pixels=112 * 84))
-    asked = chat("Where is <ref-object>?", "<bbox> and <bbox>", Image.new("RGB", (80, 60)))
-    parts = "".join(text for text, _ in collator.text_parts({**asked, "objects": BOXES}))
-    assert "Where is <|object_ref_start|>a dog<|object_ref_end|>?" in parts
-    assert f"{WRITTEN[family]}<|im_end|>" in parts
-    shares = {**BOXES, "bbox": [[0.125, 0.25, 0.25, 0.5], [0.5, 1]], "bbox_type": "norm1", "image_id": [0, 0]}
-    of_shares = collator.collate([{**asked, "objects": shares}])
-    assert of_shares.input_ids.tolist() == collator.collate([{**asked, "objects": BOXES}]).input_ids.tolist()
+    written = "".join(text for text, _ in collator.text_parts({**ASKED, "objects": objects}))
+    assert "Where is <|object_ref_start|>a dog<|object_ref_end|>?" in written
+    assert f"{RESIZED if family == 'qwen2_5_vl' else THOUSANDTHS}<|im_end|>" in written
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("family", "changes", "said"),
     [
-        ({"bbox": [[1, 2]]}, "hold '<bbox>' 2 time(s), and its objects fill 1"),
-        ({"ref": []}, "hold '<ref-object>' 1 time(s), and its objects fill 0"),
-        ({"ref": ["<|im_end|>"]}, "its text holds '<|im_end|>'"),
-        ({"image_id": [0, 1]}, "have a bbox in image 1, but it has 1 image(s)"),
-        ({"image_id": [0]}, "1 image_id for 2 bbox"),
-        ({"bbox": [[1, 2], [0, 0, 90, 9]]}, "[0, 0, 90, 9] (real) in image 0 of 80 x 60 (width x height)"),
-        ({"bbox": [[1, 2], [0, 0, 9]]}, "give x, y or x1, y1, x2, y2 inside of it"),
-        ({"bbox_type": "norm1"}, "(norm1) in image 0 of 1 x 1"),
-        ({"bbox_type": "norm1000"}, "the types are real and norm1"),
+        ("qwen3_vl", {"bbox": [[1, 2]]}, "hold '<bbox>' 2 time(s), and its objects fill 1"),
+        ("qwen3_vl", {"ref": ["<|im_end|>"]}, "its text holds '<|im_end|>'"),
+        ("qwen3_vl", {"image_id": [0, 1]}, "have a bbox in image 1, but it has 1 image(s)"),
+        ("qwen3_vl", {"image_id": [0]}, "1 image_id for 2 bbox"),
+        ("qwen3_vl", {"bbox": [[1, 2], [0, 0, 90, 9]]}, "[0, 0, 90, 9] (real) in image 0 of 80 x 60 (width x height)"),
+        ("qwen3_vl", {"bbox": [[1, 2], [0, 0, 9]]}, "give x, y or x1, y1, x2, y2 inside of it"),
+        ("internvl", {}, "how models with a InternVLProcessor write"),
     ],
-)
-def test_objects_that_do_not_match_their_sample_are_refused(changes: dict[str, Any], said: str) -> None:
-    asked = chat("Where is <ref-object>?", "<bbox> and <bbox>", Image.new("RGB", (80, 60)))
+)  # fmt: skip
+def test_objects_that_cannot_be_written_are_refused(family: str, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(SampleError, match=re.escape(said)):
-        VLMCollator(processor_of()).measure({**asked, "objects": {**BOXES, **changes}})
+        VLMCollator(tiny_processor(family)).measure({**ASKED, "objects": {**BOXES, **changes}})
 
 
-def test_objects_are_refused_where_the_form_of_boxes_is_not_known() -> None:
-    row = {**chat("At <bbox>?", "A dog", picture()), "objects": {"bbox": [[1, 2]]}}
-    with pytest.raises(SampleError, match="how models with a InternVLProcessor write") as caught:
-        VLMCollator(tiny_processor("internvl")).measure(row)
-    assert caught.value.reason == "unread_column"
+def test_objects_without_places_in_the_text_are_named_as_unread() -> None:
     assert read_conversation(chat(objects=BOXES)).unread == ("objects",)
-    assert "<bbox>" in "".join(text for text, _ in VLMCollator(processor_of()).text_parts(chat("At <bbox>?", "5")))
+    assert read_conversation(chat(objects={"ref": [], "bbox": []})).unread == ()
+    assert read_conversation(chat("At <bbox>?")).objects is None
 
 
 def test_other_columns_are_named_once() -> None:

@@ -81,7 +81,7 @@ def to_padded(
         attention_mask=batch([np.ones_like(s.input_ids) for s in samples], 0),
         labels=batch([s.labels for s in samples], IGNORE),
         loss_weights=None if (weights := _weights_of(samples)) is None else batch(weights, 0),
-        media=_media(_media_of(samples), pixel_dtype, buffers, family),
+        media=_media(media_of(samples), pixel_dtype, buffers, family),
     )
 
 
@@ -104,9 +104,9 @@ def to_packed(
         LayoutError: the samples do not fit the rule's fixed row width or number of segments, or cannot be shared.
         NotFinite: the pixels of a sample are not finite.
     """
-    visuals: Visuals = _media_of(samples)
+    visuals: Visuals = media_of(samples)
     tree = None if sharing is None else prefix_tree(samples, sharing=sharing, family=family)
-    packed = _row(samples, rule if tree is None else SlotRule(), pad_token_id)
+    packed = row_of(samples, rule if tree is None else SlotRule(), pad_token_id)
     if tree is not None:
         packed, table = with_tree(packed, tree), _table_of(packed, family)
         chosen = table.chosen(tree)
@@ -118,7 +118,7 @@ def to_packed(
 
 def prefix_tree(samples: Sequence[Encoded], *, sharing: SharePrefixes, family: Family | None) -> PrefixTree | None:
     """Return the tree of the row that `to_packed` makes of these samples, without joining their pixels."""
-    row, media = _row(samples, SlotRule(), 0), _media_of(samples)
+    row, media = row_of(samples, SlotRule(), 0), media_of(samples)
     table = _table_of(row, family)
     numbers = {
         f"{kind}s": _numbers(media[kind], _joins(family), [medium.context for medium in table.of_kind(TYPES[kind])])
@@ -133,11 +133,11 @@ def join_media(samples: Sequence[Encoded], family: Family | None, pixel_dtype: t
     Raises:
         NotFinite: the pixels of a sample are not finite.
     """
-    return _media(_media_of(samples), pixel_dtype, NO_BUFFERS, family)
+    return _media(media_of(samples), pixel_dtype, NO_BUFFERS, family)
 
 
-def _row(samples: Sequence[Encoded], rule: SlotRule, pad_token_id: int) -> PackedRow:
-    """Pack samples into a row without pixels."""
+def row_of(samples: Sequence[Encoded], rule: SlotRule, pad_token_id: int) -> PackedRow:
+    """Pack samples into a row, without their media."""
     segments = Segments.from_lengths([sample.num_tokens for sample in samples], rule)
     starts = segments.stride[: len(samples)]
 
@@ -176,7 +176,8 @@ Visuals = Mapping[Kind, Sequence[Visual]]
 """The media of a batch, or of a prefix tree, by kind and in order."""
 
 
-def _media_of(samples: Sequence[Encoded]) -> Visuals:
+def media_of(samples: Sequence[Encoded]) -> Visuals:
+    """Return the media of some samples."""
     return {kind: [visual for sample in samples for visual in sample.media[kind]] for kind in KINDS}
 
 
@@ -250,7 +251,7 @@ def _metadata(samples: Sequence[Encoded]) -> HostMetadata:
 
 def media_table(samples: Sequence[Encoded]) -> MediaTable:
     """Return the table of the media of checked samples, each with its placeholders."""
-    media = _media_of(samples)
+    media = media_of(samples)
     if not any(media.values()):
         return MediaTable()
     seconds = iter(_seconds(media["video"]))

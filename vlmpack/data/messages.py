@@ -260,7 +260,8 @@ def read_conversation(
         _refuse_marker(*placed, said.count(placed[1]), row)
     has_media = any(conversation.media.values()) or not has_vision
     objects = present.get("objects")
-    texts = () if is_empty(objects) else (*conversation.contents(), *conversation.other_texts())
+    held = [objects.get(key) for key in ("ref", "bbox")] if isinstance(objects, Mapping) else objects
+    texts = () if is_empty(held) else (*conversation.contents(), *conversation.other_texts())
     is_grounded = any(mark in text for mark in GROUNDING for text in texts)
     unread = check_unread(row, has_media=has_media)
     pair = [name for name in TURNS[3:] if name in present]
