@@ -113,9 +113,9 @@ def test_names_and_boxes_of_ms_swift_are_written_as_the_model_takes_them(family:
         ("qwen3_vl", {"bbox": [[1, 2]]}, "hold '<bbox>' 2 time(s), and its objects fill 1"),
         ("qwen3_vl", {"ref": ["<|im_end|>"]}, "its text holds '<|im_end|>'"),
         ("qwen3_vl", {"image_id": [0, 1]}, "have a bbox in image 1, but it has 1 image(s)"),
-        ("qwen3_vl", {"image_id": [0]}, "1 image_id for 2 bbox"),
-        ("qwen3_vl", {"bbox": [[1, 2], [0, 0, 90, 9]]}, "[0, 0, 90, 9] (real) in image 0 of 80 x 60 (width x height)"),
-        ("qwen3_vl", {"bbox": [[1, 2], [0, 0, 9]]}, "give x, y or x1, y1, x2, y2 inside of it"),
+        ("qwen3_vl", {"image_id": [0]}, "it must hold ref (texts), bbox"),
+        ("qwen3_vl", {"bbox": [[1, 2], [0, 0, 90, 9]]}, "[0.0, 0.0, 90.0, 9.0] (real) in image 0 of 80 x 60 (width"),
+        ("qwen3_vl", {"bbox": [[1, 2], [0, 0, 9]]}, "bbox (x, y or x1, y1, x2, y2 each)"),
         ("internvl", {}, "how models with a InternVLProcessor write"),
     ],
 )  # fmt: skip

@@ -121,7 +121,7 @@ def _content_of(
         [list(map(read, ref.source)) if isinstance(ref.source, list | tuple) else read_file(ref.source), ref.options]
         for ref in row.media["video"]
     ]
-    objects = [] if row.objects is None else [row.objects]
+    objects = [] if row.objects is None else [vars(row.objects)]
     return [row.messages, row.plain, row.turn_weights, row.template_options, *objects, images, videos]
 
 

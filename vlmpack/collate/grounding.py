@@ -20,7 +20,7 @@ import numpy as np
 from vlmpack.collate.chat_template import map_texts
 from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
-from vlmpack.data.formats import bad_row, without_nulls
+from vlmpack.data.formats import bad_row
 from vlmpack.data.images import ImageLimits, read_size
 from vlmpack.data.messages import GROUNDING, Conversation, Weights
 from vlmpack.errors import SampleError
@@ -50,33 +50,25 @@ def with_objects(
     if name not in (*THOUSANDTHS, *RESIZED):
         fault = f"it has a column objects and {' or '.join(GROUNDING)} in its text, but how models with a {name} write"
         raise SampleError(f"{fault} them is not known here; write names and boxes into the text", "unread_column")
-    if not isinstance(objects := without_nulls(conversation.objects), Mapping):
-        raise bad_row(f"its column objects is no mapping of ref, bbox, bbox_type and image_id: {objects!r:.60}")
-    kind, boxes = objects.get("bbox_type") or "real", objects.get("bbox") or []
-    numbers = objects.get("image_id") or [0] * len(boxes)
-    if kind not in ("real", "norm1") or len(numbers) != len(boxes):
-        fault = f"its objects have the bbox_type {kind!r} and {len(numbers)} image_id for {len(boxes)} bbox"
-        raise bad_row(f"{fault}; the types are real and norm1, and each box has an image, or none has")
+    objects = conversation.objects
+    assert objects is not None, "a conversation with objects"
 
-    def written(box: Any, number: Any) -> str:
+    def written(box: np.ndarray, number: int) -> str:
         if number not in range(len(images)):
-            raise bad_row(f"its objects have a bbox in image {number!r}, but it has {len(images)} image(s)")
+            raise bad_row(f"its objects have a bbox in image {number}, but it has {len(images)} image(s)")
+        size = np.ones(2, np.int64)
+        if is_real := objects.unit == "real":
+            size = np.array(read_size(conversation.media["image"][number].source, limits=limits)[::-1])
+        if not ((box >= 0) & (box <= size + is_real)).all():  # to a pixel
+            seen = f"its objects have the bbox {box.ravel().tolist()} ({objects.unit}) in image {number} of"
+            raise bad_row(f"{seen} {size[0]} x {size[1]} (width x height); give one inside of it")
         _, rows, columns = images[number].patch_grid
         final = np.array([columns, rows]) * metadata.patch_size if name in RESIZED else 1000
-        size = (1, 1) if kind == "norm1" else read_size(conversation.media["image"][number].source, limits=limits)[::-1]
-        try:
-            points = np.sort(np.asarray(box, np.float64).reshape(-1, 2), axis=0)  # corners may be swapped
-            is_inside = bool(((points >= 0) & (points <= np.add(size, kind == "real"))).all())  # to a pixel
-        except (ValueError, TypeError):
-            points, is_inside = np.empty((0, 2)), False
-        if len(points) not in (1, 2) or not is_inside:
-            seen = f"its objects have the bbox {box!r:.60} ({kind}) in image {number} of {size[0]} x {size[1]}"
-            raise bad_row(f"{seen} (width x height); give x, y or x1, y1, x2, y2 inside of it")
-        scaled = np.rint(points / size * final).astype(int).tolist()
-        return f"<|box_start|>{','.join(f'({x},{y})' for x, y in scaled)}<|box_end|>"
+        points = np.rint(np.sort(box, axis=0) / size * final).astype(int).tolist()  # corners may be swapped
+        return f"<|box_start|>{','.join(f'({x},{y})' for x, y in points)}<|box_end|>"
 
-    names = [f"<|object_ref_start|>{ref}<|object_ref_end|>" for ref in objects.get("ref") or []]
-    given = dict(zip(GROUNDING, (names, [*map(written, boxes, numbers)]), strict=True))
+    names = [f"<|object_ref_start|>{text}<|object_ref_end|>" for text in objects.names]
+    given = dict(zip(GROUNDING, (names, [*map(written, objects.boxes, objects.images)]), strict=True))
     values, counts = {mark: iter(texts) for mark, texts in given.items()}, dict.fromkeys(GROUNDING, 0)
 
     def fill(match: re.Match[str]) -> str:

@@ -158,6 +158,20 @@ class MediaRef:
     """Its position among the media of its kind in the sample, which errors name."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Objects:
+    """What fills the placeholders of names and boxes in a sample's texts: ms-swift's column `objects`."""
+
+    names: Sequence[str]
+    """A text for each `<ref-object>`."""
+    boxes: Sequence[np.ndarray]
+    """A point [1, 2], or two corners [2, 2], for each `<bbox>`: float64, x and y."""
+    images: Sequence[int]
+    """Index of the image of each box."""
+    unit: str
+    """"real": boxes are in pixels. "norm1": in fractions of the image's sides."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
     """One sample as text with placeholders for its media."""
@@ -176,8 +190,8 @@ class Conversation:
     """Columns of the sample, and keys beside its media, that nothing reads."""
     unplaced: tuple[Kind, str] | None = None
     """A kind of media that the sample lacks, and a marker for it in a user's text; None: there is none."""
-    objects: Mapping[str, Any] | None = None
-    """ms-swift's names and boxes for the placeholders `GROUNDING` in the texts; None: the texts are complete."""
+    objects: Objects | None = None
+    """What fills the placeholders `GROUNDING` in the texts; None: there are none."""
 
     def contents(self) -> list[str]:
         """Return the text of each message, or prompt and completion."""
@@ -191,7 +205,7 @@ class Conversation:
         for message in self.messages:
             yield from _strings({key: value for key, value in message.items() if key not in ("role", "content")})
         yield from _strings(self.template_options)
-        yield from _strings((self.objects or {}).get("ref"))
+        yield from self.objects.names if self.objects else ()
 
     @property
     def weights(self) -> tuple[Weights, ...]:
@@ -274,7 +288,25 @@ def read_conversation(
     ]
     unplaced = next(iter(lost.items()), None) if reads_media and markers == "auto" else None
     unread = (*unread, *(pair if len(pair) == 1 else ()), *beside, *(["objects"] if texts and not is_grounded else ()))
-    return replace(conversation, unread=unread, unplaced=unplaced, objects=objects if is_grounded else None)
+    filling = _objects(objects) if is_grounded else None
+    return replace(conversation, unread=unread, unplaced=unplaced, objects=filling)
+
+
+def _objects(column: Any) -> Objects:
+    """Read the column `objects`."""
+    given = without_nulls(column)
+    try:
+        names, unit = given.get("ref", []), given.get("bbox_type", "real")
+        boxes = [np.asarray(box, np.float64).reshape(-1, 2) for box in given.get("bbox", [])]
+        images = [*map(index, given.get("image_id", []))] or [0] * len(boxes)
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise TypeError
+        if not {*map(len, boxes)} <= {1, 2} or len(images) != len(boxes) or unit not in ("real", "norm1"):
+            raise ValueError
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        usual = "ref (texts), bbox (x, y or x1, y1, x2, y2 each), bbox_type (real or norm1) and image_id (one a box)"
+        raise bad_row(f"its column objects is {given!r:.80}; it must hold {usual}") from error
+    return Objects(names=names, boxes=boxes, images=images, unit=unit)
 
 
 def _without(turns: Any, keys: Collection[str]) -> Any:
