@@ -750,7 +750,8 @@ def choose(call: AttentionCall, name: str = AUTO, *, chosen: dict[AttentionCall,
             known = chosen[call] = choose(call, name)
         return known
     if name == AUTO:
-        return next(backend for backend in BACKENDS.values() if not backend.unsupported(call))
+        there = (backend for backend in BACKENDS.values() if call.device == "cuda" or not backend.needs_cuda)
+        return next(backend for backend in there if not backend.unsupported(call))
     if name not in BACKENDS:
         raise BackendError(f"there is no attention back-end {name!r}; choose one of {[AUTO, *BACKENDS]}")
     reasons = BACKENDS[name].unsupported(call)

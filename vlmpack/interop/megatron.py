@@ -17,9 +17,9 @@ padding at the end:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Literal, final
 
@@ -410,7 +410,7 @@ class Halo:
     def places(self, rank: int) -> torch.Tensor:
         """int64 [h]: index in the row of each token that `rank` receives, in the order received."""
         self.partition.check_rank(rank)
-        return torch.from_numpy(self._tokens[self._transfers.arriving(rank)])
+        return torch.from_numpy(np.concatenate(self._missing)[self._transfers.arriving(rank)])
 
     def roll_left(
         self,
@@ -437,15 +437,17 @@ class Halo:
         """
         if not 1 <= depth <= self.depth:
             raise LayoutError(f"this halo serves rolls by 1 to {self.depth} tokens, got depth={depth}")
+        successor = self._successor(rank, depth, part.device)
         widths, needed = (part.shape[token_dim], halo.shape[token_dim]), (self.partition.local_total, self._size(rank))
         if widths != needed:
             raise LayoutError(
                 f"rank {rank} rolls its {needed[0]} tokens with {needed[1]} that come to it, got {widths[0]} and "
                 f"{widths[1]} at dimension {token_dim}"
             )
-        source = self._derived(self._source, rank, depth, part.device)
-        ends = self._derived(self._ends, rank, depth, part.device)
-        return torch.cat([part, halo], token_dim).index_select(token_dim, source).index_fill_(token_dim, ends, fill)
+        shape = [*part.shape]
+        shape[token_dim] = 1
+        filling = part.new_full(shape, fill)
+        return torch.cat([part, halo, filling], token_dim).index_select(token_dim, successor)
 
     # ------------------------------------------------------------------ computed once per row
 
@@ -460,39 +462,30 @@ class Halo:
         return missing
 
     @cached_property
-    def _tokens(self) -> np.ndarray:
-        """int64 [N]: the tokens that all ranks need, rank by rank."""
-        return np.concatenate(self._missing)
-
-    @cached_property
     def _transfers(self) -> Transfers:
-        source, local = np.divmod(self.partition.place().numpy()[self._tokens], self.partition.local_total)
-        target = np.repeat(np.arange(self.partition.ranks), [len(tokens) for tokens in self._missing])
+        """The transfers of all missing tokens, rank by rank."""
+        places = self.partition.place().numpy()[np.concatenate(self._missing)]
+        source, local = np.divmod(places, self.partition.local_total)
+        target = np.repeat(np.arange(self.partition.ranks), [*map(len, self._missing)])
         return Transfers(source=source, local=local, target=target, ranks=self.partition.ranks)
 
     @outside_graph
     def _size(self, rank: int) -> int:
-        return len(self.places(rank))
+        return len(self._missing[rank])
 
     @outside_graph
-    def _derived(
-        self, make: Callable[[int, int], np.ndarray], rank: int, depth: int, device: torch.device
-    ) -> torch.Tensor:
+    def _successor(self, rank: int, depth: int, device: torch.device) -> torch.Tensor:
+        """int64 [t]: index in (part + halo + filling) of the token `depth` later in the segment of each token."""
         partition = self.partition
-        key = ("halo", make.__name__, partition.layout, partition.ranks, self.depth, rank, depth)
-        return partition.segments.derived(key, device, partial(make, rank, depth))
+        key = ("halo", partition.layout, partition.ranks, self.depth, rank, depth)
+        return partition.segments.derived(key, device, lambda: self._computed_successor(rank, depth))
 
-    def _ends(self, rank: int, depth: int) -> np.ndarray:
-        """int64: indices in the part of `rank` whose segment has no token `depth` tokens later."""
-        index = self.partition.index(rank).numpy()
-        return np.flatnonzero(index + depth >= _stops(self.partition.segments)[index])
-
-    def _source(self, rank: int, depth: int) -> np.ndarray:
-        """int64 [t]: for each token, the index of the token `depth` later in (part + halo); 0 if there is none."""
-        index, halo = self.partition.index(rank).numpy(), self.places(rank).numpy()
-        place = np.zeros(self.partition.segments.total + depth, np.int64)
-        place[index], place[halo] = np.arange(len(index)), len(index) + np.arange(len(halo))
-        return place[index + depth]
+    def _computed_successor(self, rank: int, depth: int) -> np.ndarray:
+        index, came = self.partition.index(rank).numpy(), self.places(rank).numpy()
+        filling = len(index) + len(came)
+        place = np.full(self.partition.segments.total + depth, filling)
+        place[np.concatenate([index, came])] = np.arange(filling)
+        return np.where(index + depth < _stops(self.partition.segments)[index], place[index + depth], filling)
 
 
 def _stops(segments: Segments) -> np.ndarray:

@@ -73,7 +73,8 @@ class PackedRow(OfTensors):
     """Shared prefixes of the samples (`share`); None: each sample goes through the model in full."""
 
     def __post_init__(self) -> None:
-        check_kind("segments", self.segments, Segments, "Segments.from_lengths([3, 2])")
+        if not isinstance(self.segments, Segments):
+            check_kind("segments", self.segments, Segments, "Segments.from_lengths([3, 2])")
         shape, labels = (1, self.segments.total), self.shift_labels
         for name, column in (("input_ids", self.input_ids), ("shift_labels", labels)):
             if column is not None:
@@ -294,13 +295,13 @@ def pack(
     if not isinstance(batch, PaddedBatch):
         check_kind("batch", batch, PaddedBatch, "PaddedBatch.from_hf(processor(...))")
     metadata = checked_metadata(batch, keep_empty=keep_empty)
-    segments = Segments.from_lengths(metadata.lengths, rule)
+    columns, segments = metadata.columns, Segments.from_lengths(metadata.lengths, rule)
     if not segments.total:
         raise LayoutError(
             f"attention_mask is all zeros in all {len(metadata.lengths)} rows, and a row of no tokens cannot go "
             "through a model; leave the batch out, or give every row a fixed width with SlotRule(pad_to=...)"
         )
-    take = _Take(segments, metadata.columns, batch.input_ids)
+    take = _Take(segments, columns, batch.input_ids)
 
     def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else take(tensor, 0)

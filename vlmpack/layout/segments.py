@@ -127,6 +127,10 @@ class SlotRule:
             )
 
 
+NO_PADDING = SlotRule()
+"""Neither gaps between samples nor a rounded width."""
+
+
 def round_up(n: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
@@ -188,7 +192,7 @@ class Segments:
             LayoutError: there are no lengths, a length is negative or not a whole number, or there are more samples
                 than `max_segments` or more tokens than `pad_to`.
         """
-        rule = rule or SlotRule()
+        rule = rule or NO_PADDING
         try:
             lengths = tuple(index(n) for n in lengths)
         except TypeError:
@@ -269,7 +273,7 @@ class Segments:
         split into segments of at most `TAIL_PIECE` tokens. If the number of segments is fixed (`max_segments`), the
         number of padding segments depends on the row's width alone, not on its samples.
         """
-        rule, total = rule or SlotRule(), self.total
+        rule, total = rule or NO_PADDING, self.total
         if self.slots != self.lengths and total != rule.pad_to:
             total = min(total, round_up(max(self.num_tokens, 1), rule.row_multiple))
         tail = total - self.num_tokens

@@ -34,7 +34,7 @@ from vlmpack.families.registry import family_of, has_lm_head
 from vlmpack.layout.batch import METADATA_KEY, PaddedBatch
 from vlmpack.layout.media import IMAGE
 from vlmpack.layout.row import PackedRow, pack
-from vlmpack.layout.segments import Segments, SlotRule
+from vlmpack.layout.segments import NO_PADDING, Segments, SlotRule
 from vlmpack.layout.sharing import share
 from vlmpack.model.engine import StepConfig, stored_state
 from vlmpack.model.plain import find_model
@@ -42,8 +42,6 @@ from vlmpack.model.result import StepResult
 from vlmpack.model.step import PackedStep
 from vlmpack.testing.comparison import Outcome, backward, local, outcome_of, plain_output, take_gradients
 from vlmpack.testing.samples import Sample, grids_of, num_targets, padded, sample_like, word_ids
-
-NO_GAPS = SlotRule()
 
 
 @final
@@ -155,7 +153,7 @@ class Circumstance:
     def settings(self, user: StepConfig, samples: Sequence[Sample]) -> StepConfig:
         """Adapt the user's settings of the step to the circumstance, without fixed sizes made for other rows."""
         users = replace(user.slots, pad_to=None, max_segments=None)
-        rules = {"none": NO_GAPS, "gaps": rule_with_gaps(samples), "user": users}
+        rules = {"none": NO_PADDING, "gaps": rule_with_gaps(samples), "user": users}
         chunk = max(total_targets(samples) * 2 // 5, 1) if self.chunked else user.head_chunk
         return replace(user, slots=rules[self.slots], head_chunk=chunk)
 
@@ -187,7 +185,7 @@ def rule_with_gaps(samples: Sequence[Sample]) -> SlotRule:
     return SlotRule(multiple=multiple, row_multiple=4 * multiple)
 
 
-def segments_of(samples: Sequence[Sample], rule: SlotRule = NO_GAPS) -> Segments:
+def segments_of(samples: Sequence[Sample], rule: SlotRule = NO_PADDING) -> Segments:
     """Return the segments of the samples in a row."""
     return Segments.from_lengths([len(sample["input_ids"]) for sample in samples], rule)
 

@@ -244,22 +244,19 @@ def synthetic_samples(config: Any) -> list[Sample]:
     def grid(rows: int, columns: int, frames: int = 1) -> Grid:
         return frames, rows * side, columns * side
 
-    videos: list[Sample] = []
-    if family.has_videos:
-        clip = {"video_grids": [grid(2, 1, frames=2)], "seconds": [1.5]}
-        videos.append(build_sample(config, stretches=[3, 4], seed=4, **clip))
-    audios: list[Sample] = []
-    if family.has_audio:
-        fewest, most = frames_of(config)
-        for at, frames in enumerate(((fewest,), (most, fewest))):
-            audios.append(build_sample(config, stretches=[3] * (len(frames) + 1), audio_frames=frames, seed=6 + at))
-    return [
+    samples = [
         build_sample(config, stretches=[5, 5], image_grids=[grid(2, 3)], seed=1),
         build_sample(config, stretches=[10], labeled=5, seed=2),
         build_sample(config, stretches=[4, 0, 4], image_grids=[grid(5, 2), grid(1, 3)], seed=3),
-        *videos,
-        *audios,
     ]
+    if family.has_videos:
+        clip = [grid(2, 1, frames=2)]
+        samples.append(build_sample(config, stretches=[3, 4], video_grids=clip, seconds=[1.5], seed=4))
+    if family.has_audio:
+        fewest, most = frames_of(config)
+        samples.append(build_sample(config, stretches=[3, 3], audio_frames=[fewest], seed=6))
+        samples.append(build_sample(config, stretches=[3, 3, 3], audio_frames=[most, fewest], seed=7))
+    return samples
 
 
 def probe_samples(config: Any, processor: Any = None) -> list[Sample]:
@@ -603,32 +600,22 @@ def _audio(config: Any, family: Family, frames: int) -> list[int]:
 
 # ---------------------------------------------------------------------- images and videos without grids
 
-Written = Literal["joined", "ended", "rows", "apart", "bare"]
-"""How runs of placeholders are written. joined: all between one start and one end token; ended: the end token follows
-each; rows: the same, with a run for each row of the grid; apart: each between start and end token; bare: without."""
-
-WRITTEN: dict[str, Written] = {
-    **dict.fromkeys(("smolvlm", "idefics3", "lfm2_vl", "cohere2_vision", "aya_vision", "llama4"), "ended"),
-    **dict.fromkeys(("lighton_ocr", "deepseek_ocr2", "paligemma"), "bare"),
-    "mistral3": "rows",
-    "gemma3": "apart",
-}
-"""How the placeholders of images are written, by `config.model_type`; of other families: joined. Each run of a video's
-placeholders is between start and end token."""
+APART = ("smolvlm", "idefics3", "lfm2_vl", "cohere2_vision", "aya_vision", "llama4", "gemma3")
+"""Families that write the tokens of each tile of an image between start and end tokens; others join those of all."""
 
 
 def _image_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw, *, several: bool) -> tuple[list[int], Tensors]:
     """Return the token ids and tensors of an image; `several`: its sample has several images."""
-    make, rule, written = family.image, family.tile_tokens, WRITTEN.get(family.model_type, "joined")
+    make, rule = family.image, family.tile_tokens
     assert make is not None
     assert rule is not None
     if several and any(join.counts_images for join in family.media.values()):  # an image is written differently then
         tensors = thumbnail_and_tiles(config, grid, draw, thumbnail=True)
         two = {"image_sizes": tensors["image_sizes"].repeat(2, 1), "batch_num_images": torch.tensor([2])}
-        return _written(config, config.image_token_id, rule(two, config)[:1], written), tensors
+        return _written(config, config.image_token_id, rule(two, config)[:1]), tensors
     tensors = make(config, grid, draw)
-    runs = [grid[2]] * grid[1] if written == "rows" else rule(tensors, config)
-    return _written(config, config.image_token_id, runs, written), tensors
+    runs = rule(tensors, config)
+    return _written(config, config.image_token_id, runs if family.model_type in APART else [sum(runs)]), tensors
 
 
 def _video_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw) -> tuple[list[int], Tensors]:
@@ -638,16 +625,12 @@ def _video_of_tiles(config: Any, family: Family, grid: Grid, draw: Draw) -> tupl
     assert rule is not None
     tensors = make(config, grid, draw)
     runs, frames = rule(tensors, config), int(tensors.get("num_frames_per_video", 1))
-    return _written(config, config.video_token_id, [n // frames for n in runs for _ in range(frames)], "apart"), tensors
+    return _written(config, config.video_token_id, [n // frames for n in runs for _ in range(frames)]), tensors
 
 
-def _written(config: Any, placeholder: int, runs: Sequence[int], written: Written = "joined") -> list[int]:
+def _written(config: Any, placeholder: int, runs: Sequence[int]) -> list[int]:
+    """Return runs of placeholders, each between start and end token."""
     names = ("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id")
     names = next((pair for pair in names if hasattr(config, pair[0])), ("boi_token_index", "eoi_token_index"))
     start, end = (getattr(config, name, word_ids(config)[0]) for name in names)
-    if written in ("joined", "bare"):
-        runs = [sum(runs)]
-    before, after = ([], []) if written == "bare" else ([start], [end])
-    if written == "apart":
-        return [token for run in runs for token in (*before, *[placeholder] * run, *after)]
-    return before + [token for run in runs for token in (*[placeholder] * run, *after)]
+    return [token for run in runs for token in (start, *[placeholder] * run, end)]
