@@ -29,7 +29,7 @@ class ServiceLimits:
     bodies_bytes: int = 1024 * 2**20
     """Total bytes of bodies being received; requests beyond it get status 429."""
     body_seconds: float = 60.0
-    """Seconds that a body may take to arrive."""
+    """Seconds that a body may take to arrive, and one more for each 100,000 bytes of it."""
     header_seconds: float = 20.0
     """Seconds until a new connection must have sent the header of its first request. Also the time that the body of a
     request with a wrong key may take to arrive."""

@@ -43,7 +43,7 @@ from vlmpack.service.web import status
 from vlmpack.service.web.gate import KEEP_ALIVE, Connection, raise_file_limit
 from vlmpack.service.web.http import Endpoints, make_app
 from vlmpack.service.web.openai import OpenAI
-from vlmpack.service.web.status import EVERY, History, ModelLine, Snapshot
+from vlmpack.service.web.status import EVERY, History, Snapshot
 
 log = logging.getLogger("vlmpack.service")
 
@@ -293,21 +293,13 @@ class Service:
 
     def _snapshot(self) -> Snapshot:
         fault = self.queue.fault
-        now, device = time.time(), self.engine.model.device
+        device, now = self.engine.model.device, time.time()
         memory = {"process": _resident_bytes()}
         if device.type == "cuda":
             memory["device"] = torch.cuda.memory_allocated(device)
         space, journal = shutil.disk_usage(self.state.path), self.queue.journal
         opened = set(self.queue.sessions())
-        models = [
-            ModelLine(
-                trains="all weights" if row.lora is None else f"LoRA, rank {row.lora.rank}",
-                age=now - row.created,
-                idle=now - row.last_request,
-            )
-            for row in reversed(journal.rows(ModelRow))
-            if row.session in opened
-        ]
+        models = [row for row in reversed(journal.rows(ModelRow)) if row.session in opened]
         numbers = {
             **self.queue.stats(),
             **self.engine.counts,
@@ -316,7 +308,7 @@ class Service:
             "up": float(not fault),
             "sampled_tokens_total": self.sampler.sampled_tokens,
         }
-        return Snapshot(title=self.engine.base.name, numbers=numbers, models=models, fault=fault)
+        return Snapshot(title=self.engine.base.name, numbers=numbers, now=now, models=models, fault=fault)
 
 
 # ---------------------------------------------------------------------- the process

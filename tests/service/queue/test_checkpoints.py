@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from service.clients import forward_backward, optim_step, save, save_for_sampler, served
@@ -102,6 +103,11 @@ def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, case: str) -> 
     change(tmp_path / "journal.sqlite3")
     assert message in refusal(tmp_path)
     assert message in refusal(tmp_path)  # the lock was given back
+
+
+def test_a_full_disk_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite3, "connect", Mock(side_effect=sqlite3.OperationalError("database or disk is full")))
+    assert "is full): make room on its disk, or choose another" in refusal(tmp_path)
 
 
 # ---------------------------------------------------------------------- who may read it

@@ -50,13 +50,14 @@ def test_all_bodies_together_stay_within_a_budget() -> None:
     assert read([b"x" * 10], reader=reader) == b"x" * 10
 
 
-def test_a_slow_body_is_given_up() -> None:
-    async def stream() -> AsyncIterator[bytes]:
-        yield b"x"
-        await asyncio.Event().wait()
+def test_a_slow_body_is_given_up_and_a_large_one_gets_more_time() -> None:
+    async def stream(size: int, seconds: float) -> AsyncIterator[bytes]:
+        yield b"x" * size
+        await asyncio.sleep(seconds)
 
     reader = BodyReader(limits=ServiceLimits(body_seconds=0.01))
+    assert len(asyncio.run(reader.read(stream(10**7, 0.1), encoding="", most=10**7))) == 10**7
     with pytest.raises(Rejected, match="did not arrive within") as refused:
-        asyncio.run(reader.read(stream(), encoding="", most=10))
+        asyncio.run(reader.read(stream(1, 1000), encoding="", most=10))
     assert refused.value.status == 408
     assert reader.held == 0

@@ -7,7 +7,9 @@ import re
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vlmpack.service.web.status import METRICS, History, ModelLine, Snapshot, render, routes
+from vlmpack.service.queue.journal import ModelRow
+from vlmpack.service.web.status import METRICS, History, Snapshot, render, routes
+from vlmpack.service.wire.messages import LoraConfig
 
 KINDS = {"ForwardBackward": 3, "OptimStep": 2}
 
@@ -15,8 +17,10 @@ KINDS = {"ForwardBackward": 3, "OptimStep": 2}
 def snapshot(*, title: str = "tiny", fault: str | None = None) -> Snapshot:
     by_kind = {"requests_total": KINDS, "requests_failed_total": KINDS}
     by_kind |= {"memory_bytes": {"process": 2**30}, "disk_bytes": {"used": 2**31, "free": 2**29}}
-    models = [ModelLine(trains="LoRA, rank 16", age=7265.0, idle=3.0)]
-    return Snapshot(title=title, numbers={**dict.fromkeys(METRICS, 0.5), **by_kind}, models=models, fault=fault)
+    times = {"created": 10_000.0, "last_request": 17_262.0}
+    model = ModelRow(id="m", session="s", base_model=title, lora=LoraConfig(rank=16), **times)
+    numbers = {**dict.fromkeys(METRICS, 0.5), **by_kind}
+    return Snapshot(title=title, numbers=numbers, now=17_265.0, models=[model], fault=fault)
 
 
 def answer(path: str) -> Response:

@@ -77,7 +77,8 @@ class StateFolder:
 
     def __init__(self, path: Path, *, base_model: str) -> None:
         self.path = path
-        self._weights = path / "weights"
+        self.weights = path / "weights"
+        """Folder that holds a folder for each state."""
         self._check_is_ours()
         with writing(path):
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -88,9 +89,9 @@ class StateFolder:
             os.close(self._lock)
             raise ConfigError(f"the state folder {path} is used by another server: {ANOTHER}") from error
         try:
-            with writing(self._weights):
-                self._weights.mkdir(exist_ok=True, mode=0o700)
-            states = len([*self._weights.iterdir()])
+            with writing(self.weights):
+                self.weights.mkdir(exist_ok=True, mode=0o700)
+            states = len([*self.weights.iterdir()])
             self.journal = Journal(path / "journal.sqlite3", base_model=base_model, states=states)
             """The journal, which says what each folder belongs to."""
             self.make_private()
@@ -124,7 +125,7 @@ class StateFolder:
         Raises:
             RequestError: the folder is gone, e.g. deleted by hand.
         """
-        folder = self._weights / name
+        folder = self.weights / name
         if not folder.is_dir():
             raise RequestError(f"the folder {name} is gone from the server's state: restore it from a backup")
         return folder
@@ -147,7 +148,7 @@ class StateFolder:
             ConfigError: the disk is full or fails; nothing is left behind.
         """
         owner = re.sub(r"[^A-Za-z0-9]+", "_", owner)  # characters that all file systems accept
-        folder = self._weights / f".{owner[:80]}-{what[:60]}-{uuid4().hex}"
+        folder = self.weights / f".{owner[:80]}-{what[:60]}-{uuid4().hex}"
         try:
             with writing(folder):
                 folder.mkdir(mode=0o700)
@@ -157,8 +158,8 @@ class StateFolder:
             with writing(folder):
                 for entry in [*folder.rglob("*"), folder]:
                     _to_disk(entry)
-                folder.rename(self._weights / final_name(folder))
-                _to_disk(self._weights)
+                folder.rename(self.weights / final_name(folder))
+                _to_disk(self.weights)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if _NO_SPACE in str(error):  # safetensors has errors of its own
@@ -169,7 +170,7 @@ class StateFolder:
 
     def sweep(self, wanted: set[str]) -> list[Path]:
         """Remove every folder whose name is not wanted, unfinished ones included, and return them."""
-        gone = sorted(entry for entry in self._weights.iterdir() if entry.name not in wanted)
+        gone = sorted(entry for entry in self.weights.iterdir() if entry.name not in wanted)
         for folder in gone:
             shutil.rmtree(folder, ignore_errors=True)
         return gone

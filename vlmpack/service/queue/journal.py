@@ -259,9 +259,13 @@ class Journal:
                 self._writer.close()
                 raise
             self._reader = self._connect()
-        except (OSError, sqlite3.DatabaseError) as error:
+        except JournalError as error:
+            raise ConfigError(f"{error}, or {ANOTHER}") from error
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ConfigError(f"{_unwritable(path, error)}, or {ANOTHER}") from error
+        except sqlite3.DatabaseError as error:
             remedy = f"restore the state folder from a backup, or {ANOTHER}; folders in `weights` are whole"
-            raise ConfigError(f"{path} is damaged, or cannot be written ({error}): {remedy}") from error
+            raise ConfigError(f"{path} is damaged ({error}): {remedy}") from error
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=60)
@@ -320,8 +324,7 @@ class Journal:
                         log.warning("%s can be written again", self.path)
                         self._failed = None
             except sqlite3.Error as error:
-                remedy = "end the process that holds it" if "locked" in str(error) else "make room on its disk"
-                message = f"{self.path} cannot be written ({error}): {remedy}"
+                message = _unwritable(self.path, error)
                 if self._failed is None:
                     log.error("%s", message)
                 self._failed = time.monotonic(), message
@@ -536,6 +539,11 @@ class Journal:
                 of_sample = "owner IN (SELECT id FROM sampling_sessions)"
                 self._write(f"DELETE FROM requests WHERE owner = ? AND seq = ? AND {of_sample}", *key)
                 self._write("UPDATE requests SET reply = NULL WHERE owner = ? AND seq = ?", *key)
+
+
+def _unwritable(path: Path, error: Exception) -> str:
+    remedy = "end the process that holds it" if "locked" in str(error) else "make room on its disk"
+    return f"{path} cannot be written ({error}): {remedy}"
 
 
 def _from_sql(name: str, value: Any) -> Any:

@@ -47,6 +47,8 @@ LOGGED = 120
 """Maximum number of characters of a path in the log."""
 DISCARDED_BYTES = 1024 * 2**20
 """Bytes of a too large body to discard before the connection is closed."""
+BODY_RATE = 100_000
+"""Bytes that give a body one more second to arrive. A client may send four large bodies at once over a slow line."""
 BEGINNING_BYTES = 65_536
 """Bytes of a refused body to keep, because they name the request."""
 
@@ -76,22 +78,26 @@ class BodyReader:
         if encoding not in ("", "identity"):
             raise Rejected(f"Content-Encoding {encoding!r:.40}: send the body as it is", status=415)
         parts: list[bytes] = []
-        size = 0
+        size, seconds = 0, self.limits.body_seconds
         try:
-            with anyio.fail_after(self.limits.body_seconds):
+            with anyio.move_on_after(seconds) as scope:
                 async for piece in pieces:
+                    scope.deadline += len(piece) / BODY_RATE
                     parts.append(piece)
                     size += len(piece)
                     self.held += len(piece)
-                    if size > most:
-                        await discard(pieces, most=DISCARDED_BYTES)
-                        detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
-                        raise Rejected(detail, status=413, beginning=b"".join(parts)[:BEGINNING_BYTES])
-                    if self.held > self.limits.bodies_bytes:
-                        raise Rejected("too many requests are being received: try again", status=429)
-        except TimeoutError as error:
-            message = f"the body did not arrive within {self.limits.body_seconds:g} s"
-            raise Rejected(message, status=408) from error
+                    if size > most or self.held > self.limits.bodies_bytes:
+                        break
+            if size > most:
+                with anyio.move_on_after(seconds):
+                    await discard(pieces, most=DISCARDED_BYTES)
+                detail = f"a body of more than {most:,} bytes: send smaller or fewer datums in a request"
+                raise Rejected(detail, status=413, beginning=b"".join(parts)[:BEGINNING_BYTES])
+            if self.held > self.limits.bodies_bytes:
+                raise Rejected("too many requests are being received: try again", status=429)
+            if scope.cancelled_caught:
+                detail = f"the body did not arrive within {seconds:g} s and a second for each {BODY_RATE:,} bytes"
+                raise Rejected(f"{detail}: send smaller requests", status=408)
         finally:
             self.held -= size
         return b"".join(parts)

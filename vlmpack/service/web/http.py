@@ -416,9 +416,9 @@ class Endpoints:
         is_ours = hmac.compare_digest(signature.encode(), self._signature(expires, folder, file).encode())
         if not is_ours or int(expires) < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
-        path = self.queue.state.folder(folder) / file
+        path = self.queue.state.weights / folder / file
         if not path.is_file():
-            raise Rejected(f"there is no file {file} any more", status=404)
+            raise Rejected(f"there is no file {file} any more: the checkpoint was deleted or has expired", status=404)
         return FileResponse(path, media_type="application/octet-stream")
 
     def _signature(self, expires: int | str, folder: str, file: str) -> str:

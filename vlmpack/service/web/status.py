@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vlmpack.service.queue.journal import ModelRow
+
 HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'", "Cache-Control": "no-store"}
 TYPES = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -76,19 +78,6 @@ METRICS = {
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class ModelLine:
-    """A model on the status page."""
-
-    trains: str
-    """What is trained, e.g. "LoRA, rank 16"."""
-    age: float
-    """Seconds since it was created."""
-    idle: float
-    """Seconds since its last request."""
-
-
-@final
 @dataclass(eq=False)
 class History:
     """Tokens trained and sampled in the last hour, for the curves."""
@@ -118,8 +107,10 @@ class Snapshot:
     """Name of the base model."""
     numbers: Mapping[str, Any]
     """Values of `METRICS`; a value may be a mapping by kind. Other names are ignored."""
-    models: Sequence[ModelLine] = ()
-    """The models, newest first."""
+    now: float
+    """Unix seconds."""
+    models: Sequence[ModelRow] = ()
+    """The models of open sessions, newest first."""
     fault: str | None = None
     """Why the service has stopped working; None: it works."""
 
@@ -154,10 +145,11 @@ def routes(snapshot: Callable[[], Snapshot], history: History) -> list[Route]:
 def render(state: Snapshot, history: History) -> str:
     """Render the status page. It has no scripts and no external resources, and reloads every 5 s."""
     fault = "" if state.fault is None else f'<p class="fault">{escape(state.fault)}</p>'
-    models = {
-        f"{number}: {model.trains}": f"created {_ago(model.age)}, last request {_ago(model.idle)}"
-        for number, model in enumerate(state.models, 1)
-    }
+    models = {}
+    for number, row in enumerate(state.models, 1):
+        trains = "all weights" if row.lora is None else f"LoRA, rank {row.lora.rank}"
+        created, last = (_ago(state.now - seconds) for seconds in (row.created, row.last_request))
+        models[f"{number}: {trains}"] = f"created {created}, last request {last}"
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5">'
         '<meta name="viewport" content="width=device-width">'
