@@ -105,6 +105,10 @@ def test_names_and_boxes_of_ms_swift_are_written_as_the_model_takes_them(family:
     written = "".join(text for text, _ in collator.text_parts({**ASKED, "objects": objects}))
     assert "Where is <|object_ref_start|>a dog<|object_ref_end|>?" in written
     assert f"{RESIZED if family == 'qwen2_5_vl' else THOUSANDTHS}<|im_end|>" in written
+    as_json = chat("Find all.", '{"bbox_2d": <bbox>, "label": "<ref-object>"} <bbox>', Image.new("RGB", (80, 60)))
+    written = "".join(text for text, _ in collator.text_parts({**as_json, "objects": objects}))
+    corners = "[14, 21, 28, 42]" if family == "qwen2_5_vl" else "[125, 250, 250, 500]"
+    assert f'{{"bbox_2d": {corners}, "label": "a dog"}} [' in written
 
 
 @pytest.mark.parametrize(

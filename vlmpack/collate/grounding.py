@@ -2,6 +2,7 @@
 
     text      "<ref-object><bbox> on a beach"      objects   {"ref": ["a dog"], "bbox": [[331.5, 761.4, 853.5, 1594.8]]}
     written   "<|object_ref_start|>a dog<|object_ref_end|><|box_start|>(170,390),(437,817)<|box_end|> on a beach"
+    in JSON   {"bbox_2d": <bbox>, "label": "<ref-object>"}  ──▶  {"bbox_2d": [170, 390, 437, 817], "label": "a dog"}
 
 Names and boxes fill their placeholders in order, separately. A box is a point (x, y) or two corners, in pixels of image
 `image_id` (default 0) or, with `bbox_type="norm1"`, in fractions of its sides. Models take coordinates in thousandths
@@ -29,6 +30,8 @@ THOUSANDTHS = ("Qwen2VLProcessor", "Qwen3VLProcessor", "Qwen3OmniMoeProcessor")
 """Classes of processors whose models take thousandths of an image's sides."""
 RESIZED = ("Qwen2_5_VLProcessor", "Qwen2_5OmniProcessor")
 """Classes of processors whose models take pixels of the resized image."""
+_AS_JSON = re.compile(r'"\w+":\s*<bbox>')
+"""A box as a value of JSON, the form of Qwen's own examples since Qwen2.5-VL."""
 
 
 def with_objects(
@@ -50,7 +53,7 @@ def with_objects(
     if name not in (*THOUSANDTHS, *RESIZED):
         fault = f"it has a column objects and {' or '.join(GROUNDING)} in its text, but how models with a {name} write"
         raise SampleError(f"{fault} them is not known here; write names and boxes into the text", "unread_column")
-    objects = conversation.objects
+    objects, is_json = conversation.objects, any(_AS_JSON.search(text) for text in conversation.contents())
     assert objects is not None, "a conversation with objects"
 
     def written(box: np.ndarray, number: int) -> str:
@@ -64,10 +67,12 @@ def with_objects(
             raise bad_row(f"{seen} {size[0]} x {size[1]} (width x height); give one inside of it")
         _, rows, columns = images[number].patch_grid
         final = np.array([columns, rows]) * metadata.patch_size if name in RESIZED else 1000
-        points = np.rint(np.sort(box, axis=0) / size * final).astype(int).tolist()  # corners may be swapped
-        return f"<|box_start|>{','.join(f'({x},{y})' for x, y in points)}<|box_end|>"
+        points = np.rint(np.sort(box, axis=0) / size * final).astype(int)  # corners may be swapped
+        if is_json:
+            return str(points.ravel().tolist())
+        return f"<|box_start|>{','.join(f'({x},{y})' for x, y in points.tolist())}<|box_end|>"
 
-    names = [f"<|object_ref_start|>{text}<|object_ref_end|>" for text in objects.names]
+    names = objects.names if is_json else [f"<|object_ref_start|>{x}<|object_ref_end|>" for x in objects.names]
     given = dict(zip(GROUNDING, (names, [*map(written, objects.boxes, objects.images)]), strict=True))
     values, counts = {mark: iter(texts) for mark, texts in given.items()}, dict.fromkeys(GROUNDING, 0)
 

@@ -825,7 +825,9 @@ def check_unread(feature: Mapping[str, Any], *, has_media: bool) -> tuple[str, .
     for name, value in unread.items():
         fault = ""
         if _is_preference(name.lower(), value):
-            fault = "which weights samples or lists preferences: give each message its `weight`"
+            fault = (
+                "which weights samples or lists preferences: give each message its `weight`, pairs to PackedDPOTrainer"
+            )
         elif not has_media and _looks_like_media(name.lower(), value):
             fault = "which looks like its image, video or audio, and it has no other; rename or remove it"
         if fault:
