@@ -12,9 +12,8 @@ of the image's sides, or in pixels of the image that the processor has resized.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from vlmpack.collate.encoded import Visual
 from vlmpack.collate.processor_metadata import ProcessorMetadata
 from vlmpack.data.formats import bad_row
 from vlmpack.data.images import ImageLimits, read_size
-from vlmpack.data.messages import GROUNDING, Conversation, Weights
+from vlmpack.data.messages import GROUNDING, Conversation
 from vlmpack.errors import SampleError
 
 THOUSANDTHS = ("Qwen2VLProcessor", "Qwen3VLProcessor", "Qwen3OmniMoeProcessor")
@@ -53,21 +52,24 @@ def with_objects(
     if name not in (*THOUSANDTHS, *RESIZED):
         fault = f"it has a column objects and {' or '.join(GROUNDING)} in its text, but how models with a {name} write"
         raise SampleError(f"{fault} them is not known here; write names and boxes into the text", "unread_column")
+    if any(len(pieces) > 1 for pieces in conversation.turn_weights or ()):
+        raise bad_row("texts of an answer have several weights, and a column objects changes them; give it one weight")
     objects, is_json = conversation.objects, any(_AS_JSON.search(text) for text in conversation.contents())
     assert objects is not None, "a conversation with objects"
 
     def written(box: np.ndarray, number: int) -> str:
         if number not in range(len(images)):
             raise bad_row(f"its objects have a bbox in image {number}, but it has {len(images)} image(s)")
-        size = np.ones(2, np.int64)
-        if is_real := objects.unit == "real":
+        size, margin = np.ones(2, np.int64), 1e-3
+        if objects.unit == "real":
             size = np.array(read_size(conversation.media["image"][number].source, limits=limits)[::-1])
-        if not ((box >= 0) & (box <= size + is_real)).all():  # to a pixel
+            margin = 1.0  # rounding puts boxes up to a pixel outside
+        if not ((box >= -margin) & (box <= size + margin)).all():
             seen = f"its objects have the bbox {box.ravel().tolist()} ({objects.unit}) in image {number} of"
             raise bad_row(f"{seen} {size[0]} x {size[1]} (width x height); give one inside of it")
         _, rows, columns = images[number].patch_grid
         final = np.array([columns, rows]) * metadata.patch_size if name in RESIZED else 1000
-        points = np.rint(np.sort(box, axis=0) / size * final).astype(int)  # corners may be swapped
+        points = np.rint(np.sort(box.clip(0, size), axis=0) / size * final).astype(int)  # corners may be swapped
         if is_json:
             return str(points.ravel().tolist())
         return f"<|box_start|>{','.join(f'({x},{y})' for x, y in points.tolist())}<|box_end|>"
@@ -88,15 +90,4 @@ def with_objects(
     if odd := next((mark for mark in GROUNDING if counts[mark] != len(given[mark])), None):
         fault = f"its texts hold {odd!r} {counts[odd]} time(s), and its objects fill {len(given[odd])}"
         raise bad_row(f"{fault}; give as many")
-    weights = conversation.turn_weights and _of_texts(conversation.turn_weights, messages)
-    return replace(conversation, messages=messages, plain=plain, turn_weights=weights)
-
-
-def _of_texts(weights: Sequence[Weights], messages: Sequence[Mapping[str, Any]]) -> tuple[Weights, ...]:
-    """Return the weights of answers whose texts have changed."""
-    answers = (message["content"] for message in messages if message["role"] == "assistant")
-    texts = ([p["text"] for p in each if p["type"] == "text"] if isinstance(each, list) else [""] for each in answers)
-    return tuple(
-        tuple((text if len(pieces) > 1 else "", weight) for text, (_, weight) in zip(said, pieces, strict=False))
-        for said, pieces in zip(texts, weights, strict=True)
-    )
+    return replace(conversation, messages=messages, plain=plain)
