@@ -311,17 +311,16 @@ def _describe(visual: Visual, media: Mapping[str, dict[Any, int]], collator: VLM
         fault = "a sample brings patches (pixel_values), and rows are stored with encoded images, never with pixels"
         raise ConfigError(f"{fault}; give samples as messages with images")
     source, options, kind = visual.source.source, visual.source.options, visual.source.kind
-    about: dict[str, Any] = {"options": {key: options[key] for key in KNOWN_KEYS if options.get(key) is not None}}
-    about["kind"] = kind
-    if kind == "image":
-        content = (_encoded(source, collator),)
-    elif isinstance(source, list | tuple):
-        content = tuple(_encoded(frame, collator) for frame in source)
-    else:
+    if is_file := kind == "video" and not isinstance(source, list | tuple):
         with open_video(source, limits=collator.videos.file_limits) as file:
-            content, about["is_file"] = (file.read(),), True
+            content = (file.read(),)
+    else:
+        content = tuple(_encoded(frame, collator) for frame in ([source] if kind == "image" else source))
     numbers = media[f"{kind}s"]
-    about |= {"number": numbers.setdefault(content, len(numbers))}
+    about = {
+        "options": {key: options[key] for key in KNOWN_KEYS if options.get(key) is not None}, "kind": kind,
+        "is_file": is_file or None, "number": numbers.setdefault(content, len(numbers)),
+    }  # fmt: skip
     about |= {name: getattr(visual, name) for name in MEASURED}
     return {name: value for name, value in about.items() if value not in (None, ())}
 
@@ -704,8 +703,7 @@ class _Run:
         for path, content in ((self.out / LENGTHS, table), (self.out / PLAN, plan)):
             with atomic_file(path) as temporary, writing(path):
                 content.save(temporary)
-        lines = "".join(json.dumps(entry) + "\n" for entry in left_out)
-        write_text(self.out / LEFT_OUT, lines)
+        write_text(self.out / LEFT_OUT, "".join(json.dumps(entry) + "\n" for entry in left_out))
         reasons = dict(Counter(entry["reason"] for entry in left_out).most_common())
         totals = _totals(table, plan, self.collator.slots.row_multiple)
         manifest = Manifest(**self._description(), **totals, plan=plan.digest, reasons=reasons)
