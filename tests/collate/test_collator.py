@@ -82,7 +82,9 @@ def test_a_teacher_with_another_number_of_entries_is_skipped_beside_samples_with
     row = VLMCollator(processor_of(), layout="packed", on_bad="skip", skip_log=path).collate(samples)
     assert row.metadata.sample_ids == ("a", "b") and len(row.extras["topk_ids"]) == 3
     assert [(line["index"], line["reason"]) for line in json_lines(path)] == [(2, "bad_shape")]
-    with pytest.raises(SampleError, match=r"sample 2 \(id 'c'\): it has 2 entries .*, and another sample 3: give"):
+    with pytest.raises(
+        SampleError, match=r"sample 2 \(id 'c'\): its topk_ids are of the sizes \[2\], .* \[3\]: make all"
+    ):
         VLMCollator(processor_of(), layout="packed")(samples)
 
 

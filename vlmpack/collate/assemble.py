@@ -14,7 +14,7 @@ import torch
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encoded import PIXELS, TYPES, Encoded, Visual
 from vlmpack.data.formats import KINDS, Kind
-from vlmpack.errors import check_kind, check_whole_number
+from vlmpack.errors import SampleError, check_kind, check_whole_number
 from vlmpack.families.family import Family
 from vlmpack.families.tiles import Join
 from vlmpack.layout.batch import NO_ENTRY, SIZES, TEACHER, HostMetadata, Media, PaddedBatch
@@ -125,6 +125,25 @@ def prefix_tree(samples: Sequence[Encoded], *, sharing: SharePrefixes, family: F
         for kind in KINDS
     }
     return find_prefix_tree(row, **numbers, min_shared=sharing.min_shared)
+
+
+def check_alike(outcomes: list[Encoded | SampleError], family: Family | None) -> None:
+    """Turn samples into errors whose teacher's entries or media cannot follow those of the samples before them."""
+    joins, shapes = _joins(family), dict[str, Sequence[int]]()
+    for at, sample in enumerate(outcomes):
+        if isinstance(sample, SampleError):
+            continue
+        visuals = ((PIXELS[kind], visual) for kind, media in sample.media.items() for visual in media)
+        tensors = (pair for name, visual in visuals for pair in ((name, visual.pixels), *visual.tensors.items()))
+        own = [(name, joins[name].fixed_sizes(x.shape)) for name, x in tensors if x is not None and name in joins]
+        own += [(name, entries.shape[1:]) for name, entries in sample.teacher.items()]
+        known = dict(own) | shapes
+        if odd := next((each for each in own if known[each[0]] != each[1]), None):
+            seen = f"its {odd[0]} are of the sizes {[*odd[1]]}, and those of another sample {[*known[odd[0]]]}"
+            fault = f"{seen}: make all samples of a data set alike"
+            outcomes[at] = SampleError(fault, "bad_shape", index=at, sample_id=sample.sample_id)
+        else:
+            shapes = known
 
 
 def join_media(samples: Sequence[Encoded], family: Family | None, pixel_dtype: torch.dtype | None = None) -> Media:

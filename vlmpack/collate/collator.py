@@ -14,14 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from vlmpack.collate.assemble import SharePrefixes, to_packed, to_padded
+from vlmpack.collate.assemble import SharePrefixes, check_alike, to_packed, to_padded
 from vlmpack.collate.buffers import NotFinite, PixelBuffers, is_finite
 from vlmpack.collate.encode import Encoder
 from vlmpack.collate.encoded import Encoded, TrainOn, check_labels_are_ids, fit
 from vlmpack.collate.media import BatchMedia
 from vlmpack.collate.processor_metadata import parts_of, read_processor
 from vlmpack.collate.skipped import SkipLimit, SkipLog
-from vlmpack.collate.tokenized import check_teachers
 from vlmpack.collate.video import FrameSampling, VideoReader
 from vlmpack.data.formats import channel_of, sample_id_of
 from vlmpack.data.images import ImageLimits
@@ -267,7 +266,7 @@ class VLMCollator:
             outcomes.append(self._outcome(make))
             if self._is_fatal(outcomes[-1]):
                 self._count(outcomes)  # raises
-        check_teachers(outcomes)
+        check_alike(outcomes, self.encoder.family)
         batch = self._lay_out(outcomes)
         self._count(outcomes)
         return batch

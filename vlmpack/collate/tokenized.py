@@ -152,17 +152,6 @@ def with_teacher(sample: Encoded, feature: Mapping[str, Any], *, start: int = 0,
     return replace(sample, teacher=read)
 
 
-def check_teachers(outcomes: list[Encoded | SampleError]) -> None:
-    """Turn samples of a batch into errors if they have another number of a teacher's entries than the first one."""
-    taught = [(at, sample) for at, sample in enumerate(outcomes) if isinstance(sample, Encoded) and sample.teacher]
-    for at, sample in taught:
-        count, of_first = (each.teacher[TEACHER[0]].shape[1] for each in (sample, taught[0][1]))
-        if count != of_first:
-            seen = f"it has {count} entries of {' and '.join(TEACHER)} for a token, and another sample {of_first}"
-            fault = f"{seen}: give all samples of a data set as many"
-            outcomes[at] = SampleError(fault, "bad_shape", index=at, sample_id=sample.sample_id)
-
-
 def _check_not_shifted(labels: np.ndarray, ids: np.ndarray) -> None:
     """Refuse labels that are the next token's id everywhere, and not the token's own in two places or more."""
     foreign = (labels != ids) & (labels != IGNORE)
