@@ -493,7 +493,7 @@ class SdpaSegments(Backend):
         q_parts = moved(q_TNH, calls.queries, "queries").split_with_sizes(sizes)
         k_parts, v_parts = (moved(x, calls.keys, "keys").split_with_sizes(key_sizes) for x in (k_TKH, v_TKH))
         bounds: Sequence[Tensor | None] = [None] * len(sizes)
-        if calls.is_padded and not is_hidden:
+        if calls.first_keys is not None and not is_hidden:
             limits = softmax.causal, softmax.pattern.window
             bounds_R2 = segments.derived((*key, *limits), device, lambda: calls.bounds(segments, keys, softmax))
             bounds = bounds_R2.split_with_sizes(sizes)
@@ -566,11 +566,6 @@ class SegmentCalls:
     """int64 [T]: the place of each query in the calls; None: they are in order."""
     first_keys: np.ndarray | None = None
     """int64 [R]: the first key of each query's segment in the row; None: no segment is padded."""
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether some segments are padded."""
-        return self.first_keys is not None
 
     def bounds(self, segments: Segments, keys: Segments, softmax: Softmax) -> np.ndarray:
         """Return the first key of each query and the end, counted from its segment's first: int32 [R, 2]."""
@@ -750,8 +745,7 @@ def choose(call: AttentionCall, name: str = AUTO, *, chosen: dict[AttentionCall,
             known = chosen[call] = choose(call, name)
         return known
     if name == AUTO:
-        there = (backend for backend in BACKENDS.values() if call.device == "cuda" or not backend.needs_cuda)
-        return next(backend for backend in there if not backend.unsupported(call))
+        return next(backend for backend in BACKENDS.values() if not backend.unsupported(call))
     if name not in BACKENDS:
         raise BackendError(f"there is no attention back-end {name!r}; choose one of {[AUTO, *BACKENDS]}")
     reasons = BACKENDS[name].unsupported(call)

@@ -20,7 +20,7 @@ from functools import cached_property
 from importlib import import_module
 from importlib.metadata import version
 from math import prod
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -139,10 +139,9 @@ class Family:
     """True if `pixel_values` is [P, C]; False: [P, channels, rows, columns]."""
     patches_of_frames: bool = True
     """True if a patch has `temporal_patch_size` frames (an image is repeated); False: one frame."""
-    reads_grids: bool = False
-    """True if its vision tower reads grids on its device; False: vlmpack computes on the host what it would compute."""
-    indexes_grids: bool = False
-    """True if a tower that gets grids from the host indexes them on its device; False: it reads them on the host."""
+    reads_grids: Literal["on host", "on device", "alone"] = "on host"
+    """Where its vision tower reads grids, while vlmpack computes on the host what follows from them. "alone": on its
+    device, and the tower computes the rest there."""
     videos_apart: bool = False
     """True if its tower computes images and videos with grids in a call each."""
     image: Draws | None = None
@@ -222,7 +221,7 @@ class Family:
     @property
     def keeps_grids(self) -> bool:
         """Return whether grids stay on the host, where vlmpack computes what the vision tower needs of them."""
-        return self.has_grids and not self.reads_grids
+        return self.has_grids and self.reads_grids != "alone"
 
     @property
     def has_videos(self) -> bool:

@@ -20,7 +20,7 @@ from vlmpack.families.videos import run_of_pairs, run_per_frame
 _IMAGES = {"pixel_values": Join(), "image_grid_thw": Join()}
 """Patches and grids of images, concatenated."""
 
-_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True, "indexes_grids": True}
+_GLM = {"media": QWEN_MEDIA, "videos": run_per_frame, "videos_as_images": True, "reads_grids": "on device"}
 
 GRIDS = (
     Family(model_type="glm4v", **_GLM),
@@ -44,7 +44,7 @@ GRIDS = (
             }
         },
         expert_types="moe_mm_token_type_ids",
-        reads_grids=True,
+        reads_grids="alone",
         patches_of_frames=False,
         media=QWEN_MEDIA,
         videos=run_of_pairs,
@@ -75,7 +75,7 @@ GRIDS = (
         positions_rule=Rotary(axes=1),
         token_types=None,
         flat_patches=False,
-        reads_grids=True,
+        reads_grids="alone",
         media=_IMAGES,
         oldest_transformers=(5, 23),
         vision_path="model.vision_tower",

@@ -223,11 +223,6 @@ OfPart = Callable[[Any], Settings]
 """Function of `TinySizes` that returns settings of one part of a configuration."""
 
 
-def nothing(s: TinySizes) -> Settings:
-    """No settings."""
-    return {}
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -235,13 +230,13 @@ class Recipe:
 
     types: Mapping[ConfigPart, str] = field(default_factory=dict)
     """`model_type` of the parts of the configuration that differ from the family's default."""
-    text: OfPart = nothing
+    text: OfPart = lambda _: {}
     """Settings of the text model."""
-    vision: OfPart = nothing
+    vision: OfPart = lambda _: {}
     """Settings of the vision tower."""
-    audio: OfPart = nothing
+    audio: OfPart = lambda _: {}
     """Settings of the audio tower."""
-    whole: OfPart = nothing
+    whole: OfPart = lambda _: {}
     """Settings of the whole model."""
     sdpa: bool = True
     """True if transformers has sdpa attention for the family; False: only eager."""

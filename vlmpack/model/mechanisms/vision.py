@@ -67,12 +67,12 @@ class VisionRow:
         *,
         inputs: Mapping[str, Any] | None = None,
         frames: Sequence[int] = (),
-        indexes_grids: bool = False,
+        grids_on_device: bool = False,
     ) -> None:
         self.layouts = tuple(layouts)
         """Boundaries of all calls."""
-        self.indexes_grids = indexes_grids
-        """Whether the vision tower needs grids on its device; see `Family`."""
+        self.grids_on_device = grids_on_device
+        """Whether the vision tower reads grids on its device."""
         self._by_shape: dict[tuple[int, int], Segments | None] = {}
         for segments in self.layouts:
             shape = (len(segments.lengths) + 1, segments.total)
@@ -137,7 +137,7 @@ class Vision(ClassMechanism):
         layouts = [segments for grids in grids_of if grids for segments in family.vision_segments(grids, setup.config)]
         layouts += audio_windows(setup) if family.has_audio else []
         inputs = media.to_hf() | _host_grids(family, grids_of) | _known_ids(setup)
-        return VisionRow(layouts, inputs=inputs, indexes_grids=family.indexes_grids)
+        return VisionRow(layouts, inputs=inputs, grids_on_device=family.reads_grids == "on device")
 
     def inputs(self, entry: VisionRow) -> Mapping[str, Any]:
         """Return pixels and grids, or features."""
@@ -180,18 +180,18 @@ def informed_class(plain: Any, module: nn.Module, *args: Any, **kwargs: Any) -> 
         return plain(module, *args, **kwargs)
     named = ("hidden_states", "pixel_values", "grid_thw")  # families name pixels in either way
     pixels, grids = (*args, *(kwargs.pop(name) for name in named if name in kwargs))
-    known = _inputs_on(pixels.device, module, grids, indexed=row.entries[Vision.name].indexes_grids)
+    known = _inputs_on(pixels.device, module, grids, on_device=row.entries[Vision.name].grids_on_device)
     with handed_on(row):
         return plain(module, pixels, **kwargs, **known)
 
 
 @outside_graph
-def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, *, indexed: bool) -> dict[str, Any]:
-    """Return what the tower would compute from grids, on its device, and the grids: on the host unless `indexed`."""
+def _inputs_on(device: torch.device, tower: nn.Module, grids: Tensor, *, on_device: bool) -> dict[str, Any]:
+    """Return what the tower would compute from grids, on its device, and the grids, there or on the host."""
     with host_values():
-        inputs = tower_inputs(tower, grids) | ({"grid_thw": grids.cpu()} if indexed else {})
-    on_device = {name: to_device(x.numpy(), device) for name, x in inputs.items() if isinstance(x, Tensor)}
-    return {"grid_thw": grids, **inputs, **on_device}
+        inputs = tower_inputs(tower, grids) | ({"grid_thw": grids.cpu()} if on_device else {})
+    moved = {name: to_device(x.numpy(), device) for name, x in inputs.items() if isinstance(x, Tensor)}
+    return {"grid_thw": grids, **inputs, **moved}
 
 
 def _known_ids(setup: RowSetup) -> dict[str, torch.Tensor]:
@@ -691,7 +691,7 @@ def _features(setup: RowSetup, kind: int, arrived: dict[str, torch.Tensor], told
     for name, x in inputs.items():
         if x.device != device and name not in on_host and not family.media[name].counts_images:
             inputs[name] = to_device(x.numpy(), device)
-    entry = VisionRow(layouts, frames=frames, indexes_grids=family.indexes_grids)
+    entry = VisionRow(layouts, frames=frames, grids_on_device=family.reads_grids == "on device")
     return _called(setup, kind, inputs, {Vision.name: entry})
 
 
