@@ -71,6 +71,8 @@ def test_a_state_folder_that_cannot_be_served_is_refused_before_anything_is_writ
     (tmp_path / "holiday.jpg").touch()
     said = refused("--demo", "--state", str(tmp_path), "--port", "0", *workers)
     assert "is no state folder, because it holds 'holiday.jpg'" in said
+    said = refused("--demo", "--state", str(tmp_path / "holiday.jpg"), "--port", "0", *workers)
+    assert "the state folder" in said and "holiday.jpg is a file" in said and "--key-file" not in said
     assert [entry.name for entry in tmp_path.iterdir()] == ["holiday.jpg"]
     state = tmp_path / "state"
     locked = StateFolder(state, base_model="no/model")

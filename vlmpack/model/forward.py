@@ -358,8 +358,8 @@ def _check_counted(inputs: dict[str, Any], row: PackedRow, *, is_row: bool) -> N
         first = labels.reshape(-1).index_select(0, to_device(np.asarray(places, np.int64), labels.device))
     require(
         (first == IGNORE).all(),
-        "the first token of a sample has a label, which no token predicts, but it was counted (num_items_in_batch), so "
-        "the loss would be divided by too many: set the labels of first tokens to -100",
+        "the first token of a sample has a label, which no token predicts; with num_items_in_batch, which Trainer "
+        "makes of all labels, the loss may be divided by too many: set the labels of first tokens to -100",
         LayoutError,
     )
 

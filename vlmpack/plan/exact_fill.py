@@ -3,7 +3,8 @@
 Best fit works on *runs*: neighboring bins with the same free space. Samples of one length go to a whole run at once,
 so run time depends on the number of different lengths and runs, hardly on the number of samples.
 
-Exact fill takes the longest remaining sample and the subset of the others that fills its row to the last token.
+Exact fill takes a sample and the subset of the others that fills its row to the last token: the longest sample left,
+or any if best fit is far from the lower bound, because then long samples must share rows with short ones.
 """
 
 from __future__ import annotations
@@ -171,8 +172,9 @@ def _lower_bound(rising: np.ndarray, counts: np.ndarray, capacity: int) -> int:
     needed = [int((number[-1] - number[half] + divided_up(over, capacity)).max())]
     pairs = divided_up(number[alone] - number[first], 2)[large + 1 :]
     needed.append(int((number[-1] - number[alone[large + 1 :]] + pairs).max(initial=0)))
-    for parts in range(2, MOST_PARTS + 1):
-        needed.append(divided_up(int((((parts + 1) * rising - 1) // capacity * counts).sum()), parts))
+    parts = np.arange(2, MOST_PARTS + 1)
+    of_parts = ((parts[:, None] + 1) * rising - 1) // capacity
+    needed.append(int((-(-(of_parts @ counts) // parts)).max()))  # rounded up
     return max(needed)
 
 
@@ -217,7 +219,7 @@ def best_subset(lengths: Iterable[int], room: int) -> list[int]:
 
 
 CANDIDATES = 64
-"""Number of samples drawn as candidates to share a row with the longest one."""
+"""Number of samples drawn as candidates to share a row with the one it is filled around."""
 
 TRIES = 8
 """Number of failed draws after which a length is left to best fit."""
@@ -228,14 +230,11 @@ SLACK = 1024
 NEGLIGIBLE = 10_000
 """Best fit is good enough if at most one bin in this many could be saved."""
 
-CLOSE = 500
-"""Best fit is close to the lower bound if at most one bin in this many could be saved."""
-
-LEAST_SAVED = 0.2
-"""Close to the bound, the search ends unless it would save this many bins at the rate of the first bins filled."""
+FAR = 25
+"""Best fit is far from the lower bound if more than one bin in this many could be saved."""
 
 MIN_DRAWS = 256
-"""Minimum number of draws without a gain before the search ends. In a small set, gains are too rare to stop earlier."""
+"""Minimum number of draws without a further gain before the search ends. In a small set, gains are rare."""
 
 
 def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -243,7 +242,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
     Now and then a trial run of best fit on the remaining samples tells how many bins would result if the search ended
     there. The search ends when that number stops falling, and goes back to the point where it was lowest. So there are
-    never more bins than with best fit alone. Close to the lower bound, it ends if the first bins filled save nothing.
+    never more bins than with best fit alone. It ends early if the first bins filled save nothing.
 
     Args:
         lengths: int64 [N], each from 1 to `capacity` tokens.
@@ -260,7 +259,9 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
     bound = _lower_bound(sizes[::-1], counts[::-1], capacity)
     if best_fit.bins - bound <= best_fit.bins // NEGLIGIBLE:
         return best_fit.assign(order)
-    exact = _fill_rows(Stock(sizes, counts, capacity), capacity, best_fit=best_fit, bound=bound)
+    is_far = FAR * (best_fit.bins - bound) > best_fit.bins
+    stock = Stock(sizes, counts, capacity, longest_first=len(sizes) <= CANDIDATES or not is_far)
+    exact = _fill_rows(stock, capacity, best_fit=best_fit, bound=bound)
     if not exact.bins:
         return best_fit.assign(order)
     bin_of = exact.assign(order)
@@ -271,7 +272,7 @@ def exact_fill(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _fill_rows(stock: Stock, capacity: int, *, best_fit: Placements, bound: int) -> Placements:
-    """Fill rows around the longest lengths, up to the point where best fit of the rest gives the fewest bins in total.
+    """Fill rows exactly, up to the point where best fit of the rest gives the fewest bins in total.
 
     Args:
         stock: all samples.
@@ -281,13 +282,13 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: Placements, bound: int)
     """
     placements = Placements()
     best, fewest, best_draws, useless = placements.copy(), best_fit.bins, 0, 0
-    # the draws before the first trial take about as long as the trial itself, a best fit of the remaining samples
-    first_trial = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
-    probe = first_trial // 2 + int(stock.left[1].sum()) // 500  # draws that show whether anything can be gained
-    is_close = CLOSE * (best_fit.bins - bound) <= best_fit.bins
-    next_trial, left = min(first_trial, probe) if is_close else first_trial, True
+    # the draws between two trials take about as long as a trial, a best fit of the remaining samples
+    interval = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
+    # these draws take about as long as a plan by best fit, and show whether anything can be gained
+    probe = 3 + len(stock.sizes) // 64 + int(stock.left[1].sum()) // 640
+    next_trial, left = min(interval, probe), True
     while left and fewest > bound:
-        while (left := stock.seek_longest()) and stock.draws < next_trial:
+        while (left := stock.seek()) and stock.draws < next_trial:
             stock.fill_rows(placements, capacity)
         rest = place_sorted(*stock.left, capacity)
         bins = placements.bins + rest.bins
@@ -295,12 +296,11 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: Placements, bound: int)
             best, fewest, best_draws, useless = placements.copy(), bins, stock.draws, 0
         else:
             useless += 1
-        promised = (best_fit.needed - placements.bins - rest.needed) * best_fit.bins
-        if is_close and not best.bins and stock.draws >= probe and promised < LEAST_SAVED * placements.bins:
+        if not best.bins and stock.draws >= probe and placements.bins + rest.needed >= best_fit.needed:
             break
         if useless >= (2 if best_draws else 1) and stock.draws - best_draws >= MIN_DRAWS:
             break
-        next_trial = first_trial if stock.draws < first_trial else stock.draws + (2 if best_draws else 1) * first_trial
+        next_trial = interval if stock.draws < interval else stock.draws + (2 if best_draws else 1) * interval
     return best
 
 
@@ -312,9 +312,10 @@ class Stock:
         sizes: int64 [K]: distinct lengths, descending.
         counts: int64 [K]: number of samples of each length.
         capacity: tokens of a bin.
+        longest_first: fill rows around the longest samples; False: around random ones.
     """
 
-    def __init__(self, sizes: np.ndarray, counts: np.ndarray, capacity: int) -> None:
+    def __init__(self, sizes: np.ndarray, counts: np.ndarray, capacity: int, *, longest_first: bool) -> None:
         self.sizes = sizes
         """int64 [K]: distinct lengths, descending."""
         self._negated = -sizes
@@ -326,13 +327,21 @@ class Stock:
         self.draws = 0
         """Number of draws so far."""
         self._drew_all = False  # whether the last draw gave all samples that fit
+        self._longest_first = longest_first
+        self._failed = 0  # lengths since the last filled row around which no row could be filled
         self._random = np.random.default_rng(0)
 
-    def seek_longest(self) -> bool:
-        """Advance to the longest length with samples left; return False if there is none."""
-        while self._top < len(self.sizes) and not self._left[self._top]:
-            self._top += 1
-        return self._top < len(self.sizes)
+    def seek(self) -> bool:
+        """Choose the length to fill rows around; return False if none is left, or too many draws failed."""
+        if self._longest_first:
+            while self._top < len(self.sizes) and not self._left[self._top]:
+                self._top += 1
+            return self._top < len(self.sizes)
+        if self._failed == TRIES:
+            return False
+        left = self._left.cumsum()
+        self._top = int(left.searchsorted(self._random.integers(left[-1]), side="right")) if left[-1] else 0
+        return bool(left[-1])
 
     @property
     def left(self) -> tuple[np.ndarray, np.ndarray]:
@@ -341,45 +350,50 @@ class Stock:
         return self.sizes[kinds], self._left[kinds]
 
     def fill_rows(self, placements: Placements, capacity: int) -> None:
-        """Fill rows around the longest remaining length; if that fails, it can still join rows of shorter ones."""
+        """Fill rows around the chosen length; if that fails, it can still join rows of others."""
         room = capacity - int(self.sizes[self._top])
         for _ in range(TRIES):
             company = self._draw(room)
-            chosen = company[best_subset(self.sizes[company].tolist(), room)]
-            if room - int(self.sizes[chosen].sum()) <= capacity // SLACK:
-                self._use(chosen, placements)
+            lengths = self.sizes[company].tolist()
+            chosen = best_subset(lengths, room)
+            if room - sum(lengths[at] for at in chosen) <= capacity // SLACK:
+                self._use(company[chosen].tolist(), placements)
+                self._failed = 0
                 return
             if self._drew_all:
                 break
         self._top += 1
+        self._failed += 1
 
     def _draw(self, room: int) -> np.ndarray:
         """Draw samples of at most `room` tokens, in proportion to their number; return indices into `sizes`, rising.
 
-        If there are no more than `CANDIDATES`, all of them are drawn.
+        If no more than `CANDIDATES` can be in a row, counting those of each length that fit together, all are drawn.
         """
         self.draws += 1
         if self._used >= CANDIDATES // 8:  # refresh the cumulative counts only now and then
             self._shares, self._used = self._left.cumsum(), 0
         fitting = int(self._negated.searchsorted(-room))
         below = int(self._shares[fitting - 1]) if fitting else 0
-        self._drew_all = bool(self._shares[-1] - below <= CANDIDATES)
-        if self._drew_all:
-            left = self._left[fitting:] - (np.arange(fitting, len(self.sizes)) == self._top)
-            return np.repeat(np.arange(fitting, len(self.sizes)), left)
+        if min(self._shares[-1] - below, len(self.sizes) - fitting) <= CANDIDATES:
+            kinds = np.arange(fitting, len(self.sizes))
+            useful = np.minimum(self._left[kinds] - (kinds == self._top), room // self.sizes[kinds])
+            self._drew_all = bool(useful.sum() <= CANDIDATES)
+            if self._drew_all:
+                return kinds.repeat(useful)
         drawn = self._random.integers(below, self._shares[-1], CANDIDATES)
         drawn.sort()
         kinds = self._shares.searchsorted(drawn, side="right")
         nth = np.arange(CANDIDATES) - kinds.searchsorted(kinds)  # rank within its length, from 0
         return kinds[nth < self._left[kinds] - (kinds == self._top)]
 
-    def _use(self, company: np.ndarray, placements: Placements) -> None:
+    def _use(self, company: list[int], placements: Placements) -> None:
         """Make as many rows of the longest length and this company as there are samples for."""
-        times = Counter([self._top, *company.tolist()])
-        rows = min(int(self._left[kind]) // per_row for kind, per_row in times.items())
+        times = Counter([self._top, *company])
+        rows = min(self._left.item(kind) // per_row for kind, per_row in times.items())
         first_bin = placements.bins
         for kind, per_row in times.items():
-            placements.add(int(self._next[kind]), first_bin=first_bin, per_bin=per_row, bins=rows)
+            placements.add(self._next.item(kind), first_bin=first_bin, per_bin=per_row, bins=rows)
             self._next[kind] += rows * per_row
             self._left[kind] -= rows * per_row
         self._used += 1

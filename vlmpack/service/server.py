@@ -150,7 +150,7 @@ def find_key(file: Path) -> str | None:
     if not key:
         try:
             key, place = file.read_text(encoding="utf-8").strip(), f"key file {file}"
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"key file {file}: {error}; name another with --key-file") from error

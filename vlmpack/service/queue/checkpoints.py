@@ -100,6 +100,8 @@ class StateFolder:
             raise
 
     def _check_is_ours(self) -> None:
+        if self.path.is_file():
+            raise ConfigError(f"the state folder {self.path} is a file: {ANOTHER}")
         if self.path.is_dir() and not (self.path / "journal.sqlite3").exists():
             foreign = sorted(entry.name for entry in self.path.iterdir() if entry.name not in ENTRIES)
             if foreign:
