@@ -326,9 +326,8 @@ class RowPass:
         self._core, self._options, self._prepared = core, options, prepared
         self._restarts = None if restarts is None else restarts.without_gaps(state.slots)
         self._recorded, self._works = recorded, list[Work]()
-        self._setup_of = partial(
-            setup_row, state.parts_of(core), parallel=state.parallel, backend=state.config.attention
-        )
+        parts, backend = state.parts_of(core), state.config.attention
+        self._setup_of = partial(setup_row, parts, parallel=state.parallel, backend=backend)
         check_targets(row)
         self.compact = without_gaps(row, state.slots)
         """The row without gaps."""

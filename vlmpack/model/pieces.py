@@ -241,9 +241,7 @@ class RowInPieces:
         """These get one summed gradient from all pieces but the first; (): each piece adds its own."""
         count, parents = len(cut.pieces), [piece.parent for piece in cut.pieces]
         of_last = (n for n in range(max(count - kept_pieces, 1), count) if not {*parents[n:]} & {*range(1, n)})
-        self._last = (
-            next(of_last, count) if learning else count
-        )  # the first of the last pieces, which keep their graphs
+        self._last = next(of_last, count) if learning else count  # from here on, pieces keep their graphs
         self._kept: list[tuple[int, Outputs, KeptPrefix | None]] = []
         _, row, self.first = next(walk(cut, [0]))
         """The first piece's place in the row."""

@@ -33,13 +33,7 @@ from vlmpack.layout.row import IGNORE, PackedRow, pack
 from vlmpack.layout.segments import Layout, Segments, SlotRule, checked_boundaries
 from vlmpack.layout.sharing import check_unshared
 from vlmpack.machine import version_of
-from vlmpack.model.engine import (
-    check_targets,
-    divisor,
-    positions_of_row,
-    rope_segments,
-    targets_of,
-)
+from vlmpack.model.engine import check_targets, divisor, positions_of_row, rope_segments, targets_of
 from vlmpack.model.forward import PADDING_MASKS, WEIGHTS, read_batch
 from vlmpack.model.result import StepResult, Work, target_sums
 

@@ -29,15 +29,7 @@ from vlmpack.context_parallel.mesh import Parallel
 from vlmpack.errors import ConfigError
 from vlmpack.families.family import Family
 from vlmpack.layout.device import outside_graph, to_device
-from vlmpack.model.mechanisms import (
-    ClassMechanism,
-    Maker,
-    ModelParts,
-    RowSetup,
-    handed_row,
-    handing_class,
-    replaces,
-)
+from vlmpack.model.mechanisms import ClassMechanism, Maker, ModelParts, RowSetup, handed_row, handing_class, replaces
 from vlmpack.model.pieces import PieceOfGroup
 from vlmpack.model.row import RowPart
 
@@ -353,10 +345,8 @@ def _losses_of_row(
     lengths = segments.sample_lengths if per == "sample" else (segments.num_tokens,)
     sample_R = to_device(np.repeat(np.arange(len(lengths)), lengths)[part.real], device)
     of_samples: dict[str, Any] = {"sample_R": sample_R, "samples": len(lengths)}
-    sums_2GE, z_G = (
-        part.sum(balance_sums(logits, setup.text_config, **of_samples)),
-        part.sum(z_sums(logits, **of_samples)),
-    )
+    sums_2GE = part.sum(balance_sums(logits, setup.text_config, **of_samples))
+    z_G = part.sum(z_sums(logits, **of_samples))
     tokens_G = to_device(np.asarray(lengths, np.int64), device)
     if rows is not None:
         sums_2GE, z_G, tokens_G = (rows.sum_over_rows(x) for x in (sums_2GE, z_G, tokens_G))
