@@ -57,8 +57,9 @@ class OfTensors:
             return new if any(x is not part[name] for name, x in new.items()) else part
 
         holder: Any = self
-        new = {field.name: changed(vars(self)[field.name]) for field in fields(holder)}
-        return replace(holder, **new) if any(x is not vars(self)[name] for name, x in new.items()) else self
+        before = vars(self)
+        after = {field.name: changed(before[field.name]) for field in fields(holder)}
+        return replace(holder, **after) if any(x is not before[name] for name, x in after.items()) else self
 
 
 @final

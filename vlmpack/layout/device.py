@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar, final
 
 import numpy as np
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,6 +26,11 @@ def outside_graph(function: Callable[P, R]) -> Callable[P, R]:
 def around_graph(function: Callable[P, R]) -> Callable[P, R]:
     """Keep a function out of compiled graphs, but not the functions it calls (the model's own layers)."""
     return torch.compiler.disable(function, recursive=False)  # pyright: ignore[reportReturnType]
+
+
+def is_compiled() -> bool:
+    """Return whether `torch.compile` compiles the caller, or what it calls next."""
+    return torch.compiler.is_compiling() or callable(get_eval_frame_callback())
 
 
 @final

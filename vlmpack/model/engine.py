@@ -364,8 +364,9 @@ class RowPass:
             if kwargs.get(CONTEXT) is inputs[CONTEXT]:  # not a row of another thread
                 collected.extend(output.router_logits)
 
-        is_hooked, text = self._recorded and not family.returns_router_logits, family.language_model(core)
-        with text.register_forward_hook(collect, with_kwargs=True) if is_hooked else nullcontext():
+        is_hooked = self._recorded and not family.returns_router_logits
+        of_text = family.language_model(core).register_forward_hook(collect, with_kwargs=True) if is_hooked else None
+        with of_text or nullcontext():
             output = family.backbone(core)(**self._prepared(inputs))
         if stored_state(core) is not self.state:
             raise ConfigError(

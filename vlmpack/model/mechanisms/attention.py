@@ -34,7 +34,7 @@ from vlmpack.attention.spans import Spans
 from vlmpack.errors import BackendError, ConfigError, FamilyError
 from vlmpack.families.family import Family
 from vlmpack.families.spans import Bidirectional, Prefix
-from vlmpack.layout.device import outside_graph
+from vlmpack.layout.device import is_compiled, outside_graph
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import Mechanism, ModelParts, RowSetup, is_subclassed
 from vlmpack.model.mechanisms.upstream import check_spans, layer_numbers, measure_layer_masks
@@ -64,8 +64,8 @@ class RowAttention:
     """The family's rule for these; None: it has none."""
     calls: int = 0
     """Calls of packed attention in the text model so far."""
-    masks: set[LayerMask] = field(default_factory=set)
-    """The masks of the text model's layers called so far."""
+    limits: set[tuple[int | None, int | None]] = field(default_factory=set)
+    """(window, chunk) of the text model's layers called so far."""
     chosen: dict[AttentionCall, Backend] = field(default_factory=dict)
     """The back-end of each kind of call so far."""
 
@@ -130,9 +130,10 @@ class Attention(Mechanism):
 
     def work(self, setup: RowSetup, entry: RowAttention) -> Mapping[str, int]:
         """Count the pairs of layers with a window or chunks, and of layers without."""
-        if entry.spans is None and entry.masks <= {FULL_CAUSAL}:
+        masks = {LayerMask(window=window, chunk=chunk) for window, chunk in entry.limits}
+        if entry.spans is None and masks <= {FULL_CAUSAL}:
             return {}
-        pairs = {mask: setup.part.attended_pairs(mask) for mask in entry.masks}
+        pairs = {mask: setup.part.attended_pairs(mask) for mask in masks}
         for mask in pairs:
             if (spans := entry.spans_of(mask.window)) is not None:
                 pairs[mask] += spans.further_pairs(mask.window)
@@ -146,6 +147,8 @@ class Attention(Mechanism):
             ConfigError: one did not, so samples attended to each other in it.
         """
         callers = model.memo[self.name].of_layers  # as `problem` found them before this pass
+        if entry.calls >= len(callers):
+            return
         changed = [part for part in callers if not _has_upstream_forward(part) and not is_subclassed(part)]
         if changed and entry.calls < sum(not is_subclassed(part) for part in callers):
             raise ConfigError(
@@ -453,7 +456,8 @@ def packed_attention(
     settings: dict[str, Any] = {"scale": scale, "dropout": dropout}
     is_opaque = torch.compiler.is_compiling() and row.part.piece is None
     if not (is_opaque and (vision is not None or hasattr(module, NUMBER))):
-        return _attend(q_TNH, k_TKH, v_TKH, row, pattern, vision, module=module, **settings).unsqueeze(0)
+        attend = _attend_outside_graph if is_compiled() else _attend
+        return attend(q_TNH, k_TKH, v_TKH, row, pattern, vision, module=module, **settings).unsqueeze(0)
     tensors, number = [*(x.contiguous() for x in qkv), pattern.sinks], getattr(module, NUMBER, None)
     learns = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
     limits = {"window": pattern.window, "softcap": pattern.softcap, "learns": learns}
@@ -461,7 +465,6 @@ def packed_attention(
     return out_TNH.unsqueeze(0)
 
 
-@outside_graph
 def _attend(
     q_TNH: torch.Tensor,
     k_TKH: torch.Tensor,
@@ -480,7 +483,7 @@ def _attend(
         entry.calls += 1
         if entry.upstream_masks is not None and (number := layer if module is None else module.layer_idx) is not None:
             pattern = with_chunk(entry.upstream_masks, pattern, number)
-        entry.masks.add(FULL_CAUSAL if pattern is CAUSAL else LayerMask(window=pattern.window, chunk=pattern.chunk))
+        entry.limits.add((pattern.window, pattern.chunk))
         if entry.spans is not None:
             pattern = _with_spans(pattern, entry, row, q_TNH.shape[1])
     segments = row.segments if vision is None else row.entries[OF_VISION].find(vision, len(q_TNH))
@@ -500,6 +503,8 @@ def _attend(
         return attend(q_TNH, k_TKH, v_TKH, segments)
     return row.part.attend(attend, (q_TNH, k_TKH, v_TKH), segments, layer=module)
 
+
+_attend_outside_graph = outside_graph(_attend)
 
 # ---------------------------------------------------------------------- as an operator of compiled graphs
 
@@ -529,7 +534,7 @@ def attention_operator(
         pattern = Pattern(window=window, softcap=softcap, sinks=sinks)
         number = None if layer is None else int(layer)
         settings: dict[str, Any] = {"scale": scale, "dropout": dropout, "module": None, "layer": number}
-        return _attend(q, k, v, value_of(row)(), pattern, vision, **settings).contiguous()
+        return _attend_outside_graph(q, k, v, value_of(row)(), pattern, vision, **settings).contiguous()
 
     tensors = (q_TNH, k_TKH, v_TKH, sinks)
     if not any(learns):

@@ -24,14 +24,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from vlmpack.context_parallel.vision import Entry, Image, RowMedia, StepMedia, VisionRanks
 from vlmpack.families.audio import longest_of_samples
 from vlmpack.families.family import Family
 from vlmpack.families.media import tile_entries
 from vlmpack.layout.batch import SIZES, Media
-from vlmpack.layout.device import around_graph, host_values, outside_graph, to_device
+from vlmpack.layout.device import around_graph, host_values, is_compiled, outside_graph, to_device
 from vlmpack.layout.media import AUDIO, IMAGE, KINDS, VIDEO, Grid, Medium, image_counts, placeholders
 from vlmpack.layout.segments import Segments
 from vlmpack.model.mechanisms import (
@@ -309,7 +308,7 @@ def with_plain_ids(inputs: dict[str, Any]) -> dict[str, Any]:
 @around_graph
 def for_compiler(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return a model's inputs, with plain ids if `torch.compile` compiles what the caller calls next."""
-    return with_plain_ids(inputs) if callable(get_eval_frame_callback()) else inputs
+    return with_plain_ids(inputs) if is_compiled() else inputs
 
 
 def _moved(value: Any, device: torch.device) -> Any:
