@@ -17,8 +17,8 @@ KINDS = {"ForwardBackward": 3, "OptimStep": 2}
 def snapshot(*, title: str = "tiny", fault: str | None = None) -> Snapshot:
     by_kind = {"requests_total": KINDS, "requests_failed_total": KINDS}
     by_kind |= {"memory_bytes": {"process": 2**30}, "disk_bytes": {"used": 2**31, "free": 2**29}}
-    times = {"created": 10_000.0, "last_request": 17_262.0}
-    model = ModelRow(id="m", session="s", base_model=title, lora=LoraConfig(rank=16), **times)
+    lora = LoraConfig(rank=16)
+    model = ModelRow(id="m", session="s", base_model=title, lora=lora, created=10_000.0, last_request=17_262.0)
     numbers = {**dict.fromkeys(METRICS, 0.5), **by_kind}
     return Snapshot(title=title, numbers=numbers, now=17_265.0, models=[model], fault=fault)
 

@@ -276,6 +276,7 @@ class EngineThread:
                 requests.append(encoded.result())
         self.finish(bad)
         if requests:
+            lane.adds_gradient = any(not request.forward_only for request in requests)
             try:
                 lane.work = self._engine.forward_backward(requests)
             except Exception as error:
@@ -297,12 +298,12 @@ class EngineThread:
             lane.seconds += time.perf_counter() - begin
             self.seconds["training"] += time.perf_counter() - begin
         group, lane.group, lane.work = lane.group, [], None
-        adds = any(not entry.forward_only for entry in group)
-        lane.has_gradients |= adds
-        if adds:
-            lane.replayed_bytes += sum(entry.row.size for entry in group)
-        first = group[0].row.seq if adds else None
-        self.finish([*zip(group, outcomes, strict=True)], group=first, is_replayed=adds)
+        if not lane.adds_gradient:
+            self.finish([*zip(group, outcomes, strict=True)])
+            return
+        lane.has_gradients = True
+        lane.replayed_bytes += sum(entry.row.size for entry in group)
+        self.finish([*zip(group, outcomes, strict=True)], group=group[0].row.seq, is_replayed=True)
 
     def _break_group(self, lane: Lane, error: Exception) -> None:
         """Cancel a group whose rows failed. Its requests run again one by one, so that only the one at fault fails."""

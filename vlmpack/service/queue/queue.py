@@ -308,8 +308,7 @@ class RequestQueue:
             owner=owner, seq=seq, session=_session_of(owner), kind=type(request).__name__,
             digest=content_digest(request), seed=seed, size=len(body),
         )  # fmt: skip
-        forward_only = isinstance(request, messages.ForwardBackward) and request.forward_only
-        entry = Entry(row=row, request=with_seed(request, seed), forward_only=forward_only)
+        entry = Entry(row=row, request=with_seed(request, seed))
         self._accept(entry, body, is_creation=isinstance(request, messages.Creation))
         return f"{owner}:{seq}"
 
@@ -467,7 +466,6 @@ class RequestQueue:
         if isinstance(request, messages.Sample):
             return self._engine.encode_prompt(request)
         assert isinstance(request, messages.ForwardBackward), "other operations are not encoded"
-        entry.forward_only = request.forward_only
         encoded = self._engine.encode(request)
         entry.request = None
         return encoded

@@ -62,8 +62,6 @@ class Entry:
     """Future of the encoded request; None: encoding has not started."""
     is_done: bool = False
     """Whether the journal has its reply, or its session has ended."""
-    forward_only: bool = False
-    """Whether it is a forward_backward without gradient; known once it is parsed."""
     polls_end: Future[None] = field(default_factory=_running)
     """Long polls wait for this future. It ends when there is a reply, or when the service stops."""
 
@@ -115,6 +113,8 @@ class Lane:
     """Requests whose rows are running."""
     work: RowWork | None = None
     """The rows of these requests."""
+    adds_gradient: bool = False
+    """Whether any of these requests adds to the gradient."""
     failure: str | None = None
     """Why the model cannot be used any more; None: it can."""
     alone: int = 0

@@ -32,6 +32,7 @@ WORDS = {
     "missing": "it is needed",
     "unexpected_keyword_argument": "this service has no such setting",
     "dataclass_type": "an object is needed",
+    "tuple_type": "a list is needed",
 }
 """What to say about some kinds of errors instead of pydantic's message."""
 
