@@ -49,6 +49,7 @@ class Running:
     base: Base
     plain: Any
     service: Service
+    server: Any
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def serving(folder: Path, limits: ServiceLimits, **settings: Any) -> Iterator[Ru
     until(lambda: server.started)
     plain = tiny_model(processor=processor).eval()
     try:
-        yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", base, plain, service)
+        yield Running(f"http://127.0.0.1:{listening.getsockname()[1]}", base, plain, service, server)
     finally:
         server.should_exit = True
         thread.join(WAIT)
@@ -246,10 +247,10 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_connections_that_send_nothing_or_slowly_are_closed_and_make_room(tmp_path: Path) -> None:
+def test_connections_that_send_nothing_or_slowly_or_read_nothing_are_closed_and_make_room(tmp_path: Path) -> None:
     import httpx
 
-    limits = ServiceLimits(connections=8, header_seconds=0.5)
+    limits = ServiceLimits(connections=2, header_seconds=0.5)
     with serving(tmp_path, limits) as running, ExitStack() as stack:
         port = int(running.address.rpartition(":")[2])
 
@@ -258,12 +259,22 @@ def test_connections_that_send_nothing_or_slowly_are_closed_and_make_room(tmp_pa
             connection.sendall(sent)
             return connection
 
-        crowd = [connect() for _ in range(20)]
+        crowd = [connect() for _ in range(5)]
         assert httpx.get(f"{running.address}/healthz").json() == {"status": "ok"}
         assert is_closed(crowd[0])
         header = connect(b"GET /healthz HTTP/1.1\r\nHost: a\r\n")
         body = connect(b"POST /api/v1/telemetry HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
         assert all(is_closed(each) for each in (header, body, crowd[-1]))
+        for _ in range(2):
+            reads_nothing = stack.enter_context(socket.socket())
+            reads_nothing.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            reads_nothing.settimeout(0.3)
+            reads_nothing.connect(("127.0.0.1", port))
+            with pytest.raises(TimeoutError):
+                reads_nothing.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" * 10**6)
+
+        until(lambda: sum(each.flow.write_paused for each in [*running.server.server_state.connections]) == 2, WAIT)
+        assert httpx.get(f"{running.address}/healthz").json() == {"status": "ok"}
 
 
 def test_a_disk_that_is_slow_for_many_requests_stops_no_answer_that_needs_none(tmp_path: Path) -> None:

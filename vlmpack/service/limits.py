@@ -35,7 +35,7 @@ class ServiceLimits:
     request with a wrong key may take to arrive."""
     connections: int = 4096
     """Maximum number of open connections; never more than half of the process's open files. Beyond it, the connection
-    that has waited longest for a request is closed."""
+    that has waited longest for its client is closed."""
 
     datums: int = 4096
     """Maximum number of datums in a request."""

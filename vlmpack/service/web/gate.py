@@ -1,8 +1,8 @@
 """What a connection passes before it reaches an endpoint: limits on connections, the key, and limits on bodies.
 
-A connection may wait for a request only for a limited time. When too many connections are open, the one that has waited
-longest is closed to admit the new one. So nobody who can connect to the port, with or without the key, can use up the
-process's file descriptors.
+A connection may wait for its client only for a limited time: for a request, or for the client to read a response. When
+too many connections are open, the one that has waited longest is closed to admit the new one. So nobody who can connect
+to the port, with or without the key, can use up the connections or the process's file descriptors.
 
 Bodies are uncompressed: the client compresses only if the server asks it to. A body that is too large is read on for a
 while, and discarded. If a server answers and closes while the client is still sending, the connection is reset. Then
@@ -129,7 +129,7 @@ class Connection(H11Protocol):
     """A connection of uvicorn with limits on idle connections.
 
     Args:
-        most: maximum number of open connections. Beyond it, the one that has waited longest for a request is closed.
+        most: maximum number of open connections. Beyond it, the one that has waited longest for its client is closed.
         header_seconds: time for the first request's header to arrive.
     """
 
@@ -140,16 +140,20 @@ class Connection(H11Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether the connection is serving no request; a partly received header does not count as one."""
-        return self.cycle is None or self.cycle.response_complete
+        """Return whether the client has to act: send a request, of which a part does not count, or read a response."""
+        return self.cycle is None or self.cycle.response_complete or self.flow.write_paused
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         every = cast("set[Connection]", self.connections)
-        opened = [each for each in every if not each.transport.is_closing()]
+        opened = [each for each in every if not each.transport.is_closing() or each.has_unsent]
         if len(opened) > self._most:
             waiting = [each for each in opened if each.is_waiting and each is not self]
-            min(waiting, key=lambda each: each.since, default=self).transport.close()
+            min(waiting, key=lambda each: each.since, default=self).end()
+
+    def pause_writing(self) -> None:
+        self.since = self.loop.time()
+        super().pause_writing()
 
     def on_response_complete(self) -> None:
         self.since = self.loop.time()
@@ -162,6 +166,18 @@ class Connection(H11Protocol):
         """
         seconds = self._header_seconds if self.cycle is None else KEEP_ALIVE
         if self.is_waiting and self.loop.time() > self.since + seconds:
+            self.end()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Return whether the client has not read all of a response."""
+        return self.transport.get_write_buffer_size() > 0
+
+    def end(self) -> None:
+        """Close the connection. A client that reads nothing would keep it open, if it were only closed."""
+        if self.has_unsent:
+            self.transport.abort()
+        else:
             self.transport.close()
 
 
