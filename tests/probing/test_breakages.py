@@ -81,12 +81,9 @@ def joined(when: Callable[[Segments, Any], bool]) -> Break:
 
 def mixing_gradients(name: str) -> Break:
     """A module mixes the tokens of its output's gradient."""
-
-    def hook(module: Any, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient + gradient.mean(1, keepdim=True))
-
-    return lambda model, patch: model.get_submodule(name).register_forward_hook(hook)
+    return lambda model, patch: model.get_submodule(name).register_full_backward_pre_hook(
+        lambda module, gradients: (gradients[0] + gradients[0].mean(1, keepdim=True),)
+    )
 
 
 def no_offsets(model: Any, patch: Patch) -> None:
