@@ -69,8 +69,9 @@ def print_table(
 
 
 def print_facts(console: Console, facts: Mapping[str, object]) -> None:
-    """Print a name and a value a line; names get spaces for underscores, and whole numbers get commas."""
-    texts = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in facts.items()}
+    """Print a name and a value a line; names get spaces for underscores, whole numbers commas; True is "yes"."""
+    shown = {name: ("no", "yes")[value] if isinstance(value, bool) else value for name, value in facts.items()}
+    texts = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in shown.items()}
     rows = [(name.replace("_", " "), Text(text)) for name, text in texts.items()]
     print_table(console, ("", text_column("")), rows, header=False)
 

@@ -236,6 +236,9 @@ def test_an_image_keeps_its_number_when_truncation_removes_those_before_it(tmp_p
     picture(200, 60).save(sources[1])
     with pytest.raises(SampleError, match=r"image 1 was measured as 1 x 4 x 6"):
         collator.decode([outline])
+    sources[1].write_bytes(damaged())
+    with pytest.raises(SampleError, match=r"image 1 \(.*second\.png\): .* are damaged or cut short"):
+        collator.decode([outline])
     sources[1].unlink()
     with pytest.raises(SampleError, match=r"image 1: there is no image file"):
         collator.decode([outline])

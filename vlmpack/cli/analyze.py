@@ -330,8 +330,8 @@ def print_analysis(numbers: Mapping[str, Any], table: LengthTable, console: Cons
 def _print_layouts(
     padded: Mapping[str, Any], packed: Iterable[Mapping[str, Any]], samples: int, console: Console
 ) -> None:
-    """Print the table of padded and packed training. The unused part of a packed row counts as padding."""
-    titles = ("rows", "padding", "samples\nper row", "accumu-\nlation", "samples\nper\nupdate", "updates\nper\nepoch")
+    """Print the table of padded and packed training. The free part of a packed row is not computed."""
+    titles = ("rows", "unused", "samples\nper row", "accumu-\nlation", "samples\nper\nupdate", "updates\nper\nepoch")
     update = [f"{padded[name]:,}" for name in ("accumulation", "samples_per_update", "updates")]
     rows: list[Sequence[str]] = [
         (words, f"{samples:,}", f"{padded[name]['waste']:.1%}", "1", *update, "0") for name, words in PADDED.items()

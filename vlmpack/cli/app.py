@@ -69,7 +69,8 @@ def _exit(message: str, status: int = REFUSED) -> typer.Exit:
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_show_locals=False)
 for verb in VERBS:
     paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
-    app.command(help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(verb)
+    settings = {"ignore_unknown_options": verb is train.train}  # its own error shows how settings are written
+    app.command(help="\n\n".join(" ".join(each.split()) for each in paragraphs), context_settings=settings)(verb)
 
 
 def _show_version(requested: bool) -> None:

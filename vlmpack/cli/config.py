@@ -158,6 +158,9 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--config {file} has no keys; write lines such as `data: chats.jsonl`")
     for text in settings:
         key, _, value = text.partition("=")
+        if key.startswith("-"):
+            name = key.strip("-").replace("-", "_")
+            raise ConfigError(f"{key} is no option; write settings without dashes: {name}={value or 'VALUE'}")
         if not key or key == text:
             raise ConfigError(f"{text} is not a setting KEY=VALUE; to read settings from a file: --config {text}")
         given[key] = read_yaml(text, value)

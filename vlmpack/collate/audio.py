@@ -139,7 +139,7 @@ class AudioReader:
             try:
                 source, rate = load_audio(source, rate=self._extractor.sampling_rate), None
             except SampleError as error:
-                raise error.within(f"audio {at}") from error
+                raise ref.named(error) from error
         if not np.shape(source):
             fault = f"audio {at} is a {type(source).__name__}; give a file, an array [n], or datasets.Audio's mapping"
             raise SampleError(fault, "audio_source")

@@ -125,7 +125,7 @@ def read_named(read: Callable[[MediaRef], Result], ref: MediaRef) -> Result:
     try:
         return read(ref)
     except SampleError as error:
-        raise error.within(f"{ref.kind} {ref.index}") from error
+        raise ref.named(error) from error
     except VlmpackError:  # the processor is at fault, not this image
         raise
     except (ValueError, TypeError, ArithmeticError, OSError) as error:

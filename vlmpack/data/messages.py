@@ -157,6 +157,13 @@ class MediaRef:
     index: int = 0
     """Its position among the media of its kind in the sample, which errors name."""
 
+    def named(self, error: SampleError) -> SampleError:
+        """Return a refusal of this medium that names it: by its position in the sample, and by its file."""
+        path = self.source.get("path") if isinstance(self.source, Mapping) else self.source
+        is_file = isinstance(path, str | Path) and len(str(path)) < 256 and not str(path).startswith("data:")
+        file = f" ({path})" if is_file and str(path) not in error.detail else ""
+        return error.within(f"{self.kind} {self.index}{file}")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Objects:

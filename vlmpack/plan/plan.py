@@ -122,7 +122,7 @@ class Plan:
             ConfigError: the plan has fewer samples.
         """
         if samples_per_update > (samples := len(self.sample_ids)):
-            raise ConfigError(f"samples_per_update={samples_per_update}: there are only {samples:,} samples")
+            raise ConfigError(f"samples_per_update={samples_per_update}: there are only {samples:,} samples; lower it")
         return divided_up(samples_per_update * len(self), samples * ranks)
 
     # ------------------------------------------------------------------ rows
