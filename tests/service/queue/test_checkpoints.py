@@ -52,7 +52,7 @@ def test_a_second_server_and_a_path_that_is_no_folder_are_refused(tmp_path: Path
     with served(tmp_path / "state"):
         pass
     (tmp_path / "holiday.jpg").touch()
-    assert "cannot be written" in refusal(tmp_path / "holiday.jpg")
+    assert "is a file: choose another" in refusal(tmp_path / "holiday.jpg")
 
 
 def test_states_without_a_journal_are_refused_and_kept(tmp_path: Path) -> None:

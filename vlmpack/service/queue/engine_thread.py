@@ -36,8 +36,7 @@ from vlmpack.service.wire.messages import Failure, Outcome, Reply
 
 if TYPE_CHECKING:
     from vlmpack.service.engine.engine import Engine
-    from vlmpack.service.queue.queue import RequestQueue
-    from vlmpack.service.queue.waiting import Entry, Lane
+    from vlmpack.service.queue.queue import Entry, Lane, RequestQueue
 
 SAVES: Mapping[type[messages.Save], tuple[Kind, str]] = {
     messages.SaveWeights: ("weights", "save_weights"),

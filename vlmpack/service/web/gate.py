@@ -146,7 +146,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         every = cast("set[Connection]", self.connections)
-        opened = [each for each in every if not each.transport.is_closing() or each.has_unsent]
+        opened = [each for each in every if each.transport.get_write_buffer_size() or not each.transport.is_closing()]
         if len(opened) > self._most:
             waiting = [each for each in opened if each.is_waiting and each is not self]
             min(waiting, key=lambda each: each.since, default=self).end()
@@ -168,14 +168,9 @@ class Connection(H11Protocol):
         if self.is_waiting and self.loop.time() > self.since + seconds:
             self.end()
 
-    @property
-    def has_unsent(self) -> bool:
-        """Return whether the client has not read all of a response."""
-        return self.transport.get_write_buffer_size() > 0
-
     def end(self) -> None:
         """Close the connection. A client that reads nothing would keep it open, if it were only closed."""
-        if self.has_unsent:
+        if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
