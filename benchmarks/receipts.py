@@ -137,13 +137,10 @@ def receipt_model(family: Family, shapes: ReceiptShapes, *, seed: int = 0, devic
 
     The same arguments give the same weights.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         config = receipt_config(family, shapes)
-        model = auto.from_config(config, dtype=torch.float32)
+        model = family.auto_class.from_config(config, dtype=torch.float32)
     return model.train().to(device)
 
 

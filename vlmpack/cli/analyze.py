@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -118,8 +117,7 @@ def analyze(given: AnalyzeOptions) -> None:
     print_rows(numbers["rows"], console)
     if numbers["memory"] is not None:
         _print_proposal(numbers["memory"], console)
-    if given.as_json:
-        typer.echo(json.dumps(numbers, indent=2))
+    given.print_json(numbers)
     raise typer.Exit(0 if len(table) else 1)
 
 
@@ -233,8 +231,7 @@ def _analyze_store(given: AnalyzeOptions, console: Console) -> None:
     numbers = {**store_numbers(folder, dataset.manifest), "rows": drawn}
     print_store(numbers, console)
     print_rows(drawn, console)
-    if given.as_json:
-        typer.echo(json.dumps(numbers, indent=2))
+    given.print_json(numbers)
 
 
 def _planned_rows(inputs: Inputs, data: DataOptions, table: LengthTable, capacity: int) -> Iterator[dict[str, Any]]:

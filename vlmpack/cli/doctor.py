@@ -137,8 +137,7 @@ def doctor(given: DoctorOptions) -> None:
         with quiet_transformers():
             parts["layers"] = attention_layers(read_config(given.model), device=device, dtype=dtype)
     print_environment(parts, console)
-    if given.as_json:
-        typer.echo(json.dumps(parts, indent=2))
+    given.print_json(parts)
 
 
 # ---------------------------------------------------------------------- environment

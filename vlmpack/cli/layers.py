@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from vlmpack.attention.backends import AUTO, AttentionCall, choose, explain, kernel_of, recorded_calls
-from vlmpack.cli.models import auto_class
 from vlmpack.families.registry import family_named
 from vlmpack.layout.row import pack
 from vlmpack.model.step import PackedStep
@@ -37,7 +36,7 @@ def attention_layers(config: Any, *, device: str, dtype: str) -> list[dict[str, 
     """
     family = family_named(config.model_type)
     with torch.device("meta"):
-        model = auto_class(family).from_config(config, dtype=torch.bfloat16)  # experts take no other type there
+        model = family.auto_class.from_config(config, dtype=torch.bfloat16)  # experts take no other type there
     step = PackedStep(model)
     text, unknown = _calls(step, "text", config)
     parts = {"text": text}

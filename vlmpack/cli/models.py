@@ -18,7 +18,7 @@ import torch
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from vlmpack.cli.options import ModelOptions
 from vlmpack.collate.processor_metadata import parts_of
@@ -146,11 +146,6 @@ def read_config(name: str) -> Any:
         return AutoConfig.from_pretrained(name)
 
 
-def auto_class(family: Family) -> Any:
-    """Return the transformers auto class that loads models of this family with their head."""
-    return AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
-
-
 def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bool = False) -> Any:
     """Load a model with its head, or make a built-in one for this processor, or tokenizer of a text model.
 
@@ -170,7 +165,7 @@ def open_model(name: str, processor: Any, dtype: torch.dtype, *, only_shapes: bo
         sizes: dict[str, Any] = {"processor": processor} if has_vision else {"vocab_size": len(processor)}
         return tiny_model(tiny, dtype=dtype, **sizes)
     config = read_config(name)
-    auto = auto_class(family_named(config.model_type))
+    auto = family_named(config.model_type).auto_class
     with torch.device("meta" if only_shapes else "cpu"), reading("model", name):
         return auto.from_config(config, dtype=dtype) if only_shapes else auto.from_pretrained(name, dtype=dtype)
 
@@ -258,7 +253,7 @@ def load(
         return Loaded(model=model, processor=None, weights=f"a tiny copy with random weights{over}: {reason}")
     settings = {"distributed_config": _on_mesh(config, dividing)} if dividing else {}
     with reading("the weights of", name, remedy="--tiny probes a small copy"):
-        model = auto_class(family).from_pretrained(name, dtype=dtype, **settings)
+        model = family.auto_class.from_pretrained(name, dtype=dtype, **settings)
     with suppress(OSError, ValueError):  # without a processor, the probe uses random ids and pixels
         processor = load_processor(name) if family.has_vision else None
     return Loaded(model=model if settings else model.to(device), processor=processor, weights=f"its own weights{over}")
@@ -268,7 +263,7 @@ def placed(model: Any, device: torch.device, dividing: Mesh) -> Any:
     """Return a small model on a device, or as transformers loads it onto a mesh with these sizes."""
     if not dividing:
         return model.to(device)
-    auto = auto_class(family_named(model.config.model_type))
+    auto = family_named(model.config.model_type).auto_class
     with TemporaryDirectory() as own:
         folder = gathered(own)[0]  # on one machine; rank 0 alone writes
         model.save_pretrained(folder)
@@ -310,7 +305,7 @@ def _why_not(name: str, config: Any, family: Family, device: torch.device, mesh:
 def count_weights(config: Any, family: Family) -> int:
     """Count the model's parameters without allocating them."""
     with torch.device("meta"):
-        return auto_class(family).from_config(config).num_parameters()
+        return family.auto_class.from_config(config).num_parameters()
 
 
 def free_bytes(device: torch.device, container: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING, dataclass, fields
 from functools import wraps
@@ -21,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import typer
 from typer import Argument, Option
 from typer.models import OptionInfo
 
@@ -51,6 +53,11 @@ class OutputOptions:
     """Print one JSON object instead of tables."""
     quiet: Annotated[bool, Option("--quiet", "-q")] = False
     """Show no progress."""
+
+    def print_json(self, numbers: Mapping[str, Any]) -> None:
+        """Print the output for programs, if it was asked for."""
+        if self.as_json:
+            typer.echo(json.dumps(numbers, indent=2))
 
 
 @dataclass(frozen=True, kw_only=True)

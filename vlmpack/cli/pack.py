@@ -9,13 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 from typer import Argument, Option
 
-from vlmpack.cli.inputs import mix_lines, mix_numbers, open_inputs
+from vlmpack.cli.inputs import LISTED, mix_lines, mix_numbers, open_inputs
 from vlmpack.cli.options import AtLeast1, DataOptions, OutputOptions, with_options
 from vlmpack.errors import SampleError, check_extra
 from vlmpack.terminal import format_bytes, print_facts, print_text, progress_lines
@@ -23,8 +22,6 @@ from vlmpack.terminal import format_bytes, print_facts, print_text, progress_lin
 if TYPE_CHECKING:
     from vlmpack.rows import Manifest
 
-LISTED = 5
-"""Number of left-out samples that are printed with details."""
 STAGES = {"measure": "measuring samples", "compare": "checking finished files", "write": "writing files"}
 
 
@@ -81,8 +78,7 @@ def pack(given: PackOptions) -> None:
         )  # fmt: skip
     numbers = {**store_numbers(given.out, manifest), "mix": mix_numbers(dataset)}
     print_store(numbers, Console(quiet=given.as_json))
-    if given.as_json:
-        typer.echo(json.dumps(numbers, indent=2))
+    given.print_json(numbers)
 
 
 def store_numbers(out: Path, manifest: Manifest) -> dict[str, Any]:

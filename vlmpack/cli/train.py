@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 from typer import Argument, Option
@@ -65,8 +63,8 @@ def train(given: TrainOptions) -> None:
             result = None if given.dry_run else run.train()
     if result is not None:
         print_result(result, console)
-    if given.as_json and run.args.process_index == 0:
-        typer.echo(json.dumps({**numbers, "result": result}, indent=2))
+    if run.args.process_index == 0:
+        given.print_json({**numbers, "result": result})
 
 
 def print_plan(numbers: Mapping[str, Any], console: Console) -> None:

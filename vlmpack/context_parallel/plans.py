@@ -130,11 +130,8 @@ def check_plan(model: Any) -> None:
 
 def _skeleton(family: Family, config: Any) -> Any:
     """Return the model without weights."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    auto = AutoModelForImageTextToText if family.has_vision else AutoModelForCausalLM
     with torch.device("meta"):
-        return auto.from_config(deepcopy(config))
+        return family.auto_class.from_config(deepcopy(config))
 
 
 def _norms_of_heads(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

@@ -214,6 +214,12 @@ class Family:
         return self.vision_path is not None
 
     @property
+    def auto_class(self) -> Any:
+        """The class of transformers that loads models of this family with their head."""
+        name = "AutoModelForImageTextToText" if self.has_vision else "AutoModelForCausalLM"
+        return getattr(import_module("transformers"), name)
+
+    @property
     def has_grids(self) -> bool:
         """Return whether its images are patches with grids."""
         return self.has_vision and self.tile_tokens is None

@@ -281,7 +281,7 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: Placements, bound: int)
         bound: lower bound of the number of bins.
     """
     placements = Placements()
-    best, fewest, best_draws, useless = placements.copy(), best_fit.bins, 0, 0
+    best, fewest, best_draws = placements.copy(), best_fit.bins, 0
     # the draws between two trials take about as long as a trial, a best fit of the remaining samples
     interval = 1 + 2048 * len(stock.sizes) // (16384 + capacity)
     # these draws take about as long as a plan by best fit, and show whether anything can be gained
@@ -293,12 +293,10 @@ def _fill_rows(stock: Stock, capacity: int, *, best_fit: Placements, bound: int)
         rest = place_sorted(*stock.left, capacity)
         bins = placements.bins + rest.bins
         if bins < fewest:
-            best, fewest, best_draws, useless = placements.copy(), bins, stock.draws, 0
-        else:
-            useless += 1
+            best, fewest, best_draws = placements.copy(), bins, stock.draws
         if not best.bins and stock.draws >= probe and placements.bins + rest.needed >= best_fit.needed:
             break
-        if useless >= (2 if best_draws else 1) and stock.draws - best_draws >= MIN_DRAWS:
+        if stock.draws - best_draws >= max(MIN_DRAWS, 4 * interval if best_draws else 0):
             break
         next_trial = interval if stock.draws < interval else stock.draws + (2 if best_draws else 1) * interval
     return best
@@ -326,7 +324,7 @@ class Stock:
         self._top = int((sizes > capacity - sizes[-1]).sum())  # longer ones fit with no other
         self.draws = 0
         """Number of draws so far."""
-        self._drew_all = False  # whether the last draw gave all samples that fit
+        self._drew_all = False  # whether the last draw gave all samples that can be in the row
         self._longest_first = longest_first
         self._failed = 0  # lengths since the last filled row around which no row could be filled
         self._random = np.random.default_rng(0)
@@ -375,11 +373,12 @@ class Stock:
             self._shares, self._used = self._left.cumsum(), 0
         fitting = int(self._negated.searchsorted(-room))
         below = int(self._shares[fitting - 1]) if fitting else 0
+        self._drew_all = False
         if min(self._shares[-1] - below, len(self.sizes) - fitting) <= CANDIDATES:
             kinds = np.arange(fitting, len(self.sizes))
             useful = np.minimum(self._left[kinds] - (kinds == self._top), room // self.sizes[kinds])
-            self._drew_all = bool(useful.sum() <= CANDIDATES)
-            if self._drew_all:
+            if useful.sum() <= CANDIDATES:
+                self._drew_all = True
                 return kinds.repeat(useful)
         drawn = self._random.integers(below, self._shares[-1], CANDIDATES)
         drawn.sort()
@@ -388,7 +387,7 @@ class Stock:
         return kinds[nth < self._left[kinds] - (kinds == self._top)]
 
     def _use(self, company: list[int], placements: Placements) -> None:
-        """Make as many rows of the longest length and this company as there are samples for."""
+        """Make as many rows of the chosen length and this company as there are samples for."""
         times = Counter([self._top, *company])
         rows = min(self._left.item(kind) // per_row for kind, per_row in times.items())
         first_bin = placements.bins

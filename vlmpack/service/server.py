@@ -119,14 +119,13 @@ def load_base(
     Raises:
         ConfigError: no readable model is at `source`. FamilyError: the model's family is not supported.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     try:
-        has_vision = family_named(AutoConfig.from_pretrained(source).model_type).has_vision
-        auto = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+        family = family_named(AutoConfig.from_pretrained(source).model_type)
         dtype = dtype or ("float32" if device == "cpu" else "bfloat16")
-        model: Any = auto.from_pretrained(source, dtype=dtype, attn_implementation="sdpa")
-        processor = load_processor(source) if has_vision else AutoTokenizer.from_pretrained(source)
+        model: Any = family.auto_class.from_pretrained(source, dtype=dtype, attn_implementation="sdpa")
+        processor = load_processor(source) if family.has_vision else AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, RuntimeError, EOFError, UnpicklingError, SafetensorError) as error:
         reason = " ".join(str(error).split())
         remedy = "give a hub name or a model's folder"

@@ -457,16 +457,13 @@ def tiny_model(
         ConfigError: a size is unknown, or sizes do not fit together.
         FamilyError: the family is unknown.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     config = tiny_config(family, processor=processor, like=like, **sizes)
-    auto = AutoModelForImageTextToText if FAMILIES[family].has_vision else AutoModelForCausalLM
     if attn_implementation == "sdpa" and not recipe_of(family).sdpa:
         attn_implementation = "eager"
     # without devices, fork_rng touches only the CPU's generator; torch.manual_seed would seed all devices
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        model = auto.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+        model = FAMILIES[family].auto_class.from_config(config, dtype=dtype, attn_implementation=attn_implementation)
     if lively:
         _enliven(model, torch.Generator().manual_seed(seed))
     return model.train()
