@@ -145,7 +145,7 @@ def test_the_state_of_other_rows_or_of_other_shuffles_is_refused():
         ({"costs": np.ones(len(LENGTHS))}, r"costs '\w+', but these are of costs '\w+'"),
         (
             {"ranks": 2, "rank": 0, "accumulation": 1},
-            "rows a step 4, .* times accumulation .* has to be 4, as before$",
+            "rows a step 4, .* times accumulation .* has to be 4, as before: on 2 ranks, an accumulation of 2$",
         ),
     ]:
         with pytest.raises(ConfigError, match=told):

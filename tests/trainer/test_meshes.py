@@ -1,6 +1,6 @@
 """PackedTrainer under transformers' meshes: every step is that of one process, and checkpoints fit other meshes.
 
-The model has images, gated delta layers and attention; that of "moe" runs has experts.
+The model has images, gated delta layers and attention, in float64; that of "moe" runs has experts, in float32.
 
 As a script: what each of two or four gloo ranks runs. Rank 0 writes checkpoints to FOLDER/MESH.
 """
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +40,11 @@ WHOLE = {
     "tp accumulated": 2,
     "fsdp": 2,
     "context": 2,
+    "ddp accumulated": 2,
+    "fsdp shared": 2,
     "fsdp tp": 4,
+    "fsdp tp shared": 4,
+    "fsdp dp_replicate": 4,
     "moe tp ep all_to_all": 2,
     "moe tp ep all_reduce": 2,
     "moe fsdp dp_replicate": 4,
@@ -49,6 +56,8 @@ CONTINUED = {
     "tp accumulated from fsdp": 2,
     "fsdp4 shared from tp accumulated": 4,
     "ddp from fsdp": 2,
+    "ddp from ddp accumulated": 4,
+    "alone accumulated accumulated from ddp accumulated": 1,
     "alone from tp": 1,
 }
 """Runs that go on from the checkpoint of another with as many rows a step, and their ranks."""
@@ -57,9 +66,18 @@ CONTINUED = {
 def trained(folder: Path, name: str) -> dict[str, Any]:
     """Train through, or from the checkpoint of another mesh to the end."""
     mesh, _, before = name.partition(" from ")
-    run = run_of(folder, mesh, folder / mesh, gradient_accumulation_steps=2 if "accumulated" in mesh else 1)
-    run.train(resume_from_checkpoint=str(folder / before / f"checkpoint-{STOP}") if before else None)
-    return seen_of(run)
+    with nullcontext() if "moe" in mesh else in_float64():
+        run = run_of(folder, mesh, folder / mesh, gradient_accumulation_steps=2 ** mesh.count("accumulated"))
+        run.train(resume_from_checkpoint=str(folder / before / f"checkpoint-{STOP}") if before else None)
+        return seen_of(run)
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Compute in float64, even what models compute in float32 whatever they are given."""
+    patch, tensor = mock.patch.object, torch.Tensor
+    with patch(torch, "float32", torch.float64), patch(tensor, "float", tensor.double):
+        yield
 
 
 def seen_of(run: PackedTrainer) -> dict[str, Any]:
@@ -99,15 +117,14 @@ def run_of(folder: Path, mesh: str, output: Path, **settings: Any) -> PackedTrai
     """Ten steps of AdamW with clipping over the rows of a plan, one row a step on each rank with rows of its own.
 
     With AdamW's own epsilon of 1e-8, gradients that are rounding errors move weights as far as any others: a nudge of
-    1e-7 in one process then comes to 1e-4. With 1e-2 they move them as little as they are.
+    1e-7 in one process then comes to 1e-4 in float32. With 1e-2 they move them as little as they are.
     """
     has_experts = "moe" in mesh.split()
     model = model_on(folder / ("moe" if has_experts else "model"), mesh)
     samples = receipts(model, kinds=("text",) * 16 if has_experts else KINDS * 2)
     defaults = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": STOP, "learning_rate": 5e-4}
-    args = arguments(
-        output, **{**defaults, "optim": "adamw_torch", "adam_epsilon": 1e-2, "max_grad_norm": 0.5, **settings}
-    )
+    defaults |= {"optim": "adamw_torch", "adam_epsilon": 1e-2 if has_experts else 1e-8, "max_grad_norm": 0.5}
+    args = arguments(output, **defaults | settings)
     plan = plan_of(samples)
     return PackedTrainer(model, args, rows_of_even_width, Samples(samples), Samples(samples), plan=plan, eval_plan=plan)
 
@@ -126,7 +143,7 @@ def model_on(model_folder: Path, mesh: str) -> Any:
         sizes["tp_plan"] = plan_for(AutoConfig.from_pretrained(model_folder), tp_size=2)
     divided = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     auto = AutoModelForCausalLM if "moe" in names else AutoModelForImageTextToText
-    model = auto.from_pretrained(model_folder, **divided)
+    model = auto.from_pretrained(model_folder, dtype="auto", **divided)
     parallel = Parallel(context=2) if "shared" in names else None
     if mesh == "context":
         parallel = Parallel(init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context")))
@@ -137,12 +154,13 @@ def model_on(model_folder: Path, mesh: str) -> Any:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs left what they came to; four ranks before and after the two whose checkpoints they exchange."""
     folder = tmp_path_factory.mktemp("meshes")
-    tiny_model("qwen3_5", vision_depth=1).save_pretrained(folder / "model")
+    tiny_model("qwen3_5", vision_depth=1).double().save_pretrained(folder / "model")
     tiny_model("qwen3_moe").save_pretrained(folder / "moe")
     for ranks, runs in ((4, WHOLE), (2, WHOLE | CONTINUED), (4, CONTINUED)):
         chosen = [name for name, number in runs.items() if number == ranks]
         on_ranks(Path(__file__), folder, *chosen, ranks=ranks)
-    torch.save(trained(folder, "alone from tp"), folder / "alone from tp.pt")
+    for name in ("alone from tp", "alone accumulated accumulated from ddp accumulated"):
+        torch.save(trained(folder, name), folder / f"{name}.pt")
     return folder
 
 
@@ -150,23 +168,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(folder: Path) -> dict[Any, dict]:
     """What one process comes to, with the rows of so many ranks in each step."""
     seen = {}
-    for mesh, rows in (("alone", 1), ("alone", 2), ("moe alone", 1), ("moe alone", 4)):
-        run = run_of(folder, mesh, folder / f"{mesh} {rows}", gradient_accumulation_steps=rows)
-        run.train()
-        seen[mesh, rows] = seen_of(run)
+    for mesh, rows in (("alone", 1), ("alone", 2), ("alone", 4), ("moe alone", 1), ("moe alone", 4)):
+        with nullcontext() if "moe" in mesh else in_float64():
+            run = run_of(folder, mesh, folder / f"{mesh} {rows}", gradient_accumulation_steps=rows)
+            run.train()
+            seen[mesh, rows] = seen_of(run)
     return seen
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *CONTINUED])
 def test_steps_losses_and_evaluation_are_those_of_one_process(folder: Path, alone: dict[Any, dict], name: str) -> None:
     seen = torch.load(folder / f"{name}.pt", weights_only=False)
-    rows = 4 if "dp_replicate" in name else 2 if "fsdp" in name or "accumulated" in name else 1
-    expected = alone["moe alone" if "moe" in name else "alone", rows]
+    mesh = name.partition(" from ")[0]
+    doublings = mesh.count("accumulated") - len({"tp", "context", "shared"}.intersection(mesh.split()))
+    expected = alone["moe alone" if "moe" in mesh else "alone", (WHOLE | CONTINUED)[name] * 2**doublings]
     assert max(expected["norms"]) > 0.5  # the guard: gradients were clipped
     assert seen["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert seen["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert len(seen["losses"]) == STEPS
-    assert apart(seen["weights"], expected["weights"]) <= 1e-6
+    assert apart(seen["weights"], expected["weights"]) <= (1e-6 if "moe" in mesh else 1e-11)
     for metric in ("eval_loss", "eval_sample_loss", "eval_num_samples"):
         assert seen["metrics"][metric] == pytest.approx(expected["metrics"][metric], rel=1e-6)
 

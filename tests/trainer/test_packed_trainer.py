@@ -338,9 +338,10 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
     def stream(**settings):
         return PackedStream(samples, RowSettings(capacity=200), length=lengths_one, **settings)
 
-    def made(train_dataset=data, **settings):
-        return PackedTrainer(model, arguments(tmp_path), collator("packed"), train_dataset, **settings)
+    def made(train_dataset=data, args=None, **settings):
+        return PackedTrainer(model, args or arguments(tmp_path), collator("packed"), train_dataset, **settings)
 
+    late = arguments(tmp_path, eval_strategy="steps", eval_steps=9)  # after the last step
     two_ranks = {"ranks": 2, "rank": 0, "repeat": True}
     sets, unpacked = {"one": data, "other": data}, enable_packing(fresh())
     disable_packing(unpacked)
@@ -359,6 +360,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
             r"trains until max_steps, but this stream ends: PackedStream\(..., repeat=True\)",
         ),
         (lambda: made(eval_packing=True).evaluate(data), "needs eval_capacity=, the tokens of a row; or eval_packing="),
+        (lambda: made(plan=plan, eval_dataset=data, args=late).train(), "a function cannot measure .*; give plan="),
         (lambda: made(eval_packing=True).evaluate(Stream(samples)), "needs a data set with a length, .* eval_packing="),
         (lambda: made(eval_dataset=sets, eval_plan=plan), "of one data set, but eval_dataset has 2: one, other; leave"),
     ):

@@ -207,8 +207,10 @@ class PackedBatchSampler(Sampler[list[int]]):
         was, now = (", ".join(f"{name} {of.get(name)!r}" for name in differing) for of in (saved, own))
         remedy = "plan and distribute rows as before"
         if "rows a step" in differing:
-            product = "ranks times accumulation (gradient_accumulation_steps)"
-            remedy = f"{product} has to be {saved.get('rows a step')}, as before"
+            rows = saved.get("rows a step")
+            remedy = f"ranks times accumulation (gradient_accumulation_steps) has to be {rows}, as before"
+            if isinstance(rows, int) and not rows % self.ranks:
+                remedy += f": on {self.ranks} ranks, an accumulation of {rows // self.ranks}"
         fault = f"the state is of rows of {was}, but these are of {now}"
         raise ConfigError(f"{fault}: some samples would be trained on twice and others never; {remedy}")
 

@@ -20,6 +20,7 @@ loads only the weights whose names match, logs the others, and trains on with th
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from vlmpack.loading.sampler import PackedBatchSampler
 from vlmpack.loading.stream import StreamLoader
 from vlmpack.rows import PackedDataset
 
+_LOG = logging.getLogger(__name__)
 PLAN_FILE = "packed_plan.json"
 """File in a checkpoint that names the plan of its steps, and how its rows were distributed over ranks and steps."""
 _STATE_FILE = "trainer_state.json"
@@ -91,7 +93,8 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str | Path | None
     if not given:
         return None
     folder = Path(output_dir or ".") if given is True else Path(given).parent
-    lacks = _lacks(folder, last_file)
+    numbered = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*") if path.is_dir()}
+    lacks = {int(step): _lack(path, last_file) for step, path in numbered.items() if step.isdecimal()}
     complete = {step for step, lack in lacks.items() if not lack}
     if given is not True:
         if lack := _lack(Path(given), last_file):
@@ -108,13 +111,6 @@ def checkpoint_to_resume(given: str | bool | None, output_dir: str | Path | None
     if newer:
         warnings.warn(f"resuming from checkpoint-{newest}, since {newer}", stacklevel=3)
     return str(folder / f"checkpoint-{newest}")
-
-
-def _lacks(output_dir: Path, last_file: str | None) -> dict[int, str]:
-    """Return what each checkpoint of a run lacks, by step."""
-    paths = [path for path in output_dir.glob("checkpoint-*") if path.is_dir()]
-    numbered = [(path, path.name.removeprefix("checkpoint-")) for path in paths]
-    return {int(step): _lack(path, last_file) for path, step in numbered if step.isdecimal()}
 
 
 def _lack(checkpoint: Path, last_file: str | None) -> str:
@@ -313,7 +309,8 @@ def save_divided(model: Any, optimizer: Any, checkpoint: Path) -> None:
     from transformers.distributed import checkpoint as parts  # 5.17 has no such module
 
     parts._save_model_checkpoint_distributed(model, checkpoint / _WEIGHTS_FOLDER)
-    parts.save_optimizer_distributed(model, _innermost(optimizer), str(checkpoint / _OPTIMIZER_FOLDER))
+    inner = getattr(optimizer, "optimizer", optimizer)  # the one that accelerate wrapped
+    parts.save_optimizer_distributed(model, inner, str(checkpoint / _OPTIMIZER_FOLDER))
 
 
 def load_divided(model: Any, checkpoint: str | Path) -> bool:
@@ -340,7 +337,7 @@ def load_divided_optimizer(model: Any, optimizer: Any, checkpoint: Path) -> None
     """Load the state of an optimizer; every rank must call it."""
     from transformers.distributed import checkpoint as parts
 
-    inner = _innermost(optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
     empty = {place: group for place, group in enumerate(inner.param_groups) if not group["params"]}
     inner.param_groups = [group for group in inner.param_groups if group["params"]]  # torch 2.13 fails on empty ones
     with _any_number_of_processes():
@@ -355,11 +352,6 @@ def _any_number_of_processes() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer that accelerate wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 # ---------------------------------------------------------------------- weights under other names
@@ -403,6 +395,10 @@ class RenamedWeights(Trainer):
                 super()._load_from_checkpoint(resume_from_checkpoint, cast(Any, model))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
+        rank, ranks = self.args.process_index, self.args.world_size
+        file = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
+        if checkpoint is not None and not (Path(checkpoint) / file).is_file():
+            _LOG.warning("%s has no %s of this rank, so dropout draws other numbers than before", checkpoint, file)
         with _reading(checkpoint, OTHERWISE):
             super()._load_rng_state(checkpoint)
 

@@ -117,7 +117,7 @@ class PackedTrainer(RenamedWeights):
         self._channel_losses = ChannelLosses(loss)
         self._weights = checkpoints.described_weights(self.model)
         self._warned_of_means = False
-        self._planned_sets: dict[int, tuple[Any, int, EvaluationRows]] = {}
+        self._planned_sets: dict[int, tuple[Any, EvaluationRows]] = {}
         self._resumes_from: str | None = None
         take_rows_whole(self)
         # The model's own value refuses Trainer's evaluation when read there. Ours is exact, so make it a plain bool.
@@ -139,7 +139,8 @@ class PackedTrainer(RenamedWeights):
 
         Raises:
             ConfigError: the checkpoint is incomplete or has no rows to continue, there is none, more processes were
-                launched than the trainer knows of, or the model is on a mesh and DeepSpeed is on.
+                launched than the trainer knows of, the model is on a mesh and DeepSpeed is on, or an evaluation to
+                come would be refused.
         """
         if (launched := int(os.environ.get("WORLD_SIZE", 1))) != self.args.world_size:
             raise ConfigError(
@@ -157,6 +158,10 @@ class PackedTrainer(RenamedWeights):
         if not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             # An earlier evaluation sets this: accelerate would not wrap the model in DDP, and ranks would train apart.
             vars(self.model).pop("_is_accelerate_prepared", None)
+        if self.eval_packing and self.args.eval_strategy != "no":
+            sets: Any = self.eval_dataset
+            for name in sets if isinstance(sets, dict) else [None]:
+                self.get_eval_dataloader(name)  # refuses now what the first evaluation would refuse
         return super().train(self._resumes_from, *args, **kwargs)
 
     @cached_property
@@ -368,8 +373,8 @@ class PackedTrainer(RenamedWeights):
                 "evaluation in planned rows needs a data set with a length, and no batch_eval_metrics; set "
                 "eval_packing=False"
             )
-        _, size, rows = self._planned_sets.get(id(dataset), (None, None, None))
-        if rows is not None and size == len(dataset):
+        _, rows = self._planned_sets.get(id(dataset), (None, None))
+        if rows is not None and len(rows.plan.lengths) == len(dataset):
             return rows
         plan = self.eval_plan if dataset is self.eval_dataset else None
         capacity = None if plan is not None else self._row_capacity
@@ -379,7 +384,7 @@ class PackedTrainer(RenamedWeights):
             )
         collate, workers = cast(Any, self.data_collator), self.args.dataloader_num_workers
         rows = EvaluationRows.of(dataset, collate, plan=plan, capacity=capacity, workers=workers)
-        self._planned_sets[id(dataset)] = (dataset, len(dataset), rows)  # keeps the data set alive, so its id is unique
+        self._planned_sets[id(dataset)] = (dataset, rows)  # keeps the data set alive, so its id is unique
         return rows
 
     @property
