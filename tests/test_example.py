@@ -67,7 +67,7 @@ def write_chats(folder: Path, *, broken: bool = True, scale: int = 1) -> None:
     if broken:
         lines.append(lines[1].replace("images/1.jpg", "images/missing.jpg"))
         lines.insert(7, '{"messages": broken')
-    (folder / "chats.jsonl").write_text("\n".join(lines))
+    (folder / "chats.jsonl").write_text("\n".join([*lines, ""]))
 
 
 def losses_of(lines: list[str]) -> list[float]:
