@@ -84,7 +84,7 @@ def test_a_batch_without_its_column_is_refused() -> None:
     ("column", "match"),
     [
         (lambda types: 1 - types, "sample 0, .*: token_type_ids are no prefix and its suffix"),
-        (lambda types: 2 * types, "sample 0, token 25: token_type_ids are no prefix and its suffix"),
+        (lambda types: 2 * types, "sample 0, token 27: token_type_ids are no prefix and its suffix"),
         (lambda types: types.float(), r"token_type_ids is torch.float32 \[1, \d+\] but input_ids is"),
         (lambda types: types[:, 1:], r"token_type_ids is \[3, \d+\] but input_ids is \[3, \d+\]"),
     ],
