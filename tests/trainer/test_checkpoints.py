@@ -211,6 +211,18 @@ def test_a_folder_that_is_written_again_does_not_look_whole_meanwhile(runs, tmp_
         checkpoint_to_resume(str(tmp_path / "checkpoint-3"), tmp_path, PLAN_FILE)
 
 
+@pytest.mark.parametrize("last_file", MAKERS)
+def test_an_older_checkpoint_is_deleted_once_the_new_one_is_complete(last_file, tmp_path, monkeypatch):
+    """A run of save_total_limit=1 that is killed while it deletes has a checkpoint to resume from."""
+    run = MAKERS[last_file](tmp_path, save_strategy="steps", save_steps=3, max_steps=7, save_total_limit=1)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **settings: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()  # half deleted
+    assert checkpoint_to_resume(True, tmp_path, last_file) == str(tmp_path / "checkpoint-6")
+    assert run.args.save_total_limit == 1
+
+
 # ---------------------------------------------------------------------- the state of a stream
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, TrainerCallback, default_data_collator
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from vlmpack.collate.collator import VLMCollator
 from vlmpack.context_parallel.mesh import mesh_of
@@ -179,21 +179,29 @@ class PackedTrainer(RenamedWeights):
         """Save as Trainer does, then write the plan or the state of the stream as the last file.
 
         The last file of an older checkpoint of the same step is removed first, so that a mix of both never looks
-        complete.
+        complete. Older checkpoints are deleted (`save_total_limit`) once this one is complete.
         """
-        folder = None
+        folder, limit = None, self.args.save_total_limit
         if self.args.output_dir is not None and not self.args.save_only_model:
             folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
             checkpoints.remove_last_files(folder, *self._place, of_others=self.args.should_save)
-        super()._save_checkpoint(*args, **kwargs)
+            self.args.save_total_limit = None
+        try:
+            super()._save_checkpoint(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        if folder is None:
+            return
         loader: Any = self.callback_handler.train_dataloader
-        if folder is not None and isinstance(self.train_dataset, PackedStream):
+        if isinstance(self.train_dataset, PackedStream):
             accumulation = self.args.gradient_accumulation_steps
             checkpoints.save_stream(folder, loader, self._described, accumulation=accumulation)
-        elif folder is not None and isinstance(loader, RowLoader):
-            self.accelerator.wait_for_everyone()  # every rank has written its files
-            if self.args.should_save:
+        self.accelerator.wait_for_everyone()  # every rank has written its files
+        if self.args.should_save:
+            if isinstance(loader, RowLoader):
                 checkpoints.save_plan(folder / PLAN_FILE, loader.batch_sampler, self._described)
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(folder.parent), limit, best, use_mtime=True)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader of this rank's rows.
