@@ -311,16 +311,17 @@ def _describe(visual: Visual, media: Mapping[str, dict[Any, int]], collator: VLM
         fault = "a sample brings patches (pixel_values), and rows are stored with encoded images, never with pixels"
         raise ConfigError(f"{fault}; give samples as messages with images")
     source, options, kind = visual.source.source, visual.source.options, visual.source.kind
-    if is_file := kind == "video" and not isinstance(source, list | tuple):
-        with open_video(source, limits=collator.videos.file_limits) as file:
-            content = (file.read(),)
+    about: dict[str, Any] = {"options": {key: options[key] for key in KNOWN_KEYS if options.get(key) is not None}}
+    about["kind"] = kind
+    if kind == "image":
+        content = (_encoded(source, collator),)
+    elif isinstance(source, list | tuple):
+        content = tuple(_encoded(frame, collator) for frame in source)
     else:
-        content = tuple(_encoded(frame, collator) for frame in ([source] if kind == "image" else source))
+        with open_video(source, limits=collator.videos.file_limits) as file:
+            content, about["is_file"] = (file.read(),), True
     numbers = media[f"{kind}s"]
-    about = {
-        "options": {key: options[key] for key in KNOWN_KEYS if options.get(key) is not None}, "kind": kind,
-        "is_file": is_file or None, "number": numbers.setdefault(content, len(numbers)),
-    }  # fmt: skip
+    about["number"] = numbers.setdefault(content, len(numbers))
     about |= {name: getattr(visual, name) for name in MEASURED}
     return {name: value for name, value in about.items() if value not in (None, ())}
 

@@ -168,10 +168,9 @@ def read_config(file: Path | None, settings: Sequence[str]) -> dict[str, Any]:
     for key in map(str, given):
         if key not in keys:
             ours = next((name for name, others in ELSEWHERE.items() if key in others.split()), None)
-            nearest = ours or get_close_matches(key, keys, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"unknown key {key}; the nearest is {nearest}: {keys[nearest].help} See vlmpack train --help-config"
-            )
+            near = [ours] if ours else get_close_matches(key, keys, n=1)
+            nearest = f"; the nearest is {near[0]}: {keys[near[0]].help}" if near else "."
+            raise ConfigError(f"unknown key {key}{nearest} See vlmpack train --help-config")
     if missing := [name for name in ("model", "data") if name not in given]:
         raise ConfigError(f"{' and '.join(missing)} must be set: vlmpack train model=HUB_ID data=FILE, or in --config")
     return {key: _value(key, value, keys[key].kind) for key, value in given.items()}
