@@ -362,6 +362,7 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
         (lambda: made(eval_packing=True).evaluate(data), "needs eval_capacity=, the tokens of a row; or eval_packing="),
         (lambda: made(plan=plan, eval_dataset=data, args=late).train(), "a function cannot measure .*; give plan="),
         (lambda: made(eval_packing=True).evaluate(Stream(samples)), "needs a data set with a length, .* eval_packing="),
+        (lambda: PackedTrainer(model, arguments(tmp_path), None, data, plan=plan), "planned rows need a collator"),
         (lambda: made(eval_dataset=sets, eval_plan=plan), "of one data set, but eval_dataset has 2: one, other; leave"),
     ):
         with pytest.raises(ConfigError, match=message):

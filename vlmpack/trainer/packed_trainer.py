@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import EvalPrediction, TrainerCallback, default_data_collator
+from transformers import DataCollatorWithPadding, EvalPrediction, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 
 from vlmpack.collate.collator import VLMCollator
@@ -81,7 +81,8 @@ class PackedTrainer(RenamedWeights):
         **kwargs: keyword arguments of Trainer.
 
     Raises:
-        ConfigError: `plan` is not a Plan, `eval_plan` is combined with several evaluation sets, or `loss` is unknown.
+        ConfigError: `plan` is not a Plan, planned rows have no collator, `eval_plan` is combined with several sets to
+            evaluate, or `loss` is unknown.
     """
 
     def __init__(
@@ -104,6 +105,10 @@ class PackedTrainer(RenamedWeights):
             check_kind("plan", plan, Plan, "plan_bins(table, 8192)")
         if isinstance(self.train_dataset, PackedDataset) and self.data_collator is default_data_collator:
             self.data_collator = self.train_dataset.collate
+        collate = self.data_collator
+        makes_no_rows = collate is default_data_collator or type(collate) is DataCollatorWithPadding
+        if makes_no_rows and (plan is not None or isinstance(self.train_dataset, PackedStream)):
+            raise ConfigError('planned rows need a collator: data_collator=VLMCollator(processor, layout="packed")')
         self.plan, self.costs, self.group_costs = plan, costs, group_costs
         self.remainder: Remainder = remainder
         self.eval_plan, self.eval_capacity = eval_plan, eval_capacity
