@@ -228,7 +228,7 @@ def test_weights_are_downloaded_as_peft_and_transformers_load_them(client: Any, 
     with pytest.raises(tinker.RequestFailedError, match="is for download only"):
         model.load_state(path).result(WAIT)
     rest.delete_checkpoint_from_tinker_path(path).result(WAIT)
-    until(lambda: get(url).status_code == 404, WAIT)
+    assert get(url).status_code == 404
 
 
 # ---------------------------------------------------------------------- connections

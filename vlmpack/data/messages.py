@@ -161,7 +161,7 @@ class MediaRef:
         """Return a refusal of this medium that names it: by its position in the sample, and by its file."""
         path = self.source.get("path") if isinstance(self.source, Mapping) else self.source
         is_file = isinstance(path, str | Path) and len(str(path)) < 256 and not str(path).startswith("data:")
-        file = f" ({path})" if is_file and str(path) not in error.detail else ""
+        file = f" ({path})" if is_file and Path(str(path)).name not in error.detail else ""
         return error.within(f"{self.kind} {self.index}{file}")
 
 

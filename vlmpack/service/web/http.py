@@ -417,7 +417,7 @@ class Endpoints:
         if not is_ours or int(expires) < time.time():
             raise Rejected("the signature of this URL is wrong or has expired: ask for the URLs again", status=403)
         path = self.queue.state.weights / folder / file
-        if not path.is_file():
+        if self.queue.journal.row(CheckpointRow, folder=folder) is None or not path.is_file():  # it is removed later
             raise Rejected(f"there is no file {file} any more: the checkpoint was deleted or has expired", status=404)
         return FileResponse(path, media_type="application/octet-stream")
 
